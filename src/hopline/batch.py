@@ -1,0 +1,207 @@
+"""`Block`, `Part`, `Rows` and `Batch`: what a training step consumes. All are immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hopline.graph import Graph
+
+
+class Readable(Protocol):
+    """What a handle needs of a table; every `hopline.tables.Table` is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def read(self, ids: Tensor) -> Tensor: ...
+    def storage(self) -> Tensor | None: ...
+    def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A handle to rows of a table: they are read only where a computation has no way to read them itself."""
+
+    table: Readable
+    ids: Tensor
+    """[n] int64 row ids."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.ids.numel(), *self.table.shape[1:])
+
+    def read(self) -> Tensor:
+        return self.table.read(self.ids)
+
+    def head(self, count: int) -> Rows:
+        return Rows(self.table, self.ids[:count])
+
+
+def as_tensor(rows: Rows | Tensor) -> Tensor:
+    """The rows themselves, read now if they were not yet."""
+    return rows.read() if isinstance(rows, Rows) else rows
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Edges of a block whose source rows live in one place, sorted by destination."""
+
+    indptr: Tensor
+    """[num_dst + 1] int64: destination i has edges indptr[i] .. indptr[i + 1]."""
+    src_idx: Tensor
+    """[num_edges] int32: each edge's source, as a position among the block's source rows."""
+    edge: Mapping[str, Tensor] = field(default_factory=dict)
+    """Rows of the graph's edge arrays for these edges: "weight", "attr", "time", "type"."""
+    edge_ids: Tensor | None = None
+    """[num_edges] int64: each edge's position in the graph's edge arrays, where it was asked for."""
+
+    @property
+    def num_edges(self) -> int:
+        return self.src_idx.numel()
+
+    @cached_property
+    def edge_index(self) -> Tensor:
+        """[2, num_edges] int64, sources first: PyG computes wrong gradients with int32."""
+        counts = self.indptr.diff()
+        dst = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
+        return torch.stack([self.src_idx.long(), dst])
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources."""
+
+    src_ids: Tensor
+    """[num_src] int64 global node ids."""
+    num_dst: int
+    parts: tuple[Part, ...]
+    graph: Graph | None = None
+    """The graph the edges are from: a conv that normalises by degree takes the degrees from there."""
+    key: int | None = None
+    """Key of this step's random draws; None where nothing is drawn (evaluation)."""
+    scale_sums: bool = False
+    """Whether sums over sampled edges are scaled up to the expectation of the full sum."""
+
+    @property
+    def num_src(self) -> int:
+        return self.src_ids.numel()
+
+    @property
+    def dst_ids(self) -> Tensor:
+        return self.src_ids[: self.num_dst]
+
+    @property
+    def num_edges(self) -> int:
+        return sum(part.num_edges for part in self.parts)
+
+    @property
+    def part(self) -> Part:
+        """The one part of a block whose source rows are all the batch's own."""
+        (part,) = self.parts
+        return part
+
+    @property
+    def edge_index(self) -> Tensor:
+        """[2, num_edges] int64 local indices, sorted by destination."""
+        return self.part.edge_index
+
+    @property
+    def sampling_factor(self) -> Tensor:
+        """[num_dst] float64: in-edges in the graph over in-edges here, 1 where there are none."""
+        assert self.graph is not None
+        sampled = self.part.indptr.diff()
+        return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / sampled.clamp(min=1)
+
+    @property
+    def edge(self) -> Mapping[str, Tensor]:
+        return self.part.edge
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Seeds, the blocks that lead to them, and handles to the rows they need."""
+
+    seeds: Tensor
+    """[num_seeds] int64 global node ids."""
+    blocks: tuple[Block, ...]
+    """One per layer, in the order of computation: blocks[0] reads the input, the last one's destinations are the seeds."""
+    x: Rows | Tensor | None
+    """Input rows [num_input, num_features] of `input_ids`, or the handle to them."""
+    y: Tensor | None
+    """Labels of the seeds."""
+    tables: Mapping[str, Rows | Tensor] = field(default_factory=dict)
+    """Rows of the dataset's other named tables for `input_ids`."""
+    key: int | None = None
+    """Key of this step's random draws: (seed, epoch, global step)."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self.blocks[0].src_ids
+
+    @property
+    def num_seeds(self) -> int:
+        return self.seeds.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors this batch holds; handles that were not read count nothing."""
+        return sum(t.numel() * t.element_size() for t in _tensors(self))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on a device; it is this one if everything is there already."""
+        target = torch.device(device)
+        if all(t.device == target for t in _tensors(self)):
+            return self
+
+        def move(value: Rows | Tensor | None) -> Rows | Tensor | None:
+            return value.to(target, non_blocking=non_blocking) if isinstance(value, Tensor) else value
+
+        parts = [
+            tuple(
+                Part(move(p.indptr), move(p.src_idx), {k: move(v) for k, v in p.edge.items()}, move(p.edge_ids))  # type: ignore[arg-type]
+                for p in block.parts
+            )
+            for block in self.blocks
+        ]
+        blocks = tuple(
+            replace(b, src_ids=move(b.src_ids), parts=ps) for b, ps in zip(self.blocks, parts, strict=True)
+        )
+        tables = {name: move(rows) for name, rows in self.tables.items()}
+        return replace(self, seeds=move(self.seeds), blocks=blocks, x=move(self.x), y=move(self.y), tables=tables)  # type: ignore[arg-type]
+
+    def union(self) -> Block:
+        """All sampled edges as one square block over `input_ids`, for models that are not walked layer by layer.
+
+        Each node keeps the edges of the layer nearest to the seeds, as in PyG's NeighborLoader.
+        """
+        known, indptrs, columns, edges = 0, [torch.zeros(1, dtype=torch.int64)], [], []
+        for block in reversed(self.blocks):
+            part = block.part
+            start = int(part.indptr[known])
+            indptrs.append(part.indptr[known + 1 :] - start + indptrs[-1][-1])
+            columns.append(part.src_idx[start:])
+            edges.append({name: rows[start:] for name, rows in part.edge.items()})
+            known = block.num_dst
+        last = self.blocks[0]
+        indptr = torch.cat(indptrs)
+        padding = indptr[-1].expand(last.num_src - known)
+        edge = {name: torch.cat([e[name] for e in edges]) for name in edges[0]}
+        part = Part(torch.cat([indptr, padding]), torch.cat(columns), edge)
+        return replace(last, num_dst=last.num_src, parts=(part,))
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    found = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
+    for block in batch.blocks:
+        found.append(block.src_ids)
+        for part in block.parts:
+            found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
+    return [t for t in found if isinstance(t, Tensor)]

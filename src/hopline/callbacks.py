@@ -1,0 +1,227 @@
+"""What happens around training: five hooks, and the callbacks that the library itself uses."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from hopline.progress import Progress, progress
+from hopline.report import Report
+from hopline.trace import RegionStatistics
+
+if TYPE_CHECKING:
+    from hopline.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnd:
+    """An optimizer step."""
+
+    epoch: int
+    step: int
+    """Counted from 1 over the whole run."""
+    loss: Tensor
+    """Mean loss over the step's seeds, a detached scalar (reading it on a GPU waits for the step)."""
+    size: int
+    """Seeds in the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnd:
+    """A finished epoch."""
+
+    epoch: int
+    loss: float
+    lr: float
+    seconds: float
+    seeds_per_s: float
+    slowest_stage: str
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in each stage, summed over threads."""
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Metrics of one split."""
+
+    epoch: int
+    split: str
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What `Trainer.fit` returns."""
+
+    epochs: int = 0
+    """Epochs trained."""
+    best_epoch: int = 0
+    """The epoch whose weights the model holds now."""
+    reason: str = ""
+    """Why training ended."""
+    valid: float = math.nan
+    """The metric on the validation split, at the best epoch."""
+    test: float = math.nan
+    """The metric on the test split, at the best epoch, exact."""
+    metric: str = ""
+    history: list[EpochEnd] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    stages: list[RegionStatistics] = field(default_factory=list)
+    folder: Path | None = None
+
+
+class Callback:
+    """Override what you need. `trainer.stop("why")` in any hook ends training after the current epoch."""
+
+    def on_fit_start(self, trainer: Trainer) -> None: ...
+    def on_step_end(self, trainer: Trainer, step: StepEnd) -> None: ...
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None: ...
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None: ...
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        """Called once at the end, also when training failed or was interrupted (`run.reason` says so)."""
+
+
+class EarlyStop(Callback):
+    """Stop when the validation metric has not improved for `patience` evaluations."""
+
+    def __init__(self, patience: int) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1 evaluation, not {patience}")
+        self.patience = patience
+        self.best, self.best_epoch, self.waited = -math.inf, 0, 0
+
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        if evaluation.split != "valid":
+            return
+        value = evaluation.metrics[trainer.metric]
+        if value > self.best:
+            self.best, self.best_epoch, self.waited = value, evaluation.epoch, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            trainer.stop(
+                f"validation {trainer.metric} has not risen above {self.best:.4f} (epoch {self.best_epoch}) "
+                f"for {self.patience} evaluations"
+            )
+
+
+class KeepWeights(Callback):
+    """The best and the last weights as `state_dict`s of the user's model, in memory and in the run folder.
+
+    Best is by the validation metric; without one, the last weights are the best.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.best: dict[str, Tensor] | None = None
+        self.best_value, self.best_epoch = -math.inf, 0
+
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        if evaluation.split == "valid" and evaluation.metrics[trainer.metric] > self.best_value:
+            self.best_value, self.best_epoch = evaluation.metrics[trainer.metric], evaluation.epoch
+            self.best = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
+            self._save("best.pt", self.best)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        if self.folder is not None:
+            self._save("last.pt", trainer.model.state_dict())
+
+    def restore(self, trainer: Trainer, last_epoch: int) -> int:
+        """Load the best weights into the model; returns their epoch."""
+        if self.best is None:
+            self._save("best.pt", trainer.model.state_dict())
+            return last_epoch
+        trainer.model.load_state_dict(self.best)
+        return self.best_epoch
+
+    def _save(self, name: str, weights: dict[str, Any]) -> None:
+        if self.folder is None:
+            return
+        unfinished = self.folder / f"{name}.unfinished"
+        try:
+            torch.save(weights, unfinished)
+            os.replace(unfinished, self.folder / name)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            unfinished.unlink(missing_ok=True)
+            raise ValueError(f"cannot write {self.folder / name}: {error}; free space or choose out=") from error
+
+
+class ShowProgress(Callback):
+    """A bar over the epoch's seeds and a line per epoch."""
+
+    def __init__(self) -> None:
+        self.bar: Progress | None = None
+        self.context: Any = None
+
+    def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
+        if self.context is None:
+            label = f"epoch {step.epoch}/{trainer.settings.epochs}"
+            self.context = progress(label, trainer.num_seeds, "seeds")
+            self.bar = self.context.__enter__()
+        assert self.bar is not None
+        self.bar.advance(step.size, loss=float(step.loss))
+
+    def _close(self) -> None:
+        if self.context is not None:
+            self.context.__exit__(None, None, None)
+            self.context = self.bar = None
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        self._close()
+        trainer.say(
+            f"epoch {epoch.epoch}: loss {epoch.loss:.4f}, {epoch.seconds:.1f} s, {epoch.seeds_per_s:,.0f} seeds/s, "
+            f"slowest stage: {epoch.slowest_stage}"
+        )
+
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
+        trainer.say(f"epoch {evaluation.epoch}: {evaluation.split} {values} ({evaluation.seconds:.1f} s)")
+
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        self._close()
+        trainer.say(f"stopped after epoch {run.epochs}: {run.reason}")
+
+
+class WriteReport(Callback):
+    """Everything that happens, into the run folder's report."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        self.report.log({"event": "epoch", **vars(epoch)})
+
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        self.report.log({"event": "evaluate", **vars(evaluation)})
+
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        self.report.log(
+            {
+                "event": "end",
+                "epochs": run.epochs,
+                "best_epoch": run.best_epoch,
+                "reason": run.reason,
+                "valid": {run.metric: run.valid},
+                "test": {run.metric: run.test},
+                "peak_rss_bytes": peak_memory_bytes(),
+                "stages": [vars(region) for region in run.stages],
+            }
+        )
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return psutil.Process().memory_info().rss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

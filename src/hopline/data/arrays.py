@@ -1,0 +1,136 @@
+"""Plain `.npy` files: written row by row, read by memory map, never unpickled."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HEADER_BYTES = 128
+"""Every file starts its data here: room for any shape we write, and aligned to two cache lines."""
+PIECE_BYTES = 1 << 24
+"""Bytes written or read in one go, so that a large array never has to be resident."""
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+"""The element types that a dataset folder may hold, by the name the manifest gives them."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The manifest's name of a torch type."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"Arrays of type {name} cannot be stored: convert it to one of {', '.join(DTYPES)}.")
+    return name
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """How a torch type lies in the file: little-endian; bfloat16, which NumPy lacks, as uint16."""
+    name = "uint16" if dtype == torch.bfloat16 else dtype_name(dtype)
+    return np.dtype(name).newbyteorder("<")
+
+
+def npy_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """The one header that an array of this type and shape has, so that reading is a comparison of bytes."""
+    descr = numpy_dtype(dtype).str
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {tuple(shape)!r}, }}".encode()
+    start = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
+    if len(start) + len(text) + 1 > HEADER_BYTES:
+        raise ValueError(f"An array of shape {list(shape)} has too many dimensions: store at most four.")
+    return start + text.ljust(HEADER_BYTES - len(start) - 1) + b"\n"
+
+
+def file_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Size of the file that holds an array of this type and shape."""
+    return HEADER_BYTES + prod(shape) * dtype.itemsize
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """A tensor over the memory of an array, which may be a read-only map."""
+    with warnings.catch_warnings():
+        # Torch cannot mark a tensor as read-only and says so; tables and graphs are not written in place.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def map_npy(path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, copy_on_write: bool = False) -> Tensor:
+    """The array in a file whose size and header have been checked; its pages are read as they are touched."""
+    if not prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    mode = "c" if copy_on_write else "r"
+    array = np.memmap(path, mode=mode, dtype=numpy_dtype(dtype), offset=HEADER_BYTES, shape=shape)
+    tensor = as_tensor(np.asarray(array))
+    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
+
+
+def as_bytes(rows: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy."""
+    return memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+
+
+def checksum_text(crc: int) -> str:
+    """How the manifest writes a checksum."""
+    return f"crc32:{crc:08x}"
+
+
+class ArrayWriter:
+    """Appends rows to one `.npy` file; the header gets the number of rows when it is closed."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, row_shape: tuple[int, ...] = ()) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.row_shape = tuple(row_shape)
+        self.num_rows = 0
+        self.crc = 0
+        self._header = npy_header(dtype, (0, *row_shape))  # refuses what cannot be stored before any work
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(self._header)
+
+    def append(self, rows: Tensor) -> None:
+        """Write rows [n, *row_shape] after those already there."""
+        assert tuple(rows.shape[1:]) == self.row_shape, (rows.shape, self.row_shape)
+        step = max(1, PIECE_BYTES // max(1, prod(self.row_shape) * self.dtype.itemsize))
+        for start in range(0, rows.size(0), step):
+            piece = rows[start : start + step].to(self.dtype).contiguous()
+            data = as_bytes(piece)
+            self._file.write(data)
+            self.crc = zlib.crc32(data, self.crc)
+        self.num_rows += rows.size(0)
+
+    def close(self) -> None:
+        """Write the header, and wait until the file is on the disk."""
+        if self._file.closed:
+            return
+        self._file.seek(0)
+        self._file.write(npy_header(self.dtype, self.shape))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file as it is, after an error."""
+        self._file.close()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_rows, *self.row_shape)

@@ -1,0 +1,154 @@
+"""What the numbers of a dataset must satisfy, looked at in pieces so that no large array has to be resident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hopline.progress import track
+from hopline.tables import SparseTable, Table
+
+if TYPE_CHECKING:
+    from hopline.data.dataset import Dataset
+    from hopline.data.nodes import NodeData
+
+    Nodes = Dataset | NodeData
+
+PIECE_ELEMENTS = 1 << 22
+"""Elements looked at in one go."""
+CHECKED_SPLITS = ("train", "valid", "test")
+"""Splits whose nodes must have labels; a split under another name may be for prediction alone."""
+
+
+def _pieces(array: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) over the array, about PIECE_ELEMENTS elements at a time."""
+    step = max(1, PIECE_ELEMENTS // max(1, array[:1].numel()))
+    for start in range(0, array.size(0), step):
+        yield start, array[start : start + step]
+
+
+def check_indptr(indptr: Tensor, num_entries: int, where: str) -> None:
+    """A CSR row pointer runs from 0 to the number of entries and never decreases."""
+    first, last = int(indptr[0]), int(indptr[-1])
+    if first != 0 or last != num_entries:
+        raise ValueError(f"{where} runs from {first} to {last}, not from 0 to {num_entries}: convert again.")
+    for start, piece in _pieces(indptr):
+        falling = (piece[1:] < piece[:-1]).nonzero()
+        if falling.numel() or (start and piece[0] < indptr[start - 1]):
+            row = start + (int(falling[0]) + 1 if falling.numel() else 0)
+            raise ValueError(f"{where} decreases at entry {row}: convert the graph again.")
+
+
+def check_ids(ids: Tensor, limit: int, where: str, what: str = "nodes") -> None:
+    """All ids lie in 0 .. limit - 1."""
+    for start, piece in _pieces(ids):
+        low, high = (int(v) for v in piece.aminmax())
+        if low < 0 or high >= limit:
+            entry = int(((piece < 0) | (piece >= limit)).nonzero()[0])
+            raise ValueError(
+                f"{where} holds {int(piece[entry])} at position {start + entry}, but there are {limit} {what}: "
+                f"number them from 0 to {limit - 1} and convert again."
+            )
+
+
+def check_finite(values: Tensor, where: str) -> None:
+    """No NaN and no infinity."""
+    if not values.dtype.is_floating_point:
+        return
+    for start, piece in _pieces(values):
+        finite = piece.isfinite()
+        if not bool(finite.all()):
+            row, *rest = (int(i) for i in (~finite).nonzero()[0])
+            value = float(piece[(row, *rest)])
+            column = f", column {rest[0]}" if rest else ""
+            raise ValueError(
+                f"{where} holds {value} in row {start + row}{column}: "
+                "replace such values, for example by numpy.nan_to_num, and convert again."
+            )
+
+
+def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
+    """Labels are classes, or -1 for none; in the multi-label task they are 0 or 1."""
+    for start, piece in _pieces(y):
+        if task == "multi":
+            bad = (piece != 0) & (piece != 1)
+            allowed = "0 or 1"
+        else:
+            bad = (piece < -1) | (piece >= num_classes)
+            allowed = f"a class from 0 to {num_classes - 1}, or -1 for none"
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0, 0])
+            value = piece[row][bad[row]].reshape(-1)[0].item()
+            raise ValueError(
+                f"{where} holds label {value} at node {start + row}: it must be {allowed}; "
+                "correct the labels or num_classes and convert again."
+            )
+
+
+def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where: str) -> None:
+    """A split is a sorted list of distinct nodes, all of them labelled."""
+    check_ids(ids, num_nodes, where)
+    repeated = (ids[1:] <= ids[:-1]).nonzero()
+    if repeated.numel():
+        node = int(ids[int(repeated[0]) + 1])
+        raise ValueError(f"{where} is not sorted or repeats node {node}: give every node of a split once.")
+    if y is None or y.dim() != 1 or name not in CHECKED_SPLITS:
+        return
+    for start, piece in _pieces(ids):
+        unlabelled = (y[piece] < 0).nonzero()
+        if unlabelled.numel():
+            node = int(ids[start + int(unlabelled[0])])
+            raise ValueError(f"{where} has node {node}, which has no label: leave such nodes out of the split.")
+
+
+def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
+    """Feature values are finite; a sparse table's structure is that of a CSR matrix."""
+    if isinstance(table, SparseTable):
+        check_indptr(table.indptr, table.columns.numel(), where(f"table.{name}.indptr"))
+        check_ids(table.columns, table.num_columns, where(f"table.{name}.columns"), "columns")
+        check_finite(table.values, where(f"table.{name}.values"))
+        return
+    storage = table.storage()
+    if storage is not None:
+        check_finite(storage, where(f"table.{name}"))
+
+
+def check_nodes(nodes: Nodes, where: Callable[[str], str]) -> list[str]:
+    """Check tables, labels and splits; `where` turns an array's name into what an error calls it."""
+    return _run(_node_checks(nodes, where))
+
+
+def check_dataset(dataset: Dataset, where: Callable[[str], str]) -> list[str]:
+    """Check every array of a dataset. Returns what was checked."""
+    graph = dataset.graph
+    todo: dict[str, Callable[[], None]] = {
+        "indptr runs over the edges": lambda: check_indptr(graph.indptr, graph.num_edges, where("indptr")),
+        "indices are nodes": lambda: check_ids(graph.indices, graph.num_nodes, where("indices")),
+    }
+    for name, array in graph.edge.items():
+        todo[f"edge array {name} is finite"] = partial(check_finite, array, where(f"edge.{name}"))
+    return _run(todo | _node_checks(dataset, where))
+
+
+def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callable[[], None]]:
+    todo: dict[str, Callable[[], None]] = {}
+    for name, table in nodes.tables.items():
+        todo[f"table {name} is finite"] = partial(check_table, name, table, where)
+    if nodes.y is not None:
+        todo["labels are classes"] = partial(check_labels, nodes.y, nodes.task, nodes.num_classes, where("y"))
+    for k, splits in enumerate(nodes.all_splits):
+        for name, ids in splits.items():
+            todo[f"split {k} {name} is sorted, distinct and labelled"] = partial(
+                check_split, ids, nodes.num_nodes, nodes.y, name, where(f"split.{k}.{name}")
+            )
+    return todo
+
+
+def _run(todo: dict[str, Callable[[], None]]) -> list[str]:
+    for check in track(todo.values(), "checking contents", len(todo), "arrays"):
+        check()
+    return list(todo)

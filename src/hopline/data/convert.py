@@ -1,0 +1,238 @@
+"""Edge lists into datasets: in memory, or in chunks straight into a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.data.arrays import as_bytes
+from hopline.data.dataset import Dataset
+from hopline.data.edges import (
+    EdgeOptions,
+    Edges,
+    EdgeSource,
+    check_same_arrays,
+    edge_chunks,
+    edge_options,
+    empty_edges,
+    group,
+    index_dtype,
+    join,
+    prepare,
+)
+from hopline.data.manifest import Task
+from hopline.data.nodes import NodeData, node_data
+from hopline.data.store import open_folder, write_nodes
+from hopline.data.writer import FolderWriter, writing
+from hopline.graph import Graph
+from hopline.progress import progress
+
+NUM_BUCKETS = 1 << 12
+"""Destination ranges into which each run is cut; they are joined again into groups of one chunk's size."""
+
+
+def from_edges(
+    edges: EdgeSource,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    num_nodes: int | None = None,
+    edge: Mapping[str, Any] | None = None,
+    x: Any = None,
+    tables: Mapping[str, Any] | None = None,
+    y: Any = None,
+    splits: Mapping[str, Any] | None = None,
+    task: Task | None = None,
+    num_classes: int | None = None,
+    name: str = "graph",
+    meta: Mapping[str, Any] | None = None,
+    split: int = 0,
+    **options: Any,
+) -> Dataset:
+    """A dataset from edges [2, E], an `.npy` file or chunks of them, and what is known about the nodes.
+
+    With `folder` the graph is grouped on disk in bounded memory and opened from there. `options` are those of
+    `EdgeOptions`: symmetrize, self_loops, duplicates, chunk_edges.
+    """
+    how = edge_options(options)
+    count = _count_nodes(edges, num_nodes, [x, *(tables or {}).values(), y], how)
+    nodes = node_data(count, x=x, tables=tables, y=y, splits=splits, task=task, num_classes=num_classes)
+    if folder is not None:
+        _write(edges, edge, nodes, how, folder, name, dict(meta or {}))
+        return open_folder(folder, split=split)
+    degrees, grouped = group(join(list(_prepared(edges, edge, count, how)), count), 0, count, how)
+    indptr = torch.zeros(count + 1, dtype=torch.int64)
+    torch.cumsum(degrees, 0, out=indptr[1:])
+    dataset = Dataset(
+        name=name,
+        graph=Graph(indptr, grouped.src, grouped.edge),
+        tables=nodes.tables,
+        y=nodes.y,
+        splits=nodes.all_splits[0] if nodes.all_splits else {},
+        alternatives=nodes.all_splits if len(nodes.all_splits) > 1 else (),
+        task=nodes.task,
+        num_classes=nodes.num_classes,
+        meta=dict(meta or {}),
+    )
+    return dataset.with_split(split)
+
+
+def convert_edges(edges: EdgeSource, folder: str | os.PathLike[str], **arguments: Any) -> Dataset:
+    """`from_edges` into a folder, in memory bounded by `chunk_edges`, whatever the number of edges."""
+    return from_edges(edges, folder=folder, **arguments)
+
+
+def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], options: EdgeOptions) -> int:
+    """The number of nodes: given, or that of the rows, or one more than the largest id."""
+    if num_nodes is not None:
+        return num_nodes
+    for table in rows:
+        if table is not None:
+            return int(table.shape[0]) if hasattr(table, "shape") else len(table)
+    if isinstance(edges, Iterator):
+        raise ValueError("The number of nodes is not known before the last chunk: give num_nodes=.")
+    largest = -1
+    for index, _ in edge_chunks(edges, None, options.chunk_edges):
+        largest = max(largest, int(index.max()) if index.numel() else -1)
+    return largest + 1
+
+
+def _prepared(
+    edges: EdgeSource, edge: Mapping[str, Any] | None, num_nodes: int, options: EdgeOptions
+) -> Iterator[Edges]:
+    """Checked and completed chunks, with progress."""
+    offset = 0
+    with progress("reading edges", None, "edges") as bar:
+        for index, arrays in edge_chunks(edges, edge, options.chunk_edges):
+            yield prepare(index, arrays, num_nodes, offset, options)
+            offset += index.size(1)
+            bar.advance(index.size(1))
+
+
+def _write(
+    edges: EdgeSource,
+    edge: Mapping[str, Any] | None,
+    nodes: NodeData,
+    options: EdgeOptions,
+    folder: str | os.PathLike[str],
+    name: str,
+    meta: dict[str, Any],
+) -> None:
+    with FolderWriter(folder) as out:
+        columns = write_nodes(out, nodes.tables, nodes.y, nodes.all_splits)
+        with Runs(out.scratch(), nodes.num_nodes) as runs:
+            for piece in _prepared(edges, edge, nodes.num_nodes, options):
+                with writing(out.folder):
+                    runs.add(piece)
+            num_edges = write_graph(out, runs, options)
+        out.commit(
+            name=name,
+            num_nodes=nodes.num_nodes,
+            num_edges=num_edges,
+            task=nodes.task,
+            num_classes=nodes.num_classes,
+            num_splits=len(nodes.all_splits),
+            tables=columns,
+            meta=meta,
+        )
+
+
+def write_graph(out: FolderWriter, runs: Runs, options: EdgeOptions) -> int:
+    """Group the edges of all runs, a range of destinations at a time; returns how many there are."""
+    out.array("indptr", torch.int64)
+    out.array("indices", index_dtype(runs.num_nodes))
+    for name, sample in runs.sample.edge.items():
+        out.array(f"edge.{name}", sample.dtype, tuple(sample.shape[1:]))
+    out.append("indptr", torch.zeros(1, dtype=torch.int64))
+    total = 0
+    with progress("grouping edges", runs.num_edges, "edges") as bar:
+        for first, last in runs.groups(options.chunk_edges):
+            low, high = first * runs.width, min(last * runs.width, runs.num_nodes)
+            piece = runs.read(first, last)
+            bar.advance(piece.src.numel())
+            degrees, piece = group(piece, low, high, options)
+            out.append("indptr", degrees.cumsum(0) + total)
+            out.append("indices", piece.src)
+            for name, array in piece.edge.items():
+                out.append(f"edge.{name}", array)
+            total += piece.src.numel()
+    return total
+
+
+class Runs:
+    """Edges on disk as runs: each run is one chunk, ordered by the destination range its edges fall in.
+
+    One file per column; the edges of neighbouring ranges lie together in every run, so any group of ranges is read
+    by one read per run.
+    """
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        self.folder = folder
+        self.num_nodes = num_nodes
+        self.num_edges = 0
+        self.width = max(1, -(-num_nodes // NUM_BUCKETS))
+        self.num_buckets = -(-num_nodes // self.width)
+        self.sample = empty_edges(num_nodes)
+        self._starts: list[Tensor] = []
+        self._files: list[BinaryIO] = []
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+    def add(self, edges: Edges) -> None:
+        """Append one run."""
+        if not self._starts:
+            self.sample = Edges(edges.src[:0], edges.dst[:0], {n: a[:0] for n, a in edges.edge.items()})
+            names = ["src", "dst", *(f"edge.{name}" for name in edges.edge)]
+            self._files = [(self.folder / name).open("w+b") for name in names]
+        check_same_arrays(self.sample, edges)
+        starts, order = ops.group_edges(edges.dst // self.width, self.num_buckets)
+        for file, column, sample in zip(
+            self._files, self._columns(edges), self._columns(self.sample), strict=True
+        ):
+            file.write(as_bytes(column[order].to(sample.dtype)))
+        self._starts.append(starts + self.num_edges)
+        self.num_edges += edges.src.numel()
+
+    @staticmethod
+    def _columns(edges: Edges) -> list[Tensor]:
+        return [edges.src, edges.dst, *edges.edge.values()]
+
+    def groups(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Ranges of buckets with at most `limit` edges and nodes each (one bucket at least)."""
+        sizes = torch.zeros(self.num_buckets, dtype=torch.int64)
+        for starts in self._starts:
+            sizes += starts.diff()
+        first, held = 0, 0
+        for bucket, size in enumerate(sizes.tolist()):
+            if bucket > first and (held + size > limit or (bucket + 1 - first) * self.width > limit):
+                yield first, bucket
+                first, held = bucket, 0
+            held += size
+        if first < self.num_buckets:
+            yield first, self.num_buckets
+
+    def read(self, first: int, last: int) -> Edges:
+        """All edges into the buckets first .. last - 1, in the order of their chunks."""
+        spans = [(int(starts[first]), int(starts[last])) for starts in self._starts]
+        total = sum(stop - start for start, stop in spans)
+        columns = []
+        for i, sample in enumerate(self._columns(self.sample)):
+            column = torch.empty((total, *sample.shape[1:]), dtype=sample.dtype)
+            row_bytes = sample.dtype.itemsize * column[:1].numel() if total else 0
+            filled = 0
+            for start, stop in spans:
+                self._files[i].seek(start * row_bytes)
+                self._files[i].readinto(as_bytes(column[filled : filled + stop - start]))
+                filled += stop - start
+            columns.append(column)
+        return Edges(columns[0], columns[1], dict(zip(self.sample.edge, columns[2:], strict=True)))

@@ -1,0 +1,197 @@
+"""`Dataset`: a graph, its tables, labels and splits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hopline.data.checks import check_dataset
+from hopline.data.manifest import TASKS, Task, is_part
+from hopline.graph import Graph
+from hopline.spec import format_size
+from hopline.tables import SparseTable, Table, TensorTable
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+METRICS: dict[str, str] = {"single": "accuracy", "multi": "micro_f1", "binary": "roc_auc"}
+"""The metric that goes with each task."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Dataset:
+    """A graph with what is known about its nodes, in memory or mapped from a folder."""
+
+    name: str
+    """What the dataset is called."""
+    graph: Graph
+    """The in-edges of every node, with their edge arrays."""
+    tables: dict[str, Table] = field(default_factory=dict)
+    """Named rows per node; "x" is what models read."""
+    y: Tensor | None = None
+    """[N] int64 with -1 for unlabelled nodes, or [N, C] of zeros and ones in the multi-label task."""
+    splits: dict[str, Tensor] = field(default_factory=dict)
+    """Sorted node ids (int64) of "train", "valid" and "test", as far as the graph has them."""
+    alternatives: tuple[dict[str, Tensor], ...] = ()
+    """All published splits where there are several; `with_split` makes another one of them current."""
+    task: Task = "single"
+    """What the labels mean: one class, several labels, or a yes/no score."""
+    num_classes: int = 0
+    """Number of classes, or of labels in the multi-label task."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Where the dataset comes from, in plain JSON values."""
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task is {self.task!r}: choose one of {', '.join(TASKS)}.")
+        for name in [*self.tables, *self.graph.edge, *self.splits]:
+            if not is_part(name):
+                raise ValueError(f"{name!r} cannot name an array: use letters, digits, '_' and '-' only.")
+        for name, table in self.tables.items():
+            if len(table) != self.num_nodes:
+                raise ValueError(f"Table {name!r} has {len(table)} rows for {self.num_nodes} nodes.")
+        if self.y is not None:
+            _check_label_shape(self.y, self.task, self.num_nodes, self.num_classes)
+        for name, ids in self.splits.items():
+            if ids.dtype != torch.int64 or ids.dim() != 1:
+                raise ValueError(f"Split {name!r} must be a 1-D int64 tensor of node ids.")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.graph.num_nodes
+
+    @property
+    def num_edges(self) -> int:
+        return self.graph.num_edges
+
+    @property
+    def x(self) -> Table:
+        """The main feature table."""
+        if "x" not in self.tables:
+            raise ValueError(f"Dataset {self.name!r} has no features: add them with tables['x'] = TensorTable(rows).")
+        return self.tables["x"]
+
+    @property
+    def num_features(self) -> int:
+        """Width of the main feature table; 0 without one."""
+        return self.x.shape[1] if "x" in self.tables else 0
+
+    @property
+    def num_outputs(self) -> int:
+        """How many numbers a model predicts per node: one score in the binary task, else one per class."""
+        return 1 if self.task == "binary" else self.num_classes
+
+    @property
+    def metric(self) -> str:
+        """The metric that goes with the task: "accuracy", "micro_f1" or "roc_auc"."""
+        return METRICS[self.task]
+
+    @property
+    def all_splits(self) -> tuple[dict[str, Tensor], ...]:
+        """Every split the dataset has; the current one where it has no others."""
+        return self.alternatives or ((self.splits,) if self.splits else ())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, wherever they are."""
+        arrays = [ids for splits in self.all_splits for ids in splits.values()]
+        arrays += [] if self.y is None else [self.y]
+        own = sum(a.numel() * a.element_size() for a in arrays)
+        return own + self.graph.num_bytes + sum(table.num_bytes for table in self.tables.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"Dataset({self.name!r}, {self.num_nodes:,} nodes, {self.num_edges:,} edges, "
+            f"{self.num_features} features, {self.num_classes} classes, {format_size(self.num_bytes)})"
+        )
+
+    def describe(self) -> str:
+        """What the dataset holds, one line per part."""
+        lines = [repr(self)]
+        lines += [f"  edge {name}: {_shape(a.shape, a.dtype)}" for name, a in self.graph.edge.items()]
+        for name, table in self.tables.items():
+            kind = ", sparse" if isinstance(table, SparseTable) else ""
+            lines.append(f"  table {name}: {_shape(table.shape, table.dtype)}{kind}")
+        if self.y is not None:
+            lines.append(f"  labels: {_shape(self.y.shape, self.y.dtype)}, task {self.task}, {self.metric}")
+        sizes = ", ".join(f"{name} {ids.numel():,}" for name, ids in self.splits.items())
+        several = f" (one of {len(self.alternatives)})" if len(self.alternatives) > 1 else ""
+        lines.append(f"  split: {sizes or 'none'}{several}")
+        lines += [f"  {key}: {value}" for key, value in self.meta.items()]
+        return "\n".join(lines)
+
+    def with_split(self, k: int) -> Dataset:
+        """The same dataset with its k-th published split as the current one."""
+        if not 0 <= k < max(1, len(self.alternatives)):
+            count = max(1, len(self.alternatives))
+            raise ValueError(f"Dataset {self.name!r} has no split {k}: choose from 0 to {count - 1}.")
+        return replace(self, splits=self.alternatives[k]) if self.alternatives else self
+
+    def normalized(self, table: str = "x") -> Dataset:
+        """The same dataset with each feature row divided by its sum (by 1 where that is less)."""
+        rows = self.tables[table]
+        if isinstance(rows, SparseTable):
+            row = torch.repeat_interleave(torch.arange(len(rows)), rows.indptr.diff())
+            sums = torch.zeros(len(rows), dtype=rows.dtype).index_add_(0, row, rows.values).clamp(min=1.0)
+            new: Table = SparseTable(rows.indptr, rows.columns, rows.values / sums[row], rows.num_columns)
+        else:
+            dense = rows.read(torch.arange(len(rows)))
+            new = TensorTable(dense / dense.sum(-1, keepdim=True).clamp(min=1.0))
+        return replace(self, tables={**self.tables, table: new})
+
+    def validate(self) -> list[str]:
+        """Look at every number: index and label ranges, NaN, splits. Returns what was checked."""
+        return check_dataset(self, lambda array: f"Array {array!r} of dataset {self.name!r}")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the dataset to a folder, in one step that either happens or does not."""
+        from hopline.data.store import save
+
+        save(self, folder)
+
+    def to_pyg(self) -> Data:
+        """A PyG `Data` with dense features, int64 edges and masks for the splits."""
+        from hopline.data.pyg import to_pyg
+
+        return to_pyg(self)
+
+
+def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -> None:
+    if y.size(0) != num_nodes:
+        raise ValueError(f"There are {y.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
+    if task == "multi":
+        if y.dim() != 2 or y.size(1) != num_classes:
+            raise ValueError(f"Multi-label y must be [{num_nodes}, {num_classes}], not {list(y.shape)}.")
+    elif y.dim() != 1 or y.dtype != torch.int64:
+        raise ValueError(f"y must be a 1-D int64 tensor in the {task} task, not {list(y.shape)} {y.dtype}.")
+
+
+def _shape(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def as_table(rows: Any) -> Table:
+    """A table over whatever holds rows: a table, a tensor, an array, or a sparse matrix of torch or SciPy."""
+    if isinstance(rows, Table):
+        return rows
+    if isinstance(rows, Tensor) and rows.layout == torch.strided:
+        return TensorTable(rows)
+    if isinstance(rows, Tensor) and rows.layout == torch.sparse_csr:
+        return SparseTable(rows.crow_indices().long(), rows.col_indices(), rows.values(), rows.size(1))
+    if isinstance(rows, Tensor):
+        # By way of COO and not of torch's own CSR, which warns that it is in beta.
+        coo = rows.to_sparse_coo().coalesce()
+        row, column = coo.indices()
+        indptr = torch.zeros(rows.size(0) + 1, dtype=torch.int64)
+        indptr[1:] = torch.bincount(row, minlength=rows.size(0)).cumsum(0)
+        return SparseTable(indptr, column, coo.values(), rows.size(1))
+    if hasattr(rows, "tocsr"):
+        csr = rows.tocsr()
+        indptr, columns, values = (torch.as_tensor(a) for a in (csr.indptr, csr.indices, csr.data))
+        return SparseTable(indptr.long(), columns, values, csr.shape[1])
+    return TensorTable(torch.as_tensor(rows))
+

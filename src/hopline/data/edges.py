@@ -1,0 +1,192 @@
+"""Edge lists: cut into chunks, checked, completed and grouped by destination."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.data.arrays import as_tensor
+from hopline.data.checks import check_finite
+from hopline.spec import nearest
+
+EdgeChunk = Any
+"""Edges [2, n] (sources first) as a tensor or array, or (edges, {name: array with n rows})."""
+EdgeSource = Any
+"""Edges [2, E], an `.npy` file of them, or an iterable of chunks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeOptions:
+    """What happens to an edge list on its way into a graph."""
+
+    symmetrize: bool = False
+    """Add the reverse of every edge that is not a self-loop, with the same edge arrays."""
+    self_loops: Literal["keep", "remove", "add"] = "keep"
+    """Keep self-loops as they are, remove them, or add one to every node that has none (weight 1)."""
+    duplicates: Literal["keep", "remove"] = "keep"
+    """Keep repeated edges, or only the first of each."""
+    chunk_edges: int = 1 << 22
+    """Edges held in memory at a time when a graph is converted into a folder."""
+
+    def __post_init__(self) -> None:
+        if self.self_loops not in ("keep", "remove", "add"):
+            raise ValueError(f"self_loops is {self.self_loops!r}: choose 'keep', 'remove' or 'add'.")
+        if self.duplicates not in ("keep", "remove"):
+            raise ValueError(f"duplicates is {self.duplicates!r}: choose 'keep' or 'remove'.")
+        if self.chunk_edges < 1:
+            raise ValueError(f"chunk_edges is {self.chunk_edges}: give a positive number of edges.")
+
+
+def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
+    """Options from keywords; an unknown one gets the nearest name suggested."""
+    known = [f.name for f in fields(EdgeOptions)]
+    for key in options:
+        if key not in known:
+            raise ValueError(f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
+    return EdgeOptions(**options)
+
+
+class Edges(NamedTuple):
+    """A piece of an edge list."""
+
+    src: Tensor
+    dst: Tensor
+    edge: dict[str, Tensor]
+
+    def select(self, which: Tensor) -> Edges:
+        """The edges at these positions, or where this mask is true."""
+        return Edges(self.src[which], self.dst[which], {name: a[which] for name, a in self.edge.items()})
+
+
+def index_dtype(num_nodes: int) -> torch.dtype:
+    """How node ids are stored: int32 as long as they fit."""
+    return torch.int32 if num_nodes < 2**31 else torch.int64
+
+
+def edge_chunks(
+    source: EdgeSource, edge: Mapping[str, Any] | None, chunk_edges: int
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Cut any edge source into ([2, n], edge arrays) with n at most `chunk_edges`."""
+    if isinstance(source, str | Path):
+        yield from ((chunk, {}) for chunk in npy_edges(source, chunk_edges))
+        return
+    chunks: Iterable[EdgeChunk] = [(source, edge or {})] if isinstance(source, Tensor | np.ndarray) else source
+    for chunk in chunks:
+        index, arrays = chunk if isinstance(chunk, tuple) and isinstance(chunk[1], Mapping) else (chunk, {})
+        index = _tensor(index)
+        if index.dim() != 2 or index.size(0) != 2 or index.dtype.is_floating_point:
+            raise ValueError(f"Edges must be whole numbers [2, E], sources first, not {list(index.shape)} {index.dtype}.")
+        columns = {name: _tensor(array) for name, array in cast(Mapping[str, Any], arrays).items()}
+        for name, array in columns.items():
+            if array.size(0) != index.size(1):
+                raise ValueError(f"Edge array {name!r} has {array.size(0)} rows for {index.size(1)} edges.")
+        for start in range(0, index.size(1), chunk_edges):
+            stop = start + chunk_edges
+            yield index[:, start:stop], {name: a[start:stop] for name, a in columns.items()}
+
+
+def _tensor(array: Any) -> Tensor:
+    return array if isinstance(array, Tensor) else as_tensor(np.asarray(array))
+
+
+def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
+    """Chunks [2, n] of an `.npy` file of edges [2, E] or [E, 2], by plain reads: mapped pages would stay resident."""
+    with Path(path).open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = header(file)
+        if len(shape) != 2 or 2 not in shape or fortran or dtype.kind not in "iu":
+            raise ValueError(f"{path} must hold whole numbers [2, E] in C order, not {list(shape)} {dtype}.")
+        start, by_row = file.tell(), shape[0] == 2
+        num_edges = shape[1] if by_row else shape[0]
+        for first in range(0, num_edges, chunk_edges):
+            count = min(chunk_edges, num_edges - first)
+            rows = []
+            for row in range(2 if by_row else 1):
+                position = row * num_edges + first if by_row else 2 * first
+                file.seek(start + position * dtype.itemsize)
+                rows.append(np.fromfile(file, dtype, count if by_row else 2 * count))
+            yield torch.from_numpy(np.stack(rows) if by_row else rows[0].reshape(count, 2).T)
+
+
+def prepare(index: Tensor, edge: dict[str, Tensor], num_nodes: int, offset: int, options: EdgeOptions) -> Edges:
+    """Check a chunk, then add reversed edges and drop self-loops as the options say."""
+    if index.numel():
+        low, high = (int(v) for v in index.aminmax())
+        if low < 0 or high >= num_nodes:
+            position = int(((index < 0) | (index >= num_nodes)).any(0).nonzero()[0])
+            source, target = (int(v) for v in index[:, position])
+            raise ValueError(
+                f"Edge {offset + position} goes from {source} to {target}, but there are {num_nodes} nodes: "
+                "correct it, give the right num_nodes, or number the nodes from 0."
+            )
+    for name, array in edge.items():
+        check_finite(array, f"Edge array {name!r} (from edge {offset})")
+    src, dst = index.to(index_dtype(num_nodes))
+    edges = Edges(src, dst, edge)
+    if options.symmetrize:
+        # Each edge is followed by its reverse, so that chunks of any size give the same graph.
+        both = torch.stack([edges.src, edges.dst], 1).reshape(-1), torch.stack([edges.dst, edges.src], 1).reshape(-1)
+        edges = Edges(*both, {name: a.repeat_interleave(2, 0) for name, a in edge.items()})
+        repeated = edges.src == edges.dst
+        repeated[::2] = False
+        edges = edges.select(~repeated) if bool(repeated.any()) else edges
+    if options.self_loops == "remove":
+        edges = edges.select(edges.src != edges.dst)
+    return edges
+
+
+def group(edges: Edges, low: int, high: int, options: EdgeOptions) -> tuple[Tensor, Edges]:
+    """(degrees, edges by destination) of all edges into the nodes low .. high - 1, in their order."""
+    if options.self_loops == "add":
+        edges = _add_self_loops(edges, low, high)
+    if options.duplicates == "remove":
+        key = (edges.dst.long() - low) * (1 << 32) + edges.src
+        key, order = torch.sort(key, stable=True)
+        first = torch.ones(key.numel(), dtype=torch.bool)
+        first[1:] = key[1:] != key[:-1]
+        edges = edges.select(order[first].sort().values)
+    indptr, order = ops.group_edges(edges.dst - low, high - low)
+    return indptr.diff(), edges.select(order)
+
+
+def _add_self_loops(edges: Edges, low: int, high: int) -> Edges:
+    missing = torch.ones(high - low, dtype=torch.bool)
+    missing[(edges.dst[edges.src == edges.dst] - low).long()] = False
+    nodes = (missing.nonzero().reshape(-1) + low).to(edges.dst.dtype)
+    edge = {
+        name: torch.cat([a, torch.full((nodes.numel(), *a.shape[1:]), int(name == "weight"), dtype=a.dtype)])
+        for name, a in edges.edge.items()
+    }
+    return Edges(torch.cat([edges.src, nodes]), torch.cat([edges.dst, nodes]), edge)
+
+
+def empty_edges(num_nodes: int) -> Edges:
+    """No edges, in the storage type of a graph of that size."""
+    none = torch.empty(0, dtype=index_dtype(num_nodes))
+    return Edges(none, none, {})
+
+
+def check_same_arrays(first: Edges, other: Edges) -> None:
+    """Refuse chunks that do not carry the same edge arrays."""
+    for name in first.edge.keys() | other.edge.keys():
+        shapes = [e.edge[name].shape[1:] if name in e.edge else None for e in (first, other)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"Not all chunks have the edge array {name!r} in one shape: give every chunk the same.")
+
+
+def join(pieces: list[Edges], num_nodes: int) -> Edges:
+    """One edge list from its pieces, which must have the same edge arrays."""
+    if not pieces:
+        return empty_edges(num_nodes)
+    for piece in pieces:
+        check_same_arrays(pieces[0], piece)
+    edge = {name: torch.cat([p.edge[name].to(a.dtype) for p in pieces]) for name, a in pieces[0].edge.items()}
+    return Edges(torch.cat([p.src for p in pieces]), torch.cat([p.dst for p in pieces]), edge)

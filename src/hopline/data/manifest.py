@@ -1,0 +1,168 @@
+"""`manifest.json`: what a dataset folder holds, checked field by field when it is read."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from hopline.data.arrays import DTYPES, checksum_text, file_bytes, npy_header
+
+FORMAT = "hopline-dataset"
+VERSION = 1
+FILE = "manifest.json"
+MAX_BYTES = 1 << 26
+"""A manifest is a few kilobytes; a file far larger is not one, and is not read."""
+
+Task = Literal["single", "multi", "binary"]
+TASKS: tuple[str, ...] = get_args(Task)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayEntry:
+    """One array file of the folder, `<name>.npy`."""
+
+    file: str
+    """Name of the file in the folder."""
+    dtype: str
+    """Element type, by torch's name."""
+    shape: tuple[int, ...]
+    """Sizes of all dimensions."""
+    num_bytes: int
+    """Size of the file, header included."""
+    checksum: str
+    """CRC-32 of the data after the header (the header is compared byte by byte)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a dataset but the numbers."""
+
+    name: str
+    """What the dataset is called."""
+    num_nodes: int
+    """Number of nodes."""
+    num_edges: int
+    """Number of stored (directed) edges."""
+    task: Task
+    """What the labels mean."""
+    num_classes: int
+    """Number of classes, or of labels in the multi-label task."""
+    num_splits: int
+    """How many alternative splits the folder holds."""
+    tables: dict[str, int]
+    """Table name -> number of columns of a sparse (CSR) table, or -1 for a dense one."""
+    arrays: dict[str, ArrayEntry]
+    """Array name -> its file."""
+    meta: dict[str, Any]
+    """Where the dataset comes from, in words."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a word may name an array: letters, digits, `_`, `-` and `.`, so that it can be a file name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def is_part(text: str) -> bool:
+    """Whether a word may name a table, an edge array or a split, which are parts of array names."""
+    return is_name(text) and "." not in text
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def to_json(manifest: Manifest) -> str:
+    """The text of the file, with a checksum over the rest of it."""
+    fields = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    # What was written is what is compared: tuples become lists, keys become strings.
+    fields = json.loads(json.dumps(fields))
+    fields["manifest_checksum"] = checksum_text(zlib.crc32(_canonical(fields)))
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a folder's manifest; whatever is wrong with it becomes a ValueError that names the file."""
+    path = folder / FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a dataset folder: it has no {FILE}; give a folder made by save().")
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError("it is too large")
+        fields = json.loads(path.read_bytes().decode())
+        return _parse(fields)
+    except (ValueError, RecursionError, OSError) as error:  # json and unicode errors are ValueErrors
+        raise ValueError(f"{path} is damaged ({error}): convert or copy the dataset again.") from error
+
+
+def _parse(fields: Any) -> Manifest:
+    if not isinstance(fields, dict):
+        raise ValueError("it is not a JSON object")
+    if fields.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    if fields.get("version") != VERSION:
+        raise ValueError(f"it has format version {fields.get('version')!r}, this hopline reads {VERSION}")
+    checksum = fields.pop("manifest_checksum", None)
+    if checksum != checksum_text(zlib.crc32(_canonical(fields))):
+        raise ValueError("its checksum does not match its text")
+    task = _get(fields, "task", str)
+    if task not in TASKS:
+        raise ValueError(f"its task is {task!r}, not one of {', '.join(TASKS)}")
+    arrays = {name: _entry(name, value) for name, value in _get(fields, "arrays", dict).items()}
+    tables = _get(fields, "tables", dict)
+    for name, columns in tables.items():
+        if not is_part(name) or type(columns) is not int or columns < -1:
+            raise ValueError(f"its table {name!r} is not described by a number of columns")
+    return Manifest(
+        name=_get(fields, "name", str),
+        num_nodes=_count(fields, "num_nodes"),
+        num_edges=_count(fields, "num_edges"),
+        task=cast(Task, task),
+        num_classes=_count(fields, "num_classes"),
+        num_splits=_count(fields, "num_splits"),
+        tables=tables,
+        arrays=arrays,
+        meta=_get(fields, "meta", dict),
+    )
+
+
+def _get(fields: dict[str, Any], key: str, kind: type) -> Any:
+    value = fields.get(key)
+    if type(value) is not kind:
+        raise ValueError(f"its field {key!r} is missing or not of type {kind.__name__}")
+    return value
+
+
+def _count(fields: dict[str, Any], key: str) -> int:
+    value = _get(fields, key, int)
+    if not 0 <= value < 2**48:
+        raise ValueError(f"its field {key!r} is {value}, which is out of range")
+    return value
+
+
+def _entry(name: str, value: Any) -> ArrayEntry:
+    if not is_name(name) or type(value) is not dict:
+        raise ValueError(f"its array {name!r} is not described by an object")
+    shape = tuple(_get(value, "shape", list))
+    if not 1 <= len(shape) <= 4 or any(type(n) is not int or not 0 <= n < 2**48 for n in shape):
+        raise ValueError(f"its array {name!r} has the shape {list(shape)}")
+    dtype = _get(value, "dtype", str)
+    if dtype not in DTYPES:
+        raise ValueError(f"its array {name!r} has the unknown type {dtype!r}")
+    if _get(value, "num_bytes", int) != file_bytes(DTYPES[dtype], shape):
+        raise ValueError(f"its array {name!r} has a size that does not fit its shape")
+    if _get(value, "file", str) != f"{name}.npy" or not _CHECKSUM.fullmatch(_get(value, "checksum", str)):
+        raise ValueError(f"its array {name!r} has no valid file name or checksum")
+    npy_header(DTYPES[dtype], shape)
+    return ArrayEntry(
+        file=value["file"],
+        dtype=dtype,
+        shape=shape,
+        num_bytes=value["num_bytes"],
+        checksum=value["checksum"],
+    )

@@ -1,0 +1,175 @@
+"""Features, labels and splits in the forms they come in, brought to the one form a `Dataset` has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline.data.checks import check_nodes
+from hopline.data.dataset import as_table
+from hopline.data.manifest import Task
+from hopline.ops import derive_key
+from hopline.ops.random import draw
+from hopline.tables import SparseTable, Table, TensorTable
+
+KNOWN_TASKS: dict[str, Task] = {"tolokers": "binary", "minesweeper": "binary", "questions": "binary"}
+"""Two-class graphs that are scored by ROC-AUC by convention, which their files do not say."""
+
+SplitSets = tuple[dict[str, Tensor], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeData:
+    """Everything of a dataset but its graph."""
+
+    num_nodes: int
+    """Number of nodes."""
+    tables: dict[str, Table]
+    """Named rows per node."""
+    y: Tensor | None
+    """Labels as a `Dataset` holds them."""
+    all_splits: SplitSets
+    """Every split, the first being the default."""
+    task: Task
+    """What the labels mean."""
+    num_classes: int
+    """Number of classes, or of labels in the multi-label task."""
+
+
+def node_data(
+    num_nodes: int,
+    *,
+    x: Any = None,
+    tables: Mapping[str, Any] | None = None,
+    y: Any = None,
+    splits: Mapping[str, Any] | None = None,
+    task: Task | None = None,
+    num_classes: int | None = None,
+) -> NodeData:
+    """Features, labels and splits in any accepted form, checked."""
+    labels, task = normalize_labels(y, task)
+    found = {name: as_table(rows) for name, rows in (tables or {}).items()}
+    if x is not None:
+        found = {"x": _floating(as_table(x)), **found}
+    for name, table in found.items():
+        if len(table) != num_nodes:
+            raise ValueError(f"Table {name!r} has {len(table)} rows for {num_nodes} nodes: give one row per node.")
+    if labels is not None and labels.size(0) != num_nodes:
+        raise ValueError(f"There are {labels.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
+    nodes = NodeData(
+        num_nodes=num_nodes,
+        tables=found,
+        y=labels,
+        all_splits=split_sets(splits or {}, num_nodes),
+        task=task,
+        num_classes=count_classes(labels, task) if num_classes is None else num_classes,
+    )
+    check_nodes(nodes, lambda array: f"Array {array!r}")
+    return nodes
+
+
+def _floating(table: Table) -> Table:
+    """Features are numbers to compute with: whole numbers become float32."""
+    if table.dtype.is_floating_point:
+        return table
+    if isinstance(table, SparseTable):
+        return SparseTable(table.indptr, table.columns, table.values.float(), table.num_columns)
+    return TensorTable(table.read(torch.arange(len(table))).float())
+
+
+def split_name(name: str) -> str:
+    """Our name of a split that a source calls "val", "train_mask" and the like."""
+    short = name.removesuffix("_mask").removesuffix("_idx")
+    return "valid" if short in ("val", "validation", "dev") else short
+
+
+def node_ids(selection: Any, num_nodes: int) -> Tensor:
+    """Sorted int64 node ids from a boolean mask [N] or from ids in any order."""
+    chosen = torch.as_tensor(selection)
+    if chosen.dtype == torch.bool:
+        if chosen.shape != (num_nodes,):
+            raise ValueError(f"A split mask has shape {list(chosen.shape)}: give one entry per node, {num_nodes}.")
+        return chosen.nonzero().reshape(-1)
+    if chosen.dtype.is_floating_point or chosen.dim() != 1:
+        raise ValueError("A split must be a boolean mask over the nodes or a 1-D list of node ids.")
+    return chosen.long().sort().values
+
+
+def split_sets(masks: Mapping[str, Any], num_nodes: int) -> SplitSets:
+    """All splits that masks or ids describe: masks [N, k] or [k, N] describe k of them, masks [N] one."""
+    given = {split_name(name): torch.as_tensor(mask) for name, mask in masks.items() if mask is not None}
+    count = max((_count(mask, num_nodes) for mask in given.values()), default=0)
+    sets: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    for name, mask in given.items():
+        if mask.dim() == 2 and mask.size(0) != num_nodes:
+            mask = mask.t()
+        for k in range(count):
+            # A test mask shared by all splits, as in WikiCS, is repeated.
+            column = mask if mask.dim() == 1 else mask[:, k]
+            sets[k][name] = node_ids(column, num_nodes)
+    return tuple(sets)
+
+
+def _count(mask: Tensor, num_nodes: int) -> int:
+    if mask.dim() == 1:
+        return 1
+    if mask.dim() != 2 or num_nodes not in mask.shape:
+        raise ValueError(f"Split masks have shape {list(mask.shape)}: give [N] or [N, k] for N = {num_nodes} nodes.")
+    return mask.size(1) if mask.size(0) == num_nodes else mask.size(0)
+
+
+def per_class_split(
+    y: Tensor, *, num_train: int = 20, num_valid: int = 30, seed: int = 0
+) -> dict[str, Tensor]:
+    """A seeded split with so many training and validation nodes per class; all other labelled nodes are test."""
+    order = torch.argsort(draw(derive_key(seed), torch.arange(y.numel()), 0), stable=True)
+    order = order[y[order] >= 0]
+    labels = y[order]
+    by_class = torch.argsort(labels, stable=True)
+    counts = torch.bincount(labels)
+    first = counts.cumsum(0) - counts
+    rank = torch.arange(order.numel()) - first[labels[by_class]]
+    nodes = order[by_class]
+    parts = {
+        "train": rank < num_train,
+        "valid": (rank >= num_train) & (rank < num_train + num_valid),
+        "test": rank >= num_train + num_valid,
+    }
+    return {name: nodes[part].sort().values for name, part in parts.items()}
+
+
+def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
+    """Labels as a `Dataset` holds them, and the task: given, or read off their shape.
+
+    A column [N, 1] becomes [N]; NaN, as OGB writes for unlabelled nodes, becomes -1.
+    """
+    if y is None:
+        return None, task or "single"
+    labels = torch.as_tensor(y)
+    if labels.dim() == 2 and labels.size(1) == 1:
+        labels = labels[:, 0]
+    if labels.dim() == 1:
+        if task == "multi":
+            raise ValueError("Multi-label y must be [num_nodes, num_labels]: give a 2-D array of zeros and ones.")
+        if labels.dtype.is_floating_point:
+            labels = labels.nan_to_num(nan=-1.0)
+            if not bool((labels == labels.round()).all()):
+                raise ValueError("Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes.")
+        return labels.long(), task or "single"
+    if task not in (None, "multi"):
+        raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")
+    return (labels if labels.dtype == torch.uint8 else labels.float()), "multi"
+
+
+def count_classes(y: Tensor | None, task: Task) -> int:
+    """The smallest number of classes that the labels allow."""
+    if y is None:
+        return 0
+    if task == "multi":
+        return y.size(1)
+    return 2 if task == "binary" else max(int(y.max()) + 1 if y.numel() else 0, 1)
+

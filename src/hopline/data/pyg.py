@@ -1,0 +1,104 @@
+"""PyTorch Geometric and SciPy: graphs that are already in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hopline.data.convert import from_edges
+from hopline.data.dataset import Dataset
+from hopline.data.nodes import split_name
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+_EDGE_NAMES = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type", "edge_time": "time", "time": "time"}
+_NOT_TABLES = ("edge_index", "adj_t", "x", "y", "batch", "ptr", "num_nodes")
+
+
+def from_pyg(data: Data, *, name: str = "pyg", **arguments: Any) -> Dataset:
+    """A dataset from a PyG `Data`: features, labels, masks (also [N, k], with split=), edge weights and the rest.
+
+    `arguments` are those of `from_edges`.
+    """
+    if not hasattr(data, "is_node_attr") or hasattr(data, "node_types"):
+        raise ValueError(
+            f"from_pyg takes a torch_geometric.data.Data, not {type(data).__name__}: "
+            "call .to_homogeneous() on a HeteroData first."
+        )
+    index, edge = _pyg_edges(data)
+    num_nodes = data.num_nodes
+    if num_nodes is None:
+        raise ValueError("The PyG data does not say how many nodes it has: set data.num_nodes.")
+    masks: dict[str, Tensor] = {}
+    tables: dict[str, Tensor] = {}
+    for key, value in data.to_dict().items():
+        if not isinstance(value, Tensor) or key in _NOT_TABLES:
+            continue
+        if key in _EDGE_NAMES or (key.startswith("edge_") and value.size(0) == index.size(1)):
+            edge.setdefault(_EDGE_NAMES.get(key, key.removeprefix("edge_")), value)
+        elif key.endswith("_mask"):
+            masks[split_name(key)] = value
+        elif value.dim() and value.size(0) == num_nodes:
+            tables[key] = value
+    given: dict[str, Any] = {
+        "x": data.x,
+        "y": data.y,
+        "tables": tables,
+        "splits": masks,
+        "edge": edge,
+        "num_nodes": num_nodes,
+        "meta": {"origin": "torch_geometric"},
+    }
+    return from_edges(index, name=name, **(given | arguments))
+
+
+def _pyg_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
+    """Edges [2, E] and what comes with them, from `edge_index` or from a transposed adjacency `adj_t`."""
+    if data.edge_index is not None:
+        return data.edge_index, {}
+    adjacency = getattr(data, "adj_t", None)
+    if adjacency is None:
+        raise ValueError("The PyG data has no edge_index: give it one, [2, E] with sources first.")
+    if isinstance(adjacency, Tensor):
+        coo = adjacency.to_sparse_coo().coalesce()
+        (dst, src), weight = coo.indices(), coo.values()
+    else:
+        dst, src, weight = adjacency.coo()
+    plain = weight is None or bool((weight == 1).all())
+    return torch.stack([src, dst]), {} if plain else {"weight": weight}
+
+
+def to_pyg(dataset: Dataset) -> Data:
+    """A PyG `Data` with dense features, int64 edges and masks for the splits."""
+    from torch_geometric.data import Data
+
+    everyone = torch.arange(dataset.num_nodes)
+    data = Data(edge_index=dataset.graph.edge_index(), num_nodes=dataset.num_nodes)
+    for name, table in dataset.tables.items():
+        data[name] = table.read(everyone)
+    for name, array in dataset.graph.edge.items():
+        data[f"edge_{name}"] = array.clone()
+    if dataset.y is not None:
+        data.y = dataset.y.clone()
+    for name, ids in dataset.splits.items():
+        mask = torch.zeros(dataset.num_nodes, dtype=torch.bool)
+        mask[ids] = True
+        data["val_mask" if name == "valid" else f"{name}_mask"] = mask
+    return data
+
+
+def from_scipy(adjacency: Any, *, name: str = "scipy", **arguments: Any) -> Dataset:
+    """A dataset from a SciPy sparse matrix whose entry (i, j) is the edge from i to j.
+
+    Values other than one become the edge array "weight"; `arguments` are those of `from_edges`.
+    """
+    if not hasattr(adjacency, "tocoo") or adjacency.shape[0] != adjacency.shape[1]:
+        raise ValueError("from_scipy takes a square sparse matrix: make one with scipy.sparse.csr_array.")
+    coo = adjacency.tocoo()
+    edge = {} if bool((coo.data == 1).all()) else {"weight": torch.as_tensor(coo.data)}
+    given: dict[str, Any] = {"num_nodes": coo.shape[0], "edge": edge, "meta": {"origin": "scipy"}}
+    return from_edges(np.stack([coo.row, coo.col]), name=name, **(given | arguments))

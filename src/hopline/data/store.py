@@ -1,0 +1,173 @@
+"""A dataset as a folder: `manifest.json` and plain `.npy` arrays, opened by memory map."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hopline.data import writer
+from hopline.data.arrays import DTYPES, HEADER_BYTES, PIECE_BYTES, checksum_text, map_npy, npy_header
+from hopline.data.checks import check_dataset
+from hopline.data.dataset import Dataset
+from hopline.data.manifest import ArrayEntry, Manifest, read_manifest
+from hopline.data.writer import FolderWriter
+from hopline.graph import Graph
+from hopline.progress import progress
+from hopline.tables import SparseTable, Table, TensorTable
+
+ADVICE = "convert or copy the dataset again"
+_SPARSE = ("indptr", "columns", "values")
+
+
+def save(dataset: Dataset, folder: str | os.PathLike[str]) -> None:
+    """Write a dataset to a folder; a dataset that is already there is replaced in one step."""
+    with FolderWriter(folder) as out:
+        out.add("indptr", dataset.graph.indptr)
+        out.add("indices", dataset.graph.indices)
+        for name, array in dataset.graph.edge.items():
+            out.add(f"edge.{name}", array)
+        columns = write_nodes(out, dataset.tables, dataset.y, dataset.all_splits)
+        out.commit(
+            name=dataset.name,
+            num_nodes=dataset.num_nodes,
+            num_edges=dataset.num_edges,
+            task=dataset.task,
+            num_classes=dataset.num_classes,
+            num_splits=len(dataset.all_splits),
+            tables=columns,
+            meta=dataset.meta,
+        )
+
+
+def write_nodes(
+    out: FolderWriter, tables: dict[str, Table], y: Tensor | None, splits: tuple[dict[str, Tensor], ...]
+) -> dict[str, int]:
+    """Write everything but the graph; returns what the manifest says about the tables."""
+    columns: dict[str, int] = {}
+    for name, table in tables.items():
+        columns[name] = table.num_columns if isinstance(table, SparseTable) else -1
+        if isinstance(table, SparseTable):
+            for part in _SPARSE:
+                out.add(f"table.{name}.{part}", getattr(table, part))
+        else:
+            _write_dense(out, f"table.{name}", table)
+    if y is not None:
+        out.add("y", y)
+    for k, split in enumerate(splits):
+        for name, ids in split.items():
+            out.add(f"split.{k}.{name}", ids)
+    return columns
+
+
+def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
+    storage = table.storage()
+    if storage is not None:
+        out.add(array, storage)
+        return
+    row_bytes = max(1, table.num_bytes // max(1, len(table)))
+    out.array(array, table.dtype, table.shape[1:])
+    for ids in torch.arange(len(table)).split(max(1, PIECE_BYTES // row_bytes)):
+        out.append(array, table.read(ids))
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder (or the backup of a killed writer) holds a dataset."""
+    return (writer.existing(folder) / "manifest.json").is_file()
+
+
+def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
+    """Map a dataset folder; sizes, headers and shapes are checked, the data is not read."""
+    path = writer.existing(Path(folder).expanduser())
+    if not path.is_dir():
+        raise ValueError(f"There is no dataset folder {folder}: check the path, or make it with save().")
+    manifest = read_manifest(path)
+    arrays = {name: _map(path, name, entry) for name, entry in manifest.arrays.items()}
+    try:
+        dataset = _assemble(manifest, arrays)
+    except (ValueError, KeyError) as error:
+        reason = f"the array {error} is missing" if isinstance(error, KeyError) else error
+        raise ValueError(f"The arrays of {path} do not fit together ({reason}): {ADVICE}.") from error
+    return dataset.with_split(split)
+
+
+def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
+    """One array, after its size and its header have been compared with the manifest."""
+    path = folder / entry.file
+    dtype = DTYPES[entry.dtype]
+    try:
+        size = path.stat().st_size
+        if size != entry.num_bytes:
+            raise ValueError(f"{path} has {size} bytes instead of {entry.num_bytes}: {ADVICE}.")
+        with path.open("rb") as file:
+            header = file.read(HEADER_BYTES)
+        if header != npy_header(dtype, entry.shape):
+            raise ValueError(f"{path} is damaged (its header is not the manifest's): {ADVICE}.")
+        # Labels and splits are small enough to be private copies, which users may change in place.
+        private = name == "y" or name.startswith("split.")
+        return map_npy(path, dtype, entry.shape, copy_on_write=private)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: {ADVICE}.") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error}): {ADVICE}.") from error
+
+
+def _assemble(manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
+    """The dataset over mapped arrays; shapes that disagree are refused here, before any kernel sees them."""
+    edge = {n.removeprefix("edge."): a for n, a in arrays.items() if n.startswith("edge.")}
+    graph = Graph(arrays["indptr"], arrays["indices"], edge)
+    if (graph.num_nodes, graph.num_edges) != (manifest.num_nodes, manifest.num_edges):
+        raise ValueError(f"the graph has {graph.num_nodes} nodes and {graph.num_edges} edges")
+    splits: list[dict[str, Tensor]] = [{} for _ in range(min(manifest.num_splits, len(arrays)))]
+    for name, ids in arrays.items():
+        if name.startswith("split."):
+            number, _, key = name.removeprefix("split.").partition(".")
+            if not number.isdecimal() or int(number) >= len(splits):
+                raise ValueError(f"there is no split {number}")
+            splits[int(number)][key] = ids
+    return Dataset(
+        name=manifest.name,
+        graph=graph,
+        tables={name: _table(name, columns, arrays) for name, columns in manifest.tables.items()},
+        y=arrays.get("y"),
+        splits=splits[0] if splits else {},
+        alternatives=tuple(splits) if len(splits) > 1 else (),
+        task=manifest.task,
+        num_classes=manifest.num_classes,
+        meta=manifest.meta,
+    )
+
+
+def _table(name: str, columns: int, arrays: dict[str, Tensor]) -> Table:
+    if columns < 0:
+        return TensorTable(arrays[f"table.{name}"], read_only=True)
+    indptr, ids, values = (arrays[f"table.{name}.{part}"] for part in _SPARSE)
+    if indptr.dtype != torch.int64 or indptr.dim() != 1 or ids.dim() != 1 or values.shape != ids.shape:
+        raise ValueError(f"sparse table {name!r} has arrays of different sizes")
+    if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != ids.numel():
+        raise ValueError(f"sparse table {name!r} has {ids.numel()} entries, its indptr says otherwise")
+    return SparseTable(indptr, ids, values, columns)
+
+
+def verify(folder: str | os.PathLike[str]) -> list[str]:
+    """Read a whole dataset folder: checksums first, then every value. Returns what was checked."""
+    path = writer.existing(Path(folder).expanduser())
+    dataset = open_folder(path)
+    manifest = read_manifest(path)
+    done = [f"{len(manifest.arrays)} arrays have their sizes and headers"]
+    total = sum(entry.num_bytes for entry in manifest.arrays.values())
+    with progress("checking sums", total, "B") as bar:
+        for entry in manifest.arrays.values():
+            crc = 0
+            with (path / entry.file).open("rb") as file:
+                file.seek(HEADER_BYTES)
+                while piece := file.read(PIECE_BYTES):
+                    crc = zlib.crc32(piece, crc)
+                    bar.advance(len(piece))
+            if checksum_text(crc) != entry.checksum:
+                raise ValueError(f"{path / entry.file} is damaged (its checksum does not match): {ADVICE}.")
+    done.append(f"{len(manifest.arrays)} arrays have their checksums")
+    return done + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))

@@ -1,0 +1,250 @@
+"""Built-in graphs from a seed: planted communities with power-law degrees.
+
+In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls as d^-1.54 over the
+upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges, and the largest in-degree is
+a few hundred times the mean. Sources are drawn with a preference for low ranks too (density r^-0.5), so out-degrees have a
+heavy tail as well. Repeated edges are possible, self-loops are not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hopline.data.arrays import DTYPES
+from hopline.data.convert import from_edges
+from hopline.data.dataset import Dataset
+from hopline.data.edges import index_dtype
+from hopline.data.store import open_folder
+from hopline.data.writer import FolderWriter
+from hopline.graph import Graph
+from hopline.ops import derive_key
+from hopline.progress import progress
+from hopline.tables import TensorTable
+
+TAIL = 0.35
+"""Ranks below a fraction t of the nodes get about t^TAIL of the edges."""
+CUT = 3e-5
+"""Flattens the very top, which bounds the largest degree."""
+FLOOR = 0.02
+"""Share of the edges that is spread evenly, so that degrees fall smoothly to the last rank."""
+CHUNK_NODES = 1 << 18
+"""Nodes generated at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """A graph whose classes are communities: neighbours tell a node's class, its own features hardly do."""
+
+    num_nodes: int = 60_000
+    """Number of nodes."""
+    num_edges: int = 1_200_000
+    """Number of directed edges, met exactly."""
+    num_classes: int = 16
+    """Number of communities, of equal size."""
+    num_features: int = 64
+    """Width of the features."""
+    num_train: int = 20_000
+    """Training nodes."""
+    num_valid: int = 5_000
+    """Validation nodes."""
+    num_test: int | None = None
+    """Test nodes; None takes all that are left."""
+    homophily: float = 0.5
+    """Share of a node's in-edges that come from its own community (others may, too)."""
+    signal: float = 1.0
+    """Length of a class's mean feature vector; the noise has deviation 1 in every direction."""
+    symmetric: bool = False
+    """Store every edge in both directions; num_edges counts both and must be even."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Element type of the features."""
+    seed: int = 0
+    """Everything is drawn from it."""
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 1 or self.num_nodes < 2 * self.num_classes:
+            raise ValueError(f"A planted graph needs two nodes per class: give num_nodes >= {2 * self.num_classes}.")
+        if not 0 <= self.homophily <= 1:
+            raise ValueError(f"homophily is {self.homophily}: give a share from 0 to 1.")
+        if self.num_edges < 0 or self.num_features < 1 or (self.symmetric and self.num_edges % 2):
+            raise ValueError("A planted graph needs num_features >= 1 and num_edges >= 0, even if symmetric.")
+        if min(self.num_train, self.num_valid, self.test_size) < 0 or self.num_train > self.num_nodes:
+            raise ValueError(f"The splits do not fit into {self.num_nodes} nodes: give smaller ones.")
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}: choose float32, float16 or bfloat16.")
+
+    @property
+    def test_size(self) -> int:
+        """Number of test nodes."""
+        left = self.num_nodes - self.num_train - self.num_valid
+        return left if self.num_test is None else min(self.num_test, left)
+
+    def scaled(self, scale: float) -> Planted:
+        """The same kind of graph with all counts of nodes and edges multiplied and rounded."""
+        if not scale > 0:
+            raise ValueError(f"scale is {scale}: give a positive factor.")
+        counts = ("num_nodes", "num_edges", "num_train", "num_valid", "num_test")
+        given = {key: getattr(self, key) for key in counts}
+        return replace(self, **{key: None if n is None else round(n * scale) for key, n in given.items()})
+
+
+BUILT_IN: dict[str, tuple[Planted, str]] = {
+    "demo": (Planted(symmetric=True), "60k nodes in 16 communities, made in a moment"),
+    "planted": (Planted(), "planted communities of any size: num_nodes=, num_edges=, num_classes=, ..."),
+    "products-shaped": (
+        Planted(
+            num_nodes=2_449_029,
+            num_edges=123_718_280,
+            num_classes=47,
+            num_features=100,
+            num_train=196_615,
+            num_valid=39_323,
+            num_test=2_213_091,
+        ),
+        "the sizes of ogbn-products",
+    ),
+    "papers100m-shaped": (
+        Planted(
+            num_nodes=111_059_956,
+            num_edges=3_231_371_744,
+            num_classes=172,
+            num_features=128,
+            num_train=1_207_179,
+            num_valid=125_265,
+            num_test=214_338,
+            dtype="float16",
+        ),
+        "the sizes of ogbn-papers100M with both directions",
+    ),
+}
+"""Settings and a description of each built-in graph."""
+
+
+def planted(
+    settings: Planted | None = None,
+    *,
+    name: str = "planted",
+    folder: str | os.PathLike[str] | None = None,
+    **changes: object,
+) -> Dataset:
+    """A planted graph in memory, or written in chunks into a folder; `changes` are fields of `Planted`."""
+    settings = replace(settings or Planted(), **changes) if changes else settings or Planted()
+    meta = {"origin": "synthetic", "settings": {k: v for k, v in vars(settings).items() if v is not None}}
+    if settings.symmetric:
+        dataset = _symmetric(settings, name, meta)
+        if folder is None:
+            return dataset
+        dataset.save(folder)
+        return open_folder(folder)
+    if folder is not None:
+        _write(settings, name, folder, meta)
+        return open_folder(folder)
+    parts: dict[str, list[Tensor]] = {}
+    for chunk in _chunks(settings):
+        for array, rows in chunk.items():
+            parts.setdefault(array, []).append(rows)
+    arrays = {array: torch.cat(rows) for array, rows in parts.items()}
+    return Dataset(
+        name=name,
+        graph=Graph(arrays["indptr"], arrays["indices"]),
+        tables={"x": TensorTable(arrays["table.x"])},
+        y=arrays["y"],
+        splits={key: arrays[f"split.0.{key}"] for key in ("train", "valid", "test")},
+        num_classes=settings.num_classes,
+        meta=meta,
+    )
+
+
+def _symmetric(settings: Planted, name: str, meta: dict[str, object]) -> Dataset:
+    half = planted(replace(settings, symmetric=False, num_edges=settings.num_edges // 2))
+    both = from_edges(half.graph.edge_index(), num_nodes=settings.num_nodes, symmetrize=True)
+    return replace(half, name=name, graph=both.graph, meta=meta)
+
+
+def _write(settings: Planted, name: str, folder: str | os.PathLike[str], meta: dict[str, object]) -> None:
+    with FolderWriter(folder) as out, progress(f"making {name}", settings.num_edges, "edges") as bar:
+        for number, chunk in enumerate(_chunks(settings)):
+            for array, rows in chunk.items():
+                if number == 0:
+                    out.array(array, rows.dtype, tuple(rows.shape[1:]))
+                out.append(array, rows)
+            bar.advance(chunk["indices"].numel())
+        out.commit(
+            name=name,
+            num_nodes=settings.num_nodes,
+            num_edges=settings.num_edges,
+            task="single",
+            num_classes=settings.num_classes,
+            num_splits=1,
+            tables={"x": -1},
+            meta=meta,
+        )
+
+
+def _chunks(settings: Planted) -> Iterator[dict[str, Tensor]]:
+    """All arrays of the dataset, a range of nodes at a time, by the names they have in a folder."""
+    total = 0
+    for first in range(0, settings.num_nodes, CHUNK_NODES):
+        count = min(CHUNK_NODES, settings.num_nodes - first)
+        chunk = _chunk(settings, first, count, total)
+        total = int(chunk["indptr"][-1])
+        yield chunk
+    assert total == settings.num_edges, (total, settings.num_edges)
+
+
+def _chunk(settings: Planted, first: int, count: int, num_edges_before: int) -> dict[str, Tensor]:
+    from hopline.ops import cpu_synthetic as kernels
+    from hopline.ops.cpu_core import over_ranges
+
+    n, classes = settings.num_nodes, settings.num_classes
+    rank_key, edge_key, feature_key, split_key = (
+        np.uint64(derive_key(settings.seed, purpose) % 2**64) for purpose in range(4)
+    )
+    half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
+    ranks, places, degrees = (np.empty(count, dtype=np.int64) for _ in range(3))
+    rows = np.empty((count, settings.num_features), dtype=np.float32)
+    means = _class_means(settings)
+
+    def per_node(a: int, b: int) -> None:
+        kernels.fill_ranks(first + a, rank_key, half, n, ranks[a:b])
+        kernels.fill_ranks(first + a, split_key, half, n, places[a:b])
+        kernels.fill_degrees(ranks[a:b], n, settings.num_edges, TAIL, CUT, FLOOR, degrees[a:b])
+        kernels.fill_features(first + a, ranks[a:b] % classes, means, 1.0, feature_key, rows[a:b])
+
+    over_ranges(per_node, count, rows.size)
+    indptr = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(degrees, out=indptr[1:])
+    sources = torch.empty(int(indptr[-1]), dtype=index_dtype(n))
+    out = sources.numpy()
+
+    def per_edge(a: int, b: int) -> None:
+        kernels.fill_sources(
+            first + a, ranks[a:b], indptr[a : b + 1], rank_key, edge_key, half, n, classes,
+            settings.homophily, out[indptr[a] : indptr[b]],
+        )  # fmt: skip
+
+    over_ranges(per_edge, count, sources.numel())
+    ends = torch.from_numpy(indptr) + num_edges_before
+    chunk = {
+        "indptr": ends if first == 0 else ends[1:],
+        "indices": sources,
+        "table.x": torch.from_numpy(rows).to(DTYPES[settings.dtype]),
+        "y": torch.from_numpy(ranks % classes),
+    }
+    bounds = np.cumsum([0, settings.num_train, settings.num_valid, settings.test_size])
+    for name, low, high in zip(("train", "valid", "test"), bounds[:-1], bounds[1:], strict=True):
+        chunk[f"split.0.{name}"] = torch.from_numpy(np.flatnonzero((places >= low) & (places < high)) + first)
+    return chunk
+
+
+def _class_means(settings: Planted) -> np.ndarray:
+    """[num_classes, num_features]: a random direction per class, of the settings' length."""
+    generator = torch.Generator().manual_seed(derive_key(settings.seed, 4) % 2**63)
+    means = torch.randn(settings.num_classes, settings.num_features, generator=generator)
+    return (settings.signal * means / means.norm(dim=1, keepdim=True)).numpy()

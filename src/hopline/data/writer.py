@@ -1,0 +1,170 @@
+"""Writing a dataset folder so that a killed writer leaves the old folder or the new one, nothing in between."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from hopline.data import manifest as manifests
+from hopline.data.arrays import ArrayWriter, checksum_text, dtype_name, file_bytes
+from hopline.data.manifest import ArrayEntry, Manifest
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_HOST = re.sub(r"[^A-Za-z0-9]", "_", platform.node()) or "host"
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            text = f"The disk is full: free some space for {folder}, or write to a folder on another disk."
+        else:
+            reason = (error.strerror or str(error)).lower()
+            text = f"Cannot write {folder} ({reason}): choose a folder that you may write to."
+        raise ValueError(text) from error
+
+
+def backup_of(folder: Path) -> Path:
+    """Where the old folder waits while the new one takes its place."""
+    return folder.parent / f".{folder.name}.old"
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or its backup if a writer was killed between the two renames that swap them."""
+    backup = backup_of(folder)
+    return backup if not folder.exists() and (backup / manifests.FILE).is_file() else folder
+
+
+class FolderWriter:
+    """A context: arrays go into a hidden sibling folder, and `commit` puts it in place of the target."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(os.path.abspath(Path(folder).expanduser()))
+        name = f".{self.folder.name}.tmp-{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.temporary = self.folder.parent / name
+        self._arrays: dict[str, ArrayWriter] = {}
+
+    def __enter__(self) -> FolderWriter:
+        check_target(self.folder)
+        with writing(self.folder):
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(self.folder)
+            self.temporary.mkdir()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for array in self._arrays.values():
+            array.abandon()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def array(self, name: str, dtype: torch.dtype, row_shape: tuple[int, ...] = ()) -> ArrayWriter:
+        """Start an array to which rows are appended through `append`."""
+        if not manifests.is_name(name):
+            raise ValueError(f"{name!r} cannot name an array: use letters, digits, '_', '-' and '.' only.")
+        with writing(self.folder):
+            self._arrays[name] = ArrayWriter(self.temporary / f"{name}.npy", dtype, row_shape)
+        return self._arrays[name]
+
+    def append(self, name: str, rows: Tensor) -> None:
+        """Append rows to an array that was started before."""
+        with writing(self.folder):
+            self._arrays[name].append(rows)
+
+    def add(self, name: str, rows: Tensor) -> None:
+        """Write a whole array."""
+        self.array(name, rows.dtype, tuple(rows.shape[1:]))
+        self.append(name, rows)
+
+    def scratch(self) -> Path:
+        """A folder for intermediate files; it never becomes part of the dataset."""
+        with writing(self.folder):
+            path = self.temporary / "scratch"
+            path.mkdir(exist_ok=True)
+        return path
+
+    def commit(self, **fields: Any) -> None:
+        """Write the manifest with these fields, then put the new folder in place of the old one."""
+        with writing(self.folder):
+            shutil.rmtree(self.temporary / "scratch", ignore_errors=True)
+            for array in self._arrays.values():
+                array.close()
+            manifest = Manifest(arrays={name: _entry(a) for name, a in self._arrays.items()}, **fields)
+            with (self.temporary / manifests.FILE).open("w") as file:
+                file.write(manifests.to_json(manifest))
+                file.flush()
+                os.fsync(file.fileno())
+            _sync_folder(self.temporary)
+            _swap(self.temporary, self.folder)
+
+
+def _entry(array: ArrayWriter) -> ArrayEntry:
+    return ArrayEntry(
+        file=array.path.name,
+        dtype=dtype_name(array.dtype),
+        shape=array.shape,
+        num_bytes=file_bytes(array.dtype, array.shape),
+        checksum=checksum_text(array.crc),
+    )
+
+
+def check_target(folder: Path) -> None:
+    """Refuse to replace anything but a dataset or an empty folder."""
+    if folder.is_dir():
+        if (folder / manifests.FILE).is_file() or not any(folder.iterdir()):
+            return
+        raise ValueError(f"{folder} exists and is not a dataset: choose a new or an empty folder.")
+    if folder.exists():
+        raise ValueError(f"{folder} is a file: choose a folder to write the dataset to.")
+
+
+def _swap(new: Path, target: Path) -> None:
+    backup = backup_of(target)
+    if target.exists():
+        target.rename(backup)
+    new.rename(target)
+    _sync_folder(target.parent)
+    shutil.rmtree(backup, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what killed writers of this folder left, and undo half a swap."""
+    backup = backup_of(folder)
+    if backup.is_dir():
+        if folder.exists():
+            shutil.rmtree(backup, ignore_errors=True)
+        else:
+            backup.rename(folder)
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.tmp-{_HOST}-([0-9]+)-[0-9a-f]+")
+    for path in folder.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        # A live process may still be writing there; one on another host cannot be asked.
+        if match and not psutil.pid_exists(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)

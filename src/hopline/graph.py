@@ -1,0 +1,70 @@
+"""`Graph`: in-edges grouped by destination, with named edge arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A directed graph as in-edges: node `v` receives from `indices[indptr[v]:indptr[v + 1]]`."""
+
+    indptr: Tensor
+    """[num_nodes + 1] int64, non-decreasing, from 0 to num_edges."""
+    indices: Tensor
+    """[num_edges] int32 or int64: the source node of each in-edge."""
+    edge: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arrays with one row per edge, in the order of `indices`: "weight" [E], "attr" [E, d], "time", "type"."""
+
+    def __post_init__(self) -> None:
+        if self.indptr.dtype != torch.int64 or self.indptr.dim() != 1 or self.indptr.numel() < 1:
+            raise ValueError("Graph.indptr must be a 1-D int64 tensor with num_nodes + 1 entries")
+        if self.indices.dtype not in (torch.int32, torch.int64) or self.indices.dim() != 1:
+            raise ValueError("Graph.indices must be a 1-D int32 or int64 tensor with one entry per edge")
+        if int(self.indptr[-1]) != self.indices.numel():
+            raise ValueError(
+                f"Graph.indptr ends at {int(self.indptr[-1])} but there are {self.indices.numel()} edges"
+            )
+        for name, array in self.edge.items():
+            if array.size(0) != self.indices.numel():
+                raise ValueError(f"edge array {name!r} has {array.size(0)} rows for {self.num_edges} edges")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.indptr.numel() - 1
+
+    @property
+    def num_edges(self) -> int:
+        return self.indices.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = [self.indptr, self.indices, *self.edge.values()]
+        return sum(a.numel() * a.element_size() for a in arrays)
+
+    def in_degrees(self, ids: Tensor | None = None) -> Tensor:
+        """Number of in-edges of each node, or of the nodes in `ids`: int64."""
+        if ids is None:
+            return self.indptr[1:] - self.indptr[:-1]
+        at = ids.to(self.indptr.device)
+        return (self.indptr[at + 1] - self.indptr[at]).to(ids.device)
+
+    def edge_index(self) -> Tensor:
+        """[2, num_edges] int64 in PyG's convention (sources first), sorted by destination."""
+        dst = torch.repeat_interleave(torch.arange(self.num_nodes), self.in_degrees())
+        return torch.stack([self.indices.long(), dst])
+
+    @cached_property
+    def self_loops(self) -> Tensor:
+        """Positions, in `indices`, of the edges from a node to itself: int64, usually none."""
+        return ops.self_loops(self.indptr, self.indices)

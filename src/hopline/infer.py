@@ -1,0 +1,174 @@
+"""Inference: exact, layer by layer over the whole graph or over what some nodes need; or sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hopline import trace
+from hopline.batch import Batch, Block, Part, Readable, Rows
+from hopline.data.dataset import Dataset
+from hopline.nn.gnn import GNN, State
+from hopline.nn.whole import Whole, as_walkable
+from hopline.progress import progress
+from hopline.sampling import NeighborSampler, full_block, in_neighborhood
+from hopline.tables import TensorTable
+
+CHUNK_EDGES = 1 << 20
+"""Edges of one chunk of exact inference."""
+WHOLE_BYTES = 2 << 30
+"""A model without layers is run on the whole graph up to this size of its edge matrix."""
+
+
+def exact(
+    model: nn.Module,
+    data: Dataset,
+    ids: Tensor | None = None,
+    *,
+    chunk_edges: int = CHUNK_EDGES,
+    device: torch.device | str = "cpu",
+    show: bool = False,
+) -> Tensor:
+    """The model's output for `ids` (all nodes by default), over every edge, in evaluation mode: [n, ...].
+
+    Each layer is computed for all nodes it is needed at before the next one starts, in chunks of about `chunk_edges`
+    edges; hidden rows are kept in tables on the host.
+    """
+    walk = as_walkable(model)
+    with _evaluating(walk), trace.span("infer"):
+        if isinstance(walk, Whole):
+            return _whole(walk, data, torch.device(device))[slice(None) if ids is None else ids]
+        walk.check_blocks()
+        return _Layerwise(walk, data, chunk_edges, torch.device(device)).run(ids, show)
+
+
+def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None = None, show: bool = False) -> Tensor:
+    """The model's output for the batches' seeds, in their order: an estimate over sampled edges.
+
+    batches: for example `Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`; num_nodes: for the progress bar.
+    """
+    walk = as_walkable(model)
+    outputs = []
+    with _evaluating(walk), trace.span("infer"), progress("inference", num_nodes, "nodes", enabled=show) as bar:
+        for batch in batches:
+            outputs.append(walk(batch).cpu())
+            bar.advance(batch.num_seeds)
+    return torch.cat(outputs)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
+    graph = data.graph
+    edge_bytes = graph.num_edges * data.num_features * 4
+    if edge_bytes > WHOLE_BYTES:
+        raise ValueError(
+            f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is too "
+            "large for it: build it as hl.nn.GNN([...convs...]), or set inference=sampled"
+        )
+    part = Part(graph.indptr, graph.indices, graph.edge)
+    block = Block(torch.arange(graph.num_nodes), graph.num_nodes, (part,), graph)
+    x = data.x.read(block.src_ids).to(device)
+    moved = Part(part.indptr.to(device), part.src_idx.to(device), {k: v.to(device) for k, v in part.edge.items()})
+    return walk.on_block(x, replace(block, parts=(moved,))).cpu()
+
+
+@dataclass
+class _Tables:
+    """The state of all nodes between two layers."""
+
+    h: Readable
+    x0: TensorTable | None = None
+    jk: TensorTable | None = None
+
+    def at(self, block: Block) -> State:
+        """The state a layer needs: all sources' hidden rows, the destinations' own other rows."""
+        rows = [None if t is None else t.read(block.dst_ids) for t in (self.x0, self.jk)]
+        return State(Rows(self.h, block.src_ids), *rows)
+
+
+class _Layerwise:
+    def __init__(self, model: GNN, data: Dataset, chunk_edges: int, device: torch.device) -> None:
+        self.model, self.data, self.device = model, data, device
+        self.chunk_edges = chunk_edges
+        self.sampler = NeighborSampler(data.graph, (-1,))
+
+    def run(self, ids: Tensor | None, show: bool) -> Tensor:
+        needed = self._needed(ids)
+        total = sum(nodes.numel() for nodes in needed[1:])
+        tables = self._encode(needed[0])
+        with progress("inference", total, "rows", enabled=show) as bar:
+            for l, nodes in enumerate(needed[1:]):
+                last = l == self.model.num_layers - 1
+                new = _NewTables(self.data.num_nodes)
+                for chunk in self._chunks(nodes):
+                    block = full_block(self.sampler, chunk)
+                    state = self.model.layer(l, tables.at(block), block)
+                    new.write(chunk, State(self.model.decode(state)) if last else state)
+                    bar.advance(chunk.numel())
+                tables = new.tables()
+        return tables.h.read(torch.arange(self.data.num_nodes) if ids is None else ids)
+
+    def _needed(self, ids: Tensor | None) -> list[Tensor]:
+        """Nodes whose rows are needed before each layer, and at the end."""
+        everything = torch.arange(self.data.num_nodes)
+        if ids is None:
+            return [everything] * (self.model.num_layers + 1)
+        needed = [torch.unique(ids)]
+        for _ in range(self.model.num_layers):
+            grown = needed[0] if needed[0].numel() == everything.numel() else in_neighborhood(self.data.graph, needed[0])
+            needed.insert(0, grown)
+        return needed
+
+    def _encode(self, nodes: Tensor) -> _Tables:
+        if not self.model.encodes:
+            return _Tables(self.data.x)
+        new = _NewTables(self.data.num_nodes)
+        for chunk in nodes.split(max(1, self.chunk_edges // 16)):
+            new.write(chunk, self.model.encode(Rows(self.data.x, chunk), chunk, None))
+        return new.tables()
+
+    def _chunks(self, nodes: Tensor) -> Iterator[Tensor]:
+        """Runs of nodes with about `chunk_edges` in-edges; a node with more is a chunk of its own."""
+        cost = (self.data.graph.in_degrees(nodes) + 1).cumsum(0)
+        start = 0
+        while start < nodes.numel():
+            spent = int(cost[start - 1]) if start else 0
+            stop = int(torch.searchsorted(cost, spent + self.chunk_edges, right=True))
+            stop = max(stop, start + 1)
+            yield nodes[start:stop]
+            start = stop
+
+
+class _NewTables:
+    """Tables over all nodes that are made when the width of their rows is known."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self.made: dict[str, TensorTable] = {}
+
+    def write(self, ids: Tensor, state: State) -> None:
+        for name in ("h", "x0", "jk"):
+            rows = getattr(state, name)
+            if rows is None:
+                continue
+            rows = rows.read() if isinstance(rows, Rows) else rows
+            if name not in self.made:
+                self.made[name] = TensorTable(torch.empty(self.num_nodes, *rows.shape[1:], dtype=rows.dtype))
+            self.made[name].write(ids, rows.cpu())
+
+    def tables(self) -> _Tables:
+        return _Tables(self.made["h"], self.made.get("x0"), self.made.get("jk"))

@@ -1,0 +1,238 @@
+"""Ways to train. A method is a small frozen spec; bound to a job it yields units of work."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops, trace
+from hopline.batch import Batch, Block, Rows
+from hopline.data.dataset import Dataset
+from hopline.nn.gnn import GNN
+from hopline.nn.whole import Whole, as_walkable
+from hopline.pipeline import Pipeline, Stage
+from hopline.sampling import NeighborSampler, check_fanouts, seed_batches
+
+TrainStep = Callable[[nn.Module, Batch], Tensor]
+"""(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Job:
+    """What a method needs to know about the run it works for."""
+
+    data: Dataset
+    model: GNN | Whole
+    """The model as the library runs it; shares its parameters with the user's."""
+    train_ids: Tensor
+    """[n] int64: nodes to train on."""
+    train_step: TrainStep
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    bf16: bool = False
+    """Whether forward runs under bfloat16 autocast."""
+
+
+class Unit(ABC):
+    """A piece of work that ends in gradients: a batch, a sweep over parts, a captured graph."""
+
+    size: int
+    """How many training examples it covers."""
+
+    @abstractmethod
+    def forward_backward(self, total: int) -> Tensor:
+        """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss."""
+
+    def commit(self) -> None:  # noqa: B027 - most units have nothing to write
+        """Called after the optimizer step: the one place where a unit may write state."""
+
+
+class Work(Protocol):
+    """A method bound to a job."""
+
+    def units(self, epoch: int) -> Iterator[Unit]:
+        """The units of an epoch (counted from 1), in order; the same epoch gives the same units again."""
+        ...
+
+
+class Method(ABC):
+    """A way to train. Subclasses are frozen settings; `bind` gives what yields the units."""
+
+    @abstractmethod
+    def bind(self, job: Job) -> Work: ...
+
+    def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
+        """Batches for approximate inference at `ids`, in their order; None where only exact inference exists."""
+        return None
+
+
+@dataclass
+class BatchUnit(Unit):
+    """One batch through the job's training step."""
+
+    job: Job
+    batch: Batch
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.batch.num_seeds
+
+    def forward_backward(self, total: int) -> Tensor:
+        job = self.job
+        with torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16), trace.span("forward"):
+            loss = job.train_step(job.model, self.batch)
+        with trace.span("backward"):
+            (loss * (self.size / total)).backward()
+        return loss.detach() * self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled(Method):
+    """Neighbour sampling: each batch is some seeds and a sample of the edges that lead to them."""
+
+    fanouts: tuple[int, ...] = (15, 10, 5)
+    """In-edges taken per node and layer, the seeds' own first; -1 takes all."""
+    batch_size: int = 1024
+    """Seeds per batch."""
+    replace: bool = False
+    """Draw neighbours with replacement."""
+    layout: Literal["block"] = "block"
+    """How a batch is laid out: `block` has every node once."""
+    shuffle: bool = True
+    """Visit the seeds in a new order each epoch."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch if it is not full."""
+    scale_sums: bool = False
+    """Scale sums over sampled edges by degree / sampled, to the expectation of the full sum; GCNConv always does."""
+    workers: int | Literal["auto"] = "auto"
+    """Threads that prepare batches; 0 prepares them in the training thread."""
+    look_ahead: int | Literal["auto"] = "auto"
+    """Batches prepared before they are needed."""
+
+    def __post_init__(self) -> None:
+        check_fanouts(self.fanouts, self.replace)
+        if self.layout != "block":
+            raise ValueError(f"layout must be 'block', not {self.layout!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
+        for name, least in (("workers", 0), ("look_ahead", 1)):
+            value = getattr(self, name)
+            if value != "auto" and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value!r}")
+
+    def inference_batches(self, job: Job, ids: Tensor) -> Loader:
+        in_order = replace(self, shuffle=False, drop_last=False)
+        return in_order.loader(job.data, ids, seed=job.seed, device=job.device, model=job.model)
+
+    def bind(self, job: Job) -> SampledWork:
+        num_layers = getattr(job.model, "num_layers", len(self.fanouts))
+        if num_layers != len(self.fanouts):
+            raise ValueError(
+                f"the model has {num_layers} layers and fanouts={self.fanouts} names {len(self.fanouts)}: "
+                f"give one fan-out per layer, for example fanouts={','.join(['10'] * num_layers)}"
+            )
+        job.model.check_blocks()
+        return SampledWork(job, self.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model))
+
+    def loader(
+        self,
+        data: Dataset,
+        ids: Tensor | str = "train",
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        model: nn.Module | None = None,
+    ) -> Loader:
+        """The batches alone, for a loop of your own: `for batch in Sampled(...).loader(data): ...`.
+
+        With `model`, rows that its first layer reads itself are left to it; without, `batch.x` is a tensor.
+        """
+        chosen = data.splits[ids] if isinstance(ids, str) else ids
+        return Loader(data, chosen, self, seed, torch.device(device), as_walkable(model) if model else None)
+
+
+@dataclass
+class SampledWork:
+    """Sampled training of one job."""
+
+    job: Job
+    loader: Loader
+
+    def units(self, epoch: int) -> Iterator[Unit]:
+        with closing(self.loader.epoch(epoch)) as batches:
+            for batch in batches:
+                yield BatchUnit(self.job, batch)
+
+
+class Loader:
+    """Batches of a dataset, prepared ahead: sample, gather, move. Iterating gives epoch after epoch."""
+
+    def __init__(
+        self, data: Dataset, ids: Tensor, method: Sampled, seed: int, device: torch.device, model: GNN | Whole | None
+    ) -> None:
+        if ids.numel() == 0:
+            raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
+        self.data, self.ids, self.method, self.seed, self.device = data, ids, method, seed, device
+        self.sampler = NeighborSampler(data.graph, method.fanouts, replace=method.replace)
+        self.keeps_handle = model is not None and "x" in data.tables and model.keeps_handle(data.tables["x"])
+        self._next_epoch = 1
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.ids.numel(), self.method.batch_size)
+        return full + (rest > 0 and not self.method.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        return self.epoch(epoch)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The batches of one epoch, counted from 1: the same for any number of workers."""
+        stages = [Stage("sample", self._sample), Stage("gather", self._gather), Stage("move", self._move)]
+        workers, look_ahead = resolve_workers(self.method)
+        pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
+        epoch_key = ops.derive_key(self.seed, epoch)
+        seeds = seed_batches(
+            self.ids,
+            self.method.batch_size,
+            epoch_key,
+            shuffle=self.method.shuffle,
+            drop_last=self.method.drop_last,
+        )
+        return pipeline.run((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds))
+
+    def _sample(self, request: tuple[Tensor, int]) -> Batch:
+        seeds, key = request
+        blocks = self.sampler.sample(seeds, key)
+        if self.method.scale_sums:
+            blocks = tuple(replace(block, scale_sums=True) for block in blocks)
+        trace.count("edges.sampled", sum(b.num_edges for b in blocks))
+        return Batch(seeds, blocks, None, None, key=key)
+
+    def _gather(self, batch: Batch) -> Batch:
+        handles = {name: Rows(table, batch.input_ids) for name, table in self.data.tables.items()}
+        x: Rows | Tensor | None = handles.pop("x", None)
+        if isinstance(x, Rows) and not self.keeps_handle:
+            x = x.read()
+            trace.count("bytes.gathered", x.numel() * x.element_size())
+        y = None if self.data.y is None else ops.gather_rows(self.data.y, batch.seeds)
+        return replace(batch, x=x, y=y, tables=handles)
+
+    def _move(self, batch: Batch) -> Batch:
+        return batch.to(self.device)
+
+
+def resolve_workers(method: Sampled) -> tuple[int, int]:
+    """(workers, look_ahead) with "auto" replaced: one core is left to training."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = max(1, min(8, cores - 1)) if method.workers == "auto" else method.workers
+    look_ahead = 2 * max(1, workers) if method.look_ahead == "auto" else method.look_ahead
+    return workers, look_ahead
+
+

@@ -1,0 +1,103 @@
+"""Metrics of predictions: accuracy, micro-F1, ROC-AUC and MRR; for all of them higher is better."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def accuracy(scores: Tensor, y: Tensor) -> float:
+    """Return the share of rows whose class is right.
+
+    Args:
+        scores: [n, C] scores, or [n] class ids.
+        y: [n] class ids.
+    """
+    _check("accuracy", scores, y)
+    predicted = scores.argmax(dim=-1) if scores.dim() == 2 else scores
+    if predicted.shape != y.shape:
+        raise ValueError(_shapes("accuracy", scores, y, "scores [n, C] or class ids [n], and y [n]"))
+    return (predicted == y).double().mean().item()
+
+
+def micro_f1(scores: Tensor, y: Tensor) -> float:
+    """Return the F1 of all labels pooled; 0 when no label is present or predicted.
+
+    Args:
+        scores: [n, C] logits; above 0 predicts the label.
+        y: [n, C] 0/1.
+    """
+    _check("micro_f1", scores, y)
+    if scores.shape != y.shape or scores.dim() != 2:
+        raise ValueError(_shapes("micro_f1", scores, y, "scores [n, C] and y [n, C]"))
+    predicted, present = scores > 0, _binary("micro_f1", y)
+    hits = (predicted & present).sum().item()
+    total = (predicted.sum() + present.sum()).item()
+    return 2 * hits / total if total else 0.0
+
+
+def roc_auc(scores: Tensor, y: Tensor) -> float:
+    """Return the chance that a positive row scores above a negative one, a tie counting one half.
+
+    Args:
+        scores: [n] scores, or [n, 2] scores of the negative and the positive class.
+        y: [n] 0/1.
+    """
+    _check("roc_auc", scores, y)
+    if scores.dim() == 2 and scores.shape[1] == 2:
+        scores = scores[:, 1].double() - scores[:, 0].double()
+    if scores.shape != y.shape or scores.dim() != 1:
+        raise ValueError(_shapes("roc_auc", scores, y, "scores [n] or [n, 2], and y [n]"))
+    positive = _binary("roc_auc", y)
+    num_positive = int(positive.sum())
+    num_negative = len(y) - num_positive
+    if not num_positive or not num_negative:
+        raise ValueError("roc_auc needs rows of both classes; y holds only one: evaluate on more rows.")
+    _, group, size = scores.unique(return_inverse=True, return_counts=True)
+    # Equal scores share the mean of the ranks that they take up.
+    rank = (size.cumsum(0).double() - (size.double() - 1) / 2)[group]
+    wins = rank[positive].sum().item() - num_positive * (num_positive + 1) / 2
+    return wins / (num_positive * num_negative)
+
+
+def mrr(scores: Tensor) -> float:
+    """Return the mean reciprocal rank of column 0 in each row, a tie counting half a place.
+
+    Args:
+        scores: [n, 1 + k], the positive in column 0 and k negatives after it.
+    """
+    _check("mrr", scores)
+    if scores.dim() != 2 or scores.shape[1] < 2:
+        raise ValueError(f"mrr needs scores [n, 1 + k], the positive first; these are {list(scores.shape)}.")
+    positive, negatives = scores[:, :1], scores[:, 1:]
+    above = (negatives > positive).sum(dim=1).double()
+    tied = (negatives == positive).sum(dim=1).double()
+    return (1 / (1 + above + tied / 2)).mean().item()
+
+
+METRICS: dict[str, Callable[..., float]] = {
+    "accuracy": accuracy,
+    "micro_f1": micro_f1,
+    "roc_auc": roc_auc,
+    "mrr": mrr,
+}
+
+
+def _check(name: str, scores: Tensor, y: Tensor | None = None) -> None:
+    if scores.numel() == 0 or (y is not None and y.numel() == 0):
+        raise ValueError(f"{name} of no rows is undefined: give at least one row.")
+    if torch.isnan(scores).any():
+        raise ValueError(
+            f"{name} of NaN scores is undefined: lower the learning rate, or check the features."
+        )
+
+
+def _binary(name: str, y: Tensor) -> Tensor:
+    positive = y == 1
+    if not (positive | (y == 0)).all():
+        raise ValueError(f"{name} needs y of 0 and 1 only: leave unlabelled rows out.")
+    return positive
+
+
+def _shapes(name: str, scores: Tensor, y: Tensor, expected: str) -> str:
+    return f"{name} needs {expected}; these are {list(scores.shape)} and {list(y.shape)}."

@@ -1,0 +1,104 @@
+"""Convs whose aggregation is a plain sum, mean or max: computed without a matrix with a row per edge.
+
+The conv's own `forward` runs, on a stand-in that replaces only `propagate`, so every option of the conv (projection,
+root weight, normalisation of the output, bias) is PyG's own code and the conv itself is never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GCN2Conv, GCNConv, GINConv, GraphConv, SAGEConv
+from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
+
+from hopline import ops
+from hopline.batch import Block, Rows, as_tensor
+from hopline.nn.gcn import gcn_weights
+
+REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
+PLAIN = (SAGEConv, GINConv, GraphConv)
+"""Convs that send rows (times an edge weight) and take a pair of source and destination rows."""
+NORMALISED = (GCNConv, GCN2Conv)
+"""Convs that send rows times the symmetric degree norm, with self-loops."""
+
+
+def is_fused(conv: nn.Module) -> bool:
+    """Exact types only: a subclass may have changed the message."""
+    if type(conv) not in (*PLAIN, *NORMALISED):
+        return False
+    no_hooks = not (conv._forward_hooks or conv._forward_pre_hooks or conv.explain)
+    return no_hooks and type(conv.aggr_module) in REDUCE and conv.flow == "source_to_target"
+
+
+def reads_rows(conv: nn.Module) -> bool:
+    """Whether the conv reads its input straight from a table into the aggregation."""
+    return is_fused(conv) and type(conv) in PLAIN and not getattr(conv, "project", False)
+
+
+def fused(conv: nn.Module, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
+    """`conv` on a block: [num_dst, ...]."""
+    how = REDUCE[type(conv.aggr_module)]
+    dtype = next(conv.parameters(), torch.empty(0)).dtype
+    if type(conv) in PLAIN:
+        source = h if reads_rows(conv) else _cast(h, dtype)
+        pair = (source, _cast(h.head(block.num_dst) if isinstance(h, Rows) else h[: block.num_dst], dtype))
+        stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
+        if isinstance(conv, GraphConv):
+            return type(conv).forward(stand_in, pair, block, block.edge.get("weight"))  # type: ignore[arg-type]
+        return type(conv).forward(stand_in, pair, block)  # type: ignore[arg-type]
+
+    weight, loops = gcn_weights(conv, block, dtype)
+
+    def propagate(b: Block, x: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
+        out = _reduce(x, b, how, weight, dtype)
+        return out if loops is None else out + loops[:, None].to(x.dtype) * x[: b.num_dst]
+
+    if isinstance(conv, GCN2Conv):
+        stand_in = _StandIn(conv, propagate, normalize=False)
+        return GCN2Conv.forward(stand_in, _cast(h, dtype), x0, block)  # type: ignore[arg-type]
+    stand_in = _StandIn(conv, propagate, normalize=False, lin=lambda x: project(conv.lin, x))
+    return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
+
+
+def project(linear: nn.Module, rows: Rows | Tensor) -> Tensor:
+    """`linear` on rows; stored sparse, they are never made dense."""
+    dtype = linear.weight.dtype
+    csr = rows.table.read_csr(rows.ids) if isinstance(rows, Rows) else None
+    if csr is None or linear._forward_hooks or linear._forward_pre_hooks:
+        return linear(_cast(rows, dtype))
+    indptr, columns, values = csr
+    out = ops.reduce_edges(linear.weight.t(), indptr, columns, "sum", values.to(dtype))
+    return out if linear.bias is None else out + linear.bias
+
+
+def _cast(rows: Rows | Tensor, dtype: torch.dtype) -> Tensor:
+    rows = as_tensor(rows)
+    # Under autocast hidden rows come in half precision on purpose; only stored features are brought to the model's.
+    return rows if rows.requires_grad or rows.dtype == dtype else rows.to(dtype)
+
+
+def _reduce(rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    part = block.part
+    if weight is None and how == "sum" and block.scale_sums:
+        weight = torch.ones(part.num_edges, dtype=dtype)
+    if weight is not None and how == "sum" and block.scale_sums:
+        weight = weight * torch.repeat_interleave(block.sampling_factor, part.indptr.diff())
+    if isinstance(rows, Rows):
+        stored = rows.table.storage()
+        if stored is not None and stored.dtype == dtype:
+            return ops.reduce_edges(stored, part.indptr, rows.ids[part.src_idx], how, weight)
+        rows = _cast(rows, dtype)
+    return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight)
+
+
+class _StandIn:
+    """A conv with another `propagate`: everything else is looked up on the conv."""
+
+    def __init__(self, conv: nn.Module, propagate: Callable[..., Tensor], **changed: Any) -> None:
+        self.__dict__.update(changed, propagate=propagate, _conv=conv)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._conv, name)

@@ -1,0 +1,81 @@
+"""The symmetric degree norm of GCN on a block, unbiased under sampling.
+
+Degrees are the full graph's. A sampled edge is weighted by degree / sampled, so that its expectation is the full
+sum. Self-loops are added exactly and never sampled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hopline.batch import Block
+from hopline.graph import Graph
+
+
+class _Weights(NamedTuple):
+    total: Tensor
+    """[num_nodes] float64: summed weight of a node's in-edges, without those from itself where loops are added."""
+    loop: Tensor
+    """[num_nodes] float64: weight of the loop that is added at each node."""
+
+
+_cache: WeakKeyDictionary[Graph, dict[tuple[bool, float], _Weights]] = WeakKeyDictionary()
+
+
+def gcn_weights(conv: nn.Module, block: Block, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """(weight of each edge, weight of each destination's own row) for a GCN-like conv."""
+    if not conv.normalize:
+        return block.edge.get("weight"), None
+    graph, part = block.graph, block.part
+    assert graph is not None
+    add_loops = bool(conv.add_self_loops)
+    # PyG applies `improved` only where edge weights are given.
+    fill = 2.0 if getattr(conv, "improved", False) and "weight" in graph.edge else 1.0
+    degree, loop = _degrees(graph, block.src_ids, add_loops, fill)
+    inverse = degree.pow(-0.5)
+    inverse[degree == 0] = 0
+    counts = part.indptr.diff()
+    weight = inverse[part.src_idx] * torch.repeat_interleave(
+        inverse[: block.num_dst] * block.sampling_factor, counts
+    )
+    if "weight" in block.edge:
+        weight = weight * block.edge["weight"]
+    if not add_loops:
+        return weight.to(dtype), None
+    if graph.self_loops.numel():  # they are in `loop`
+        weight = weight.masked_fill(part.edge_index[0] == part.edge_index[1], 0)
+    own = loop[: block.num_dst] * inverse[: block.num_dst].square()
+    return weight.to(dtype), own.to(dtype)
+
+
+def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:
+    """(degree, loop weight) of the given nodes, float64."""
+    if "weight" not in graph.edge and not (add_loops and graph.self_loops.numel()):
+        loop = torch.full((ids.numel(),), fill if add_loops else 0.0, dtype=torch.float64)
+        return graph.in_degrees(ids) + loop, loop
+    known = _cache.setdefault(graph, {})
+    if (add_loops, fill) not in known:
+        known[add_loops, fill] = _whole_graph(graph, add_loops, fill)
+    weights = known[add_loops, fill]
+    return weights.total[ids] + weights.loop[ids], weights.loop[ids]
+
+
+def _whole_graph(graph: Graph, add_loops: bool, fill: float) -> _Weights:
+    weight = graph.edge.get("weight")
+    if weight is None:
+        total = graph.in_degrees().double()
+    else:
+        total = torch.segment_reduce(weight.double(), "sum", offsets=graph.indptr, initial=0)
+    if not add_loops:
+        return _Weights(total, torch.zeros_like(total))
+    loop = torch.full_like(total, fill)
+    positions = graph.self_loops
+    nodes = graph.indices[positions].long()
+    existing = torch.ones(nodes.numel(), dtype=torch.float64) if weight is None else weight[positions].double()
+    total.index_add_(0, nodes, -existing)
+    loop[nodes] = existing  # as PyG: an existing loop keeps its weight, the last one where there are several
+    return _Weights(total, loop)

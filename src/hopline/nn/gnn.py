@@ -1,0 +1,232 @@
+"""`GNN`: PyG convs with norm, activation, dropout, residuals and jumping knowledge, walked layer by layer.
+
+Everything that trains, samples, keeps history or infers uses `encode`, `layer` and `decode`; `forward` is the loop
+over them. The maths is stated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GCNConv, JumpingKnowledge
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+
+from hopline import ops
+from hopline.batch import Batch, Block, Readable, Rows, as_tensor
+from hopline.nn.convs import convolve, takes_x0
+from hopline.nn.fused import project, reads_rows
+from hopline.nn.norm import check_norm, make_norm
+
+INPUT = -1
+"""The place of the input dropout among the layers' keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What a layer hands to the next: a few per-node tensors."""
+
+    h: Rows | Tensor
+    """[n, width] hidden rows of the current nodes, or the handle to the input rows."""
+    x0: Tensor | None = None
+    """[n, width] rows after the encoder, where a layer uses them again."""
+    jk: Tensor | None = None
+    """[n, sum of widths] the layers' outputs so far, side by side, for jumping knowledge."""
+
+
+class GNN(nn.Module):
+    """A list of PyG convs; parameter names are those of PyG's own models (`convs.0...`, `norms.0...`, `lin`).
+
+    After every conv but the last: norm, activation, dropout (with jumping knowledge, after the last too).
+
+    convs: one per layer. norm: "batch", "layer", None, or a module per conv. act: "relu", ..., a module or None.
+    act_first: activation before the norm. dropout: after every activation, drawn from the node's key.
+    input_dropout: on the input rows. residual: adds a layer's input to its output where the widths are equal.
+    initial_residual: weight of the encoder's output mixed into every layer (GCN2Conv does it itself).
+    jk: jumping knowledge, "cat", "max", "lstm" or "last". encoder: a Linear before the first conv. head: a module
+    after the last; jumping knowledge needs one.
+    """
+
+    def __init__(
+        self,
+        convs: Iterable[nn.Module],
+        *,
+        norm: str | Sequence[nn.Module] | None = None,
+        act: str | Callable[[Tensor], Tensor] | None = "relu",
+        act_first: bool = False,
+        dropout: float = 0.0,
+        input_dropout: float = 0.0,
+        residual: bool = False,
+        initial_residual: float = 0.0,
+        jk: str | nn.Module | None = None,
+        encoder: nn.Module | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(convs)
+        if not len(self.convs):
+            raise ValueError("GNN needs at least one conv: GNN([SAGEConv(in_channels, out_channels)])")
+        for p in (dropout, input_dropout):
+            if not 0 <= p <= 1:
+                raise ValueError(f"dropout must be between 0 and 1, not {p}")
+        self.norms = self._make_norms(norm, with_last=jk is not None)
+        self.act = getattr(torch.nn.functional, act) if isinstance(act, str) else act
+        self.act_first = act_first
+        self.dropout = dropout
+        self.input_dropout = input_dropout
+        self.residual = residual
+        self.initial_residual = initial_residual
+        self.encoder = encoder
+        self.keeps_jk = jk is not None and jk != "last"
+        self.acts_last = jk is not None
+        if isinstance(jk, nn.Module):
+            self.jk = jk
+        elif jk is not None and jk != "last":
+            self.jk = JumpingKnowledge(jk, out_width(self.convs[0]), len(self.convs))
+        if head is not None:
+            self.lin = head
+        elif self.acts_last:
+            raise ValueError("jumping knowledge needs head=, for example torch.nn.Linear(hidden, num_classes)")
+
+    def _make_norms(self, norm: str | Sequence[nn.Module] | None, with_last: bool) -> nn.ModuleList:
+        if isinstance(norm, str):
+            made = [make_norm(norm, out_width(conv)) for conv in self.convs]
+        else:
+            made = [nn.Identity() for _ in self.convs] if norm is None else list(norm)
+        if len(made) == len(self.convs) - 1:
+            made.append(nn.Identity())
+        if len(made) != len(self.convs):
+            raise ValueError(f"norm must have one module per conv: {len(self.convs)} convs, {len(made)} norms")
+        if isinstance(norm, str) and not with_last:
+            made[-1] = nn.Identity()  # no norm on the output
+        return nn.ModuleList(made)
+
+    @classmethod
+    def from_pyg(cls, model: BasicGNN) -> GNN:
+        """A PyG model (GraphSAGE, GCN, GAT, GIN, PNA, ...) seen as layers; parameters are shared, not copied."""
+        jk = getattr(model, "jk", None) or ("last" if model.jk_mode is not None else None)
+        return cls(
+            model.convs,
+            norm=list(model.norms),
+            act=model.act,
+            act_first=model.act_first,
+            dropout=model.dropout.p,
+            jk=jk,
+            head=getattr(model, "lin", None),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.convs)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the input rows are read by the first conv itself, straight into its aggregation."""
+        return self.encoder is None and not self.input_dropout and not self._uses_x0 and reads_rows(self.convs[0])
+
+    def keeps_handle(self, table: Readable) -> bool:
+        """Whether input rows of this table are best left unread: the first layer reads or projects them itself."""
+        if self.input_dropout or self._uses_x0:
+            return False
+        stored = table.storage()
+        if stored is not None:
+            return self.reads_rows and stored.dtype == next(self.parameters()).dtype
+        projects = isinstance(self.convs[0], GCNConv) if self.encoder is None else hasattr(self.encoder, "weight")
+        return projects and table.read_csr(torch.empty(0, dtype=torch.int64)) is not None
+
+    @property
+    def _uses_x0(self) -> bool:
+        return self.initial_residual > 0 or any(takes_x0(conv) for conv in self.convs)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the first layer's state is anything but the input rows themselves (in evaluation)."""
+        return self.encoder is not None or self._uses_x0
+
+    def check_blocks(self) -> None:
+        """Refuse, by name, what would not mean the same on a block."""
+        for norm in self.norms:
+            check_norm(norm)
+
+    def encode(self, x: Rows | Tensor, ids: Tensor, key: int | None) -> State:
+        """Input rows to the first layer's state. ids: [n] their node ids; key: of this step's draws."""
+        if self.training and self.input_dropout:
+            x = self._drop(self._typed(x), self.input_dropout, ids, key, INPUT)
+        if self.encoder is not None:
+            linear = isinstance(x, Rows) and hasattr(self.encoder, "weight")
+            x = project(self.encoder, x) if linear else self.encoder(self._typed(x))
+            x = self.act(x) if self.act is not None else x
+        if not self._uses_x0:
+            return State(x)
+        x0 = self._typed(x)
+        h = self._drop(x0, self.dropout, ids, key, self.num_layers) if self.encoder is not None else x0
+        return State(h, x0)
+
+    def layer(self, l: int, state: State, block: Block) -> State:
+        """Layer `l` on a block: the state of its sources to the state of its destinations."""
+        dst = block.num_dst
+        x0 = None if state.x0 is None else state.x0[:dst]
+        h = convolve(self.convs[l], state.h, block, x0)
+        if self.initial_residual and x0 is not None and not takes_x0(self.convs[l]):
+            h = (1 - self.initial_residual) * h + self.initial_residual * x0
+        if l < self.num_layers - 1 or self.acts_last:
+            h = self._after_conv(l, h)
+            if self.residual and tuple(h.shape[1:]) == tuple(state.h.shape[1:]):
+                own = state.h.head(dst) if isinstance(state.h, Rows) else state.h[:dst]
+                h = h + self._typed(own)
+            h = self._drop(h, self.dropout, block.dst_ids, block.key, l)
+        jk = None
+        if self.keeps_jk:
+            jk = h if state.jk is None else torch.cat([state.jk[:dst], h], dim=1)
+        return State(h, x0, jk)
+
+    def decode(self, state: State) -> Tensor:
+        """The last layer's state to the output."""
+        h = as_tensor(state.h)
+        if self.keeps_jk:
+            assert state.jk is not None
+            h = self.jk(list(state.jk.split(h.size(1), dim=1)))
+        return self.lin(h) if hasattr(self, "lin") else h
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Outputs for the batch's seeds: [num_seeds, ...]."""
+        if len(batch.blocks) != self.num_layers:
+            raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
+        if batch.x is None:
+            raise ValueError("this dataset has no features: give it a table named 'x'")
+        state = self.encode(batch.x, batch.input_ids, batch.key)
+        for l, block in enumerate(batch.blocks):
+            state = self.layer(l, state, block)
+        return self.decode(state)
+
+    def _after_conv(self, l: int, h: Tensor) -> Tensor:
+        if self.act is not None and self.act_first:
+            h = self.act(h)
+        h = self.norms[l](h)
+        return self.act(h) if self.act is not None and not self.act_first else h
+
+    def _drop(self, h: Tensor, p: float, ids: Tensor, key: int | None, place: int) -> Tensor:
+        if not self.training or p == 0:
+            return h
+        if key is None:
+            return torch.nn.functional.dropout(h, p)
+        return ops.keyed_dropout(h, p, ops.derive_key(key, place), ids)
+
+    def _typed(self, rows: Rows | Tensor) -> Tensor:
+        """Rows as a tensor; stored features are brought to the model's precision."""
+        rows = as_tensor(rows)
+        dtype = next(self.parameters(), rows).dtype
+        return rows if rows.requires_grad or rows.dtype == dtype or not rows.is_floating_point() else rows.to(dtype)
+
+
+def out_width(conv: nn.Module) -> int:
+    """The number of columns that a conv puts out."""
+    width = getattr(conv, "out_channels", None) or getattr(conv, "channels", None)
+    if width is None:
+        linears = [m for m in conv.modules() if isinstance(getattr(m, "out_features", None), int)]
+        if not linears:
+            raise ValueError(f"{type(conv).__name__} does not tell its width: pass norm and jk as modules")
+        width = linears[-1].out_features
+    return width * getattr(conv, "heads", 1) if getattr(conv, "concat", False) else width

@@ -1,0 +1,53 @@
+"""Models that are not made of layers: run on all sampled edges at once."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import Tensor, nn
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+
+from hopline.batch import Batch, Block, Readable, as_tensor
+from hopline.nn.convs import edge_arguments
+from hopline.nn.gnn import GNN
+
+
+class Whole(nn.Module):
+    """Any module with `forward(x, edge_index, ...)` on a batch, untrimmed: every layer sees every sampled edge."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        names = list(inspect.signature(module.forward).parameters)
+        if names[1:2] != ["edge_index"]:
+            raise ValueError(
+                f"{type(module).__name__}.forward takes ({', '.join(names)}): write forward(x, edge_index, ...), "
+                "or use hl.nn.GNN([...convs...])"
+            )
+        self.module = module
+
+    def keeps_handle(self, table: Readable) -> bool:
+        return False
+
+    def check_blocks(self) -> None:
+        """Nothing to refuse: the module sees what PyG's own loaders would give it."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Outputs for the batch's seeds: [num_seeds, ...]."""
+        if batch.x is None:
+            raise ValueError("this dataset has no features: give it a table named 'x'")
+        return self.on_block(as_tensor(batch.x), batch.union())[: batch.num_seeds]
+
+    def on_block(self, x: Tensor, block: Block) -> Tensor:
+        """Outputs for all nodes of a square block."""
+        dtype = next(self.module.parameters(), x).dtype
+        x = x if x.dtype == dtype or not x.is_floating_point() else x.to(dtype)
+        return self.module(x, block.edge_index, **edge_arguments(self.module, block, dtype))
+
+
+def as_walkable(model: nn.Module) -> GNN | Whole:
+    """The model as the library runs it: a GNN as it is, a PyG model as layers, any other module as a whole."""
+    if isinstance(model, GNN | Whole):
+        return model
+    if isinstance(model, BasicGNN):
+        return GNN.from_pyg(model)
+    return Whole(model)

@@ -1,0 +1,80 @@
+"""One public function per operation, run where its ids are. Definitions: `hopline.ops.reference`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hopline.ops import cpu, cpu_reduce, reference
+from hopline.ops.cpu import IdMap
+from hopline.ops.random import derive_key, permutation
+from hopline.ops.reference import Neighbors
+
+__all__ = [
+    "IdMap",
+    "Neighbors",
+    "derive_key",
+    "gather_rows",
+    "group_edges",
+    "keyed_dropout",
+    "permutation",
+    "reduce_edges",
+    "relabel",
+    "row_positions",
+    "sample_neighbors",
+    "self_loops",
+]
+
+REDUCTIONS = ("sum", "mean", "max")
+
+
+def sample_neighbors(
+    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
+) -> Neighbors:
+    """Up to `fanout` in-edges of each node, drawn from its keyed sequence; -1 takes all of them in order."""
+    return (cpu if _on_cpu(nodes) else reference).sample_neighbors(indptr, indices, nodes, fanout, key, replace)
+
+
+def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """(indptr, positions) of all entries of the given rows of a CSR structure, row after row."""
+    return (cpu if _on_cpu(nodes) else reference).row_positions(indptr, nodes)
+
+
+def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids, idx): the distinct nodes, seeds first, then by first occurrence; and each neighbour's place there."""
+    return (cpu if _on_cpu(neighbors) else reference).relabel(seeds, neighbors)
+
+
+def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
+    """rows[ids] for any dtype."""
+    return (cpu if _on_cpu(ids) else reference).gather_rows(rows, ids)
+
+
+def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """(indptr, order): a stable grouping of edges by key."""
+    return (cpu if _on_cpu(keys) else reference).group_edges(keys, num_groups)
+
+
+def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
+    """Positions, in `indices`, of the edges from a node to itself."""
+    return (cpu if _on_cpu(indices) else reference).self_loops(indptr, indices)
+
+
+def reduce_edges(
+    rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None
+) -> Tensor:
+    """Sum, mean or max over each destination's edges of (weight *) rows[src_idx], differentiable.
+
+    `rows` may be a whole feature table and `src_idx` global ids: the rows are read straight into the reduction.
+    """
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
+    return (cpu_reduce if _on_cpu(src_idx) else reference).reduce_edges(rows, indptr, src_idx, reduce, weight)
+
+
+def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+    """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
+    return (cpu_reduce if _on_cpu(x) else reference).keyed_dropout(x, p, key, ids)
+
+
+def _on_cpu(ids: Tensor) -> bool:
+    return ids.device.type == "cpu"

@@ -1,0 +1,63 @@
+"""Keyed random numbers: SplitMix64, the same in Python, torch, Numba and Triton.
+
+A draw depends on a key, a node and a position in that node's sequence, never on a thread, a rank or a call order:
+`s = mix(key ^ node)`, draw `j` is `mix(s + (j + 1) * GOLDEN)`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit number: torch has no shifts on uint64."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix_int(z: int) -> int:
+    z = ((z ^ (z >> 30)) * MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * MIX_2) & _MASK
+    return z ^ (z >> 31)
+
+
+def derive_key(seed: int, *parts: int) -> int:
+    """A 64-bit key (as a signed int) for a purpose: derive_key(seed, epoch, step), derive_key(key, layer)."""
+    state = _mix_int(seed & _MASK)
+    for part in parts:
+        state = _mix_int((state + ((part + 1) * GOLDEN)) & _MASK)
+    return _signed(state)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's `>>` on int64 copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 bit patterns."""
+    z = (z ^ _shift_right(z, 30)) * _signed(MIX_1)
+    z = (z ^ _shift_right(z, 27)) * _signed(MIX_2)
+    return z ^ _shift_right(z, 31)
+
+
+def draw(key: int, nodes: Tensor, position: Tensor | int) -> Tensor:
+    """Draw number `position` of each node's sequence: int64 bit patterns, broadcast over both."""
+    state = mix(nodes.long() ^ key)
+    return mix(state + (position + 1) * torch.tensor(_signed(GOLDEN), device=nodes.device))
+
+
+def bounded(raw: Tensor, limit: Tensor) -> Tensor:
+    """`raw` scaled to 0 .. limit - 1 by the high half of a 64-bit product; limit below 2**31."""
+    high, low = _shift_right(raw, 32), raw & 0xFFFFFFFF
+    return _shift_right(high * limit + _shift_right(low * limit, 32), 32)
+
+
+def permutation(key: int, size: int) -> Tensor:
+    """A random order of 0 .. size - 1 that depends on the key alone: int64."""
+    return torch.argsort(draw(key, torch.arange(size), 0), stable=True)

@@ -1,0 +1,133 @@
+"""Every operation in plain torch: the definition, and the oracle of the tests. Written to be read, not to be fast."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hopline.ops.random import bounded, draw
+
+
+class Neighbors(NamedTuple):
+    """In-edges of a list of nodes, grouped by node."""
+
+    indptr: Tensor
+    """[num_nodes + 1] int64: node i has edges indptr[i] .. indptr[i + 1]."""
+    ids: Tensor
+    """[num_edges], dtype of the graph's indices: the source node of each edge."""
+    edge_ids: Tensor
+    """[num_edges] int64: its position in the graph's edge arrays."""
+
+
+def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """(indptr, positions) of all entries of the given rows of a CSR structure, row after row."""
+    starts = indptr[nodes]
+    counts = indptr[nodes + 1] - starts
+    out_indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    shift = torch.repeat_interleave(starts - out_indptr[:-1], counts)
+    return out_indptr, torch.arange(int(out_indptr[-1]), device=nodes.device) + shift
+
+
+def sample_neighbors(
+    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
+) -> Neighbors:
+    """Up to `fanout` in-edges of each node: the first of one keyed sequence, so that samples nest; -1 takes all.
+
+    Without replacement the sequence is a Fisher-Yates shuffle of the node's edges, of which only the touched
+    positions are kept; with replacement it is one bounded draw after the other.
+    """
+    if fanout < 0:
+        out_indptr, edge_ids = row_positions(indptr, nodes)
+        return Neighbors(out_indptr, indices[edge_ids], edge_ids)
+    starts = indptr[nodes]
+    degrees = indptr[nodes + 1] - starts
+    counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
+    width = int(counts.max()) if counts.numel() else 0
+    picks = torch.zeros(nodes.numel(), width, dtype=torch.int64, device=nodes.device)
+    swapped_from, swapped_in = torch.full_like(picks, -1), torch.full_like(picks, -1)
+    for j in range(width):
+        raw = draw(key, nodes, j)
+        if replace:
+            picks[:, j] = bounded(raw, degrees)
+            continue
+        target = j + bounded(raw, (degrees - j).clamp(min=1))
+        at_target, at_j = target.clone(), torch.full_like(target, j)
+        for i in range(j):  # the latest swap into a position says what it holds
+            at_target = torch.where(swapped_from[:, i] == target, swapped_in[:, i], at_target)
+            at_j = torch.where(swapped_from[:, i] == j, swapped_in[:, i], at_j)
+        picks[:, j], swapped_from[:, j], swapped_in[:, j] = at_target, target, at_j
+    taken = torch.arange(width, device=nodes.device) < counts[:, None]
+    edge_ids = (starts[:, None] + picks)[taken]
+    return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices[edge_ids], edge_ids)
+
+
+def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids, idx): the distinct nodes, seeds first, then by first occurrence; and each neighbour's place there."""
+    both = torch.cat([seeds.long(), neighbors.long()])
+    unique, inverse = torch.unique(both, return_inverse=True)
+    first = torch.full_like(unique, both.numel())
+    first.scatter_reduce_(0, inverse, torch.arange(both.numel(), device=both.device), "amin")
+    order = torch.argsort(first)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    return unique[order], place[inverse[seeds.numel() :]].int()
+
+
+def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
+    """rows[ids], for any dtype."""
+    return rows[ids.long()]
+
+
+def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """(indptr, order): a stable sort of edges by key, as the start of each group and the edges in their new order."""
+    counts = torch.bincount(keys.long(), minlength=num_groups)
+    indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return indptr, torch.argsort(keys, stable=True)
+
+
+def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
+    """Positions of the edges from a node to itself: int64."""
+    dst = _destinations(indptr)
+    return (indices == dst).nonzero().view(-1)
+
+
+def reduce_edges(
+    rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None
+) -> Tensor:
+    """Sum, mean or max over each destination's edges of (weight *) rows[src_idx]; 0 where there are none.
+
+    The gradient of max is torch's: shared evenly by the edges that reach it, and by the initial 0 if it is 0.
+    """
+    num_dst = indptr.numel() - 1
+    dst = _destinations(indptr)
+    messages = rows[src_idx.long()]
+    if weight is not None:
+        messages = messages * weight.view(-1, *[1] * (messages.dim() - 1))
+    out = messages.new_zeros(num_dst, *rows.shape[1:])
+    if reduce == "max":
+        index = dst.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+        return out.scatter_reduce(0, index, messages, "amax", include_self=False)
+    out = out.index_add(0, dst, messages)
+    if reduce == "mean":
+        out = out / indptr.diff().clamp(min=1).view(-1, *[1] * (out.dim() - 1))
+    return out
+
+
+def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+    """Dropout whose mask is drawn from (key, node id, column): 16 bits a column, four columns a draw."""
+    threshold = round(p * 65536)
+    flat = x.reshape(x.size(0), -1)
+    column = torch.arange(flat.size(1), device=x.device)
+    raw = draw(key, ids[:, None], column // 4)
+    lane = (raw >> (16 * (column % 4))) & 0xFFFF
+    keep = (lane >= threshold).to(x.dtype)
+    # p = 1 keeps nothing: there is nothing to scale up.
+    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    return (flat * (keep * scale)).view_as(x)
+
+
+def _destinations(indptr: Tensor) -> Tensor:
+    """The destination of each edge, from the start of each destination's edges."""
+    return torch.repeat_interleave(torch.arange(indptr.numel() - 1, device=indptr.device), indptr.diff())

@@ -1,0 +1,71 @@
+"""Work prepared ahead of its use: plain functions run in threads, bounded, in request order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from hopline import trace
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named step of the preparation: its span in the trace, and the name in an error."""
+
+    name: str
+    run: Callable[[Any], Any]
+
+
+class StageError(RuntimeError):
+    """An exception inside a stage; the original is its cause."""
+
+
+class Pipeline:
+    """Requests in, results out, in the same order.
+
+    One thread takes one request through all stages, so threads share nothing. At most `look_ahead` results exist
+    before they are asked for: a slow consumer makes the threads wait. `workers=0` runs everything in the caller.
+    """
+
+    def __init__(self, stages: Iterable[Stage], *, workers: int = 1, look_ahead: int = 2) -> None:
+        self.stages = tuple(stages)
+        self.workers = workers
+        self.look_ahead = max(1, look_ahead)
+
+    def run(self, requests: Iterable[Any]) -> Iterator[Any]:
+        """Yield each request's result. Closing the iterator stops the threads and drops what they prepared."""
+        if self.workers == 0:
+            yield from map(self._through_stages, requests)
+            return
+        source = iter(requests)
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="hopline-pipeline")
+        pending: deque[Future[Any]] = deque()
+
+        def fill() -> None:
+            while len(pending) < self.look_ahead and (request := next(source, _END)) is not _END:
+                pending.append(pool.submit(self._through_stages, request))
+
+        try:
+            fill()
+            while pending:
+                with trace.span("wait"):
+                    result = pending.popleft().result()
+                fill()
+                yield result
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _through_stages(self, value: Any) -> Any:
+        for stage in self.stages:
+            try:
+                with trace.span(stage.name):
+                    value = stage.run(value)
+            except Exception as error:
+                raise StageError(f"stage {stage.name!r} failed: {error}") from error
+        return value
+
+
+_END = object()

@@ -1,0 +1,273 @@
+"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+
+import functools
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import Progress as RichDisplay
+from rich.table import Column
+from rich.text import Text
+
+T = TypeVar("T")
+
+PLAIN_INTERVAL_S = 10.0
+REFRESH_INTERVAL_S = 0.1
+
+_lock = threading.RLock()
+_quiet_depth = 0
+_displays: dict[Console, "_Display"] = {}
+
+
+class Progress:
+    """What the work reports to; this one stays silent, and is the base of those that show something."""
+
+    def advance(self, n: int = 1, **info: Any) -> None:
+        """Say that n more units are done, with values to show, such as `loss=0.71`."""
+
+    def info(self, **values: Any) -> None:
+        """Show values beside the progress."""
+
+    def close(self, completed: bool) -> None:
+        """Show the last state; `completed` is False when the work was cut short."""
+
+
+@contextmanager
+def progress(
+    label: str, total: int | None, unit: str = "", *, enabled: bool = True, console: Console | None = None
+) -> Iterator[Progress]:
+    """Show the progress of the body of a `with` statement on standard error.
+
+    Args:
+        label: What is being done.
+        total: How many units there are, or None when unknown.
+        unit: What is counted, such as "batches".
+        enabled: False shows nothing, for ranks other than the first.
+        console: Where to show it instead.
+    """
+    shown = _open(label, total, unit, enabled and not _quiet_depth, console or _standard_error())
+    completed = False
+    try:
+        yield shown
+        completed = True
+    finally:
+        shown.close(completed)
+
+
+def track(
+    iterable: Iterable[T],
+    label: str,
+    total: int | None = None,
+    unit: str = "",
+    *,
+    console: Console | None = None,
+) -> Iterator[T]:
+    """Yield the items of an iterable while showing how many have been worked on."""
+    if total is None and isinstance(iterable, Sized):
+        total = len(iterable)
+    with progress(label, total, unit, console=console) as shown:
+        for item in iterable:
+            yield item
+            shown.advance()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Show no progress that begins, on any thread, while the context lasts."""
+    global _quiet_depth
+    with _lock:
+        _quiet_depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _quiet_depth -= 1
+
+
+def _open(label: str, total: int | None, unit: str, enabled: bool, console: Console) -> Progress:
+    if not enabled:
+        return Progress()
+    if not console.is_terminal:
+        return _Lines(label, total, unit, console)
+    with _lock:
+        display = _displays.get(console) or _displays.setdefault(console, _Display(console))
+        return _Bar(display, label, total, unit)
+
+
+@functools.cache
+def _standard_error() -> Console:
+    return Console(stderr=True)
+
+
+class _Lines(Progress):
+    """Plain lines: one every few seconds, and a last one."""
+
+    def __init__(self, label: str, total: int | None, unit: str, console: Console) -> None:
+        self._label, self._total, self._unit, self._console = label, total, unit, console
+        self._done, self._values = 0, {}
+        self._start_s = self._shown_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def advance(self, n: int = 1, **info: Any) -> None:
+        with self._lock:
+            self._done += n
+            self._values |= info
+            now_s = time.monotonic()
+            if now_s - self._shown_s < PLAIN_INTERVAL_S:
+                return
+            self._shown_s = now_s
+            elapsed_s = now_s - self._start_s
+            parts = [_amount(self._done, self._total, self._unit), _rate(self._done / elapsed_s, self._unit)]
+            if self._total and 0 < self._done < self._total:
+                parts.append(f"{_clock(elapsed_s / self._done * (self._total - self._done))} left")
+            self._write(*parts)
+
+    def info(self, **values: Any) -> None:
+        with self._lock:
+            self._values |= values
+
+    def close(self, completed: bool) -> None:
+        with self._lock:
+            elapsed_s = max(time.monotonic() - self._start_s, 1e-9)
+            # What completed needs no "of how many".
+            amount = _amount(self._done, None if completed else self._total, self._unit)
+            stopped = "" if completed else "stopped at "
+            rate = _rate(self._done / elapsed_s, self._unit)
+            self._write(f"{stopped}{amount} in {elapsed_s:.1f} s", *([rate] if self._done else []))
+
+    def _write(self, *parts: str) -> None:
+        values = [_values(self._values)] if self._values else []
+        # One write per line, so that lines of several processes do not mix.
+        self._console.file.write(f"{self._label}: {', '.join([*parts, *values])}\n")
+        self._console.file.flush()
+
+
+class _Display:
+    """The live display that all bars of one console share, for a terminal can hold only one."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._users, self._refreshed_s = console, 0, 0.0
+        # Refreshed by those who advance: a refreshing thread would outlive a display that is stopped.
+        self.rich = RichDisplay(
+            TextColumn("{task.description}", markup=False, style="bold"),
+            BarColumn(bar_width=20),
+            *(column(Column(no_wrap=True)) for column in (_AmountColumn, _TimeColumn, _ValuesColumn)),
+            console=console,
+            auto_refresh=False,
+        )
+
+    def enter(self) -> None:
+        self._users += 1
+        if self._users == 1:
+            self.rich.start()
+
+    def leave(self, bar: TaskID) -> None:
+        self._users -= 1
+        if self._users == 0:
+            del _displays[self._console]
+            self.rich.stop()
+        else:
+            # Moved above the live bars, which stay few however many have come and gone.
+            task = self.task(bar)
+            self.rich.remove_task(bar)
+            self._console.print(self.rich.make_tasks_table([task]))
+
+    def task(self, bar: TaskID) -> Task:
+        return next(task for task in self.rich.tasks if task.id == bar)
+
+    def refresh(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._refreshed_s >= REFRESH_INTERVAL_S:
+            self._refreshed_s = now_s
+            self.rich.refresh()
+
+
+class _Bar(Progress):
+    """One bar of the shared display."""
+
+    def __init__(self, display: _Display, label: str, total: int | None, unit: str) -> None:
+        self._display, self._total, self._open = display, total, True
+        self._task: TaskID = display.rich.add_task(label, total=total, unit=unit, values={})
+        self._values: dict[str, Any] = {}
+        display.enter()
+
+    def advance(self, n: int = 1, **info: Any) -> None:
+        with _lock:
+            if self._open:
+                self._values |= info
+                self._display.rich.update(self._task, advance=n, values=dict(self._values))
+                self._display.refresh()
+
+    def info(self, **values: Any) -> None:
+        self.advance(0, **values)
+
+    def close(self, completed: bool) -> None:
+        with _lock:
+            self._open = False
+            rich = self._display.rich
+            rich.stop_task(self._task)
+            if completed and self._total is None:
+                # A full bar, rather than one that pulses for ever.
+                done = self._display.task(self._task).completed
+                rich.update(self._task, total=done)
+            self._display.leave(self._task)
+
+
+class _AmountColumn(ProgressColumn):
+    """How much is done."""
+
+    def render(self, task: Task) -> Text:
+        total = None if task.total is None else int(task.total)
+        return Text(_amount(int(task.completed), total, task.fields["unit"]), style="progress.download")
+
+
+class _TimeColumn(ProgressColumn):
+    """The rate, the time since the start and the time left."""
+
+    def render(self, task: Task) -> Text:
+        elapsed_s = task.elapsed or 0.0
+        text = _clock(elapsed_s)
+        if task.total and 0 < task.completed < task.total and not task.stop_time:
+            text += f" < {_clock(elapsed_s / task.completed * (task.total - task.completed))}"
+        rate = _rate(task.completed / elapsed_s, task.fields["unit"]) if elapsed_s and task.completed else ""
+        return Text(f"{rate}  {text}".strip(), style="progress.remaining")
+
+
+class _ValuesColumn(ProgressColumn):
+    """The values given with `advance` and `info`."""
+
+    def render(self, task: Task) -> Text:
+        return Text(_values(task.fields["values"]), style="cyan")
+
+
+def _amount(done: int, total: int | None, unit: str) -> str:
+    return f"{done:,}{'' if total is None else f'/{total:,}'} {unit}".rstrip()
+
+
+def _rate(per_second: float, unit: str) -> str:
+    number = f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+    return f"{number} {unit}/s" if unit else f"{number}/s"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _values(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    """A number to four digits; formatted only when shown, since reading a device tensor waits for it."""
+    if isinstance(value, (str, int)):
+        return str(value)
+    try:
+        return format(value, ".4g")
+    except (TypeError, ValueError):
+        return str(value)

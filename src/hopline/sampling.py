@@ -1,0 +1,95 @@
+"""Which seeds come when, and which neighbours they get. Pure functions of their key."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.batch import Block, Part
+from hopline.graph import Graph
+
+
+def seed_batches(
+    ids: Tensor, batch_size: int, key: int, *, shuffle: bool = True, drop_last: bool = False
+) -> Iterator[Tensor]:
+    """`ids` in an order drawn from the key, cut into batches; every id once, the last batch may be smaller."""
+    order = ids[ops.permutation(key, ids.numel())] if shuffle else ids
+    stop = ids.numel() - ids.numel() % batch_size if drop_last else ids.numel()
+    for start in range(0, stop, batch_size):
+        yield order[start : min(start + batch_size, stop)]
+
+
+class NeighborSampler:
+    """Seeds to blocks: each layer's destinations get up to `fanout` in-edges each; usable from many threads.
+
+    `fanouts[0]` is at the seeds. A node's sample depends on (key, node) alone, and its sample at a smaller fan-out is
+    part of the one at a larger, so a node that is a destination in several layers has nested neighbour lists.
+    """
+
+    def __init__(
+        self, graph: Graph, fanouts: Sequence[int], *, replace: bool = False, edge_ids: bool = False
+    ) -> None:
+        check_fanouts(fanouts, replace)
+        self.graph = graph
+        self.fanouts = tuple(fanouts)
+        self.replace = replace
+        self.edge_ids = edge_ids
+        self._local = threading.local()
+
+    def sample(self, seeds: Tensor, key: int) -> tuple[Block, ...]:
+        """One block per layer in the order of computation: the last one's destinations are the seeds."""
+        if seeds.numel() and not 0 <= int(seeds.min()) <= int(seeds.max()) < self.graph.num_nodes:
+            raise ValueError(f"a seed is not a node: ids go from 0 to {self.graph.num_nodes - 1}")
+        id_map = self._id_map()
+        try:
+            id_map.add(seeds)
+            if id_map.size != seeds.numel():
+                raise ValueError("the seeds of a batch must be distinct: pass each node id once")
+            hops = [self._hop(id_map, fanout, key) for fanout in self.fanouts]
+        finally:
+            id_map.clear()
+        return tuple(reversed(hops))
+
+    def _hop(self, id_map: ops.IdMap, fanout: int, key: int) -> Block:
+        graph, dst_ids = self.graph, id_map.ids()
+        found = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, key, self.replace)
+        src_idx = id_map.add(found.ids)
+        edge = {name: ops.gather_rows(array, found.edge_ids) for name, array in graph.edge.items()}
+        part = Part(found.indptr, src_idx, edge, found.edge_ids if self.edge_ids else None)
+        return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key)
+
+    def _id_map(self) -> ops.IdMap:
+        """A map of this thread's own: threads that prepare batches share no state."""
+        if not hasattr(self._local, "id_map"):
+            self._local.id_map = ops.IdMap(self.graph.num_nodes)
+        return self._local.id_map
+
+
+def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
+    """All in-edges of `nodes`, without drawing anything: the block of exact inference."""
+    assert sampler.fanouts == (-1,)
+    (block,) = sampler.sample(nodes, 0)
+    return Block(block.src_ids, block.num_dst, block.parts, block.graph, key=None)
+
+
+def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
+    """`nodes` and all their in-neighbours, each once: int64."""
+    found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
+    marked = torch.zeros(graph.num_nodes, dtype=torch.bool)
+    marked[nodes] = True
+    marked[found.ids.long()] = True
+    return marked.nonzero().view(-1)
+
+
+def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:
+    if not fanouts:
+        raise ValueError("fanouts must name one number per layer, for example fanouts=(15, 10, 5)")
+    for fanout in fanouts:
+        if fanout < -1 or fanout == 0:
+            raise ValueError(f"a fan-out is a positive number or -1 for all neighbours, not {fanout}")
+        if fanout == -1 and replace:
+            raise ValueError("fan-out -1 takes all neighbours, which replace=True cannot: give a positive fan-out")

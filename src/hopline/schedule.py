@@ -1,0 +1,64 @@
+"""Learning-rate schedules, stepped once per epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, StepLR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the learning rate changes."""
+
+    name: Literal["constant", "cosine", "plateau", "step"] = "constant"
+    """Constant; a cosine down to `floor` at the last epoch; lower on a plateau; or lower every few epochs."""
+    warmup: int = 0
+    """Epochs over which the rate first rises linearly to `lr`."""
+    factor: float = 0.5
+    """What `plateau` and `step` multiply the rate by."""
+    patience: int = 5
+    """Evaluations without a better validation metric (or loss, without a validation split) before `plateau` acts."""
+    every: int = 10
+    """Epochs from one `step` to the next."""
+    floor: float = 0.0
+    """The lowest rate."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < 1:
+            raise ValueError(f"schedule.factor must be between 0 and 1, not {self.factor}")
+        if self.every < 1 or self.patience < 0 or self.warmup < 0:
+            raise ValueError("schedule.every must be at least 1, schedule.patience and schedule.warmup at least 0")
+
+
+class Scheduler:
+    """The rate after each epoch: first the warm-up, then the schedule."""
+
+    def __init__(self, spec: Schedule, optimizer: Optimizer, epochs: int) -> None:
+        self.epoch, self.warmup = 0, spec.warmup
+        self._plateau: ReduceLROnPlateau | None = None
+        self._by_epoch: CosineAnnealingLR | StepLR | None = None
+        if spec.name == "plateau":
+            self._plateau = ReduceLROnPlateau(
+                optimizer, mode="max", factor=spec.factor, patience=spec.patience, min_lr=spec.floor, threshold=0.0
+            )
+        elif spec.name == "cosine":
+            self._by_epoch = CosineAnnealingLR(optimizer, max(1, epochs - spec.warmup), eta_min=spec.floor)
+        elif spec.name == "step":
+            self._by_epoch = StepLR(optimizer, spec.every, gamma=spec.factor)
+        # The warm-up's first factor is set by its constructor, so it comes last.
+        start = 1 / (spec.warmup + 1)
+        self._warmup = LinearLR(optimizer, start, total_iters=spec.warmup) if spec.warmup else None
+
+    def step(self, value: float, *, evaluated: bool) -> None:
+        """After an epoch; `value` (higher is better) counts for the plateau where it was just evaluated."""
+        self.epoch += 1
+        if self._warmup is not None and self.epoch <= self.warmup:
+            self._warmup.step()
+        elif self._plateau is not None:
+            if evaluated:
+                self._plateau.step(value)
+        elif self._by_epoch is not None:
+            self._by_epoch.step()

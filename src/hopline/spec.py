@@ -1,0 +1,398 @@
+"""Settings: dataclasses to and from dictionaries, `key=value` overrides, and sizes such as "20GiB"."""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import math
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+_Reader = Callable[[Any, Any], Any]
+
+_SCALES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+
+
+class _Mismatch(Exception):
+    """A value that is not of the annotated type; carries what else the message should say."""
+
+
+def parse_size(text: str | int) -> int:
+    """Return the bytes in a size such as "20GiB", ".1G", "3GB" (decimal), "512" or 1024."""
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kmgt]?)(i?)(b?)\s*", str(text), re.IGNORECASE)
+    if isinstance(text, bool) or match is None or (match[3] and not match[2]):
+        raise ValueError(f"Cannot read {text!r} as a size: write it as 20GiB, 0.5G, 3GB or plain bytes.")
+    base = 1000 if match[2] and match[4] and not match[3] else 1024
+    return int(Decimal(match[1]) * base ** _SCALES[match[2].lower()])
+
+
+def format_size(num_bytes: float) -> str:
+    """Write a number of bytes for people, in binary units: "1.5 GiB"."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        # Compared after rounding, so that nothing prints as "1024 MiB".
+        if not round(abs(value), 1) >= 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the option closest to a mistyped name, or "" when none is close."""
+    by_lower = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f" Did you mean '{by_lower[close[0]]}'?" if close else ""
+
+
+def kind_of(cls: type) -> str:
+    """Return the name by which a class is picked in settings: FullBatch is "full_batch"."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the annotation itself."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _kinds(annotation: Any) -> dict[str, type]:
+    """The dataclasses an annotation admits, by kind."""
+    return {kind_of(member): member for member in _members(annotation) if _is_settings(member)}
+
+
+def _settable(cls: type) -> dict[str, Any]:
+    """The fields that the constructor takes, with their annotations."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def _item_types(annotation: Any, length: int) -> list[Any]:
+    """The annotation of each item of a tuple or list of that length."""
+    args = typing.get_args(annotation)
+    if not args:
+        return [Any] * length
+    if (len(args) == 2 and args[1] is Ellipsis) or typing.get_origin(annotation) is not tuple:
+        return [args[0]] * length
+    if len(args) != length:
+        raise _Mismatch
+    return list(args)
+
+
+def _is_settings(annotation: Any) -> bool:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def _is_sequence(annotation: Any) -> bool:
+    return (typing.get_origin(annotation) or annotation) in (tuple, list)
+
+
+def _describe(annotation: Any) -> str:
+    """Say in words what an annotation admits."""
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    words[type(None)] = "none"
+    plural = {int: "integers", float: "numbers", str: "words"}
+    parts = []
+    for member in _members(annotation):
+        if typing.get_origin(member) is Literal:
+            parts += [f"'{option}'" for option in typing.get_args(member)]
+        elif _is_sequence(member):
+            args = typing.get_args(member)
+            count = f"{len(args)} " if args and args[-1] is not Ellipsis and len(args) > 1 else ""
+            parts.append(f"{count}{plural.get(args[0] if args else str, 'values')} separated by commas")
+        elif _is_settings(member):
+            parts.append(kind_of(member))
+        else:
+            parts.append(words.get(member) or getattr(member, "__name__", str(member)))
+    return " or ".join(parts)
+
+
+def to_dict(obj: Any) -> dict[str, Any]:
+    """Turn a dataclass, with the dataclasses in it, into a dictionary that JSON can hold."""
+    return {name: _plain(getattr(obj, name), hint) for name, hint in _settable(type(obj)).items()}
+
+
+def _plain(value: Any, annotation: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = {"kind": kind_of(type(value))} if len(_kinds(annotation)) > 1 else {}
+        return kind | to_dict(value)
+    if isinstance(value, (tuple, list)):
+        sequence = next(filter(_is_sequence, _members(annotation)), tuple)
+        return [_plain(v, hint) for v, hint in zip(value, _item_types(sequence, len(value)), strict=True)]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(v, Any) for key, v in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
+    """Rebuild a dataclass from what `to_dict` returned, refusing unknown keys and wrong types."""
+    return _from_dict(cls, data, "")
+
+
+def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
+    hints = _settable(cls)
+    for key in set(data) - set(hints):
+        valid = ", ".join(prefix + name for name in hints)
+        raise ValueError(f"Unknown key '{prefix}{key}'.{nearest(key, hints)} Valid keys here: {valid}.")
+    values = {key: _from_json(value, hints[key], prefix + key) for key, value in data.items()}
+    return _construct(cls, values, prefix)
+
+
+def _construct(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    missing = [prefix + name for name in _settable(cls) if name not in {**_defaults(cls), **values}]
+    if missing:
+        raise ValueError(f"{kind_of(cls)} needs {missing[0]}: add {missing[0]}=VALUE.")
+    return cls(**values)
+
+
+def _defaults(cls: type[Any]) -> dict[str, Any]:
+    """The default of every field that has one."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+    return found
+
+
+def _from_json(value: Any, annotation: Any, key: str) -> Any:
+    if len(_kinds(annotation)) > 1 and isinstance(value, Mapping) and "kind" not in value:
+        raise ValueError(f"{key} does not say its kind: add 'kind', one of {', '.join(_kinds(annotation))}.")
+    return _read(value, annotation, key, lambda item, member: _json_as(item, member, key))
+
+
+def _json_as(value: Any, member: Any, key: str) -> Any:
+    """Return a JSON value as one alternative of an annotation."""
+    if _is_settings(member) and isinstance(value, Mapping):
+        if "kind" in value and "kind" not in _settable(member):
+            if value["kind"] != kind_of(member):
+                raise _Mismatch(nearest(str(value["kind"]), [kind_of(member)]))
+            value = {name: item for name, item in value.items() if name != "kind"}
+        return _from_dict(member, value, f"{key}.")
+    if typing.get_origin(member) is Literal:
+        if any(value == option and type(value) is type(option) for option in typing.get_args(member)):
+            return value
+        raise _Mismatch(nearest(str(value), map(str, typing.get_args(member))))
+    if _is_sequence(member) and isinstance(value, (list, tuple)):
+        return _items(value, member, lambda item, hint: _json_as(item, hint, key))
+    if (typing.get_origin(member) or member) in (dict, Mapping) and isinstance(value, Mapping):
+        return dict(value)
+    if (member, type(value)) in ((Path, str), (float, int)):
+        return member(value)
+    if member is Any or type(value) is member:
+        return value
+    raise _Mismatch
+
+
+def _read(value: Any, annotation: Any, key: str, read_as: _Reader) -> Any:
+    """Return a value as what the annotation admits, or say what that is."""
+    try:
+        return _first(value, annotation, read_as)
+    except _Mismatch as mismatch:
+        hint = str(mismatch)
+    kinds = _kinds(annotation)
+    if len(kinds) == 1:
+        hint = f" Its own settings are {', '.join(f'{key}.{name}' for name in _settable(*kinds.values()))}."
+    raise ValueError(f"{key}={value} is not valid: expected {_describe(annotation)}.{hint}")
+
+
+def _first(value: Any, annotation: Any, read_as: _Reader) -> Any:
+    """Return the value as the first alternative that takes it, the strict ones first."""
+    hint = ""
+    for member in sorted(_members(annotation), key=_precedence):
+        try:
+            return read_as(value, member)
+        except _Mismatch as mismatch:
+            hint = hint or str(mismatch)
+    raise _Mismatch(hint)
+
+
+def _items(values: Sequence[Any], annotation: Any, read_as: _Reader) -> Any:
+    """Return values as the tuple or list that the annotation admits."""
+    pairs = zip(values, _item_types(annotation, len(values)), strict=True)
+    return (typing.get_origin(annotation) or annotation)(_first(v, hint, read_as) for v, hint in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assignment:
+    """One `key=value`, seen from the dataclass that `path` starts in."""
+
+    key: str
+    path: tuple[str, ...]
+    text: str
+
+    def inside(self) -> "_Assignment":
+        """The same assignment seen from one level further down."""
+        return dataclasses.replace(self, path=self.path[1:])
+
+    def at_name(self) -> "_Assignment":
+        """The assignment to the field `name`, where this one is to the whole."""
+        return dataclasses.replace(self, path=(*self.path, "name")) if len(self.path) == 1 else self
+
+
+def override(obj: T, assignments: Sequence[str]) -> T:
+    """Return the settings with `key=value` texts applied: `override(run, ["method.fanouts=10,10"])`."""
+    items = []
+    for text in assignments:
+        key, equals, value = map(str.strip, text.partition("="))
+        if not equals or not key:
+            example = next(iter(_settable(type(obj))))
+            raise ValueError(f"Cannot read '{text}': write key=value, such as {example}=VALUE.")
+        items.append(_Assignment(key=key, path=tuple(key.split(".")), text=value))
+    return _apply(type(obj), obj, items, "", obj)
+
+
+def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str, root: Any) -> Any:
+    """Apply all assignments of one level at once, so that checks over several fields see them together."""
+    hints = _settable(cls)
+    groups: dict[str, list[_Assignment]] = {}
+    for item in items:
+        if item.path[0] not in hints:
+            raise _unknown_key(item.key, prefix, hints, root)
+        groups.setdefault(item.path[0], []).append(item)
+    before = _defaults(cls) if base is None else {name: getattr(base, name) for name in hints}
+    values = {
+        name: _field_value(hints[name], before.get(name), group, prefix + name, root)
+        for name, group in groups.items()
+    }
+    return _construct(cls, values, prefix) if base is None else dataclasses.replace(base, **values)
+
+
+def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], key: str, root: Any) -> Any:
+    """The new value of one field: the last assignment to it, then those to the fields inside it."""
+    kinds = _kinds(annotation)
+    cls = type(current) if type(current) in kinds.values() else next(iter(kinds.values()), None)
+    if len(kinds) == 1 and "name" in _settable(*kinds.values()):
+        # `model=gcn` is short for `model.name=gcn`; kept in its place, so that the later of the two wins.
+        none = _NONE if type(None) in _members(annotation) else ()
+        group = [item.at_name() if item.text.lower() not in none else item for item in group]
+    whole = [item.text for item in group if len(item.path) == 1]
+    inner = [item.inside() for item in group if len(item.path) > 1]
+    if inner and cls is None:
+        raise _unknown_key(inner[0].key, "", (), root)
+    if whole:
+        value = _read(whole[-1], annotation, key, _text_as)
+        picked = value if isinstance(value, type) else None
+        if picked is None and not inner:
+            return value
+        if picked is None and value is not None:
+            raise ValueError(f"{key}={whole[-1]} leaves no place for {inner[0].key}: write one of the two.")
+        cls, current = picked or cls, None
+    assert cls is not None
+    return _apply(cls, current, inner, f"{key}.", root)
+
+
+def _precedence(member: Any) -> int:
+    """Strict types before lenient ones: everything is also a str."""
+    if typing.get_origin(member) is Literal:
+        return 1
+    if _is_sequence(member):
+        return 5
+    return {type(None): 0, int: 2, float: 3, bool: 4, Path: 6, str: 7}.get(member, 4)
+
+
+def _text_as(text: str, member: Any) -> Any:
+    """Read a text as one alternative of an annotation; a dataclass named by its kind is that class."""
+    if typing.get_origin(member) is Literal:
+        options = {str(option): option for option in typing.get_args(member)}
+        if text in options:
+            return options[text]
+        raise _Mismatch(nearest(text, options))
+    if _is_sequence(member):
+        inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+        texts = [part.strip() for part in inner.removesuffix(",").split(",")] if inner.strip() else []
+        return _items([part.strip("'\"") for part in texts], member, _text_as)
+    if member is type(None) and text.lower() in _NONE:
+        return None
+    if _is_settings(member):
+        if text == kind_of(member):
+            return member
+        raise _Mismatch(nearest(text, [kind_of(member)]))
+    if member is bool and text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    if member in (int, float):
+        return _number(text, member)
+    if member in (str, Any):
+        return text
+    if member is Path and text:
+        return Path(text)
+    raise _Mismatch
+
+
+def _number(text: str, member: type[int] | type[float]) -> float:
+    try:
+        number = int(text) if member is int and re.fullmatch(r"[+-]?[0-9_]+", text) else float(text)
+    except ValueError:
+        raise _Mismatch from None
+    if math.isnan(number) or (member is int and isinstance(number, float) and not number.is_integer()):
+        raise _Mismatch
+    return member(number)
+
+
+def _unknown_key(key: str, prefix: str, valid: Iterable[str], root: Any) -> ValueError:
+    here = [prefix + name for name in valid]
+    walked = {option: needs for option, needs, _ in _walk(type(root))}
+    if key in walked:
+        hint = f" It is a setting of {walked[key]}."
+    else:
+        same_ending = [option for option in walked if option.rpartition(".")[2] == key]
+        hint = f" Did you mean '{same_ending[0]}'?" if same_ending else nearest(key, [*here, *walked])
+    level = f" Valid keys here: {', '.join(here)}." if here else ""
+    return ValueError(f"Unknown key '{key}'.{hint}{level}")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return "type, default, sentence" for every dotted key of a settings class, for help output."""
+    docs: dict[str, str] = {}
+    for key, needs, text in _walk(cls):
+        line = f"{text} ({needs})" if needs else text
+        docs[key] = f"{docs[key]} · {line}" if key in docs else line
+    return docs
+
+
+def _walk(cls: type, prefix: str = "", needs: str = "") -> Iterator[tuple[str, str, str]]:
+    """Every dotted key, the `method=historical` it needs or "", and its line of help."""
+    sentences, defaults = _sentences(cls), _defaults(cls)
+    for name, hint in _settable(cls).items():
+        default = f"default {_shown(defaults[name])}" if name in defaults else "required"
+        yield prefix + name, needs, ", ".join(filter(None, (_describe(hint), default, sentences.get(name))))
+        kinds = _kinds(hint)
+        for kind, inner in kinds.items():
+            yield from _walk(inner, f"{prefix}{name}.", f"{prefix}{name}={kind}" if len(kinds) > 1 else needs)
+
+
+def _shown(value: Any) -> str:
+    """A default, written as one would type it."""
+    if dataclasses.is_dataclass(value):
+        return getattr(value, "name", None) or kind_of(type(value))
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(str, value)) or '""'
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or '""'
+
+
+def _sentences(cls: type) -> dict[str, str]:
+    """The string literal under each field, of the class and of those it inherits from."""
+    found: dict[str, str] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+        except (OSError, TypeError, SyntaxError):  # defined where there is no source to read
+            continue
+        body = typing.cast(ast.ClassDef, tree.body[0]).body
+        for statement, below in itertools.pairwise(body):
+            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[statement.target.id] = " ".join(str(below.value.value).split())
+    return found

@@ -1,0 +1,53 @@
+"""What every table offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Table(ABC):
+    """Rows addressed by node id. A table may wrap another one; it never owns a thread or a stream."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """(num_rows, *row_shape)."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @abstractmethod
+    def read(self, ids: Tensor) -> Tensor:
+        """The rows of `ids` [n] int64, as a dense tensor [n, *row_shape]."""
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        raise TypeError(f"{type(self).__name__} is read-only: copy it with TensorTable(table.read(ids)) first")
+
+    def storage(self) -> Tensor | None:
+        """The dense tensor [num_rows, ...] that holds every row, where there is one.
+
+        Kernels that read rows straight into a reduction use it; without it the rows are read first.
+        """
+        return None
+
+    def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The rows of `ids` as (indptr [n + 1], columns, values), where they are stored that way."""
+        return None
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return self.read(torch.as_tensor(ids))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this table itself keeps, without those of a table below it."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize

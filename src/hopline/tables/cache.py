@@ -1,0 +1,48 @@
+"""A fast tier over a slower one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hopline import trace
+from hopline.tables.base import Table
+
+
+class CachedTable(Table):
+    """Copies of chosen rows of `below`, read in its place; all other rows come from `below`."""
+
+    def __init__(self, below: Table, hot_ids: Tensor) -> None:
+        self.below = below
+        self.hot = below.read(hot_ids)
+        self.slot = torch.full((len(below),), -1, dtype=torch.int32)
+        self.slot[hot_ids] = torch.arange(hot_ids.numel(), dtype=torch.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.below.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.below.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.hot.numel() * self.hot.element_size() + self.slot.numel() * self.slot.element_size()
+
+    def read(self, ids: Tensor) -> Tensor:
+        slot = self.slot[ids].long()
+        hit = slot >= 0
+        rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
+        rows[hit] = self.hot[slot[hit]]
+        rows[~hit] = self.below.read(ids[~hit])
+        num_hits = int(hit.sum())
+        trace.count("rows.cache_hit", num_hits)
+        trace.count("rows.cache_miss", ids.numel() - num_hits)
+        return rows
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        self.below.write(ids, rows)
+        slot = self.slot[ids].long()
+        hit = slot >= 0
+        self.hot[slot[hit]] = rows[hit].to(self.dtype)

@@ -1,0 +1,50 @@
+"""Rows in CSR form: bag-of-words features that would be mostly zeros if stored dense."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.tables.base import Table
+
+
+class SparseTable(Table):
+    """Rows [num_rows, num_columns] of which only the non-zero entries are kept."""
+
+    def __init__(self, indptr: Tensor, columns: Tensor, values: Tensor, num_columns: int) -> None:
+        self.indptr = indptr  # [num_rows + 1] int64
+        self.columns = columns  # [nnz] int32 or int64
+        self.values = values  # [nnz]
+        self.num_columns = num_columns
+
+    @classmethod
+    def from_dense(cls, rows: Tensor) -> SparseTable:
+        row, column = rows.nonzero(as_tuple=True)
+        indptr = torch.zeros(rows.size(0) + 1, dtype=torch.int64)
+        indptr[1:] = torch.bincount(row, minlength=rows.size(0)).cumsum(0)
+        return cls(indptr, column.int(), rows[row, column], rows.size(1))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.indptr.numel() - 1, self.num_columns)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.numel() * a.element_size() for a in (self.indptr, self.columns, self.values))
+
+    def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows of `ids` as (indptr [n + 1], columns, values), without ever making them dense."""
+        indptr, positions = ops.row_positions(self.indptr, ids)
+        return indptr, self.columns[positions], self.values[positions]
+
+    def read(self, ids: Tensor) -> Tensor:
+        indptr, columns, values = self.read_csr(ids)
+        row = torch.repeat_interleave(torch.arange(ids.numel()), indptr.diff())
+        dense = torch.zeros(ids.numel(), self.num_columns, dtype=self.dtype)
+        # Repeated entries of one column add up, as they do in every CSR library.
+        return dense.index_put_((row, columns.long()), values, accumulate=True)

@@ -1,0 +1,231 @@
+"""Spans and counters: `with span("sample"):`, `count("bytes.h2d", n)`; no-ops unless someone listens."""
+
+import math
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One timed stretch of work."""
+
+    name: str
+    """What was done."""
+    start_s: float
+    """When it began, by `time.perf_counter`."""
+    duration_s: float
+    """How long it took."""
+    thread: str
+    """The name of the thread that did it."""
+
+
+class Listener(Protocol):
+    """What receives spans and counts; called on the thread that did the work, so it must be thread-safe."""
+
+    def on_span(self, span: Span) -> None:
+        """Take a span that has just ended."""
+        ...
+
+    def on_count(self, name: str, amount: float) -> None:
+        """Take an amount to add to a counter."""
+        ...
+
+
+# A tuple that is replaced, never changed: readers on other threads need no lock.
+_listeners: tuple[Listener, ...] = ()
+_lock = threading.Lock()
+
+
+@contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Send the spans and counts of all threads to a listener for as long as the context lasts."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            at = next(i for i, other in enumerate(_listeners) if other is listener)
+            _listeners = _listeners[:at] + _listeners[at + 1 :]
+
+
+class _Silent:
+    """The span nobody listens to."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class _Timed:
+    """A span that is reported when it ends, also when it ends in an error."""
+
+    __slots__ = ("name", "start_s")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.start_s = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        duration_s = time.perf_counter() - self.start_s
+        ended = Span(self.name, self.start_s, duration_s, threading.current_thread().name)
+        for listener in _listeners:
+            listener.on_span(ended)
+
+
+_SILENT = _Silent()
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Time the body of a `with` statement under a name, if anyone listens."""
+    return _Timed(name) if _listeners else _SILENT
+
+
+def count(name: str, amount: float) -> None:
+    """Add an amount to a named counter, if anyone listens."""
+    for listener in _listeners:
+        listener.on_count(name, amount)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionStatistics:
+    """How long one region took per epoch, with the first epoch, which warms up, set apart."""
+
+    name: str
+    """The region."""
+    calls: int
+    """How often it was entered, over all epochs."""
+    first_epoch_s: float
+    """Seconds in the first epoch."""
+    mean_s: float
+    """Mean seconds per later epoch; nan when there is none."""
+    std_s: float
+    """Sample standard deviation over the later epochs; nan with fewer than two."""
+
+
+class Timers:
+    """Named regions timed over epochs; also a listener that collects every span."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[float, int]] = {}
+        self._closed: list[dict[str, tuple[float, int]]] = []
+
+    @contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        """Time the body of a `with` statement under a name."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(name, time.perf_counter() - start_s)
+
+    def on_span(self, span: Span) -> None:
+        """Add a span to the region of its name."""
+        self._add(span.name, span.duration_s)
+
+    def on_count(self, name: str, amount: float) -> None:
+        """Ignore counters."""
+
+    def next_epoch(self) -> None:
+        """Close the epoch: what is timed from now on belongs to the next."""
+        with self._lock:
+            self._closed.append(self._open)
+            self._open = {}
+
+    def last_epoch(self) -> dict[str, float]:
+        """Return the seconds of each region in the epoch last closed."""
+        with self._lock:
+            epoch = self._closed[-1] if self._closed else {}
+        return {name: seconds for name, (seconds, _) in epoch.items()}
+
+    def slowest(self, among: Collection[str] | None = None) -> str | None:
+        """Return the region that took most of the epoch last closed, or None when none was timed."""
+        totals = {n: s for n, s in self.last_epoch().items() if among is None or n in among}
+        return max(totals, key=totals.__getitem__, default=None)
+
+    def statistics(self) -> list[RegionStatistics]:
+        """Return the seconds per epoch of each region, in the order they first ran."""
+        with self._lock:
+            # Someone who never closes an epoch means one epoch.
+            epochs = list(self._closed) or [dict(self._open)]
+        names = dict.fromkeys(name for epoch in epochs for name in epoch)
+        return [_region_statistics(name, [epoch.get(name, (0.0, 0)) for epoch in epochs]) for name in names]
+
+    def table(self) -> str:
+        """Return the statistics as a plain-text table, mean ± standard deviation."""
+        rows = [("region", "calls", "first epoch", "later epochs")]
+        for region in self.statistics():
+            later = "-" if math.isnan(region.mean_s) else f"{region.mean_s:.4f} s"
+            spread = "" if math.isnan(region.std_s) else f" ± {region.std_s:.4f}"
+            rows.append((region.name, str(region.calls), f"{region.first_epoch_s:.4f} s", later + spread))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+    def _add(self, name: str, seconds: float) -> None:
+        with self._lock:
+            total, calls = self._open.get(name, (0.0, 0))
+            self._open[name] = (total + seconds, calls + 1)
+
+
+def _region_statistics(name: str, epochs: list[tuple[float, int]]) -> RegionStatistics:
+    seconds = [total for total, _ in epochs]
+    later = seconds[1:]
+    return RegionStatistics(
+        name=name,
+        calls=sum(calls for _, calls in epochs),
+        first_epoch_s=seconds[0],
+        mean_s=statistics.fmean(later) if later else math.nan,
+        std_s=statistics.stdev(later) if len(later) > 1 else math.nan,
+    )
+
+
+class Counters:
+    """A listener that adds up counters, per epoch and overall."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: defaultdict[str, float] = defaultdict(float)
+        self._closed: list[dict[str, float]] = []
+
+    def on_span(self, span: Span) -> None:
+        """Ignore spans."""
+
+    def on_count(self, name: str, amount: float) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._open[name] += amount
+
+    def next_epoch(self) -> None:
+        """Close the epoch: what is counted from now on belongs to the next."""
+        with self._lock:
+            self._closed.append(dict(self._open))
+            self._open.clear()
+
+    def last_epoch(self) -> dict[str, float]:
+        """Return each counter's total in the epoch last closed."""
+        with self._lock:
+            return dict(self._closed[-1]) if self._closed else {}
+
+    def totals(self) -> dict[str, float]:
+        """Return each counter's total over all epochs, with the one still open."""
+        with self._lock:
+            epochs = [*self._closed, dict(self._open)]
+        names = dict.fromkeys(name for epoch in epochs for name in epoch)
+        return {name: sum(epoch.get(name, 0) for epoch in epochs) for name in names}

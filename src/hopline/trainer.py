@@ -1,0 +1,342 @@
+"""`Trainer`: one loop over units of work, whatever the method."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hopline import infer, metrics, trace
+from hopline.batch import Batch
+from hopline.callbacks import (
+    Callback,
+    EarlyStop,
+    EpochEnd,
+    Evaluation,
+    KeepWeights,
+    Run,
+    ShowProgress,
+    StepEnd,
+    WriteReport,
+)
+from hopline.data.dataset import Dataset
+from hopline.methods import Job, Method, Sampled, TrainStep, Unit
+from hopline.nn.whole import as_walkable
+from hopline.report import Report
+from hopline.schedule import Schedule, Scheduler
+from hopline.spec import to_dict
+
+TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
+"""(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
+
+STAGES = ("sample", "gather", "move", "forward", "backward", "optimizer")
+"""Spans that can be the slowest stage; `wait` is the training thread waiting for the first three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How to train, apart from the method."""
+
+    epochs: int = 10
+    """Epochs to train: exactly so many, unless training stops early."""
+    lr: float = 0.003
+    """Learning rate."""
+    weight_decay: float = 0.0
+    """Weight decay of the optimizer."""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """Optimizer."""
+    schedule: Schedule = Schedule()
+    """How the learning rate changes over the epochs."""
+    clip_norm: float | None = None
+    """Largest norm of the gradient; larger ones are scaled down."""
+    accumulate: int = 1
+    """Units whose gradients make one optimizer step, weighted by their seeds."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16 runs the forward pass under bfloat16 autocast; parameters stay float32."""
+    evaluate_every: int = 1
+    """Epochs from one evaluation to the next; the last epoch is always evaluated."""
+    patience: int | None = None
+    """Evaluations without a better validation metric before training stops early."""
+    inference: Literal["exact", "sampled"] = "exact"
+    """Validate over every edge, or over sampled ones with the method's fan-outs; the final test is exact either way."""
+    seed: int = 0
+    """Seed of every random draw of the run; model weights are the caller's."""
+    device: str = "cpu"
+    """Where the model trains."""
+    show: bool = True
+    """Show progress."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "accumulate", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, not {self.lr}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")
+        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
+            raise ValueError(f"device={self.device!r} is not here: set device=cpu")
+
+
+class Trainer:
+    """Trains a model on a dataset by a method.
+
+    Extend it by callbacks, by a `Method` of your own, by `train_step` (model, batch) -> mean loss, by `test_step`
+    (model, data, ids) -> metrics, or by overriding `step`, `evaluate` and `make_optimizer`.
+
+    model: a `GNN`, a PyG model, or any module with forward(x, edge_index). out: a folder for the report and the
+    weights, or None. settings: fields of `TrainSettings`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Dataset,
+        method: Method | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+        train_step: TrainStep | None = None,
+        test_step: TestStep | None = None,
+        out: Path | str | None = None,
+        config: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.settings = TrainSettings(**settings)
+        self.device = torch.device(self.settings.device)
+        self.model = model.to(self.device)
+        self.data = data
+        self.method = method if method is not None else Sampled()
+        self.callbacks = list(callbacks)
+        self.test_step = test_step
+        self.metric = data.metric
+        self.out = None if out is None else Path(out)
+        self.config = config if config is not None else self._describe()
+        self.job = Job(
+            data=data,
+            model=as_walkable(model),
+            train_ids=self._train_ids(),
+            train_step=train_step or supervised(data.task),
+            seed=self.settings.seed,
+            device=self.device,
+            bf16=self.settings.precision == "bf16",
+        )
+        self.num_seeds = self.job.train_ids.numel()
+        self.work = self.method.bind(self.job)
+        self._stop_reason: str | None = None
+
+    # ---- the loop
+
+    def fit(self) -> Run:
+        """Train, keep the best weights in the model, and test them."""
+        run, timers, counters = Run(metric=self.metric, folder=self.out), trace.Timers(), trace.Counters()
+        with ExitStack() as stack:
+            keep = self._start(stack, timers, counters)
+            try:
+                self._loop(run, timers, counters)
+                self._test(run, keep)
+            except BaseException as error:
+                run.reason = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                run.metric, run.stages = self.metric, timers.statistics()
+                self._call("on_fit_end", run)
+        return run
+
+    def _loop(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:
+        self.optimizer = self.make_optimizer()
+        schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
+        self._call("on_fit_start")
+        for epoch in range(1, self.settings.epochs + 1):
+            ended = self._train_epoch(epoch, timers, counters)
+            run.epochs = epoch
+            run.history.append(ended)
+            self._call("on_epoch_end", ended)
+            due = self._is_due(epoch)
+            value = self._validate(epoch, run, default=-ended.loss) if due else -ended.loss
+            schedule.step(value, evaluated=due)
+            if self._stop_reason is not None:
+                break
+        run.reason = self._stop_reason or f"all {self.settings.epochs} epochs are trained"
+
+    def step(self, units: Sequence[Unit]) -> tuple[Tensor, int]:
+        """One optimizer step over some units: (mean loss, seeds)."""
+        total = sum(unit.size for unit in units)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.stack([unit.forward_backward(total) for unit in units]).sum() / total
+        with trace.span("optimizer"):
+            if self.settings.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
+            self.optimizer.step()
+        for unit in units:
+            unit.commit()
+        return loss, total
+
+    def _train_epoch(self, epoch: int, timers: trace.Timers, counters: trace.Counters) -> EpochEnd:
+        self.job.model.train()
+        self.model.train()
+        started, loss_sum, seeds = time.perf_counter(), 0.0, 0
+        with closing(iter(self.work.units(epoch))) as units:  # type: ignore[type-var]
+            for group in _groups(units, self.settings.accumulate):
+                loss, size = self.step(group)
+                loss_sum, seeds = loss_sum + loss * size, seeds + size
+                self._num_steps += 1
+                self._call("on_step_end", StepEnd(epoch=epoch, step=self._num_steps, loss=loss, size=size))
+        if not seeds:
+            raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
+        mean_loss = float(loss_sum) / seeds
+        if not math.isfinite(mean_loss):
+            raise ValueError(
+                f"the loss became {mean_loss} in epoch {epoch}: lower lr=, set clip_norm=, and check the features by "
+                "`hopline verify`"
+            )
+        seconds = time.perf_counter() - started
+        timers.next_epoch()
+        counters.next_epoch()
+        return EpochEnd(
+            epoch=epoch,
+            loss=mean_loss,
+            lr=self.optimizer.param_groups[0]["lr"],
+            seconds=seconds,
+            seeds_per_s=seeds / seconds,
+            slowest_stage=timers.slowest(STAGES) or "",
+            stages=timers.last_epoch(),
+            counters=counters.last_epoch(),
+        )
+
+    # ---- evaluation
+
+    def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
+        """Metrics of a split: over every edge, or over sampled ones."""
+        ids = self.data.splits[split]
+        if self.test_step is not None:
+            return self.test_step(self.job.model, self.data, ids)
+        batches = None if exact else self.method.inference_batches(self.job, ids)
+        if batches is None:
+            scores = infer.exact(self.job.model, self.data, ids, device=self.device, show=self.settings.show)
+        else:
+            scores = infer.sampled(self.job.model, batches, num_nodes=ids.numel(), show=self.settings.show)
+        assert self.data.y is not None
+        return {self.metric: metrics.METRICS[self.metric](scores.float(), self.data.y[ids])}
+
+    def _validate(self, epoch: int, run: Run, default: float) -> float:
+        if not self._has("valid"):
+            return default
+        evaluation = self._evaluated(epoch, "valid", exact=self.settings.inference == "exact")
+        run.evaluations.append(evaluation)
+        return evaluation.metrics[self.metric]
+
+    def _evaluated(self, epoch: int, split: str, exact: bool) -> Evaluation:
+        started = time.perf_counter()
+        with trace.span("evaluate"):
+            found = self.evaluate(split, exact=exact)
+        self.metric = next(iter(found))
+        evaluation = Evaluation(epoch=epoch, split=split, metrics=found, seconds=time.perf_counter() - started)
+        self._call("on_evaluate_end", evaluation)
+        return evaluation
+
+    def _is_due(self, epoch: int) -> bool:
+        return epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self._stop_reason is not None
+
+    def _has(self, split: str) -> bool:
+        return split in self.data.splits and self.data.splits[split].numel() > 0
+
+    # ---- beginning and end
+
+    def stop(self, reason: str) -> None:
+        """End training after the current epoch."""
+        self._stop_reason = reason
+
+    def say(self, text: str) -> None:
+        """A line for the person watching, and for the run's log."""
+        if self.settings.show:
+            print(text, flush=True)
+        if self._report is not None:
+            self._report.note(text)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        s = self.settings
+        return kinds[s.optimizer](self.model.parameters(), lr=s.lr, weight_decay=s.weight_decay)
+
+    _report: Report | None = None
+    _num_steps = 0
+
+    def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
+        """Open the report and set up the run's own callbacks."""
+        self._stop_reason, self._num_steps = None, 0
+        self._active = [*self.callbacks]
+        if self.settings.patience is not None:
+            self._active.append(EarlyStop(self.settings.patience))
+        if self.out is not None:
+            self._report = stack.enter_context(Report(self.out, self.config))
+            stack.enter_context(trace.listen(self._report))
+            self._active.append(WriteReport(self._report))
+        if self.settings.show:
+            self._active.append(ShowProgress())
+        keep = KeepWeights(self.out)
+        self._active.append(keep)
+        stack.enter_context(trace.listen(timers))
+        stack.enter_context(trace.listen(counters))
+        torch.manual_seed(self.settings.seed)  # for draws inside convs, such as attention dropout
+        self._initialise()
+        return keep
+
+    def _test(self, run: Run, keep: KeepWeights) -> None:
+        """The best weights, tested."""
+        run.best_epoch = keep.restore(self, run.epochs)
+        at_best = [e for e in run.evaluations if e.epoch == run.best_epoch]
+        run.valid = at_best[-1].metrics[self.metric] if at_best else math.nan
+        if self._has("test"):
+            evaluation = self._evaluated(run.best_epoch, "test", exact=True)
+            run.evaluations.append(evaluation)
+            run.test = evaluation.metrics[self.metric]
+
+    def _initialise(self) -> None:
+        """One forward pass without gradients gives lazily built layers their parameters before the optimizer asks."""
+        if any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters()):
+            infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
+
+    def _train_ids(self) -> Tensor:
+        if not self._has("train"):
+            raise ValueError(f"dataset {self.data.name!r} has no training nodes: give it a 'train' split")
+        return self.data.splits["train"]
+
+    def _describe(self) -> dict[str, Any]:
+        method = {"kind": type(self.method).__name__}
+        try:
+            method |= to_dict(self.method)
+        except (TypeError, ValueError):  # a user's own method need not be a dataclass
+            method["repr"] = repr(self.method)
+        return {"data": self.data.name, "method": method, "train": to_dict(self.settings), "model": repr(self.model)}
+
+    def _call(self, hook: str, *args: Any) -> None:
+        for callback in self._active:
+            getattr(callback, hook)(self, *args)
+
+
+def supervised(task: str) -> TrainStep:
+    """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
+
+    def train_step(model: nn.Module, batch: Batch) -> Tensor:
+        scores, y = model(batch), batch.y
+        if y is None:
+            raise ValueError("this dataset has no labels to train on: give it y, or pass train_step=")
+        if task == "multi" or scores.size(-1) == 1:
+            return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape).float(), y.float())
+        return nn.functional.cross_entropy(scores.float(), y)
+
+    return train_step
+
+
+def _groups(units: Iterable[Unit], size: int) -> Iterator[list[Unit]]:
+    iterator = iter(units)
+    while group := list(itertools.islice(iterator, size)):
+        yield group

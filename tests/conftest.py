@@ -1,0 +1,37 @@
+"""What every test gets: real graphs where they are, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LONG_LIVED = ("hopline-ops",)
+"""Threads that live as long as the process by design."""
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with real graphs: HOPLINE_TEST_DATA, or ../shared/data beside the project."""
+    default = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("HOPLINE_TEST_DATA", default))
+    if not (folder / "cora.npz").exists():
+        pytest.skip("no real graphs here: set HOPLINE_TEST_DATA to a folder with cora.npz and others")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in threads and not t.name.startswith(LONG_LIVED)]
+    for thread in left:  # one that is just ending is not left behind
+        thread.join(timeout=2)
+    still = [t.name for t in left if t.is_alive()]
+    assert not still, f"threads left behind: {still}"
+    ignored = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+    changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
+    assert not changed - ignored, f"environment variables left behind: {changed - ignored}"
