@@ -169,7 +169,10 @@ def test_the_page_is_rebuilt_from_the_files_alone(tmp_path: Path):
 
 def test_atomic_writes_keep_the_old_file_and_leave_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.json"
-    write_atomic(path, "old")
+    write_atomic(path, "older")
+    with open(path) as reader:
+        write_atomic(path, "old")
+        assert reader.read() == "older", "who has it open reads on undisturbed"
 
     def full(_: int) -> None:
         raise OSError("disk full")

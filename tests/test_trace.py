@@ -55,16 +55,18 @@ def test_a_span_that_raises_is_reported_and_the_error_goes_on():
     assert [s.name for s in recorder.spans] == ["fails"]
 
 
-def test_listeners_are_removed_by_identity_in_any_order():
-    first, second = Recorder(), Recorder()
-    one, two = listen(first), listen(second)
-    one.__enter__()
-    two.__enter__()
-    one.__exit__(None, None, None)
+@pytest.mark.parametrize("leaves_first", [0, 1])
+def test_listeners_leave_in_any_order(leaves_first: int):
+    recorders = [Recorder(), Recorder()]
+    contexts = [listen(recorder) for recorder in recorders]
+    for context in contexts:
+        context.__enter__()
+    contexts[leaves_first].__exit__(None, None, None)
     count("n", 1)
-    two.__exit__(None, None, None)
+    contexts[1 - leaves_first].__exit__(None, None, None)
     count("n", 1)
-    assert (len(first.counts), len(second.counts)) == (0, 1)
+    assert len(recorders[leaves_first].counts) == 0
+    assert len(recorders[1 - leaves_first].counts) == 1
 
 
 def test_threads_see_listeners_and_name_themselves():

@@ -1,0 +1,56 @@
+"""hopline trains any PyTorch Geometric model on a graph that does not fit."""
+
+from hopline import infer, metrics, nn
+from hopline.batch import Batch, Block, Part, Rows
+from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
+from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, verify
+from hopline.data import open_dataset as open
+from hopline.graph import Graph
+from hopline.methods import BatchUnit, Job, Loader, Method, Sampled, Unit
+from hopline.sampling import NeighborSampler
+from hopline.schedule import Schedule
+from hopline.tables import CachedTable, SparseTable, Table, TensorTable
+from hopline.trace import Counters, Timers
+from hopline.trainer import Trainer, TrainSettings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "BatchUnit",
+    "Block",
+    "CachedTable",
+    "Callback",
+    "Counters",
+    "Dataset",
+    "EarlyStop",
+    "EpochEnd",
+    "Evaluation",
+    "Graph",
+    "Job",
+    "Loader",
+    "Method",
+    "NeighborSampler",
+    "Part",
+    "Rows",
+    "Run",
+    "Sampled",
+    "Schedule",
+    "SparseTable",
+    "StepEnd",
+    "Table",
+    "TensorTable",
+    "Timers",
+    "TrainSettings",
+    "Trainer",
+    "Unit",
+    "from_edges",
+    "from_npz",
+    "from_pyg",
+    "from_scipy",
+    "infer",
+    "metrics",
+    "nn",
+    "open",
+    "verify",
+]

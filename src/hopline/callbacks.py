@@ -165,7 +165,7 @@ class ShowProgress(Callback):
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
         if self.context is None:
             label = f"epoch {step.epoch}/{trainer.settings.epochs}"
-            self.context = progress(label, trainer.num_seeds, "seeds")
+            self.context = progress(label, trainer.num_seeds, "seeds", brief=True)
             self.bar = self.context.__enter__()
         assert self.bar is not None
         self.bar.advance(step.size, loss=float(step.loss))

@@ -53,7 +53,7 @@ def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None
     """
     walk = as_walkable(model)
     outputs = []
-    with _evaluating(walk), trace.span("infer"), progress("inference", num_nodes, "nodes", enabled=show) as bar:
+    with _evaluating(walk), trace.span("infer"), progress("inference", num_nodes, "nodes", enabled=show, brief=True) as bar:
         for batch in batches:
             outputs.append(walk(batch).cpu())
             bar.advance(batch.num_seeds)
@@ -110,7 +110,7 @@ class _Layerwise:
         needed = self._needed(ids)
         total = sum(nodes.numel() for nodes in needed[1:])
         tables = self._encode(needed[0])
-        with progress("inference", total, "rows", enabled=show) as bar:
+        with progress("inference", total, "rows", enabled=show, brief=True) as bar:
             for l, nodes in enumerate(needed[1:]):
                 last = l == self.model.num_layers - 1
                 new = _NewTables(self.data.num_nodes)

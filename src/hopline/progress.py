@@ -38,7 +38,13 @@ class Progress:
 
 @contextmanager
 def progress(
-    label: str, total: int | None, unit: str = "", *, enabled: bool = True, console: Console | None = None
+    label: str,
+    total: int | None,
+    unit: str = "",
+    *,
+    enabled: bool = True,
+    brief: bool = False,
+    console: Console | None = None,
 ) -> Iterator[Progress]:
     """Show the progress of the body of a `with` statement on standard error.
 
@@ -47,9 +53,10 @@ def progress(
         total: How many units there are, or None when unknown.
         unit: What is counted, such as "batches".
         enabled: False shows nothing, for ranks other than the first.
+        brief: True leaves nothing behind at the end, for work that the caller sums up itself.
         console: Where to show it instead.
     """
-    shown = _open(label, total, unit, enabled and not _quiet_depth, console or _standard_error())
+    shown = _open(label, total, unit, enabled and not _quiet_depth, brief, console or _standard_error())
     completed = False
     try:
         yield shown
@@ -88,14 +95,16 @@ def quiet() -> Iterator[None]:
             _quiet_depth -= 1
 
 
-def _open(label: str, total: int | None, unit: str, enabled: bool, console: Console) -> Progress:
+def _open(
+    label: str, total: int | None, unit: str, enabled: bool, brief: bool, console: Console
+) -> Progress:
     if not enabled:
         return Progress()
     if not console.is_terminal:
-        return _Lines(label, total, unit, console)
+        return _Lines(label, total, unit, brief, console)
     with _lock:
         display = _displays.get(console) or _displays.setdefault(console, _Display(console))
-        return _Bar(display, label, total, unit)
+        return _Bar(display, label, total, unit, brief)
 
 
 @functools.cache
@@ -106,8 +115,9 @@ def _standard_error() -> Console:
 class _Lines(Progress):
     """Plain lines: one every few seconds, and a last one."""
 
-    def __init__(self, label: str, total: int | None, unit: str, console: Console) -> None:
+    def __init__(self, label: str, total: int | None, unit: str, brief: bool, console: Console) -> None:
         self._label, self._total, self._unit, self._console = label, total, unit, console
+        self._brief = brief
         self._done, self._values = 0, {}
         self._start_s = self._shown_s = time.monotonic()
         self._lock = threading.Lock()
@@ -131,6 +141,8 @@ class _Lines(Progress):
             self._values |= values
 
     def close(self, completed: bool) -> None:
+        if self._brief and completed:
+            return
         with self._lock:
             elapsed_s = max(time.monotonic() - self._start_s, 1e-9)
             # What completed needs no "of how many".
@@ -165,11 +177,15 @@ class _Display:
         if self._users == 1:
             self.rich.start()
 
-    def leave(self, bar: TaskID) -> None:
+    def leave(self, bar: TaskID, brief: bool) -> None:
         self._users -= 1
+        if brief:
+            self.rich.update(bar, visible=False)
         if self._users == 0:
             del _displays[self._console]
             self.rich.stop()
+        elif brief:
+            self.rich.remove_task(bar)
         else:
             # Moved above the live bars, which stay few however many have come and gone.
             task = self.task(bar)
@@ -189,8 +205,8 @@ class _Display:
 class _Bar(Progress):
     """One bar of the shared display."""
 
-    def __init__(self, display: _Display, label: str, total: int | None, unit: str) -> None:
-        self._display, self._total, self._open = display, total, True
+    def __init__(self, display: _Display, label: str, total: int | None, unit: str, brief: bool) -> None:
+        self._display, self._total, self._open, self._brief = display, total, True, brief
         self._task: TaskID = display.rich.add_task(label, total=total, unit=unit, values={})
         self._values: dict[str, Any] = {}
         display.enter()
@@ -214,7 +230,7 @@ class _Bar(Progress):
                 # A full bar, rather than one that pulses for ever.
                 done = self._display.task(self._task).completed
                 rich.update(self._task, total=done)
-            self._display.leave(self._task)
+            self._display.leave(self._task, self._brief and completed)
 
 
 class _AmountColumn(ProgressColumn):

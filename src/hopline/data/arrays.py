@@ -7,7 +7,7 @@ import warnings
 import zlib
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -65,8 +65,13 @@ def file_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return HEADER_BYTES + prod(shape) * dtype.itemsize
 
 
-def as_tensor(array: np.ndarray) -> Tensor:
-    """A tensor over the memory of an array, which may be a read-only map."""
+def as_tensor(array: Any) -> Tensor:
+    """A tensor over the memory of a tensor, an array (which may be a read-only map) or a list."""
+    if isinstance(array, Tensor):
+        return array
+    array = np.asarray(array)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"An array holds {array.dtype} where numbers should be: give numbers.")
     with warnings.catch_warnings():
         # Torch cannot mark a tensor as read-only and says so; tables and graphs are not written in place.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -79,7 +84,7 @@ def map_npy(path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, copy_on_w
         return torch.empty(shape, dtype=dtype)
     mode = "c" if copy_on_write else "r"
     array = np.memmap(path, mode=mode, dtype=numpy_dtype(dtype), offset=HEADER_BYTES, shape=shape)
-    tensor = as_tensor(np.asarray(array))
+    tensor = as_tensor(array)
     return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
 
 

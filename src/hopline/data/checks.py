@@ -1,4 +1,4 @@
-"""What the numbers of a dataset must satisfy, looked at in pieces so that no large array has to be resident."""
+"""What the numbers of a dataset must satisfy, looked at in pieces, so that large arrays stay on disk."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from hopline.progress import track
+from hopline.progress import progress
 from hopline.tables import SparseTable, Table
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 PIECE_ELEMENTS = 1 << 22
 """Elements looked at in one go."""
+SHOWN_BYTES = 1 << 28
+"""Smaller work is over before a progress bar could be read."""
 CHECKED_SPLITS = ("train", "valid", "test")
 """Splits whose nodes must have labels; a split under another name may be for prediction alone."""
 
@@ -50,8 +51,8 @@ def check_ids(ids: Tensor, limit: int, where: str, what: str = "nodes") -> None:
         if low < 0 or high >= limit:
             entry = int(((piece < 0) | (piece >= limit)).nonzero()[0])
             raise ValueError(
-                f"{where} holds {int(piece[entry])} at position {start + entry}, but there are {limit} {what}: "
-                f"number them from 0 to {limit - 1} and convert again."
+                f"{where} holds {int(piece[entry])} at position {start + entry}, "
+                f"but there are {limit} {what}: number them from 0 to {limit - 1} and convert again."
             )
 
 
@@ -102,7 +103,9 @@ def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where:
         unlabelled = (y[piece] < 0).nonzero()
         if unlabelled.numel():
             node = int(ids[start + int(unlabelled[0])])
-            raise ValueError(f"{where} has node {node}, which has no label: leave such nodes out of the split.")
+            raise ValueError(
+                f"{where} has node {node}, which has no label: leave such nodes out of the split."
+            )
 
 
 def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
@@ -119,7 +122,7 @@ def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:
 
 def check_nodes(nodes: Nodes, where: Callable[[str], str]) -> list[str]:
     """Check tables, labels and splits; `where` turns an array's name into what an error calls it."""
-    return _run(_node_checks(nodes, where))
+    return _run(_node_checks(nodes, where), sum(table.num_bytes for table in nodes.tables.values()))
 
 
 def check_dataset(dataset: Dataset, where: Callable[[str], str]) -> list[str]:
@@ -131,7 +134,7 @@ def check_dataset(dataset: Dataset, where: Callable[[str], str]) -> list[str]:
     }
     for name, array in graph.edge.items():
         todo[f"edge array {name} is finite"] = partial(check_finite, array, where(f"edge.{name}"))
-    return _run(todo | _node_checks(dataset, where))
+    return _run(todo | _node_checks(dataset, where), dataset.num_bytes)
 
 
 def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callable[[], None]]:
@@ -148,7 +151,9 @@ def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callabl
     return todo
 
 
-def _run(todo: dict[str, Callable[[], None]]) -> list[str]:
-    for check in track(todo.values(), "checking contents", len(todo), "arrays"):
-        check()
+def _run(todo: dict[str, Callable[[], None]], num_bytes: int) -> list[str]:
+    with progress("checking contents", len(todo), "arrays", enabled=num_bytes > SHOWN_BYTES) as bar:
+        for check in todo.values():
+            check()
+            bar.advance()
     return list(todo)

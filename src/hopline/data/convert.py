@@ -103,11 +103,17 @@ def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], opti
 
 
 def _prepared(
-    edges: EdgeSource, edge: Mapping[str, Any] | None, num_nodes: int, options: EdgeOptions
+    edges: EdgeSource,
+    edge: Mapping[str, Any] | None,
+    num_nodes: int,
+    options: EdgeOptions,
+    *,
+    shown: bool = False,
 ) -> Iterator[Edges]:
     """Checked and completed chunks, with progress."""
     offset = 0
-    with progress("reading edges", None, "edges") as bar:
+    total = edges.shape[1] if hasattr(edges, "shape") else None
+    with progress("reading edges", total, "edges", enabled=shown) as bar:
         for index, arrays in edge_chunks(edges, edge, options.chunk_edges):
             yield prepare(index, arrays, num_nodes, offset, options)
             offset += index.size(1)
@@ -126,7 +132,7 @@ def _write(
     with FolderWriter(folder) as out:
         columns = write_nodes(out, nodes.tables, nodes.y, nodes.all_splits)
         with Runs(out.scratch(), nodes.num_nodes) as runs:
-            for piece in _prepared(edges, edge, nodes.num_nodes, options):
+            for piece in _prepared(edges, edge, nodes.num_nodes, options, shown=True):
                 with writing(out.folder):
                     runs.add(piece)
             num_edges = write_graph(out, runs, options)
@@ -167,8 +173,8 @@ def write_graph(out: FolderWriter, runs: Runs, options: EdgeOptions) -> int:
 class Runs:
     """Edges on disk as runs: each run is one chunk, ordered by the destination range its edges fall in.
 
-    One file per column; the edges of neighbouring ranges lie together in every run, so any group of ranges is read
-    by one read per run.
+    One file per column; the edges of neighbouring ranges lie together in every run, so any group of ranges takes
+    one read per run.
     """
 
     def __init__(self, folder: Path, num_nodes: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hopline.data.arrays import as_tensor
 from hopline.data.checks import check_dataset
 from hopline.data.manifest import TASKS, Task, is_part
 from hopline.graph import Graph
@@ -72,7 +73,9 @@ class Dataset:
     def x(self) -> Table:
         """The main feature table."""
         if "x" not in self.tables:
-            raise ValueError(f"Dataset {self.name!r} has no features: add them with tables['x'] = TensorTable(rows).")
+            raise ValueError(
+                f"Dataset {self.name!r} has no features: add them with tables['x'] = TensorTable(rows)."
+            )
         return self.tables["x"]
 
     @property
@@ -162,7 +165,9 @@ class Dataset:
 
 def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -> None:
     if y.size(0) != num_nodes:
-        raise ValueError(f"There are {y.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
+        raise ValueError(
+            f"There are {y.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none."
+        )
     if task == "multi":
         if y.dim() != 2 or y.size(1) != num_classes:
             raise ValueError(f"Multi-label y must be [{num_nodes}, {num_classes}], not {list(y.shape)}.")
@@ -191,7 +196,6 @@ def as_table(rows: Any) -> Table:
         return SparseTable(indptr, column, coo.values(), rows.size(1))
     if hasattr(rows, "tocsr"):
         csr = rows.tocsr()
-        indptr, columns, values = (torch.as_tensor(a) for a in (csr.indptr, csr.indices, csr.data))
+        indptr, columns, values = (as_tensor(a) for a in (csr.indptr, csr.indices, csr.data))
         return SparseTable(indptr.long(), columns, values, csr.shape[1])
-    return TensorTable(torch.as_tensor(rows))
-
+    return TensorTable(as_tensor(rows))

@@ -49,7 +49,9 @@ def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
     known = [f.name for f in fields(EdgeOptions)]
     for key in options:
         if key not in known:
-            raise ValueError(f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
+            raise ValueError(
+                f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}"
+            )
     return EdgeOptions(**options)
 
 
@@ -77,13 +79,17 @@ def edge_chunks(
     if isinstance(source, str | Path):
         yield from ((chunk, {}) for chunk in npy_edges(source, chunk_edges))
         return
-    chunks: Iterable[EdgeChunk] = [(source, edge or {})] if isinstance(source, Tensor | np.ndarray) else source
+    chunks: Iterable[EdgeChunk] = (
+        [(source, edge or {})] if isinstance(source, Tensor | np.ndarray) else source
+    )
     for chunk in chunks:
         index, arrays = chunk if isinstance(chunk, tuple) and isinstance(chunk[1], Mapping) else (chunk, {})
-        index = _tensor(index)
+        index = as_tensor(index)
         if index.dim() != 2 or index.size(0) != 2 or index.dtype.is_floating_point:
-            raise ValueError(f"Edges must be whole numbers [2, E], sources first, not {list(index.shape)} {index.dtype}.")
-        columns = {name: _tensor(array) for name, array in cast(Mapping[str, Any], arrays).items()}
+            raise ValueError(
+                f"Edges must be whole numbers [2, E], sources first, not {list(index.shape)} {index.dtype}."
+            )
+        columns = {name: as_tensor(array) for name, array in cast(Mapping[str, Any], arrays).items()}
         for name, array in columns.items():
             if array.size(0) != index.size(1):
                 raise ValueError(f"Edge array {name!r} has {array.size(0)} rows for {index.size(1)} edges.")
@@ -92,15 +98,14 @@ def edge_chunks(
             yield index[:, start:stop], {name: a[start:stop] for name, a in columns.items()}
 
 
-def _tensor(array: Any) -> Tensor:
-    return array if isinstance(array, Tensor) else as_tensor(np.asarray(array))
-
-
 def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
-    """Chunks [2, n] of an `.npy` file of edges [2, E] or [E, 2], by plain reads: mapped pages would stay resident."""
+    """Chunks [2, n] of an `.npy` file of edges [2, E] or [E, 2]."""
+    # By plain reads, not by a map: mapped pages count as resident memory.
     with Path(path).open("rb") as file:
         version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        header = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
         shape, fortran, dtype = header(file)
         if len(shape) != 2 or 2 not in shape or fortran or dtype.kind not in "iu":
             raise ValueError(f"{path} must hold whole numbers [2, E] in C order, not {list(shape)} {dtype}.")
@@ -116,7 +121,9 @@ def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
             yield torch.from_numpy(np.stack(rows) if by_row else rows[0].reshape(count, 2).T)
 
 
-def prepare(index: Tensor, edge: dict[str, Tensor], num_nodes: int, offset: int, options: EdgeOptions) -> Edges:
+def prepare(
+    index: Tensor, edge: dict[str, Tensor], num_nodes: int, offset: int, options: EdgeOptions
+) -> Edges:
     """Check a chunk, then add reversed edges and drop self-loops as the options say."""
     if index.numel():
         low, high = (int(v) for v in index.aminmax())
@@ -133,7 +140,10 @@ def prepare(index: Tensor, edge: dict[str, Tensor], num_nodes: int, offset: int,
     edges = Edges(src, dst, edge)
     if options.symmetrize:
         # Each edge is followed by its reverse, so that chunks of any size give the same graph.
-        both = torch.stack([edges.src, edges.dst], 1).reshape(-1), torch.stack([edges.dst, edges.src], 1).reshape(-1)
+        both = (
+            torch.stack([edges.src, edges.dst], 1).reshape(-1),
+            torch.stack([edges.dst, edges.src], 1).reshape(-1),
+        )
         edges = Edges(*both, {name: a.repeat_interleave(2, 0) for name, a in edge.items()})
         repeated = edges.src == edges.dst
         repeated[::2] = False
@@ -179,7 +189,9 @@ def check_same_arrays(first: Edges, other: Edges) -> None:
     for name in first.edge.keys() | other.edge.keys():
         shapes = [e.edge[name].shape[1:] if name in e.edge else None for e in (first, other)]
         if shapes[0] != shapes[1]:
-            raise ValueError(f"Not all chunks have the edge array {name!r} in one shape: give every chunk the same.")
+            raise ValueError(
+                f"Not all chunks have the edge array {name!r} in one shape: give every chunk the same."
+            )
 
 
 def join(pieces: list[Edges], num_nodes: int) -> Edges:

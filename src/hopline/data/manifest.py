@@ -87,7 +87,7 @@ def to_json(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a folder's manifest; whatever is wrong with it becomes a ValueError that names the file."""
+    """Read and check a folder's manifest; whatever is wrong becomes a ValueError that names the file."""
     path = folder / FILE
     if not path.is_file():
         raise ValueError(f"{folder} is not a dataset folder: it has no {FILE}; give a folder made by save().")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopline.data.arrays import as_tensor
 from hopline.data.checks import check_nodes
 from hopline.data.dataset import as_table
 from hopline.data.manifest import Task
@@ -57,9 +58,13 @@ def node_data(
         found = {"x": _floating(as_table(x)), **found}
     for name, table in found.items():
         if len(table) != num_nodes:
-            raise ValueError(f"Table {name!r} has {len(table)} rows for {num_nodes} nodes: give one row per node.")
+            raise ValueError(
+                f"Table {name!r} has {len(table)} rows for {num_nodes} nodes: give one row per node."
+            )
     if labels is not None and labels.size(0) != num_nodes:
-        raise ValueError(f"There are {labels.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
+        raise ValueError(
+            f"There are {labels.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none."
+        )
     nodes = NodeData(
         num_nodes=num_nodes,
         tables=found,
@@ -89,10 +94,12 @@ def split_name(name: str) -> str:
 
 def node_ids(selection: Any, num_nodes: int) -> Tensor:
     """Sorted int64 node ids from a boolean mask [N] or from ids in any order."""
-    chosen = torch.as_tensor(selection)
+    chosen = as_tensor(selection)
     if chosen.dtype == torch.bool:
         if chosen.shape != (num_nodes,):
-            raise ValueError(f"A split mask has shape {list(chosen.shape)}: give one entry per node, {num_nodes}.")
+            raise ValueError(
+                f"A split mask has shape {list(chosen.shape)}: give one entry per node, {num_nodes}."
+            )
         return chosen.nonzero().reshape(-1)
     if chosen.dtype.is_floating_point or chosen.dim() != 1:
         raise ValueError("A split must be a boolean mask over the nodes or a 1-D list of node ids.")
@@ -101,7 +108,7 @@ def node_ids(selection: Any, num_nodes: int) -> Tensor:
 
 def split_sets(masks: Mapping[str, Any], num_nodes: int) -> SplitSets:
     """All splits that masks or ids describe: masks [N, k] or [k, N] describe k of them, masks [N] one."""
-    given = {split_name(name): torch.as_tensor(mask) for name, mask in masks.items() if mask is not None}
+    given = {split_name(name): as_tensor(mask) for name, mask in masks.items() if mask is not None}
     count = max((_count(mask, num_nodes) for mask in given.values()), default=0)
     sets: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for name, mask in given.items():
@@ -118,14 +125,16 @@ def _count(mask: Tensor, num_nodes: int) -> int:
     if mask.dim() == 1:
         return 1
     if mask.dim() != 2 or num_nodes not in mask.shape:
-        raise ValueError(f"Split masks have shape {list(mask.shape)}: give [N] or [N, k] for N = {num_nodes} nodes.")
+        raise ValueError(
+            f"Split masks have shape {list(mask.shape)}: give [N] or [N, k] for N = {num_nodes} nodes."
+        )
     return mask.size(1) if mask.size(0) == num_nodes else mask.size(0)
 
 
 def per_class_split(
     y: Tensor, *, num_train: int = 20, num_valid: int = 30, seed: int = 0
 ) -> dict[str, Tensor]:
-    """A seeded split with so many training and validation nodes per class; all other labelled nodes are test."""
+    """A seeded split with so many training and validation nodes per class; the other labelled nodes are test."""
     order = torch.argsort(draw(derive_key(seed), torch.arange(y.numel()), 0), stable=True)
     order = order[y[order] >= 0]
     labels = y[order]
@@ -149,16 +158,20 @@ def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
     """
     if y is None:
         return None, task or "single"
-    labels = torch.as_tensor(y)
+    labels = as_tensor(y)
     if labels.dim() == 2 and labels.size(1) == 1:
         labels = labels[:, 0]
     if labels.dim() == 1:
         if task == "multi":
-            raise ValueError("Multi-label y must be [num_nodes, num_labels]: give a 2-D array of zeros and ones.")
+            raise ValueError(
+                "Multi-label y must be [num_nodes, num_labels]: give a 2-D array of zeros and ones."
+            )
         if labels.dtype.is_floating_point:
             labels = labels.nan_to_num(nan=-1.0)
             if not bool((labels == labels.round()).all()):
-                raise ValueError("Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes.")
+                raise ValueError(
+                    "Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes."
+                )
         return labels.long(), task or "single"
     if task not in (None, "multi"):
         raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")
@@ -172,4 +185,3 @@ def count_classes(y: Tensor | None, task: Task) -> int:
     if task == "multi":
         return y.size(1)
     return 2 if task == "binary" else max(int(y.max()) + 1 if y.numel() else 0, 1)
-

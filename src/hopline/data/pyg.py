@@ -15,12 +15,18 @@ from hopline.data.nodes import split_name
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_EDGE_NAMES = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type", "edge_time": "time", "time": "time"}
+_EDGE_NAMES = {
+    "edge_weight": "weight",
+    "edge_attr": "attr",
+    "edge_type": "type",
+    "edge_time": "time",
+    "time": "time",
+}
 _NOT_TABLES = ("edge_index", "adj_t", "x", "y", "batch", "ptr", "num_nodes")
 
 
 def from_pyg(data: Data, *, name: str = "pyg", **arguments: Any) -> Dataset:
-    """A dataset from a PyG `Data`: features, labels, masks (also [N, k], with split=), edge weights and the rest.
+    """A dataset from a PyG `Data`: features, labels, masks (also [N, k], with split=), edge arrays, the rest.
 
     `arguments` are those of `from_edges`.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hopline.data import writer
 from hopline.data.arrays import DTYPES, HEADER_BYTES, PIECE_BYTES, checksum_text, map_npy, npy_header
-from hopline.data.checks import check_dataset
+from hopline.data.checks import SHOWN_BYTES, check_dataset
 from hopline.data.dataset import Dataset
 from hopline.data.manifest import ArrayEntry, Manifest, read_manifest
 from hopline.data.writer import FolderWriter
@@ -159,7 +159,7 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     manifest = read_manifest(path)
     done = [f"{len(manifest.arrays)} arrays have their sizes and headers"]
     total = sum(entry.num_bytes for entry in manifest.arrays.values())
-    with progress("checking sums", total, "B") as bar:
+    with progress("checking sums", total, "B", enabled=total > SHOWN_BYTES) as bar:
         for entry in manifest.arrays.values():
             crc = 0
             with (path / entry.file).open("rb") as file:

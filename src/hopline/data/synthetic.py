@@ -1,17 +1,17 @@
 """Built-in graphs from a seed: planted communities with power-law degrees.
 
-In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls as d^-1.54 over the
-upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges, and the largest in-degree is
-a few hundred times the mean. Sources are drawn with a preference for low ranks too (density r^-0.5), so out-degrees have a
-heavy tail as well. Repeated edges are possible, self-loops are not.
+In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls as d^-1.54
+over the upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges, and the largest
+in-degree is a few hundred times the mean. Sources are drawn with a preference for low ranks too (density r^-0.5),
+so out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from hopline.data.writer import FolderWriter
 from hopline.graph import Graph
 from hopline.ops import derive_key
 from hopline.progress import progress
+from hopline.spec import nearest
 from hopline.tables import TensorTable
 
 TAIL = 0.35
@@ -69,7 +70,9 @@ class Planted:
 
     def __post_init__(self) -> None:
         if self.num_classes < 1 or self.num_nodes < 2 * self.num_classes:
-            raise ValueError(f"A planted graph needs two nodes per class: give num_nodes >= {2 * self.num_classes}.")
+            raise ValueError(
+                f"A planted graph needs two nodes per class: give num_nodes >= {2 * self.num_classes}."
+            )
         if not 0 <= self.homophily <= 1:
             raise ValueError(f"homophily is {self.homophily}: give a share from 0 to 1.")
         if self.num_edges < 0 or self.num_features < 1 or (self.symmetric and self.num_edges % 2):
@@ -89,13 +92,16 @@ class Planted:
         """The same kind of graph with all counts of nodes and edges multiplied and rounded."""
         if not scale > 0:
             raise ValueError(f"scale is {scale}: give a positive factor.")
-        counts = ("num_nodes", "num_edges", "num_train", "num_valid", "num_test")
-        given = {key: getattr(self, key) for key in counts}
-        return replace(self, **{key: None if n is None else round(n * scale) for key, n in given.items()})
+        names = ("num_nodes", "num_edges", "num_train", "num_valid", "num_test")
+        given = {name: getattr(self, name) for name in names}
+        counts: dict[str, Any] = {name: n if n is None else round(n * scale) for name, n in given.items()}
+        if self.symmetric:
+            counts["num_edges"] += counts["num_edges"] % 2
+        return replace(self, **counts)
 
 
 BUILT_IN: dict[str, tuple[Planted, str]] = {
-    "demo": (Planted(symmetric=True), "60k nodes in 16 communities, made in a moment"),
+    "demo": (Planted(symmetric=True, signal=1.25), "60k nodes in 16 communities, made in a moment"),
     "planted": (Planted(), "planted communities of any size: num_nodes=, num_edges=, num_classes=, ..."),
     "products-shaped": (
         Planted(
@@ -126,12 +132,25 @@ BUILT_IN: dict[str, tuple[Planted, str]] = {
 """Settings and a description of each built-in graph."""
 
 
+def built_in(name: str, options: dict[str, Any]) -> Planted:
+    """The settings of a built-in graph, scaled by `scale` and then changed by fields of `Planted`."""
+    known = ["scale", *(f.name for f in fields(Planted))]
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f"{name!r} has no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}"
+            )
+    changes = dict(options)
+    settings = BUILT_IN[name][0].scaled(float(changes.pop("scale", 1)))
+    return replace(settings, **changes) if changes else settings
+
+
 def planted(
     settings: Planted | None = None,
     *,
     name: str = "planted",
     folder: str | os.PathLike[str] | None = None,
-    **changes: object,
+    **changes: Any,
 ) -> Dataset:
     """A planted graph in memory, or written in chunks into a folder; `changes` are fields of `Planted`."""
     settings = replace(settings or Planted(), **changes) if changes else settings or Planted()
@@ -161,13 +180,13 @@ def planted(
     )
 
 
-def _symmetric(settings: Planted, name: str, meta: dict[str, object]) -> Dataset:
+def _symmetric(settings: Planted, name: str, meta: dict[str, Any]) -> Dataset:
     half = planted(replace(settings, symmetric=False, num_edges=settings.num_edges // 2))
     both = from_edges(half.graph.edge_index(), num_nodes=settings.num_nodes, symmetrize=True)
     return replace(half, name=name, graph=both.graph, meta=meta)
 
 
-def _write(settings: Planted, name: str, folder: str | os.PathLike[str], meta: dict[str, object]) -> None:
+def _write(settings: Planted, name: str, folder: str | os.PathLike[str], meta: dict[str, Any]) -> None:
     with FolderWriter(folder) as out, progress(f"making {name}", settings.num_edges, "edges") as bar:
         for number, chunk in enumerate(_chunks(settings)):
             for array, rows in chunk.items():

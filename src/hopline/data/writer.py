@@ -1,4 +1,4 @@
-"""Writing a dataset folder so that a killed writer leaves the old folder or the new one, nothing in between."""
+"""Writing a dataset folder so that a killed writer leaves the old folder or the new one, whole."""
 
 from __future__ import annotations
 

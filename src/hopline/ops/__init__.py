@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import Tensor
 
 from hopline.ops import cpu, cpu_reduce, reference
@@ -15,6 +17,7 @@ __all__ = [
     "derive_key",
     "gather_rows",
     "group_edges",
+    "kernel_cache",
     "keyed_dropout",
     "permutation",
     "reduce_edges",
@@ -74,6 +77,11 @@ def reduce_edges(
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
     return (cpu_reduce if _on_cpu(x) else reference).keyed_dropout(x, p, key, ids)
+
+
+def kernel_cache() -> Path:
+    """The folder in which Numba keeps this package's compiled kernels."""
+    return Path(cpu._take.stats.cache_path)
 
 
 def _on_cpu(ids: Tensor) -> bool:

@@ -1,0 +1,38 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Touched once everything is installed: nothing is installed again until what is asked for changes.
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test check format clean
+help:
+	@echo "make demo    train GraphSAGE on a built-in graph"
+	@echo "make test    run all tests"
+	@echo "make check   ruff (format and lint) and pyright"
+	@echo "make format  let ruff rewrite the files"
+	@echo "make clean   remove compiled kernels and caches"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/hopline train demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	find src tests -name '*.nb[ic]' -delete
+	rm -rf .pytest_cache .ruff_cache

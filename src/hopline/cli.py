@@ -1,0 +1,163 @@
+"""The `hopline` command: a name plus key=value overrides, never a flag per option."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hopline import doctor as doctor_checks
+from hopline import run
+from hopline.data.names import names
+from hopline.data.store import verify as verify_folder
+from hopline.pipeline import StageError
+from hopline.recipes import RECIPES
+from hopline.report import write_html
+from hopline.spec import field_docs, nearest, override
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train PyTorch Geometric models on graphs that do not fit. Settings are key=value; --debug shows tracebacks.",
+)
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, for example model.hidden=64")]
+ShowKeys = Annotated[bool, typer.Option("--keys", help="List all settings with their defaults.")]
+
+
+@app.command()
+def train(
+    name: Annotated[str, typer.Argument(help="A recipe, a dataset, or a folder; the demo by default")] = "demo",
+    overrides: Overrides = None,
+    keys: ShowKeys = False,
+) -> None:
+    """Train, evaluate, test, and write a run folder."""
+    if keys:
+        return _print_keys(run.RunConfig)
+    settings = list(overrides or [])
+    if "=" in name:  # `hopline train epochs=3` is the demo with another setting
+        name, settings = "demo", [name, *settings]
+    config = RECIPES[name]() if name in RECIPES else dataclasses.replace(run.RunConfig(), data=name)
+    done = run.train(override(config, settings))
+    print(f"best epoch {done.best_epoch}: valid {done.metric} {done.valid:.4f}, test {done.metric} {done.test:.4f} (exact)")
+    print(f"run folder: {done.folder}")
+    return None
+
+
+@app.command()
+def infer(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
+    overrides: Overrides = None,
+    keys: ShowKeys = False,
+) -> None:
+    """Predict with a run's best weights and write an .npy file."""
+    if keys:
+        return _print_keys(run.InferConfig)
+    written = run.predict(folder, override(run.InferConfig(), overrides or []))
+    print(f"predictions: {written}")
+    return None
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="An .npz, .csv, .parquet or .npy file, an OGB folder, or a name")],
+    folder: Annotated[Path, typer.Argument(help="The dataset folder to write")] = Path(),
+    overrides: Overrides = None,
+    keys: ShowKeys = False,
+) -> None:
+    """Bring a graph into hopline's format: a folder of plain arrays that opens at once."""
+    if keys:
+        return _print_keys(run.ConvertConfig)
+    if folder == Path() or "=" in str(folder):
+        raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
+    data = run.convert(source, folder, override(run.ConvertConfig(), overrides or []))
+    print(f"{data!r}\nwritten to {folder}")
+    return None
+
+
+@app.command()
+def verify(folder: Annotated[Path, typer.Argument(help="A dataset folder")]) -> None:
+    """Check every byte and every value of a dataset folder."""
+    for line in verify_folder(folder):
+        print(line)
+    print(f"{folder} is intact")
+
+
+@app.command()
+def datasets(
+    overrides: Annotated[list[str] | None, typer.Argument(help="data_root=FOLDER")] = None,
+) -> None:
+    """List the datasets that can be opened by name."""
+    config = override(run.RunConfig(), overrides or [])
+    table = Table("name", "what it is", "where")
+    for row in names(config.data_root):
+        table.add_row(*map(str, row))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")]) -> None:
+    """Write a run's report.html again from its files."""
+    print(f"report: {write_html(folder)}")
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine: versions, cores, memory, kernels."""
+    findings = list(doctor_checks.examine())
+    for what, finding, fine in findings:
+        print(f"{'ok ' if fine else 'BAD'}  {what:<16} {finding}")
+    if not all(fine for _, _, fine in findings):
+        raise typer.Exit(1)
+
+
+def _print_keys(settings: type) -> None:
+    for key, text in field_docs(settings).items():
+        print(f"{key}\n    {text}")
+
+
+def main() -> None:
+    """Run the command; a user's mistake ends in one sentence and status 2."""
+    debug = "--debug" in sys.argv
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    try:
+        _check_command(arguments)
+        sys.exit(app(arguments, standalone_mode=False) or 0)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130, debug)
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except Exception as error:
+        _fail(*_sentence(error), debug)
+
+
+def _check_command(arguments: list[str]) -> None:
+    commands = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        raise ValueError(f"there is no command {arguments[0]!r}.{nearest(arguments[0], commands)}")
+
+
+def _sentence(error: BaseException) -> tuple[str, int]:
+    """(what to tell the user, exit status): 2 for what the user can mend, 1 for what we should."""
+    if isinstance(error, StageError) and error.__cause__ is not None:
+        error = error.__cause__
+    if hasattr(error, "format_message"):  # typer's own errors
+        return str(error.format_message()), 2  # type: ignore[attr-defined]
+    text = str(error) or type(error).__name__
+    if isinstance(error, ValueError | OSError):
+        return text, 2
+    return f"{type(error).__name__}: {text} (run again with --debug for the traceback)", 1
+
+
+def _fail(sentence: str, status: int, debug: bool) -> NoReturn:
+    if debug:
+        raise  # noqa: PLE0704 - called from an except block
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(status)
+
+

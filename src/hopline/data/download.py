@@ -1,0 +1,171 @@
+"""Datasets of PyG and OGB by name: fetched by PyG's downloader, converted once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split
+from hopline.data.ogb import from_ogb_folder, is_ogb_folder
+from hopline.data.pyg import from_pyg
+from hopline.spec import nearest
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+T = TypeVar("T")
+OGB_URL = "http://snap.stanford.edu/ogb/data/nodeproppred"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a dataset comes from."""
+
+    name: str
+    """What it is called here, and under the data root."""
+    what: str
+    """What it is, in a few words."""
+    kind: str
+    """Class in `torch_geometric.datasets`, or the name of OGB's archive."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class."""
+    is_ogb: bool = False
+    """Whether it is an archive of OGB."""
+
+    def fetch(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
+        """Download what is missing under `raw`, and convert it into the folder `target`."""
+        (self._fetch_ogb if self.is_ogb else self._fetch_pyg)(raw, target, options)
+
+    def _fetch_pyg(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
+        place = raw / self.kind
+        data = _attempt(self.name, place, lambda: load_pyg(self.kind, place, self.settings))
+        given: dict[str, Any] = {"name": self.name, "task": KNOWN_TASKS.get(self.name)}
+        labels, _ = normalize_labels(data.y, given["task"])
+        if labels is not None and labels.dim() == 1 and "train_mask" not in data:
+            given["splits"] = per_class_split(labels)
+        given["meta"] = {"origin": f"torch_geometric.datasets.{self.kind}", **self.settings}
+        from_pyg(data, **(given | options)).save(target)
+
+    def _fetch_ogb(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
+        place = raw / self.name.replace("-", "_")
+        if not is_ogb_folder(place):
+            _attempt(self.name, place, lambda: _download_ogb(self.kind, place))
+        from_ogb_folder(place, folder=target, **({"name": self.name} | options))
+
+
+def _attempt(name: str, place: Path, work: Callable[[], T]) -> T:
+    """Run a downloader; whatever goes wrong in it becomes one sentence."""
+    try:
+        return work()
+    except Exception as error:  # downloaders of many libraries raise many things
+        reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+        raise ValueError(
+            f"Could not get {name!r} ({reason}): connect to the network and try again, "
+            f"or put its files as the downloader would under {place}."
+        ) from error
+
+
+def load_pyg(kind: str, place: Path, settings: dict[str, Any]) -> Data:
+    """The one graph of a PyG dataset; PPI's graphs are put side by side, with its split by graph."""
+    import torch_geometric.datasets as datasets
+
+    if kind == "PPI":
+        return _load_ppi(place)
+    found = getattr(datasets, kind, None)
+    if found is None:
+        raise ValueError(f"torch_geometric.datasets has no {kind!r}.{nearest(kind, datasets.__all__)}")
+    dataset = found(str(place), **settings)
+    if len(dataset) != 1:
+        raise ValueError(f"it holds {len(dataset)} graphs, and hopline trains on one")
+    return dataset[0]
+
+
+def _load_ppi(place: Path) -> Data:
+    import torch
+    from torch_geometric.data import Batch, Data
+    from torch_geometric.datasets import PPI
+
+    graphs = {split: [*PPI(str(place), split=split)] for split in ("train", "val", "test")}
+    joined = Batch.from_data_list([graph for part in graphs.values() for graph in part])
+    data = Data(x=joined.x, y=joined.y, edge_index=joined.edge_index)
+    counts = {split: sum(graph.num_nodes for graph in part) for split, part in graphs.items()}
+    owner = torch.repeat_interleave(torch.arange(3), torch.tensor(list(counts.values())))
+    for i, split in enumerate(counts):
+        data[f"{split}_mask"] = owner == i
+    return data
+
+
+def _download_ogb(archive: str, place: Path) -> None:
+    from torch_geometric.data import download_url, extract_zip
+
+    place.parent.mkdir(parents=True, exist_ok=True)
+    path = download_url(f"{OGB_URL}/{archive}.zip", str(place.parent))
+    extract_zip(path, str(place.parent))
+    Path(path).unlink()
+    shutil.rmtree(place, ignore_errors=True)
+    (place.parent / archive).rename(place)
+
+
+def _pyg(name: str, what: str, kind: str, **settings: Any) -> Source:
+    return Source(name=name, what=what, kind=kind, settings=settings)
+
+
+def _ogb(name: str, what: str, archive: str) -> Source:
+    return Source(name=name, what=what, kind=archive, is_ogb=True)
+
+
+SOURCES: dict[str, Source] = {
+    source.name: source
+    for source in (
+        _pyg("cora", "citations, 2,708 nodes", "Planetoid", name="Cora"),
+        _pyg("citeseer", "citations, 3,327 nodes", "Planetoid", name="CiteSeer"),
+        _pyg("pubmed", "citations, 19,717 nodes", "Planetoid", name="PubMed"),
+        _pyg("citation-dblp", "citations, 17,716 nodes", "CitationFull", name="DBLP"),
+        _pyg("amazon-computers", "co-purchases, 13,752 nodes", "Amazon", name="Computers"),
+        _pyg("amazon-photo", "co-purchases, 7,650 nodes", "Amazon", name="Photo"),
+        _pyg("coauthor-cs", "co-authors, 18,333 nodes", "Coauthor", name="CS"),
+        _pyg("coauthor-physics", "co-authors, 34,493 nodes", "Coauthor", name="Physics"),
+        _pyg("reddit", "posts, 232,965 nodes", "Reddit"),
+        _pyg("reddit2", "posts with fewer edges, 232,965 nodes", "Reddit2"),
+        _pyg("flickr", "images, 89,250 nodes", "Flickr"),
+        _pyg("yelp", "reviewers, multi-label, 716,847 nodes", "Yelp"),
+        _pyg("amazon-products", "products, multi-label, 1,569,960 nodes", "AmazonProducts"),
+        _pyg("ppi", "proteins, multi-label, 24 graphs side by side", "PPI"),
+        _pyg("wikics", "articles, 11,701 nodes, 20 splits", "WikiCS"),
+        _pyg("nell", "knowledge graph, 65,755 nodes", "NELL"),
+        _pyg("github", "developers, 37,700 nodes", "GitHub"),
+        _pyg(
+            "roman-empire", "words, 22,662 nodes, 10 splits", "HeterophilousGraphDataset", name="Roman-empire"
+        ),
+        _pyg(
+            "amazon-ratings",
+            "products, 24,492 nodes, 10 splits",
+            "HeterophilousGraphDataset",
+            name="Amazon-ratings",
+        ),
+        _pyg(
+            "minesweeper", "a grid, 10,000 nodes, 10 splits", "HeterophilousGraphDataset", name="Minesweeper"
+        ),
+        _pyg(
+            "tolokers", "crowd workers, 11,758 nodes, 10 splits", "HeterophilousGraphDataset", name="Tolokers"
+        ),
+        _pyg("questions", "users, 48,921 nodes, 10 splits", "HeterophilousGraphDataset", name="Questions"),
+        _ogb("ogbn-arxiv", "citations, 169,343 nodes", "arxiv"),
+        _ogb("ogbn-products", "co-purchases, 2,449,029 nodes", "products"),
+        _ogb("ogbn-proteins", "proteins, multi-label, 132,534 nodes", "proteins"),
+        _ogb("ogbn-papers100m", "citations, 111,059,956 nodes", "papers100M-bin"),
+    )
+}
+"""Datasets with a short name; any other of PyG is "pyg:ClassName" or "pyg:ClassName:name"."""
+
+
+def find(name: str) -> Source | None:
+    """The source of a name: a short one, or "pyg:ClassName:name"."""
+    if not name.startswith("pyg:"):
+        return SOURCES.get(name.lower().replace("_", "-"))
+    kind, _, variant = name.removeprefix("pyg:").partition(":")
+    short = "-".join(part.lower() for part in ("pyg", kind, variant) if part)
+    return Source(name=short, what=kind, kind=kind, settings={"name": variant} if variant else {})

@@ -1,0 +1,133 @@
+"""`open`: a dataset by its name, folder or file, wherever it has to come from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hopline.data import download, synthetic
+from hopline.data.dataset import Dataset
+from hopline.data.npz import from_npz
+from hopline.data.ogb import from_ogb_folder, is_ogb_folder
+from hopline.data.store import is_dataset, open_folder, verify
+from hopline.spec import nearest
+
+ALIASES = {"products": "ogbn-products", "arxiv": "ogbn-arxiv", "papers100m": "ogbn-papers100m"}
+IN_MEMORY = ("demo", "planted")
+"""Built-in graphs that are made anew at each opening; the others are made once, under the data root."""
+
+
+class NameInfo(NamedTuple):
+    """One line of the list of datasets."""
+
+    name: str
+    what: str
+    where: str
+
+
+def default_data_root() -> Path:
+    """$HOPLINE_DATA, else the user's cache folder."""
+    if os.environ.get("HOPLINE_DATA"):
+        return Path(os.environ["HOPLINE_DATA"]).expanduser()
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "hopline"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "hopline"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hopline"
+
+
+def open_dataset(
+    name_or_folder: str | os.PathLike[str],
+    *,
+    data_root: str | os.PathLike[str] | None = None,
+    split: int = 0,
+    verify: bool = False,
+    **options: Any,
+) -> Dataset:
+    """Open a dataset: a folder, an `.npz` file, a built-in graph, or a name known to the data root, PyG or OGB.
+
+    What has to be downloaded or made is converted once into the data root. `verify` reads everything first.
+    `options` are those of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...).
+    """
+    root = default_data_root() if data_root is None else Path(data_root).expanduser()
+    text = os.fspath(name_or_folder)
+    path = Path(text).expanduser()
+    is_path = isinstance(name_or_folder, Path) or len(path.parts) > 1 or path.suffix == ".npz"
+    if is_path or is_dataset(path):
+        return _open_path(path, split, verify, options)
+    name = ALIASES.get(text.lower(), text)
+    if name in synthetic.BUILT_IN:
+        return _open_built_in(name, root, split, verify, options)
+    found = _under(root, name)
+    if found is not None:
+        return _open_path(found, split, verify, options)
+    source = download.find(name)
+    if source is None:
+        known = sorted({info.name for info in names(data_root=root)} | set(ALIASES))
+        raise ValueError(
+            f"There is no dataset {text!r} built in, under {root} or known to PyG and OGB: "
+            f"see `hopline datasets`, or give a folder.{nearest(text, known)}"
+        )
+    target = root / source.name
+    source.fetch(root / "raw", target, options)
+    return _open_path(target, split, verify, {})
+
+
+def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    if path.suffix == ".npz" and not path.is_dir():
+        return _checked(from_npz(path, split=split, **options), check)
+    if not is_dataset(path) and is_ogb_folder(path):
+        return _checked(from_ogb_folder(path, split=split, **options), check)
+    if options:
+        raise ValueError(
+            f"{path} is already converted: leave out {', '.join(options)}, or convert it anew with them."
+        )
+    if check:
+        verify(path)
+    return open_folder(path, split=split)
+
+
+def _checked(dataset: Dataset, check: bool) -> Dataset:
+    if check:
+        dataset.validate()
+    return dataset
+
+
+def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    settings = synthetic.built_in(name, options)
+    if name in IN_MEMORY:
+        return _checked(synthetic.planted(settings, name=name), check).with_split(split)
+    target = root / "-".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
+    if not is_dataset(target):
+        synthetic.planted(settings, name=name, folder=target)
+    return _open_path(target, split, check, {})
+
+
+def _under(root: Path, name: str) -> Path | None:
+    """What the data root holds under a name, give or take capitals and '-' for '_'."""
+    for candidate in dict.fromkeys(
+        (name, name.lower(), name.lower().replace("-", "_"), name.lower().replace("_", "-"))
+    ):
+        if is_dataset(root / candidate):
+            return root / candidate
+        if (root / f"{candidate}.npz").is_file():
+            return root / f"{candidate}.npz"
+    return None
+
+
+def names(*, data_root: str | os.PathLike[str] | None = None) -> list[NameInfo]:
+    """Every dataset that can be opened by name: built in, under the data root, or by download."""
+    root = default_data_root() if data_root is None else Path(data_root).expanduser()
+    listed = {name: NameInfo(name, what, "built in") for name, (_, what) in synthetic.BUILT_IN.items()}
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if path.name.startswith("."):
+            continue
+        if path.suffix == ".npz":
+            listed.setdefault(path.stem, NameInfo(path.stem, "arrays in one file", str(path)))
+        elif is_dataset(path):
+            listed.setdefault(path.name, NameInfo(path.name, "converted dataset", str(path)))
+    for source in download.SOURCES.values():
+        listed.setdefault(source.name, NameInfo(source.name, source.what, "download"))
+    return list(listed.values())

@@ -1,0 +1,237 @@
+"""Datasets from CSV and Parquet: an edge file, and a node file with features, labels and a split."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from hopline.data.convert import from_edges
+from hopline.data.dataset import Dataset
+from hopline.data.nodes import split_name
+from hopline.data.text import Chunk, columns_of, read_file
+from hopline.tables import Table
+
+Ids = Literal["number", "map"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which columns of the files mean what."""
+
+    src: str = "src"
+    """Source of each edge, in the edge file."""
+    dst: str = "dst"
+    """Destination of each edge, in the edge file."""
+    edge: tuple[str, ...] = ()
+    """Further columns of the edge file to keep as edge arrays, such as "weight"."""
+    id: str = "id"
+    """The node's id, in the node file; without such a column its rows are nodes 0, 1, 2, ..."""
+    features: tuple[str, ...] | None = None
+    """Feature columns of the node file; None takes all that have no other meaning."""
+    label: str = "label"
+    """Class of each node, in the node file; empty where there is none."""
+    split: str = "split"
+    """"train", "valid" or "test", in the node file; empty for no split."""
+    header: tuple[str, ...] | None = None
+    """Names of the columns of an edge file in CSV that has no first line of names."""
+    delimiter: str = ","
+    """What separates the columns of a CSV file."""
+
+
+class _EdgeFile:
+    """Edge chunks of a file; can be read more than once."""
+
+    def __init__(self, path: Path, columns: Columns, mapping: IdMap | None = None) -> None:
+        self.path = path
+        self.columns = columns
+        self.mapping = mapping
+
+    def raw(self, *extra: str) -> Iterator[Chunk]:
+        c = self.columns
+        settings = {} if c.header is None else {"header": c.header}
+        return read_file(self.path, columns=[c.src, c.dst, *extra], delimiter=c.delimiter, **settings)
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        row = 0
+        for chunk in self.raw(*self.columns.edge):
+            ends = [chunk[self.columns.src], chunk[self.columns.dst]]
+            index = np.stack([self._numbers(end, row) for end in ends])
+            yield index, {name: _edge_array(chunk[name], name, self.path) for name in self.columns.edge}
+            row += index.shape[1]
+
+    def _numbers(self, ids: np.ndarray, row: int) -> np.ndarray:
+        if self.mapping is not None:
+            return self.mapping.positions(ids, f"{self.path}, edge {row} +")
+        if ids.dtype.kind not in "iu":
+            bad = ids[0] if ids.dtype.kind == "U" else ids[int(np.argmax(ids != np.round(ids)))]
+            raise ValueError(
+                f"{self.path} has node id {bad!r} after edge {row}: give whole numbers, or ids='map'."
+            )
+        return ids.astype(np.int64)
+
+
+def _edge_array(values: np.ndarray, name: str, path: Path) -> np.ndarray:
+    if values.dtype.kind not in "iufb":
+        raise ValueError(f"{path}: edge column {name!r} holds text: only numbers can be edge arrays.")
+    return values.astype(np.float32) if values.dtype.kind == "f" else values
+
+
+class IdMap:
+    """Ids of any kind -> node numbers: the position in a list of ids."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids = ids
+        self.order = np.argsort(ids, kind="stable")
+        self.sorted = ids[self.order]
+        repeated = np.flatnonzero(self.sorted[1:] == self.sorted[:-1])
+        if repeated.size:
+            raise ValueError(
+                f"The node file has id {self.sorted[repeated[0]]!s} twice: give each node one row."
+            )
+
+    def positions(self, ids: np.ndarray, where: str) -> np.ndarray:
+        """The node number of each id."""
+        if (ids.dtype.kind == "U") != (self.ids.dtype.kind == "U"):
+            raise ValueError(
+                f"{where} 0: ids are numbers in one place and text in another: write them all alike."
+            )
+        at = np.searchsorted(self.sorted, ids).clip(max=max(0, self.sorted.size - 1))
+        wrong = np.flatnonzero(self.sorted[at] != ids) if self.sorted.size else np.arange(ids.size)
+        if wrong.size:
+            raise ValueError(
+                f"{where} {wrong[0]}: node {ids[wrong[0]]!s} is not in the node file: add a row for it."
+            )
+        return self.order[at]
+
+    def table(self) -> torch.Tensor:
+        """What is kept of the ids: int64 [N], or UTF-8 bytes [N, width] padded with zeros."""
+        if self.ids.dtype.kind != "U":
+            return torch.from_numpy(self.ids.astype(np.int64))
+        encoded = np.char.encode(self.ids, "utf-8")
+        return torch.from_numpy(encoded.view(np.uint8).reshape(len(encoded), -1).copy())
+
+
+def original_ids(table: Table) -> np.ndarray:
+    """The ids that a "node_ids" table keeps, as numbers or as text."""
+    rows = table.read(torch.arange(len(table))).numpy()
+    if rows.ndim == 1:
+        return rows
+    return np.char.decode(np.ascontiguousarray(rows).view(f"S{rows.shape[1]}").reshape(-1), "utf-8")
+
+
+def from_csv(
+    edges: str | os.PathLike[str],
+    nodes: str | os.PathLike[str] | None = None,
+    *,
+    columns: Columns | None = None,
+    ids: Ids = "number",
+    **arguments: Any,
+) -> Dataset:
+    """A dataset from an edge file and, optionally, a node file; each may be CSV, `.csv.gz` or Parquet.
+
+    `ids="map"` accepts any whole numbers or texts as ids, kept in the table "node_ids" (see `original_ids`).
+    `arguments` are those of `from_edges`, among them `folder` for edge files larger than memory.
+    """
+    if ids not in ("number", "map"):
+        raise ValueError(f"ids is {ids!r}: choose 'number' or 'map'.")
+    source = _EdgeFile(Path(edges).expanduser(), columns or Columns())
+    given: dict[str, Any] = {"name": source.path.name.split(".")[0], "meta": {"origin": source.path.name}}
+    known = None
+    if nodes is not None:
+        node_part, known = _read_nodes(Path(nodes).expanduser(), source.columns, ids)
+        given |= node_part
+    if ids == "map":
+        mapping = IdMap(known if known is not None else _distinct(source))
+        source = _EdgeFile(source.path, source.columns, mapping)
+        given |= {"num_nodes": mapping.ids.size, "tables": {"node_ids": mapping.table()}}
+    return from_edges(source, **(given | arguments))
+
+
+def from_parquet(
+    edges: str | os.PathLike[str], nodes: str | os.PathLike[str] | None = None, **arguments: Any
+) -> Dataset:
+    """`from_csv` for Parquet files."""
+    return from_csv(edges, nodes, **arguments)
+
+
+def _distinct(source: _EdgeFile) -> np.ndarray:
+    """All ids of an edge file, sorted."""
+    found: np.ndarray | None = None
+    for chunk in source.raw():
+        new = np.unique(np.concatenate([chunk[source.columns.src], chunk[source.columns.dst]]))
+        if found is not None and (found.dtype.kind == "U") != (new.dtype.kind == "U"):
+            raise ValueError(
+                f"{source.path}: ids are numbers in one place and text in another: write them all alike."
+            )
+        found = new if found is None else np.union1d(found, new)
+    return np.empty(0, dtype=np.int64) if found is None else found
+
+
+def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any], np.ndarray | None]:
+    """(arguments for `from_edges`, ids) of a node file."""
+    names = columns_of(path, delimiter=columns.delimiter)
+    special = [columns.id, columns.label, columns.split]
+    features = columns.features if columns.features is not None else [n for n in names if n not in special]
+    wanted = [*features, *(n for n in special if n in names)]
+    chunks = list(read_file(path, columns=wanted, delimiter=columns.delimiter))
+    whole = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in wanted} if chunks else {}
+    given: dict[str, Any] = {"num_nodes": len(whole[wanted[0]]) if whole else 0}
+    for name in features:
+        if whole[name].dtype.kind == "U":
+            raise ValueError(f"{path}: column {name!r} holds text: name the feature columns, or remove it.")
+    if features:
+        parts = [whole[n].astype(np.float32) for n in features]
+        given["x"] = np.concatenate([p if p.ndim == 2 else p[:, None] for p in parts], axis=1)
+    meta: dict[str, Any] = {}
+    if columns.label in whole:
+        given["y"], classes = _labels(whole[columns.label])
+        meta = {"classes": classes} if classes else {}
+    if columns.split in whole:
+        given["splits"] = _split_masks(whole[columns.split], path)
+    given["meta"] = {"origin": path.name, **meta}
+    if columns.id in whole and ids == "number":
+        _reorder(given, whole[columns.id], path)
+    if columns.id not in whole and ids == "map":
+        raise ValueError(
+            f"{path} has no column {columns.id!r}: ids='map' needs the node ids; name their column."
+        )
+    return given, whole.get(columns.id)
+
+
+def _labels(values: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """Class numbers with -1 for empty cells; classes given as text are numbered in alphabetical order."""
+    if values.dtype.kind != "U":
+        return values, []
+    classes = [str(c) for c in np.unique(values) if c != ""]
+    return np.where(values == "", -1, np.searchsorted(classes, values) if classes else -1), classes
+
+
+def _split_masks(values: np.ndarray, path: Path) -> dict[str, np.ndarray]:
+    if values.dtype.kind != "U":
+        raise ValueError(f"{path}: the split column must hold train, valid, test or nothing.")
+    names = [str(name) for name in np.unique(values) if name != ""]
+    masks: dict[str, np.ndarray] = {}
+    for name in names:
+        ours = split_name(name.lower())
+        masks[ours] = masks.get(ours, False) | (values == name)
+    return masks
+
+
+def _reorder(given: dict[str, Any], ids: np.ndarray, path: Path) -> None:
+    """Put the rows of a node file in the order of its ids, which must be 0 .. N - 1."""
+    order = np.argsort(ids, kind="stable")
+    if ids.dtype.kind not in "iu" or not np.array_equal(ids[order], np.arange(ids.size)):
+        raise ValueError(
+            f"{path}: the ids are not the numbers 0 to {ids.size - 1}, each once: use ids='map'."
+        )
+    for key in ("x", "y"):
+        if key in given:
+            given[key] = given[key][order]
+    if "splits" in given:
+        given["splits"] = {name: mask[order] for name, mask in given["splits"].items()}

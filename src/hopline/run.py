@@ -1,0 +1,182 @@
+"""A run from its settings: the one place that turns names into objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hopline import infer
+from hopline.callbacks import Run
+from hopline.data.convert import from_edges
+from hopline.data.dataset import Dataset
+from hopline.data.edges import EdgeOptions
+from hopline.data.names import open_dataset
+from hopline.data.npz import from_npz
+from hopline.data.ogb import from_ogb_folder, is_ogb_folder
+from hopline.data.store import verify
+from hopline.data.tabular import Columns, from_csv
+from hopline.methods import Sampled
+from hopline.models import ModelSpec, make_model
+from hopline.spec import from_dict, to_dict
+from hopline.trainer import Trainer, TrainSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(TrainSettings):
+    """A whole run: what `hopline train` takes as key=value."""
+
+    data: str = "demo"
+    """Dataset: a name, a folder or an .npz file."""
+    data_root: Path | None = None
+    """Where datasets are kept; HOPLINE_DATA or the user's cache folder by default."""
+    split: int = 0
+    """Which split, for datasets that come with several."""
+    model: ModelSpec = ModelSpec()
+    """The model."""
+    method: Sampled = Sampled()
+    """How to train."""
+    out: Path | None = None
+    """The run folder; runs/NAME-TIME by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig:
+    """What `hopline infer RUN` takes as key=value."""
+
+    nodes: Literal["all", "train", "valid", "test"] = "all"
+    """Which nodes to predict."""
+    write: Literal["classes", "scores"] = "classes"
+    """Class numbers (0/1 per label for several labels), or the model's raw scores."""
+    inference: Literal["exact", "sampled"] = "exact"
+    """Over every edge, or over sampled ones with the run's fan-outs."""
+    weights: Literal["best", "last"] = "best"
+    """Which weights of the run."""
+    data: str | None = None
+    """Another dataset with the same features, instead of the run's own."""
+    data_root: Path | None = None
+    """Where datasets are kept, if not where they were for the run."""
+    out: Path | None = None
+    """The .npy file to write; RUN/predictions.npy by default."""
+
+
+def train(config: RunConfig) -> Run:
+    """Open the data, build the model, train, test."""
+    data = open_dataset(config.data, data_root=config.data_root, split=config.split)
+    torch.manual_seed(config.seed)
+    model = make_model(config.model, data)
+    out = config.out or Path("runs") / f"{data.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if (out / "metrics.jsonl").exists():
+        raise ValueError(f"{out} holds a run already: choose another folder with out=, or remove it")
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
+    trainer = Trainer(model, data, config.method, out=out, config=to_dict(config), **settings)
+    trainer.say(f"{data!r}\nmodel: {config.model.name}, {num_parameters(model):,} parameters; run folder: {out}")
+    return trainer.fit()
+
+
+def predict(folder: Path, config: InferConfig) -> Path:
+    """Predict with a run's weights; returns the file written."""
+    settings = load_config(folder)
+    data = open_dataset(
+        config.data or settings.data, data_root=config.data_root or settings.data_root, split=settings.split
+    )
+    model = make_model(settings.model, data)
+    load_weights(model, folder / f"{config.weights}.pt")
+    ids = torch.arange(data.num_nodes) if config.nodes == "all" else _split(data, config.nodes)
+    if config.inference == "exact":
+        scores = infer.exact(model, data, ids, show=True)
+    else:
+        in_order = dataclasses.replace(settings.method, shuffle=False, drop_last=False)
+        scores = infer.sampled(model, in_order.loader(data, ids, model=model), num_nodes=ids.numel(), show=True)
+    rows = scores.float() if config.write == "scores" else _classes(scores, data.task)
+    out = config.out or folder / "predictions.npy"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("wb") as file:
+            np.save(file, rows.numpy(), allow_pickle=False)
+    except OSError as error:
+        raise ValueError(f"cannot write {out} ({error.strerror}): choose another file with out=") from error
+    return out
+
+
+def load_config(folder: Path) -> RunConfig:
+    """The settings of an earlier run, from its folder."""
+    path = folder / "config.json"
+    try:
+        stored = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is not a run folder: there is no config.json in it") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it or train again") from error
+    return from_dict(RunConfig, stored["config"])
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """A `state_dict` file into a model; nothing in it is executed."""
+    if not path.exists():
+        raise ValueError(f"there are no weights at {path}: the run has not finished an epoch")
+    try:
+        weights = torch.load(path, weights_only=True, map_location="cpu")
+        model.load_state_dict(weights)
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path} does not hold weights of this model: {first_line}") from error
+
+
+def _split(data: Dataset, name: str) -> Tensor:
+    if name not in data.splits:
+        raise ValueError(f"dataset {data.name!r} has no split {name!r}: choose nodes=all or one of {list(data.splits)}")
+    return data.splits[name]
+
+
+def _classes(scores: Tensor, task: str) -> Tensor:
+    if task == "multi" or scores.size(-1) == 1:
+        return (scores > 0).to(torch.uint8)
+    return scores.argmax(dim=-1)
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if not isinstance(p, nn.UninitializedParameter))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig(EdgeOptions):
+    """What `hopline convert SOURCE FOLDER` takes as key=value."""
+
+    nodes: Path | None = None
+    """A file of nodes (features, label, split) that goes with an edge list."""
+    columns: Columns = Columns()
+    """Which columns of the files mean what."""
+    ids: Literal["number", "map"] = "number"
+    """Node ids are 0 .. num_nodes - 1, or anything, to be numbered."""
+    num_nodes: int | None = None
+    """Number of nodes, where the files do not tell."""
+    data_root: Path | None = None
+    """Where datasets are kept, for a source given by name."""
+
+
+def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
+    """Bring a source into hopline's folder format, and check what was written."""
+    path = Path(source).expanduser()
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
+    changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
+    if path.suffix in (".csv", ".gz", ".parquet", ".txt", ".tsv") and path.is_file():
+        known = {} if config.num_nodes is None else {"num_nodes": config.num_nodes}
+        from_csv(path, config.nodes, columns=config.columns, ids=config.ids, folder=folder, **known, **options)
+    elif path.suffix == ".npz" and path.is_file():
+        from_npz(path, **changed).save(folder)
+    elif path.suffix == ".npy" and path.is_file():
+        from_edges(path, folder=folder, num_nodes=config.num_nodes, **options)
+    elif is_ogb_folder(path):
+        from_ogb_folder(path, folder=folder, **changed)
+    else:
+        open_dataset(source, data_root=config.data_root).save(folder)
+    verify(folder)
+    return open_dataset(str(folder))
