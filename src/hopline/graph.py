@@ -27,6 +27,8 @@ class Graph:
             raise ValueError("Graph.indptr must be a 1-D int64 tensor with num_nodes + 1 entries")
         if self.indices.dtype not in (torch.int32, torch.int64) or self.indices.dim() != 1:
             raise ValueError("Graph.indices must be a 1-D int32 or int64 tensor with one entry per edge")
+        if int(self.indptr[0]) != 0:
+            raise ValueError(f"Graph.indptr starts at {int(self.indptr[0])}: its first entry must be 0")
         if int(self.indptr[-1]) != self.indices.numel():
             raise ValueError(
                 f"Graph.indptr ends at {int(self.indptr[-1])} but there are {self.indices.numel()} edges"

@@ -38,6 +38,8 @@ def exact(
     Each layer is computed for all nodes it is needed at before the next one starts, in chunks of about `chunk_edges`
     edges; hidden rows are kept in tables on the host.
     """
+    if ids is not None and ids.numel() == 0:
+        raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
     walk = as_walkable(model)
     with _evaluating(walk), trace.span("infer"):
         if isinstance(walk, Whole):
@@ -62,13 +64,14 @@ def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def _whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:

@@ -86,10 +86,10 @@ def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
 
 
 def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:
-    if not fanouts:
+    if isinstance(fanouts, int) or not fanouts:
         raise ValueError("fanouts must name one number per layer, for example fanouts=(15, 10, 5)")
     for fanout in fanouts:
-        if fanout < -1 or fanout == 0:
+        if not isinstance(fanout, int) or fanout < -1 or fanout == 0:
             raise ValueError(f"a fan-out is a positive number or -1 for all neighbours, not {fanout}")
         if fanout == -1 and replace:
             raise ValueError("fan-out -1 takes all neighbours, which replace=True cannot: give a positive fan-out")

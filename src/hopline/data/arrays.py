@@ -90,7 +90,7 @@ def map_npy(path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, copy_on_w
 
 def as_bytes(rows: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, without a copy."""
-    return memoryview(rows.reshape(-1).view(torch.uint8).numpy())
+    return rows.reshape(-1).view(torch.uint8).numpy().data
 
 
 def checksum_text(crc: int) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,8 +174,8 @@ def write_graph(out: FolderWriter, runs: Runs, options: EdgeOptions) -> int:
 class Runs:
     """Edges on disk as runs: each run is one chunk, ordered by the destination range its edges fall in.
 
-    One file per column; the edges of neighbouring ranges lie together in every run, so any group of ranges takes
-    one read per run.
+    One file per column; the edges of neighbouring ranges lie together in every run, so any group of ranges
+    takes one read per run.
     """
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
@@ -185,7 +186,7 @@ class Runs:
         self.num_buckets = -(-num_nodes // self.width)
         self.sample = empty_edges(num_nodes)
         self._starts: list[Tensor] = []
-        self._files: list[BinaryIO] = []
+        self._files: list[BufferedRandom] = []
 
     def __enter__(self) -> Runs:
         return self

@@ -57,7 +57,7 @@ class Dataset:
                 raise ValueError(f"Table {name!r} has {len(table)} rows for {self.num_nodes} nodes.")
         if self.y is not None:
             _check_label_shape(self.y, self.task, self.num_nodes, self.num_classes)
-        for name, ids in self.splits.items():
+        for name, ids in (item for splits in (self.splits, *self.alternatives) for item in splits.items()):
             if ids.dtype != torch.int64 or ids.dim() != 1:
                 raise ValueError(f"Split {name!r} must be a 1-D int64 tensor of node ids.")
 

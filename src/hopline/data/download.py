@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 T = TypeVar("T")
+_HETEROPHILOUS = "HeterophilousGraphDataset"
 OGB_URL = "http://snap.stanford.edu/ogb/data/nodeproppred"
 
 
@@ -90,8 +91,8 @@ def _load_ppi(place: Path) -> Data:
 
     graphs = {split: [*PPI(str(place), split=split)] for split in ("train", "val", "test")}
     joined = Batch.from_data_list([graph for part in graphs.values() for graph in part])
-    data = Data(x=joined.x, y=joined.y, edge_index=joined.edge_index)
-    counts = {split: sum(graph.num_nodes for graph in part) for split, part in graphs.items()}
+    data = Data(x=joined["x"], y=joined["y"], edge_index=joined["edge_index"])
+    counts = {split: sum(int(graph.num_nodes or 0) for graph in part) for split, part in graphs.items()}
     owner = torch.repeat_interleave(torch.arange(3), torch.tensor(list(counts.values())))
     for i, split in enumerate(counts):
         data[f"{split}_mask"] = owner == i
@@ -109,8 +110,8 @@ def _download_ogb(archive: str, place: Path) -> None:
     (place.parent / archive).rename(place)
 
 
-def _pyg(name: str, what: str, kind: str, **settings: Any) -> Source:
-    return Source(name=name, what=what, kind=kind, settings=settings)
+def _pyg(name: str, what: str, kind: str, variant: str = "") -> Source:
+    return Source(name=name, what=what, kind=kind, settings={"name": variant} if variant else {})
 
 
 def _ogb(name: str, what: str, archive: str) -> Source:
@@ -120,14 +121,14 @@ def _ogb(name: str, what: str, archive: str) -> Source:
 SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
-        _pyg("cora", "citations, 2,708 nodes", "Planetoid", name="Cora"),
-        _pyg("citeseer", "citations, 3,327 nodes", "Planetoid", name="CiteSeer"),
-        _pyg("pubmed", "citations, 19,717 nodes", "Planetoid", name="PubMed"),
-        _pyg("citation-dblp", "citations, 17,716 nodes", "CitationFull", name="DBLP"),
-        _pyg("amazon-computers", "co-purchases, 13,752 nodes", "Amazon", name="Computers"),
-        _pyg("amazon-photo", "co-purchases, 7,650 nodes", "Amazon", name="Photo"),
-        _pyg("coauthor-cs", "co-authors, 18,333 nodes", "Coauthor", name="CS"),
-        _pyg("coauthor-physics", "co-authors, 34,493 nodes", "Coauthor", name="Physics"),
+        _pyg("cora", "citations, 2,708 nodes", "Planetoid", "Cora"),
+        _pyg("citeseer", "citations, 3,327 nodes", "Planetoid", "CiteSeer"),
+        _pyg("pubmed", "citations, 19,717 nodes", "Planetoid", "PubMed"),
+        _pyg("citation-dblp", "citations, 17,716 nodes", "CitationFull", "DBLP"),
+        _pyg("amazon-computers", "co-purchases, 13,752 nodes", "Amazon", "Computers"),
+        _pyg("amazon-photo", "co-purchases, 7,650 nodes", "Amazon", "Photo"),
+        _pyg("coauthor-cs", "co-authors, 18,333 nodes", "Coauthor", "CS"),
+        _pyg("coauthor-physics", "co-authors, 34,493 nodes", "Coauthor", "Physics"),
         _pyg("reddit", "posts, 232,965 nodes", "Reddit"),
         _pyg("reddit2", "posts with fewer edges, 232,965 nodes", "Reddit2"),
         _pyg("flickr", "images, 89,250 nodes", "Flickr"),
@@ -137,22 +138,11 @@ SOURCES: dict[str, Source] = {
         _pyg("wikics", "articles, 11,701 nodes, 20 splits", "WikiCS"),
         _pyg("nell", "knowledge graph, 65,755 nodes", "NELL"),
         _pyg("github", "developers, 37,700 nodes", "GitHub"),
-        _pyg(
-            "roman-empire", "words, 22,662 nodes, 10 splits", "HeterophilousGraphDataset", name="Roman-empire"
-        ),
-        _pyg(
-            "amazon-ratings",
-            "products, 24,492 nodes, 10 splits",
-            "HeterophilousGraphDataset",
-            name="Amazon-ratings",
-        ),
-        _pyg(
-            "minesweeper", "a grid, 10,000 nodes, 10 splits", "HeterophilousGraphDataset", name="Minesweeper"
-        ),
-        _pyg(
-            "tolokers", "crowd workers, 11,758 nodes, 10 splits", "HeterophilousGraphDataset", name="Tolokers"
-        ),
-        _pyg("questions", "users, 48,921 nodes, 10 splits", "HeterophilousGraphDataset", name="Questions"),
+        _pyg("roman-empire", "words, 22,662 nodes, 10 splits", _HETEROPHILOUS, "Roman-empire"),
+        _pyg("amazon-ratings", "products, 24,492 nodes, 10 splits", _HETEROPHILOUS, "Amazon-ratings"),
+        _pyg("minesweeper", "a grid, 10,000 nodes, 10 splits", _HETEROPHILOUS, "Minesweeper"),
+        _pyg("tolokers", "crowd workers, 11,758 nodes, 10 splits", _HETEROPHILOUS, "Tolokers"),
+        _pyg("questions", "users, 48,921 nodes, 10 splits", _HETEROPHILOUS, "Questions"),
         _ogb("ogbn-arxiv", "citations, 169,343 nodes", "arxiv"),
         _ogb("ogbn-products", "co-purchases, 2,449,029 nodes", "products"),
         _ogb("ogbn-proteins", "proteins, multi-label, 132,534 nodes", "proteins"),
@@ -168,4 +158,4 @@ def find(name: str) -> Source | None:
         return SOURCES.get(name.lower().replace("_", "-"))
     kind, _, variant = name.removeprefix("pyg:").partition(":")
     short = "-".join(part.lower() for part in ("pyg", kind, variant) if part)
-    return Source(name=short, what=kind, kind=kind, settings={"name": variant} if variant else {})
+    return _pyg(short, kind, kind, variant)

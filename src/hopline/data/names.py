@@ -46,7 +46,7 @@ def open_dataset(
     verify: bool = False,
     **options: Any,
 ) -> Dataset:
-    """Open a dataset: a folder, an `.npz` file, a built-in graph, or a name known to the data root, PyG or OGB.
+    """Open a dataset: a folder, an `.npz` file, a built-in graph, or a name of the data root, PyG or OGB.
 
     What has to be downloaded or made is converted once into the data root. `verify` reads everything first.
     `options` are those of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...).

@@ -134,7 +134,7 @@ def _count(mask: Tensor, num_nodes: int) -> int:
 def per_class_split(
     y: Tensor, *, num_train: int = 20, num_valid: int = 30, seed: int = 0
 ) -> dict[str, Tensor]:
-    """A seeded split with so many training and validation nodes per class; the other labelled nodes are test."""
+    """A seeded split with so many training and validation nodes per class; other labelled nodes are test."""
     order = torch.argsort(draw(derive_key(seed), torch.arange(y.numel()), 0), stable=True)
     order = order[y[order] >= 0]
     labels = y[order]

@@ -74,8 +74,9 @@ def _pyg_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
         (dst, src), weight = coo.indices(), coo.values()
     else:
         dst, src, weight = adjacency.coo()
-    plain = weight is None or bool((weight == 1).all())
-    return torch.stack([src, dst]), {} if plain else {"weight": weight}
+    if weight is None or bool((weight == 1).all()):
+        return torch.stack([src, dst]), {}
+    return torch.stack([src, dst]), {"weight": weight}
 
 
 def to_pyg(dataset: Dataset) -> Data:

@@ -145,7 +145,9 @@ def _table(name: str, columns: int, arrays: dict[str, Tensor]) -> Table:
     if columns < 0:
         return TensorTable(arrays[f"table.{name}"], read_only=True)
     indptr, ids, values = (arrays[f"table.{name}.{part}"] for part in _SPARSE)
-    if indptr.dtype != torch.int64 or indptr.dim() != 1 or ids.dim() != 1 or values.shape != ids.shape:
+    if ids.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int64:
+        raise ValueError(f"sparse table {name!r} has arrays of the wrong type")
+    if indptr.dim() != 1 or ids.dim() != 1 or values.shape != ids.shape:
         raise ValueError(f"sparse table {name!r} has arrays of different sizes")
     if indptr.numel() < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != ids.numel():
         raise ValueError(f"sparse table {name!r} has {ids.numel()} entries, its indptr says otherwise")

@@ -1,9 +1,9 @@
 """Built-in graphs from a seed: planted communities with power-law degrees.
 
-In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls as d^-1.54
-over the upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges, and the largest
-in-degree is a few hundred times the mean. Sources are drawn with a preference for low ranks too (density r^-0.5),
-so out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
+In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls
+as d^-1.54 over the upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges, and
+the largest in-degree is a few hundred times the mean. Sources are drawn with a preference for low ranks too, so
+out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
 """
 
 from __future__ import annotations

@@ -170,6 +170,11 @@ class GNN(nn.Module):
         x0 = None if state.x0 is None else state.x0[:dst]
         h = convolve(self.convs[l], state.h, block, x0)
         if self.initial_residual and x0 is not None and not takes_x0(self.convs[l]):
+            if h.shape != x0.shape:
+                raise ValueError(
+                    f"initial_residual mixes rows of width {x0.size(1)} into layer {l}, whose width is {h.size(1)}: make "
+                    "all widths equal and give head= for the output"
+                )
             h = (1 - self.initial_residual) * h + self.initial_residual * x0
         if l < self.num_layers - 1 or self.acts_last:
             h = self._after_conv(l, h)

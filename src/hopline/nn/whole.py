@@ -48,6 +48,6 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
     """The model as the library runs it: a GNN as it is, a PyG model as layers, any other module as a whole."""
     if isinstance(model, GNN | Whole):
         return model
-    if isinstance(model, BasicGNN):
-        return GNN.from_pyg(model)
-    return Whole(model)
+    walk = GNN.from_pyg(model) if isinstance(model, BasicGNN) else Whole(model)
+    walk.training = model.training
+    return walk

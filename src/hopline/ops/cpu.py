@@ -186,7 +186,7 @@ def _clear_dense(place, ids, size):
 
 
 @kernel
-def _add_hashed(slots, ids, size, nodes, idx):
+def _add_hashed(slots, ids, size, num_nodes, nodes, idx):
     """`slots` holds places in `ids`; its length is a power of two, at least twice what it may come to hold."""
     mask = np.uint64(slots.shape[0] - 1)
     num = nodes.shape[0]
@@ -194,6 +194,8 @@ def _add_hashed(slots, ids, size, nodes, idx):
         if e + EDGES_AHEAD < num:
             prefetch(slots, mix(np.uint64(nodes[e + EDGES_AHEAD])) & mask)
         node = nodes[e]
+        if node < 0 or node >= num_nodes:
+            return -1 - size
         slot = mix(np.uint64(node)) & mask
         while slots[slot] >= 0 and ids[slots[slot]] != node:
             slot = (slot + np.uint64(1)) & mask
@@ -214,6 +216,7 @@ class IdMap:
 
     def __init__(self, num_nodes: int, dense: bool | None = None) -> None:
         self.dense = num_nodes * 4 <= DENSE_MAP_BYTES if dense is None else dense
+        self._num_nodes = num_nodes
         self._map = np.full(num_nodes if self.dense else 1 << 12, -1, dtype=np.int32)
         self._ids = np.empty(1 << 10, dtype=np.int64)
         self.size = 0
@@ -223,8 +226,10 @@ class IdMap:
         new = nodes.numpy()
         self._reserve(self.size + new.shape[0])
         idx = np.empty(new.shape[0], dtype=np.int32)
-        add = _add_dense if self.dense else _add_hashed
-        size = add(self._map, self._ids, self.size, new, idx)
+        if self.dense:
+            size = _add_dense(self._map, self._ids, self.size, new, idx)
+        else:
+            size = _add_hashed(self._map, self._ids, self.size, self._num_nodes, new, idx)
         self.size = size if size >= 0 else -1 - size
         if size < 0:
             raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
@@ -238,7 +243,7 @@ class IdMap:
         if not self.dense and 2 * size > self._map.shape[0]:
             self._map = np.full(1 << (2 * size).bit_length(), -1, dtype=np.int32)
             known = self._ids[: self.size].copy()
-            _add_hashed(self._map, self._ids, 0, known, np.empty(known.shape[0], dtype=np.int32))
+            _add_hashed(self._map, self._ids, 0, self._num_nodes, known, np.empty(known.shape[0], dtype=np.int32))
 
     def ids(self) -> Tensor:
         """The nodes added since the last clear, by local id: [size] int64."""
@@ -283,9 +288,11 @@ def _gather(rows, ids, out):
 
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """Rows are copied as machine words, so one kernel serves every dtype."""
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
     if not _in_range(ids.numpy(), rows.size(0)):
         raise IndexError(f"a row id is outside 0 .. {rows.size(0) - 1}")
-    if not rows.is_contiguous():
+    if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):
         return rows[ids.long()]
     out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype)
     row_bytes = rows.element_size() * (rows[:1].numel() if rows.size(0) else 0)
@@ -319,6 +326,8 @@ def _histogram(keys, counts):
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     groups = keys.numpy()
+    if not _in_range(groups, num_groups):
+        raise IndexError(f"a group is outside 0 .. {num_groups - 1}")
     indptr = np.zeros(num_groups + 1, dtype=np.int64)
     _histogram(groups, indptr[1:])
     np.cumsum(indptr, out=indptr)

@@ -6,6 +6,7 @@ that no two threads write the same number and the order of every sum is that of 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,17 @@ _U16, _LANE = np.uint64(16), np.uint64(0xFFFF)
 def _prefetch_row(rows, row, width):
     for c in range(0, width, max(1, 64 // rows.itemsize)):
         prefetch(rows, row * width + c)
+
+
+@kernel
+def _edges_fit(indptr, src_idx, num_rows):
+    """Whether every destination's edges are among the edges, and every edge's source among the rows."""
+    fit = indptr.shape[0] > 0 and indptr[0] >= 0 and indptr[-1] <= src_idx.shape[0]
+    for d in range(indptr.shape[0] - 1):
+        fit &= indptr[d] <= indptr[d + 1]
+    for e in range(src_idx.shape[0]):
+        fit &= (src_idx[e] >= 0) & (src_idx[e] < num_rows)
+    return fit
 
 
 @kernel
@@ -122,11 +134,11 @@ def _max_backward(rows, width, out, grad_out, indptr, src_idx, grad_rows, start,
 class _ReduceEdges(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None):
-        flat = rows.detach().contiguous().view(rows.size(0), -1)
+        flat = rows.detach().reshape(rows.size(0), math.prod(rows.shape[1:])).contiguous()
         num_dst, width = indptr.numel() - 1, flat.size(1)
         # Allocated in its final shape: torch forbids in-place work on a view made inside a Function.
         out = torch.empty(num_dst, *rows.shape[1:], dtype=rows.dtype)
-        target = out.view(num_dst, -1).numpy() if width else out.numpy().reshape(num_dst, 0)
+        target = out.view(num_dst, width).numpy()
         args = (flat.view(-1).numpy(), width, indptr.numpy(), src_idx.numpy())
         work = src_idx.numel() * width
         if reduce == "max":
@@ -144,7 +156,7 @@ class _ReduceEdges(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         rows, indptr, src_idx, weight, out = ctx.saved_tensors
-        grad = grad.contiguous().view(grad.size(0), -1)
+        grad = grad.reshape(grad.size(0), math.prod(grad.shape[1:])).contiguous()
         width, mean = grad.size(1), ctx.reduce == "mean"
         edges, work = (indptr.numpy(), src_idx.numpy()), src_idx.numel() * grad.size(1)
         grad_rows = grad_weight = None
@@ -178,6 +190,10 @@ def reduce_edges(
         from hopline.ops import reference
 
         return reference.reduce_edges(rows, indptr, src_idx, reduce, weight)
+    if not _edges_fit(indptr.numpy(), src_idx.numpy(), rows.size(0)):
+        raise IndexError(f"an edge's source is outside 0 .. {rows.size(0) - 1}, or indptr does not fit the edges")
+    if weight is not None and weight.shape != src_idx.shape:
+        raise ValueError(f"there are {weight.numel()} weights for {src_idx.numel()} edges: give one per edge")
     if rows.dtype not in (torch.float32, torch.float64):  # half types are summed in float32
         return reduce_edges(rows.float(), indptr, src_idx, reduce, weight).to(rows.dtype)
     if weight is not None:
@@ -211,11 +227,11 @@ class _KeyedDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return _apply_dropout(grad, ctx.p, ctx.key, ctx.ids), None, None, None
+        return keyed_dropout(grad, ctx.p, ctx.key, ctx.ids), None, None, None
 
 
 def _apply_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
-    flat = x.detach().reshape(x.size(0), -1)
+    flat = x.detach().reshape(x.size(0), math.prod(x.shape[1:]))
     if flat.dtype not in (torch.float32, torch.float64):
         return _apply_dropout(x.float(), p, key, ids).to(x.dtype)
     flat = flat.contiguous()
@@ -228,6 +244,7 @@ def _apply_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
 
 
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+    assert ids.numel() == x.size(0), "one node id per row"
     out = _KeyedDropout.apply(x, p, key, ids)
     assert isinstance(out, Tensor)
     return out

@@ -1,8 +1,8 @@
-"""Kernels of the synthetic graphs: a number depends on the seed and its node alone, so any range can be made alone.
+"""Kernels of the synthetic graphs: all depends on the seed and the node, so any range can be made alone.
 
-A keyed permutation gives each node a rank; the rank decides the node's class (`rank % num_classes`) and its degree
-(low ranks are popular). The permutation can be inverted, so neighbours are drawn by rank and no list of members is
-needed.
+A keyed permutation gives each node a rank; the rank decides the class (`rank % num_classes`) and the
+degree (low ranks are popular). The permutation can be inverted, so neighbours are drawn by rank, and no
+list of members is needed.
 """
 
 from __future__ import annotations

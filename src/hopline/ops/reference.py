@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -118,14 +119,15 @@ def reduce_edges(
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     """Dropout whose mask is drawn from (key, node id, column): 16 bits a column, four columns a draw."""
     threshold = round(p * 65536)
-    flat = x.reshape(x.size(0), -1)
+    exact = x if x.dtype in (torch.float32, torch.float64) else x.float()  # half types are scaled in float32
+    flat = exact.reshape(x.size(0), math.prod(x.shape[1:]))
     column = torch.arange(flat.size(1), device=x.device)
     raw = draw(key, ids[:, None], column // 4)
     lane = (raw >> (16 * (column % 4))) & 0xFFFF
-    keep = (lane >= threshold).to(x.dtype)
+    keep = (lane >= threshold).to(exact.dtype)
     # p = 1 keeps nothing: there is nothing to scale up.
     scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-    return (flat * (keep * scale)).view_as(x)
+    return (flat * (keep * scale)).view_as(x).to(x.dtype)
 
 
 def _destinations(indptr: Tensor) -> Tensor:

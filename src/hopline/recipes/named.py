@@ -16,7 +16,7 @@ def demo() -> RunConfig:
         data="demo",
         model=ModelSpec(name="sage", hidden=128, layers=2),
         method=Sampled(fanouts=(10, 10), batch_size=1024),
-        epochs=5,
+        epochs=20,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hopline import trace
+from hopline import ops, trace
 from hopline.tables.base import Table
 
 
@@ -31,7 +31,7 @@ class CachedTable(Table):
         return self.hot.numel() * self.hot.element_size() + self.slot.numel() * self.slot.element_size()
 
     def read(self, ids: Tensor) -> Tensor:
-        slot = self.slot[ids].long()
+        slot = ops.gather_rows(self.slot, ids).long()  # refuses ids that are not there
         hit = slot >= 0
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
         rows[hit] = self.hot[slot[hit]]

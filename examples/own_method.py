@@ -1,0 +1,45 @@
+"""A method of your own: seeds drawn in proportion to their degree, instead of each once per epoch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch_geometric.nn import SAGEConv
+
+import hopline as hl
+
+
+@dataclass(frozen=True)
+class ByDegree(hl.Method):
+    fanouts: tuple[int, ...] = (10, 5)
+    batch_size: int = 1024
+    steps: int = 20
+
+    def bind(self, job: hl.Job) -> "ByDegreeWork":
+        return ByDegreeWork(self, job, hl.NeighborSampler(job.data.graph, self.fanouts))
+
+
+@dataclass
+class ByDegreeWork:
+    spec: ByDegree
+    job: hl.Job
+    sampler: hl.NeighborSampler
+
+    def units(self, epoch: int) -> Iterator[hl.Unit]:
+        data, generator = self.job.data, torch.Generator().manual_seed(epoch)
+        weights = data.graph.in_degrees(self.job.train_ids).double() + 1
+        for step in range(self.spec.steps):
+            seeds = self.job.train_ids[weights.multinomial(self.spec.batch_size, generator=generator)]
+            key = epoch * 1_000_003 + step
+            blocks = self.sampler.sample(seeds, key)
+            yield hl.BatchUnit(self.job, hl.Batch(seeds, blocks, hl.Rows(data.x, blocks[0].src_ids), data.y[seeds], key=key))
+
+
+def main(name: str = "demo", **settings: int) -> hl.Run:
+    data = hl.open(name)
+    model = hl.nn.GNN([SAGEConv(data.num_features, 64), SAGEConv(64, data.num_classes)])
+    return hl.Trainer(model, data, ByDegree(), **settings).fit()
+
+
+if __name__ == "__main__":
+    main()
