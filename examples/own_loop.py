@@ -14,12 +14,12 @@ def main(name: str = "demo", epochs: int = 2) -> float:
     for epoch in range(1, epochs + 1):
         for batch in loader:
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(batch), batch.y)
+            loss = torch.nn.functional.cross_entropy(model(batch), batch.labels)
             loss.backward()
             optimizer.step()
         print(f"epoch {epoch}: loss {loss.item():.3f}")
     ids = data.splits["test"]
-    return hl.metrics.accuracy(hl.infer.exact(model, data, ids), data.y[ids])
+    return hl.metrics.accuracy(hl.infer.exact(model, data, ids), data.labels[ids])
 
 
 if __name__ == "__main__":

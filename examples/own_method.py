@@ -32,13 +32,15 @@ class ByDegreeWork:
             seeds = self.job.train_ids[weights.multinomial(self.spec.batch_size, generator=generator)]
             key = epoch * 1_000_003 + step
             blocks = self.sampler.sample(seeds, key)
-            yield hl.BatchUnit(self.job, hl.Batch(seeds, blocks, hl.Rows(data.x, blocks[0].src_ids), data.y[seeds], key=key))
+            yield hl.BatchUnit(
+                self.job, hl.Batch(seeds, blocks, hl.Rows(data.x, blocks[0].src_ids), data.labels[seeds], key=key)
+            )
 
 
-def main(name: str = "demo", **settings: int) -> hl.Run:
+def main(name: str = "demo", epochs: int = 3) -> hl.Run:
     data = hl.open(name)
     model = hl.nn.GNN([SAGEConv(data.num_features, 64), SAGEConv(64, data.num_classes)])
-    return hl.Trainer(model, data, ByDegree(), **settings).fit()
+    return hl.Trainer(model, data, ByDegree(), epochs=epochs).fit()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import hopline as hl
 
 
 def smooth(model: torch.nn.Module, batch: hl.Batch) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(model(batch), batch.y, label_smoothing=0.1)
+    return torch.nn.functional.cross_entropy(model(batch), batch.labels, label_smoothing=0.1)
 
 
 def best_three(model: torch.nn.Module, data: hl.Dataset, ids: torch.Tensor) -> dict[str, float]:
     scores = hl.infer.exact(model, data, ids)
-    hits = scores.topk(3).indices == data.y[ids, None]
+    hits = scores.topk(3).indices == data.labels[ids, None]
     return {"accuracy_of_3": float(hits.any(dim=1).float().mean())}
 
 

@@ -20,19 +20,20 @@ class DataUnit(hl.Unit):
         return self.data.batch_size
 
     def forward_backward(self, total: int) -> torch.Tensor:
-        scores = self.model(self.data.x, self.data.edge_index)[: self.size]
-        loss = torch.nn.functional.cross_entropy(scores, self.data.y[: self.size], reduction="sum")
+        scores = self.model(self.data.x, self.data.edge_index)
+        labels = torch.as_tensor(self.data.y)
+        loss = torch.nn.functional.cross_entropy(scores[: self.size], labels[: self.size], reduction="sum")
         (loss / total).backward()
         return loss.detach()
 
 
 @dataclass
 class PyGBatches(hl.Method):
-    model: torch.nn.Module
     make_loader: Callable[[int], Iterable[Data]]
     """epoch -> batches, for example `lambda epoch: NeighborLoader(data, [10, 5], batch_size=1024)`."""
 
     def bind(self, job: hl.Job) -> "PyGBatches":
+        self.model = job.module
         return self
 
     def units(self, epoch: int) -> Iterator[hl.Unit]:

@@ -8,7 +8,7 @@ import hopline as hl
 
 class TwoRates(hl.Trainer):
     def make_optimizer(self) -> torch.optim.Optimizer:
-        last = list(self.model.convs[-1].parameters())
+        last = list(self.model.get_submodule("convs.1").parameters())
         rest = [p for p in self.model.parameters() if not any(p is q for q in last)]
         groups = [{"params": rest}, {"params": last, "lr": self.settings.lr / 2}]
         return torch.optim.AdamW(groups, lr=self.settings.lr)

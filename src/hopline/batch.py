@@ -132,7 +132,7 @@ class Batch:
     seeds: Tensor
     """[num_seeds] int64 global node ids."""
     blocks: tuple[Block, ...]
-    """One per layer, in the order of computation: blocks[0] reads the input, the last one's destinations are the seeds."""
+    """One per layer, in the order of computation: the first reads the input, the last leads to the seeds."""
     x: Rows | Tensor | None
     """Input rows [num_input, num_features] of `input_ids`, or the handle to them."""
     y: Tensor | None
@@ -141,6 +141,20 @@ class Batch:
     """Rows of the dataset's other named tables for `input_ids`."""
     key: int | None = None
     """Key of this step's random draws: (seed, epoch, global step)."""
+
+    @property
+    def labels(self) -> Tensor:
+        """`y`, where there must be one."""
+        if self.y is None:
+            raise ValueError("this dataset has no labels to train on: give it y, or pass train_step=")
+        return self.y
+
+    @property
+    def input_rows(self) -> Rows | Tensor:
+        """`x`, where there must be one."""
+        if self.x is None:
+            raise ValueError("this dataset has no features: give it a table named 'x'")
+        return self.x
 
     @property
     def input_ids(self) -> Tensor:
@@ -171,9 +185,7 @@ class Batch:
             )
             for block in self.blocks
         ]
-        blocks = tuple(
-            replace(b, src_ids=move(b.src_ids), parts=ps) for b, ps in zip(self.blocks, parts, strict=True)
-        )
+        blocks = tuple(replace(b, src_ids=move(b.src_ids), parts=ps) for b, ps in zip(self.blocks, parts, strict=True))
         tables = {name: move(rows) for name, rows in self.tables.items()}
         return replace(self, seeds=move(self.seeds), blocks=blocks, x=move(self.x), y=move(self.y), tables=tables)  # type: ignore[arg-type]
 

@@ -44,7 +44,8 @@ def train(
         name, settings = "demo", [name, *settings]
     config = RECIPES[name]() if name in RECIPES else dataclasses.replace(run.RunConfig(), data=name)
     done = run.train(override(config, settings))
-    print(f"best epoch {done.best_epoch}: valid {done.metric} {done.valid:.4f}, test {done.metric} {done.test:.4f} (exact)")
+    valid, test = f"valid {done.metric} {done.valid:.4f}", f"test {done.metric} {done.test:.4f} (exact)"
+    print(f"best epoch {done.best_epoch}: {valid}, {test}")
     print(f"run folder: {done.folder}")
     return None
 
@@ -156,8 +157,6 @@ def _sentence(error: BaseException) -> tuple[str, int]:
 
 def _fail(sentence: str, status: int, debug: bool) -> NoReturn:
     if debug:
-        raise  # noqa: PLE0704 - called from an except block
+        raise  # the one being handled
     print(f"error: {sentence}", file=sys.stderr)
     sys.exit(status)
-
-

@@ -14,7 +14,18 @@ from hopline import ops
 from hopline.ops import reference
 from hopline.spec import format_size
 
-PACKAGES = ("hopline", "torch", "torch-geometric", "numba", "numpy", "pymetis", "ogb", "pyarrow", "scipy", "triton")
+PACKAGES = (
+    "hopline",
+    "torch",
+    "torch-geometric",
+    "numba",
+    "numpy",
+    "pymetis",
+    "ogb",
+    "pyarrow",
+    "scipy",
+    "triton",
+)
 
 
 def examine() -> Iterator[tuple[str, str, bool]]:
@@ -25,7 +36,11 @@ def examine() -> Iterator[tuple[str, str, bool]]:
     yield "cores", f"{os.cpu_count()} ({torch.get_num_threads()} used by torch)", True
     memory = psutil.virtual_memory()
     yield "memory", f"{format_size(memory.available)} free of {format_size(memory.total)}", True
-    yield "gpu", torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: hopline runs on the CPU", True
+    yield (
+        "gpu",
+        torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: hopline runs on the CPU",
+        True,
+    )
     for name, check in (("kernels", _kernels), ("kernel cache", _kernel_cache)):
         try:
             yield name, check(), True

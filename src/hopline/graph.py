@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hopline import ops
 
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A directed graph as in-edges: node `v` receives from `indices[indptr[v]:indptr[v + 1]]`."""
@@ -30,9 +31,7 @@ class Graph:
         if int(self.indptr[0]) != 0:
             raise ValueError(f"Graph.indptr starts at {int(self.indptr[0])}: its first entry must be 0")
         if int(self.indptr[-1]) != self.indices.numel():
-            raise ValueError(
-                f"Graph.indptr ends at {int(self.indptr[-1])} but there are {self.indices.numel()} edges"
-            )
+            raise ValueError(f"Graph.indptr ends at {int(self.indptr[-1])} but there are {self.indices.numel()} edges")
         for name, array in self.edge.items():
             if array.size(0) != self.indices.numel():
                 raise ValueError(f"edge array {name!r} has {array.size(0)} rows for {self.num_edges} edges")

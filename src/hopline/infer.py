@@ -55,7 +55,11 @@ def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None
     """
     walk = as_walkable(model)
     outputs = []
-    with _evaluating(walk), trace.span("infer"), progress("inference", num_nodes, "nodes", enabled=show, brief=True) as bar:
+    with (
+        _evaluating(walk),
+        trace.span("infer"),
+        progress("inference", num_nodes, "nodes", enabled=show, brief=True) as bar,
+    ):
         for batch in batches:
             outputs.append(walk(batch).cpu())
             bar.advance(batch.num_seeds)
@@ -132,7 +136,9 @@ class _Layerwise:
             return [everything] * (self.model.num_layers + 1)
         needed = [torch.unique(ids)]
         for _ in range(self.model.num_layers):
-            grown = needed[0] if needed[0].numel() == everything.numel() else in_neighborhood(self.data.graph, needed[0])
+            grown = (
+                needed[0] if needed[0].numel() == everything.numel() else in_neighborhood(self.data.graph, needed[0])
+            )
             needed.insert(0, grown)
         return needed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops, trace
-from hopline.batch import Batch, Block, Rows
+from hopline.batch import Batch, Rows
 from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import Whole, as_walkable
@@ -30,7 +30,9 @@ class Job:
 
     data: Dataset
     model: GNN | Whole
-    """The model as the library runs it; shares its parameters with the user's."""
+    """The model as the library runs it, called with a batch; shares its parameters with the user's."""
+    module: nn.Module
+    """The user's own model, as it was given."""
     train_ids: Tensor
     """[n] int64: nodes to train on."""
     train_step: TrainStep
@@ -175,7 +177,13 @@ class Loader:
     """Batches of a dataset, prepared ahead: sample, gather, move. Iterating gives epoch after epoch."""
 
     def __init__(
-        self, data: Dataset, ids: Tensor, method: Sampled, seed: int, device: torch.device, model: GNN | Whole | None
+        self,
+        data: Dataset,
+        ids: Tensor,
+        method: Sampled,
+        seed: int,
+        device: torch.device,
+        model: GNN | Whole | None,
     ) -> None:
         if ids.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
@@ -192,7 +200,7 @@ class Loader:
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         return self.epoch(epoch)
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
+    def epoch(self, epoch: int) -> Generator[Batch, None, None]:
         """The batches of one epoch, counted from 1: the same for any number of workers."""
         stages = [Stage("sample", self._sample), Stage("gather", self._gather), Stage("move", self._move)]
         workers, look_ahead = resolve_workers(self.method)
@@ -234,5 +242,3 @@ def resolve_workers(method: Sampled) -> tuple[int, int]:
     workers = max(1, min(8, cores - 1)) if method.workers == "auto" else method.workers
     look_ahead = 2 * max(1, workers) if method.look_ahead == "auto" else method.look_ahead
     return workers, look_ahead
-
-

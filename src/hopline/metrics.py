@@ -87,9 +87,7 @@ def _check(name: str, scores: Tensor, y: Tensor | None = None) -> None:
     if scores.numel() == 0 or (y is not None and y.numel() == 0):
         raise ValueError(f"{name} of no rows is undefined: give at least one row.")
     if torch.isnan(scores).any():
-        raise ValueError(
-            f"{name} of NaN scores is undefined: lower the learning rate, or check the features."
-        )
+        raise ValueError(f"{name} of NaN scores is undefined: lower the learning rate, or check the features.")
 
 
 def _binary(name: str, y: Tensor) -> Tensor:

@@ -119,9 +119,15 @@ def make_model(spec: ModelSpec, data: Dataset) -> nn.Module:
     if spec.name == "gcnii":
         return _gcnii(spec, data)
     if spec.name not in CONVS:
-        raise ValueError(f"there is no model {spec.name!r}.{nearest(spec.name, NAMES)} Choose one of {', '.join(NAMES)}")
+        raise ValueError(
+            f"there is no model {spec.name!r}.{nearest(spec.name, NAMES)} Choose one of {', '.join(NAMES)}"
+        )
     jumping = spec.jk != "none"
-    widths = [data.num_features, *[spec.hidden] * (spec.layers - 1), spec.hidden if jumping else data.num_classes]
+    widths = [
+        data.num_features,
+        *[spec.hidden] * (spec.layers - 1),
+        spec.hidden if jumping else data.num_classes,
+    ]
     convs = [
         CONVS[spec.name](spec, data, widths[l], widths[l + 1], l == spec.layers - 1 and not jumping)
         for l in range(spec.layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Pipeline:
         self.workers = workers
         self.look_ahead = max(1, look_ahead)
 
-    def run(self, requests: Iterable[Any]) -> Iterator[Any]:
+    def run(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield each request's result. Closing the iterator stops the threads and drops what they prepared."""
         if self.workers == 0:
             yield from map(self._through_stages, requests)

@@ -95,9 +95,7 @@ def quiet() -> Iterator[None]:
             _quiet_depth -= 1
 
 
-def _open(
-    label: str, total: int | None, unit: str, enabled: bool, brief: bool, console: Console
-) -> Progress:
+def _open(label: str, total: int | None, unit: str, enabled: bool, brief: bool, console: Console) -> Progress:
     if not enabled:
         return Progress()
     if not console.is_terminal:

@@ -146,9 +146,7 @@ def _without_folders(argument: str) -> str:
     """Reduce absolute paths, which tell about a machine and not about a run, to their last part."""
     key, equals, value = argument.rpartition("=")
     paths = [
-        PureWindowsPath(part).name
-        if PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute()
-        else part
+        PureWindowsPath(part).name if PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute() else part
         for part in value.split(",")
     ]
     return key + equals + ",".join(paths)

@@ -104,9 +104,7 @@ def read_run(folder: Path) -> RunFiles:
         about = json.loads(path.read_text("utf-8"))
         name = str(about["config"].get("name") or folder.resolve().name)
     except FileNotFoundError:
-        raise ValueError(
-            f"'{path}' is missing: give the folder of a run, as `hopline train out=` names it."
-        ) from None
+        raise ValueError(f"'{path}' is missing: give the folder of a run, as `hopline train out=` names it.") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"'{path}' is damaged: restore it, or run again with another out=FOLDER.") from None
     records, num_unreadable = _read_lines(folder / "metrics.jsonl")
@@ -117,10 +115,7 @@ def read_run(folder: Path) -> RunFiles:
         for r in records
         if r.get("event") == "evaluate" and _is_number(r.get("epoch")) and isinstance(r.get("metrics"), dict)
     }
-    last = {
-        event: next((r for r in reversed(records) if r.get("event") == event), {})
-        for event in ("end", "close")
-    }
+    last = {event: next((r for r in reversed(records) if r.get("event") == event), {}) for event in ("end", "close")}
     return RunFiles(
         name=name,
         about=about,
@@ -175,9 +170,7 @@ def _tiles(run: RunFiles) -> str:
     seconds = [r["seconds"] for r in run.epochs if _is_number(r.get("seconds"))]
     tiles: list[tuple[str, str]] = []
     for split, metrics, note in _results(run):
-        tiles += [
-            (f"{split} {name}{note}", short(value)) for name, value in metrics.items() if _is_number(value)
-        ]
+        tiles += [(f"{split} {name}{note}", short(value)) for name, value in metrics.items() if _is_number(value)]
     tiles.append(("epochs", str(len(run.epochs))))
     if seconds:
         tiles.append(("median seconds per epoch", short(statistics.median(seconds))))
@@ -185,9 +178,7 @@ def _tiles(run: RunFiles) -> str:
         tiles.append(("slowest stage, last epoch", str(run.epochs[-1]["slowest_stage"])))
     if _is_number(run.end.get("peak_rss_bytes")):
         tiles.append(("peak host memory", format_size(run.end["peak_rss_bytes"])))
-    cells = [
-        f'<div class="tile"><b>{escape(v)}</b><span class="dim">{escape(k)}</span></div>' for k, v in tiles
-    ]
+    cells = [f'<div class="tile"><b>{escape(v)}</b><span class="dim">{escape(k)}</span></div>' for k, v in tiles]
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
@@ -196,9 +187,7 @@ def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
     best = run.end.get("best_epoch")
     valid = run.end.get("valid")
     if not isinstance(valid, dict):
-        scored = [
-            r for r in run.evaluations if r.get("split") == "valid" and _is_number(_first(r["metrics"]))
-        ]
+        scored = [r for r in run.evaluations if r.get("split") == "valid" and _is_number(_first(r["metrics"]))]
         top = max(scored, key=lambda r: _first(r["metrics"]), default=None)
         valid, best = (top["metrics"], top["epoch"]) if top else (None, None)
     if valid:
@@ -281,9 +270,7 @@ def _counters(run: RunFiles) -> str:
                 totals[name] = totals.get(name, 0) + amount
     names = sorted({*totals, *last})
     rows = [(name, *(_amount(name, values.get(name)) for values in (totals, last))) for name in names]
-    return (
-        f"<h2>Counters</h2>{_table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
-    )
+    return f"<h2>Counters</h2>{_table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
 
 
 def _amount(name: str, value: float | None) -> str:

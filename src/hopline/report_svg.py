@@ -71,9 +71,7 @@ def line_chart(title: str, series: Mapping[str, Points]) -> str:
     epochs = [x for points in series.values() for x, _ in points]
     values = [y for points in series.values() for _, y in points]
     first, last, y_ticks = min(epochs), max(epochs), ticks(min(values), max(values))
-    x_ticks = (
-        [x for x in ticks(first, last, 6) if first <= x <= last and x == int(x)] if last > first else [first]
-    )
+    x_ticks = [x for x in ticks(first, last, 6) if first <= x <= last and x == int(x)] if last > first else [first]
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = _scale(x, first, last, LEFT + 8, WIDTH - RIGHT - 8)
@@ -87,9 +85,7 @@ def line_chart(title: str, series: Mapping[str, Points]) -> str:
         parts.append(f'<polyline class="curve" style="stroke:{colour}" points="{line}"/>')
         # Dots where they stand apart; where they are many, something unseen to point at.
         dot = f'r="3" style="fill:{colour}"' if len(points) <= MAX_BARS else 'r="6" fill="transparent"'
-        for (x, y), (epoch, value) in list(zip(places, points, strict=True))[
-            :: -(-len(points) // MAX_HOVERS)
-        ]:
+        for (x, y), (epoch, value) in list(zip(places, points, strict=True))[:: -(-len(points) // MAX_HOVERS)]:
             hover = f"{escape(name)}, epoch {epoch:g}: {value:.6g}"
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {dot}><title>{hover}</title></circle>')
     return _figure(title, series, WIDTH, "".join(parts))
@@ -116,9 +112,7 @@ def bar_chart(title: str, bars: Sequence[tuple[float, Mapping[str, float]]]) -> 
         for i, (name, seconds) in enumerate(stages.items()):
             bottom, top = (_scale(v, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP) for v in (below, below + seconds))
             below += seconds
-            box = (
-                f'x="{centre - thick / 2:.1f}" y="{top:.1f}" width="{thick:.1f}" height="{bottom - top:.1f}"'
-            )
+            box = f'x="{centre - thick / 2:.1f}" y="{top:.1f}" width="{thick:.1f}" height="{bottom - top:.1f}"'
             hover = f"{escape(name)}, epoch {label}: {seconds:.4g} s"
             fill = f"fill:var(--c{i % NUM_COLOURS})"
             parts.append(f'<rect {box} style="{fill}"><title>{hover}</title></rect>')

@@ -30,9 +30,7 @@ class NeighborSampler:
     part of the one at a larger, so a node that is a destination in several layers has nested neighbour lists.
     """
 
-    def __init__(
-        self, graph: Graph, fanouts: Sequence[int], *, replace: bool = False, edge_ids: bool = False
-    ) -> None:
+    def __init__(self, graph: Graph, fanouts: Sequence[int], *, replace: bool = False, edge_ids: bool = False) -> None:
         check_fanouts(fanouts, replace)
         self.graph = graph
         self.fanouts = tuple(fanouts)

@@ -42,7 +42,12 @@ class Scheduler:
         self._by_epoch: CosineAnnealingLR | StepLR | None = None
         if spec.name == "plateau":
             self._plateau = ReduceLROnPlateau(
-                optimizer, mode="max", factor=spec.factor, patience=spec.patience, min_lr=spec.floor, threshold=0.0
+                optimizer,
+                mode="max",
+                factor=spec.factor,
+                patience=spec.patience,
+                min_lr=spec.floor,
+                threshold=0.0,
             )
         elif spec.name == "cosine":
             self._by_epoch = CosineAnnealingLR(optimizer, max(1, epochs - spec.warmup), eta_min=spec.floor)

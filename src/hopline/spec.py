@@ -261,8 +261,7 @@ def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str,
         groups.setdefault(item.path[0], []).append(item)
     before = _defaults(cls) if base is None else {name: getattr(base, name) for name in hints}
     values = {
-        name: _field_value(hints[name], before.get(name), group, prefix + name, root)
-        for name, group in groups.items()
+        name: _field_value(hints[name], before.get(name), group, prefix + name, root) for name, group in groups.items()
     }
     return _construct(cls, values, prefix) if base is None else dataclasses.replace(base, **values)
 

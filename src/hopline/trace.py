@@ -174,8 +174,7 @@ class Timers:
             rows.append((region.name, str(region.calls), f"{region.first_epoch_s:.4f} s", later + spread))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
 
     def _add(self, name: str, seconds: float) -> None:

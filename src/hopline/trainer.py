@@ -122,6 +122,7 @@ class Trainer:
         self.job = Job(
             data=data,
             model=as_walkable(model),
+            module=model,
             train_ids=self._train_ids(),
             train_step=train_step or supervised(data.task),
             seed=self.settings.seed,
@@ -243,7 +244,9 @@ class Trainer:
         return evaluation
 
     def _is_due(self, epoch: int) -> bool:
-        return epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self._stop_reason is not None
+        return (
+            epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self._stop_reason is not None
+        )
 
     def _has(self, split: str) -> bool:
         return split in self.data.splits and self.data.splits[split].numel() > 0
@@ -315,7 +318,12 @@ class Trainer:
             method |= to_dict(self.method)
         except (TypeError, ValueError):  # a user's own method need not be a dataclass
             method["repr"] = repr(self.method)
-        return {"data": self.data.name, "method": method, "train": to_dict(self.settings), "model": repr(self.model)}
+        return {
+            "data": self.data.name,
+            "method": method,
+            "train": to_dict(self.settings),
+            "model": repr(self.model),
+        }
 
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self._active:
@@ -326,9 +334,7 @@ def supervised(task: str) -> TrainStep:
     """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
-        scores, y = model(batch), batch.y
-        if y is None:
-            raise ValueError("this dataset has no labels to train on: give it y, or pass train_step=")
+        scores, y = model(batch), batch.labels
         if task == "multi" or scores.size(-1) == 1:
             return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape).float(), y.float())
         return nn.functional.cross_entropy(scores.float(), y)

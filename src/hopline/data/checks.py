@@ -103,9 +103,7 @@ def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where:
         unlabelled = (y[piece] < 0).nonzero()
         if unlabelled.numel():
             node = int(ids[start + int(unlabelled[0])])
-            raise ValueError(
-                f"{where} has node {node}, which has no label: leave such nodes out of the split."
-            )
+            raise ValueError(f"{where} has node {node}, which has no label: leave such nodes out of the split.")
 
 
 def check_table(name: str, table: Table, where: Callable[[str], str]) -> None:

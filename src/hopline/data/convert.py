@@ -203,9 +203,7 @@ class Runs:
             self._files = [(self.folder / name).open("w+b") for name in names]
         check_same_arrays(self.sample, edges)
         starts, order = ops.group_edges(edges.dst // self.width, self.num_buckets)
-        for file, column, sample in zip(
-            self._files, self._columns(edges), self._columns(self.sample), strict=True
-        ):
+        for file, column, sample in zip(self._files, self._columns(edges), self._columns(self.sample), strict=True):
             file.write(as_bytes(column[order].to(sample.dtype)))
         self._starts.append(starts + self.num_edges)
         self.num_edges += edges.src.numel()

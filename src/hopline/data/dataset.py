@@ -73,10 +73,15 @@ class Dataset:
     def x(self) -> Table:
         """The main feature table."""
         if "x" not in self.tables:
-            raise ValueError(
-                f"Dataset {self.name!r} has no features: add them with tables['x'] = TensorTable(rows)."
-            )
+            raise ValueError(f"Dataset {self.name!r} has no features: add them with tables['x'] = TensorTable(rows).")
         return self.tables["x"]
+
+    @property
+    def labels(self) -> Tensor:
+        """`y`, where there must be one."""
+        if self.y is None:
+            raise ValueError(f"Dataset {self.name!r} has no labels: give it y.")
+        return self.y
 
     @property
     def num_features(self) -> int:
@@ -165,9 +170,7 @@ class Dataset:
 
 def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -> None:
     if y.size(0) != num_nodes:
-        raise ValueError(
-            f"There are {y.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none."
-        )
+        raise ValueError(f"There are {y.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
     if task == "multi":
         if y.dim() != 2 or y.size(1) != num_classes:
             raise ValueError(f"Multi-label y must be [{num_nodes}, {num_classes}], not {list(y.shape)}.")

@@ -51,7 +51,8 @@ class Source:
         from_pyg(data, **(given | options)).save(target)
 
     def _fetch_ogb(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
-        place = raw / self.name.replace("-", "_")
+        folder = f"ogbn_{self.kind.removesuffix('-bin')}"
+        place = next((p for p in (raw.parent / folder, raw / folder) if is_ogb_folder(p)), raw / folder)
         if not is_ogb_folder(place):
             _attempt(self.name, place, lambda: _download_ogb(self.kind, place))
         from_ogb_folder(place, folder=target, **({"name": self.name} | options))

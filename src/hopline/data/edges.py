@@ -49,9 +49,7 @@ def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
     known = [f.name for f in fields(EdgeOptions)]
     for key in options:
         if key not in known:
-            raise ValueError(
-                f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}"
-            )
+            raise ValueError(f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
     return EdgeOptions(**options)
 
 
@@ -79,9 +77,7 @@ def edge_chunks(
     if isinstance(source, str | Path):
         yield from ((chunk, {}) for chunk in npy_edges(source, chunk_edges))
         return
-    chunks: Iterable[EdgeChunk] = (
-        [(source, edge or {})] if isinstance(source, Tensor | np.ndarray) else source
-    )
+    chunks: Iterable[EdgeChunk] = [(source, edge or {})] if isinstance(source, Tensor | np.ndarray) else source
     for chunk in chunks:
         index, arrays = chunk if isinstance(chunk, tuple) and isinstance(chunk[1], Mapping) else (chunk, {})
         index = as_tensor(index)
@@ -103,9 +99,7 @@ def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
     # By plain reads, not by a map: mapped pages count as resident memory.
     with Path(path).open("rb") as file:
         version = np.lib.format.read_magic(file)
-        header = (
-            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        )
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = header(file)
         if len(shape) != 2 or 2 not in shape or fortran or dtype.kind not in "iu":
             raise ValueError(f"{path} must hold whole numbers [2, E] in C order, not {list(shape)} {dtype}.")
@@ -121,9 +115,7 @@ def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
             yield torch.from_numpy(np.stack(rows) if by_row else rows[0].reshape(count, 2).T)
 
 
-def prepare(
-    index: Tensor, edge: dict[str, Tensor], num_nodes: int, offset: int, options: EdgeOptions
-) -> Edges:
+def prepare(index: Tensor, edge: dict[str, Tensor], num_nodes: int, offset: int, options: EdgeOptions) -> Edges:
     """Check a chunk, then add reversed edges and drop self-loops as the options say."""
     if index.numel():
         low, high = (int(v) for v in index.aminmax())
@@ -189,9 +181,7 @@ def check_same_arrays(first: Edges, other: Edges) -> None:
     for name in first.edge.keys() | other.edge.keys():
         shapes = [e.edge[name].shape[1:] if name in e.edge else None for e in (first, other)]
         if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"Not all chunks have the edge array {name!r} in one shape: give every chunk the same."
-            )
+            raise ValueError(f"Not all chunks have the edge array {name!r} in one shape: give every chunk the same.")
 
 
 def join(pieces: list[Edges], num_nodes: int) -> Edges:

@@ -60,10 +60,10 @@ def open_dataset(
     name = ALIASES.get(text.lower(), text)
     if name in synthetic.BUILT_IN:
         return _open_built_in(name, root, split, verify, options)
-    found = _under(root, name)
+    source = download.find(name)
+    found = _under(root, name) or (_under(root, source.name) if source else None)
     if found is not None:
         return _open_path(found, split, verify, options)
-    source = download.find(name)
     if source is None:
         known = sorted({info.name for info in names(data_root=root)} | set(ALIASES))
         raise ValueError(
@@ -81,9 +81,7 @@ def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> 
     if not is_dataset(path) and is_ogb_folder(path):
         return _checked(from_ogb_folder(path, split=split, **options), check)
     if options:
-        raise ValueError(
-            f"{path} is already converted: leave out {', '.join(options)}, or convert it anew with them."
-        )
+        raise ValueError(f"{path} is already converted: leave out {', '.join(options)}, or convert it anew with them.")
     if check:
         verify(path)
     return open_folder(path, split=split)
@@ -117,7 +115,7 @@ def _under(root: Path, name: str) -> Path | None:
     return None
 
 
-def names(*, data_root: str | os.PathLike[str] | None = None) -> list[NameInfo]:
+def names(data_root: str | os.PathLike[str] | None = None) -> list[NameInfo]:
     """Every dataset that can be opened by name: built in, under the data root, or by download."""
     root = default_data_root() if data_root is None else Path(data_root).expanduser()
     listed = {name: NameInfo(name, what, "built in") for name, (_, what) in synthetic.BUILT_IN.items()}

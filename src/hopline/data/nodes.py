@@ -58,13 +58,9 @@ def node_data(
         found = {"x": _floating(as_table(x)), **found}
     for name, table in found.items():
         if len(table) != num_nodes:
-            raise ValueError(
-                f"Table {name!r} has {len(table)} rows for {num_nodes} nodes: give one row per node."
-            )
+            raise ValueError(f"Table {name!r} has {len(table)} rows for {num_nodes} nodes: give one row per node.")
     if labels is not None and labels.size(0) != num_nodes:
-        raise ValueError(
-            f"There are {labels.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none."
-        )
+        raise ValueError(f"There are {labels.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
     nodes = NodeData(
         num_nodes=num_nodes,
         tables=found,
@@ -97,9 +93,7 @@ def node_ids(selection: Any, num_nodes: int) -> Tensor:
     chosen = as_tensor(selection)
     if chosen.dtype == torch.bool:
         if chosen.shape != (num_nodes,):
-            raise ValueError(
-                f"A split mask has shape {list(chosen.shape)}: give one entry per node, {num_nodes}."
-            )
+            raise ValueError(f"A split mask has shape {list(chosen.shape)}: give one entry per node, {num_nodes}.")
         return chosen.nonzero().reshape(-1)
     if chosen.dtype.is_floating_point or chosen.dim() != 1:
         raise ValueError("A split must be a boolean mask over the nodes or a 1-D list of node ids.")
@@ -125,15 +119,11 @@ def _count(mask: Tensor, num_nodes: int) -> int:
     if mask.dim() == 1:
         return 1
     if mask.dim() != 2 or num_nodes not in mask.shape:
-        raise ValueError(
-            f"Split masks have shape {list(mask.shape)}: give [N] or [N, k] for N = {num_nodes} nodes."
-        )
+        raise ValueError(f"Split masks have shape {list(mask.shape)}: give [N] or [N, k] for N = {num_nodes} nodes.")
     return mask.size(1) if mask.size(0) == num_nodes else mask.size(0)
 
 
-def per_class_split(
-    y: Tensor, *, num_train: int = 20, num_valid: int = 30, seed: int = 0
-) -> dict[str, Tensor]:
+def per_class_split(y: Tensor, *, num_train: int = 20, num_valid: int = 30, seed: int = 0) -> dict[str, Tensor]:
     """A seeded split with so many training and validation nodes per class; other labelled nodes are test."""
     order = torch.argsort(draw(derive_key(seed), torch.arange(y.numel()), 0), stable=True)
     order = order[y[order] >= 0]
@@ -163,15 +153,11 @@ def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
         labels = labels[:, 0]
     if labels.dim() == 1:
         if task == "multi":
-            raise ValueError(
-                "Multi-label y must be [num_nodes, num_labels]: give a 2-D array of zeros and ones."
-            )
+            raise ValueError("Multi-label y must be [num_nodes, num_labels]: give a 2-D array of zeros and ones.")
         if labels.dtype.is_floating_point:
             labels = labels.nan_to_num(nan=-1.0)
             if not bool((labels == labels.round()).all()):
-                raise ValueError(
-                    "Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes."
-                )
+                raise ValueError("Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes.")
         return labels.long(), task or "single"
     if task not in (None, "multi"):
         raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")

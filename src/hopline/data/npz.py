@@ -40,30 +40,22 @@ def from_npz(
     meta = _meta(arrays)
     if "edge_index" not in arrays:
         kind = "several node types" if any(k.startswith("edge_") for k in arrays) else "no edge_index"
-        raise ValueError(
-            f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph."
-        )
+        raise ValueError(f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph.")
     name = str(meta.get("name", path.stem))
     given: dict[str, Any] = {
         "name": name,
         "x": _features(arrays),
         "y": arrays.get("y"),
         "edge": {ours: arrays[theirs] for theirs, ours in _EDGE_NAMES.items() if theirs in arrays},
-        "splits": {
-            split_name(k): v for k, v in arrays.items() if k in ("train_mask", "val_mask", "test_mask")
-        },
+        "splits": {split_name(k): v for k, v in arrays.items() if k in ("train_mask", "val_mask", "test_mask")},
         "num_nodes": _num_nodes(arrays, meta),
         "meta": {"origin": path.name, **meta},
         "symmetrize": "each edge once" in str(meta.get("edges", "")),
         "task": KNOWN_TASKS.get(name),
     }
-    others = {
-        k: v for k, v in arrays.items() if k not in {*_NODE_KEYS, *_EDGE_NAMES} and not k.endswith("_mask")
-    }
+    others = {k: v for k, v in arrays.items() if k not in {*_NODE_KEYS, *_EDGE_NAMES} and not k.endswith("_mask")}
     num_nodes = given["num_nodes"]
-    given["tables"] = {
-        k: v for k, v in others.items() if v.ndim and v.shape[0] == num_nodes and v.dtype.kind in "fiub"
-    }
+    given["tables"] = {k: v for k, v in others.items() if v.ndim and v.shape[0] == num_nodes and v.dtype.kind in "fiub"}
     labels, _ = normalize_labels(given["y"], given["task"])
     if not given["splits"] and labels is not None and labels.dim() == 1 and split_per_class:
         train, valid = split_per_class
@@ -73,14 +65,12 @@ def from_npz(
 
 def _load(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return {key: file[key] for key in file.files}
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
     except FileNotFoundError as error:
         raise ValueError(f"There is no file {path}: check the path.") from error
     except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path} is damaged or not an .npz of plain arrays ({error}): copy it again."
-        ) from error
+        raise ValueError(f"{path} is damaged or not an .npz of plain arrays ({error}): copy it again.") from error
 
 
 def _meta(arrays: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -23,9 +23,7 @@ SYMMETRIZED = ("ogbn_products", "ogbn_proteins")
 
 def is_ogb_folder(path: Path) -> bool:
     """Whether a folder has OGB's layout."""
-    return (path / "split").is_dir() and any(
-        (path / "raw" / f).is_file() for f in ("edge.csv.gz", "data.npz")
-    )
+    return (path / "split").is_dir() and any((path / "raw" / f).is_file() for f in ("edge.csv.gz", "data.npz"))
 
 
 def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
@@ -36,9 +34,7 @@ def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
     """
     root = Path(path).expanduser()
     if not is_ogb_folder(root):
-        raise ValueError(
-            f"{root} is not an OGB folder: it needs raw/edge.csv.gz or raw/data.npz, and split/."
-        )
+        raise ValueError(f"{root} is not an OGB folder: it needs raw/edge.csv.gz or raw/data.npz, and split/.")
     given: dict[str, Any] = {
         "name": root.name.replace("_", "-"),
         "splits": _splits(root / "split"),
@@ -55,9 +51,7 @@ def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
 def _splits(folder: Path) -> dict[str, np.ndarray]:
     kinds = sorted(p for p in folder.iterdir() if p.is_dir() and (p / "train.csv.gz").is_file())
     if len(kinds) != 1:
-        raise ValueError(
-            f"{folder} must hold one split folder with train.csv.gz, not {len(kinds)}: keep one."
-        )
+        raise ValueError(f"{folder} must hold one split folder with train.csv.gz, not {len(kinds)}: keep one.")
     names = ("train", "valid", "test")
     return {name: _matrix(kinds[0] / f"{name}.csv.gz")[:, 0].astype(np.int64) for name in names}
 
@@ -109,9 +103,7 @@ def _binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
             with zipfile.ZipFile(raw / "data.npz") as archive:
                 files = {Path(n).stem: _unpack(archive, n, Path(scratch)) for n in archive.namelist()}
         except (zipfile.BadZipFile, OSError, EOFError) as error:
-            raise ValueError(
-                f"{raw / 'data.npz'} cannot be unpacked ({error}): download it again."
-            ) from error
+            raise ValueError(f"{raw / 'data.npz'} cannot be unpacked ({error}): download it again.") from error
         arrays = {
             name: np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
             for name, file in files.items()

@@ -1,9 +1,9 @@
 """Built-in graphs from a seed: planted communities with power-law degrees.
 
-In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls
-as d^-1.54 over the upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges, and
-the largest in-degree is a few hundred times the mean. Sources are drawn with a preference for low ranks too, so
-out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
+In-degrees: the node of rank r gets a share of the edges that falls as r^-0.65, so P(degree > d) falls as
+d^-1.54 over the upper part of the distribution; the 1% best-connected nodes receive about 24% of all edges,
+and the largest in-degree is a few hundred times the mean. Sources are drawn with a preference for low ranks
+too, so out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ class Planted:
 
     def __post_init__(self) -> None:
         if self.num_classes < 1 or self.num_nodes < 2 * self.num_classes:
-            raise ValueError(
-                f"A planted graph needs two nodes per class: give num_nodes >= {2 * self.num_classes}."
-            )
+            raise ValueError(f"A planted graph needs two nodes per class: give num_nodes >= {2 * self.num_classes}.")
         if not 0 <= self.homophily <= 1:
             raise ValueError(f"homophily is {self.homophily}: give a share from 0 to 1.")
         if self.num_edges < 0 or self.num_features < 1 or (self.symmetric and self.num_edges % 2):
@@ -137,9 +135,7 @@ def built_in(name: str, options: dict[str, Any]) -> Planted:
     known = ["scale", *(f.name for f in fields(Planted))]
     for key in options:
         if key not in known:
-            raise ValueError(
-                f"{name!r} has no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}"
-            )
+            raise ValueError(f"{name!r} has no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
     changes = dict(options)
     settings = BUILT_IN[name][0].scaled(float(changes.pop("scale", 1)))
     return replace(settings, **changes) if changes else settings

@@ -70,9 +70,7 @@ class _EdgeFile:
             return self.mapping.positions(ids, f"{self.path}, edge {row} +")
         if ids.dtype.kind not in "iu":
             bad = ids[0] if ids.dtype.kind == "U" else ids[int(np.argmax(ids != np.round(ids)))]
-            raise ValueError(
-                f"{self.path} has node id {bad!r} after edge {row}: give whole numbers, or ids='map'."
-            )
+            raise ValueError(f"{self.path} has node id {bad!r} after edge {row}: give whole numbers, or ids='map'.")
         return ids.astype(np.int64)
 
 
@@ -91,22 +89,16 @@ class IdMap:
         self.sorted = ids[self.order]
         repeated = np.flatnonzero(self.sorted[1:] == self.sorted[:-1])
         if repeated.size:
-            raise ValueError(
-                f"The node file has id {self.sorted[repeated[0]]!s} twice: give each node one row."
-            )
+            raise ValueError(f"The node file has id {self.sorted[repeated[0]]!s} twice: give each node one row.")
 
     def positions(self, ids: np.ndarray, where: str) -> np.ndarray:
         """The node number of each id."""
         if (ids.dtype.kind == "U") != (self.ids.dtype.kind == "U"):
-            raise ValueError(
-                f"{where} 0: ids are numbers in one place and text in another: write them all alike."
-            )
+            raise ValueError(f"{where} 0: ids are numbers in one place and text in another: write them all alike.")
         at = np.searchsorted(self.sorted, ids).clip(max=max(0, self.sorted.size - 1))
         wrong = np.flatnonzero(self.sorted[at] != ids) if self.sorted.size else np.arange(ids.size)
         if wrong.size:
-            raise ValueError(
-                f"{where} {wrong[0]}: node {ids[wrong[0]]!s} is not in the node file: add a row for it."
-            )
+            raise ValueError(f"{where} {wrong[0]}: node {ids[wrong[0]]!s} is not in the node file: add a row for it.")
         return self.order[at]
 
     def table(self) -> torch.Tensor:
@@ -166,9 +158,7 @@ def _distinct(source: _EdgeFile) -> np.ndarray:
     for chunk in source.raw():
         new = np.unique(np.concatenate([chunk[source.columns.src], chunk[source.columns.dst]]))
         if found is not None and (found.dtype.kind == "U") != (new.dtype.kind == "U"):
-            raise ValueError(
-                f"{source.path}: ids are numbers in one place and text in another: write them all alike."
-            )
+            raise ValueError(f"{source.path}: ids are numbers in one place and text in another: write them all alike.")
         found = new if found is None else np.union1d(found, new)
     return np.empty(0, dtype=np.int64) if found is None else found
 
@@ -198,9 +188,7 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
     if columns.id in whole and ids == "number":
         _reorder(given, whole[columns.id], path)
     if columns.id not in whole and ids == "map":
-        raise ValueError(
-            f"{path} has no column {columns.id!r}: ids='map' needs the node ids; name their column."
-        )
+        raise ValueError(f"{path} has no column {columns.id!r}: ids='map' needs the node ids; name their column.")
     return given, whole.get(columns.id)
 
 
@@ -227,9 +215,7 @@ def _reorder(given: dict[str, Any], ids: np.ndarray, path: Path) -> None:
     """Put the rows of a node file in the order of its ids, which must be 0 .. N - 1."""
     order = np.argsort(ids, kind="stable")
     if ids.dtype.kind not in "iu" or not np.array_equal(ids[order], np.arange(ids.size)):
-        raise ValueError(
-            f"{path}: the ids are not the numbers 0 to {ids.size - 1}, each once: use ids='map'."
-        )
+        raise ValueError(f"{path}: the ids are not the numbers 0 to {ids.size - 1}, each once: use ids='map'.")
     for key in ("x", "y"):
         if key in given:
             given[key] = given[key][order]

@@ -48,9 +48,7 @@ def read_parquet(path: Path, *, columns: Sequence[str] | None = None) -> Iterato
             for batch in file.iter_batches(CHUNK_ROWS, columns=names):
                 yield {name: _to_numpy(batch.column(name), path, name) for name in names}
     except arrow.ArrowException as error:
-        raise ValueError(
-            f"{path} cannot be read as Parquet ({_first_line(error)}): write it again."
-        ) from error
+        raise ValueError(f"{path} cannot be read as Parquet ({_first_line(error)}): write it again.") from error
 
 
 def columns_of(path: Path, **settings: Any) -> list[str]:
@@ -72,11 +70,7 @@ def is_parquet(path: Path) -> bool:
 
 def read_file(path: Path, *, columns: Sequence[str] | None = None, **settings: Any) -> Iterator[Chunk]:
     """Columns of a CSV or Parquet file in chunks of rows."""
-    return (
-        read_parquet(path, columns=columns)
-        if is_parquet(path)
-        else read_csv(path, columns=columns, **settings)
-    )
+    return read_parquet(path, columns=columns) if is_parquet(path) else read_csv(path, columns=columns, **settings)
 
 
 def _check_file(path: Path) -> None:
@@ -92,9 +86,7 @@ def _choose(path: Path, found: Sequence[str], wanted: Sequence[str] | None) -> l
     for name in wanted or ():
         if name not in found:
             names = ", ".join(list(found)[:20])
-            raise ValueError(
-                f"{path} has no column {name!r}, only {names}: name the right one.{nearest(name, found)}"
-            )
+            raise ValueError(f"{path} has no column {name!r}, only {names}: name the right one.{nearest(name, found)}")
     return list(found if wanted is None else dict.fromkeys(wanted))
 
 
@@ -134,9 +126,7 @@ def _to_numpy(column: Any, path: Path, name: str) -> np.ndarray:
     if arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind):
         values = column.flatten().to_numpy(zero_copy_only=False)
         if len(column) and values.size % len(column):
-            raise ValueError(
-                f"{path}: the lists in column {name!r} differ in length: make them equally long."
-            )
+            raise ValueError(f"{path}: the lists in column {name!r} differ in length: make them equally long.")
         return values.reshape(len(column), -1)
     if arrow.types.is_string(kind) or arrow.types.is_large_string(kind):
         return column.fill_null("").to_numpy(zero_copy_only=False).astype(str)

@@ -128,7 +128,12 @@ def initialise(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> 
     first = (torch.zeros(graph.num_nodes, x0.size(1)),) if takes_x0(conv) and x0 is not None else ()
     whole = _block(graph, graph.num_nodes)
     with torch.no_grad():
-        conv(torch.zeros(graph.num_nodes, width), *first, whole.edge_index, **edge_arguments(conv, whole, torch.float32))
+        conv(
+            torch.zeros(graph.num_nodes, width),
+            *first,
+            whole.edge_index,
+            **edge_arguments(conv, whole, torch.float32),
+        )
     conv.train(mode)
 
 

@@ -26,7 +26,7 @@ NORMALISED = (GCNConv, GCN2Conv)
 """Convs that send rows times the symmetric degree norm, with self-loops."""
 
 
-def is_fused(conv: nn.Module) -> bool:
+def is_fused(conv: Any) -> bool:
     """Exact types only: a subclass may have changed the message."""
     if type(conv) not in (*PLAIN, *NORMALISED):
         return False
@@ -34,12 +34,12 @@ def is_fused(conv: nn.Module) -> bool:
     return no_hooks and type(conv.aggr_module) in REDUCE and conv.flow == "source_to_target"
 
 
-def reads_rows(conv: nn.Module) -> bool:
+def reads_rows(conv: Any) -> bool:
     """Whether the conv reads its input straight from a table into the aggregation."""
     return is_fused(conv) and type(conv) in PLAIN and not getattr(conv, "project", False)
 
 
-def fused(conv: nn.Module, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
+def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
     """`conv` on a block: [num_dst, ...]."""
     how = REDUCE[type(conv.aggr_module)]
     dtype = next(conv.parameters(), torch.empty(0)).dtype
@@ -66,7 +66,7 @@ def fused(conv: nn.Module, h: Rows | Tensor, block: Block, x0: Tensor | None = N
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
 
 
-def project(linear: nn.Module, rows: Rows | Tensor) -> Tensor:
+def project(linear: Any, rows: Rows | Tensor) -> Tensor:
     """`linear` on rows; stored sparse, they are never made dense."""
     dtype = linear.weight.dtype
     csr = rows.table.read_csr(rows.ids) if isinstance(rows, Rows) else None

@@ -6,11 +6,11 @@ sum. Self-loops are added exactly and never sampled.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hopline.batch import Block
 from hopline.graph import Graph
@@ -26,7 +26,7 @@ class _Weights(NamedTuple):
 _cache: WeakKeyDictionary[Graph, dict[tuple[bool, float], _Weights]] = WeakKeyDictionary()
 
 
-def gcn_weights(conv: nn.Module, block: Block, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """(weight of each edge, weight of each destination's own row) for a GCN-like conv."""
     if not conv.normalize:
         return block.edge.get("weight"), None
@@ -39,9 +39,7 @@ def gcn_weights(conv: nn.Module, block: Block, dtype: torch.dtype) -> tuple[Tens
     inverse = degree.pow(-0.5)
     inverse[degree == 0] = 0
     counts = part.indptr.diff()
-    weight = inverse[part.src_idx] * torch.repeat_interleave(
-        inverse[: block.num_dst] * block.sampling_factor, counts
-    )
+    weight = inverse[part.src_idx] * torch.repeat_interleave(inverse[: block.num_dst] * block.sampling_factor, counts)
     if "weight" in block.edge:
         weight = weight * block.edge["weight"]
     if not add_loops:

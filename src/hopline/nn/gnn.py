@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,8 +157,8 @@ class GNN(nn.Module):
             x = self._drop(self._typed(x), self.input_dropout, ids, key, INPUT)
         if self.encoder is not None:
             linear = isinstance(x, Rows) and hasattr(self.encoder, "weight")
-            x = project(self.encoder, x) if linear else self.encoder(self._typed(x))
-            x = self.act(x) if self.act is not None else x
+            encoded = project(self.encoder, x) if linear else self.encoder(self._typed(x))
+            x = self.act(encoded) if self.act is not None else encoded
         if not self._uses_x0:
             return State(x)
         x0 = self._typed(x)
@@ -172,8 +173,8 @@ class GNN(nn.Module):
         if self.initial_residual and x0 is not None and not takes_x0(self.convs[l]):
             if h.shape != x0.shape:
                 raise ValueError(
-                    f"initial_residual mixes rows of width {x0.size(1)} into layer {l}, whose width is {h.size(1)}: make "
-                    "all widths equal and give head= for the output"
+                    f"initial_residual mixes rows of width {x0.size(1)} into layer {l}, whose width is {h.size(1)}: "
+                    "make all widths equal and give head= for the output"
                 )
             h = (1 - self.initial_residual) * h + self.initial_residual * x0
         if l < self.num_layers - 1 or self.acts_last:
@@ -199,9 +200,7 @@ class GNN(nn.Module):
         """Outputs for the batch's seeds: [num_seeds, ...]."""
         if len(batch.blocks) != self.num_layers:
             raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
-        if batch.x is None:
-            raise ValueError("this dataset has no features: give it a table named 'x'")
-        state = self.encode(batch.x, batch.input_ids, batch.key)
+        state = self.encode(batch.input_rows, batch.input_ids, batch.key)
         for l, block in enumerate(batch.blocks):
             state = self.layer(l, state, block)
         return self.decode(state)
@@ -226,7 +225,7 @@ class GNN(nn.Module):
         return rows if rows.requires_grad or rows.dtype == dtype or not rows.is_floating_point() else rows.to(dtype)
 
 
-def out_width(conv: nn.Module) -> int:
+def out_width(conv: Any) -> int:
     """The number of columns that a conv puts out."""
     width = getattr(conv, "out_channels", None) or getattr(conv, "channels", None)
     if width is None:

@@ -20,7 +20,8 @@ def check_norm(norm: nn.Module) -> None:
     over_nodes = isinstance(norm, _OVER_NODES)
     if isinstance(norm, pyg_norm.LayerNorm) and norm.mode == "graph":
         raise ValueError(
-            "LayerNorm(mode='graph') averages over all nodes, and a batch has only some: use LayerNorm(..., mode='node')"
+            "LayerNorm(mode='graph') averages over all nodes, and a batch has only some: "
+            "use LayerNorm(..., mode='node')"
         )
     if over_nodes:
         raise ValueError(

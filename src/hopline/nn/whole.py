@@ -33,9 +33,7 @@ class Whole(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Outputs for the batch's seeds: [num_seeds, ...]."""
-        if batch.x is None:
-            raise ValueError("this dataset has no features: give it a table named 'x'")
-        return self.on_block(as_tensor(batch.x), batch.union())[: batch.num_seeds]
+        return self.on_block(as_tensor(batch.input_rows), batch.union())[: batch.num_seeds]
 
     def on_block(self, x: Tensor, block: Block) -> Tensor:
         """Outputs for all nodes of a square block."""

@@ -62,9 +62,7 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
     return (cpu if _on_cpu(indices) else reference).self_loops(indptr, indices)
 
 
-def reduce_edges(
-    rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None
-) -> Tensor:
+def reduce_edges(rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None) -> Tensor:
     """Sum, mean or max over each destination's edges of (weight *) rows[src_idx], differentiable.
 
     `rows` may be a whole feature table and `src_idx` global ids: the rows are read straight into the reduction.
@@ -81,7 +79,7 @@ def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
 
 def kernel_cache() -> Path:
     """The folder in which Numba keeps this package's compiled kernels."""
-    return Path(cpu._take.stats.cache_path)
+    return Path(str(cpu._take.stats.cache_path))
 
 
 def _on_cpu(ids: Tensor) -> bool:

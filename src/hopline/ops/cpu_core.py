@@ -5,9 +5,11 @@ Numba does not see a change in this file from the cache of another one: `make cl
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numba
 import numpy as np
@@ -29,11 +31,11 @@ inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always
 
 
 @intrinsic
-def prefetch(typingctx, array, index):  # noqa: ANN001 - Numba's own signature
+def _prefetch(typingctx, array, index):
     """Ask for the cache line of array[index]; any index is safe, nothing is read."""
     signature = types.void(array, index)
 
-    def codegen(context, builder, signature, args):  # noqa: ANN001
+    def codegen(context, builder, signature, args):
         array_type = signature.args[0]
         data = cgutils.create_struct_proxy(array_type)(context, builder, args[0]).data
         position = context.cast(builder, args[1], signature.args[1], types.intp)
@@ -48,6 +50,9 @@ def prefetch(typingctx, array, index):  # noqa: ANN001 - Numba's own signature
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+prefetch: Any = _prefetch  # Numba supplies the first argument, which type checkers cannot know
 
 
 @inlined
@@ -84,7 +89,7 @@ def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None
         run(0, size)
         return
     bounds = [size * t // threads for t in range(threads + 1)]
-    pending = [_threads().submit(run, a, b) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
+    pending = [_threads().submit(run, a, b) for a, b in itertools.pairwise(bounds[1:])]
     run(0, bounds[1])
     for future in pending:
         future.result()

@@ -148,9 +148,7 @@ class _ReduceEdges(torch.autograd.Function):
             over_ranges(lambda a, b: _sum(*args, scale, mean, target, a, b), num_dst, work)
         ctx.reduce, ctx.shape = reduce, rows.shape
         needs_rows = reduce == "max" or (weight is not None and weight.requires_grad)
-        ctx.save_for_backward(
-            rows if needs_rows else None, indptr, src_idx, weight, out if reduce == "max" else None
-        )
+        ctx.save_for_backward(rows if needs_rows else None, indptr, src_idx, weight, out if reduce == "max" else None)
         return out
 
     @staticmethod
@@ -165,16 +163,16 @@ class _ReduceEdges(torch.autograd.Function):
             grad_rows = torch.zeros(ctx.shape[0], width, dtype=grad.dtype)
             target = grad_rows.numpy()
             if ctx.reduce == "max":
-                args = (flat, width, out.view(grad.shape).numpy(), grad.numpy(), *edges, target)
-                over_ranges(lambda a, b: _max_backward(*args, a, b), width, work)
+                maxima = (flat, width, out.view(grad.shape).numpy(), grad.numpy(), *edges, target)
+                over_ranges(lambda a, b: _max_backward(*maxima, a, b), width, work)
             else:
-                args = (grad.numpy(), *edges, _as_numpy(weight), mean, target)
-                over_ranges(lambda a, b: _sum_backward(*args, a, b), width, work)
+                sums = (grad.numpy(), *edges, _as_numpy(weight), mean, target)
+                over_ranges(lambda a, b: _sum_backward(*sums, a, b), width, work)
             grad_rows = grad_rows.view(ctx.shape)
         if weight is not None and ctx.needs_input_grad[4]:
             grad_weight = torch.zeros_like(weight)
-            args = (flat, width, grad.numpy(), *edges, mean, grad_weight.numpy())
-            over_ranges(lambda a, b: _weight_backward(*args, a, b), grad.size(0), work)
+            dots = (flat, width, grad.numpy(), *edges, mean, grad_weight.numpy())
+            over_ranges(lambda a, b: _weight_backward(*dots, a, b), grad.size(0), work)
         return grad_rows, None, None, None, grad_weight
 
 
@@ -182,14 +180,7 @@ def _as_numpy(weight: Tensor | None) -> np.ndarray:
     return _NO_WEIGHT if weight is None else weight.detach().numpy()
 
 
-def reduce_edges(
-    rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None
-) -> Tensor:
-    if weight is not None and reduce == "max":
-        # Weighted maxima need every product for their gradient; no conv asks for them often enough to fuse.
-        from hopline.ops import reference
-
-        return reference.reduce_edges(rows, indptr, src_idx, reduce, weight)
+def reduce_edges(rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None) -> Tensor:
     if not _edges_fit(indptr.numpy(), src_idx.numpy(), rows.size(0)):
         raise IndexError(f"an edge's source is outside 0 .. {rows.size(0) - 1}, or indptr does not fit the edges")
     if weight is not None and weight.shape != src_idx.shape:
@@ -198,6 +189,11 @@ def reduce_edges(
         return reduce_edges(rows.float(), indptr, src_idx, reduce, weight).to(rows.dtype)
     if weight is not None:
         weight = weight.to(rows.dtype).contiguous()
+    if weight is not None and reduce == "max":
+        # Weighted maxima need every product for their gradient; no conv asks for them often enough to fuse.
+        from hopline.ops import reference
+
+        return reference.reduce_edges(rows, indptr, src_idx, reduce, weight)
     out = _ReduceEdges.apply(rows, indptr, src_idx, reduce, weight)
     assert isinstance(out, Tensor)
     return out

@@ -94,9 +94,7 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
     return (indices == dst).nonzero().view(-1)
 
 
-def reduce_edges(
-    rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None
-) -> Tensor:
+def reduce_edges(rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None) -> Tensor:
     """Sum, mean or max over each destination's edges of (weight *) rows[src_idx]; 0 where there are none.
 
     The gradient of max is torch's: shared evenly by the edges that reach it, and by the initial 0 if it is 0.

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hopline.data import convert
+from hopline.data.convert import Runs, convert_edges, from_edges
+from hopline.data.dataset import Dataset
+from hopline.data.edges import Edges
+from hopline.data.store import verify
+
+
+def random_edges(num_nodes: int, num_edges: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Squares of uniform numbers: some nodes have many edges, and some edges repeat.
+    return (torch.rand(2, num_edges, generator=generator) ** 2 * num_nodes).long()
+
+
+def test_the_graph_is_the_in_edges_in_their_order() -> None:
+    edges = random_edges(50, 700)
+    dataset = from_edges(edges, edge={"weight": torch.arange(700.0)})
+    assert dataset.graph.indices.dtype == torch.int32
+    for v in range(dataset.num_nodes):
+        into = (edges[1] == v).nonzero().reshape(-1)
+        span = slice(int(dataset.graph.indptr[v]), int(dataset.graph.indptr[v + 1]))
+        assert dataset.graph.indices[span].tolist() == edges[0, into].tolist()
+        assert dataset.graph.edge["weight"][span].tolist() == into.tolist()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"symmetrize": True},
+    {"symmetrize": True, "duplicates": "remove"},
+    {"self_loops": "remove"},
+    {"self_loops": "add", "duplicates": "remove"},
+    {"symmetrize": True, "self_loops": "add"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("chunk_edges", [37, 10_000])
+def test_chunks_through_a_folder_give_the_graph_made_in_memory(
+    options: dict[str, Any], chunk_edges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "NUM_BUCKETS", 16)
+    edges, weight = random_edges(90, 1500), torch.rand(1500)
+    attr = torch.arange(3000).reshape(1500, 2)
+    arrays = {"weight": weight, "attr": attr}
+    expected = from_edges(edges, num_nodes=95, edge=arrays, **options).graph
+    chunks = [(edges[:, i : i + 400], {n: a[i : i + 400] for n, a in arrays.items()}) for i in range(0, 1500, 400)]
+    made = convert_edges(iter(chunks), tmp_path / "d", num_nodes=95, chunk_edges=chunk_edges, **options)
+    verify(tmp_path / "d")
+    assert torch.equal(made.graph.indptr, expected.indptr)
+    assert torch.equal(made.graph.indices, expected.indices)
+    for name, array in expected.edge.items():
+        assert torch.equal(made.graph.edge[name], array)
+
+
+def test_options_do_what_a_matrix_would() -> None:
+    edges = random_edges(40, 600)
+    dense = torch.zeros(40, 40, dtype=torch.int64)
+    dense.index_put_((edges[1], edges[0]), torch.ones(600, dtype=torch.int64), accumulate=True)
+
+    def matrix(dataset: Dataset) -> torch.Tensor:
+        src, dst = dataset.graph.edge_index()
+        counts = torch.zeros(40, 40, dtype=torch.int64)
+        return counts.index_put_((dst, src), torch.ones_like(src), accumulate=True)
+
+    loops = torch.diag(dense.diagonal())
+    assert torch.equal(matrix(from_edges(edges, num_nodes=40)), dense)
+    assert torch.equal(matrix(from_edges(edges, num_nodes=40, symmetrize=True)), dense + dense.t() - loops)
+    assert torch.equal(matrix(from_edges(edges, num_nodes=40, duplicates="remove")), (dense > 0).long())
+    assert torch.equal(matrix(from_edges(edges, num_nodes=40, self_loops="remove")), dense - loops)
+    added = matrix(from_edges(edges, num_nodes=40, self_loops="add"))
+    assert torch.equal(added, dense + torch.diag((dense.diagonal() == 0).long()))
+
+
+def test_the_number_of_nodes_is_found_where_it_can_be() -> None:
+    edges = torch.tensor([[0, 4], [1, 2]])
+    assert from_edges(edges).num_nodes == 5
+    assert from_edges([edges, edges]).num_edges == 4
+    assert from_edges(edges, x=torch.zeros(7, 2)).num_nodes == 7
+    assert from_edges(edges, y=[0] * 6).num_nodes == 6
+    assert from_edges(torch.empty(2, 0, dtype=torch.int64), num_nodes=3).num_edges == 0
+    with pytest.raises(ValueError, match="give num_nodes="):
+        from_edges(iter([edges]))
+
+
+def test_an_empty_edge_list_can_be_written(tmp_path: Path) -> None:
+    made = convert_edges([], tmp_path / "d", num_nodes=3, self_loops="add")
+    assert made.graph.indices.tolist() == [0, 1, 2]
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    def chunks() -> Iterator[torch.Tensor]:
+        yield torch.zeros(2, 5, dtype=torch.int64)
+        yield torch.full((2, 5), 77)
+
+    with pytest.raises(ValueError, match="Edge 5 goes from 77 to 77, but there are 10 nodes"):
+        convert_edges(chunks(), tmp_path / "d", num_nodes=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_must_be_in_every_chunk(tmp_path: Path) -> None:
+    index = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="Not all chunks"):
+        convert_edges([index, (index, {"weight": torch.ones(3)})], tmp_path / "d", num_nodes=1)
+
+
+def test_groups_hold_no_more_than_asked_for(tmp_path: Path) -> None:
+    edges = random_edges(9000, 5000)
+    with Runs(tmp_path, 9000) as runs:
+        for piece in edges.split(1000, dim=1):
+            runs.add(Edges(piece[0].int(), piece[1].int(), {}))
+        groups = list(runs.groups(600))
+        assert groups[0][0] == 0
+        assert groups[-1][1] == runs.num_buckets
+        assert all(a[1] == b[0] for a, b in pairwise(groups))
+        sizes = [runs.read(*group).src.numel() for group in groups]
+        assert sum(sizes) == 5000
+        assert max(sizes) <= 600
+        assert max((last - first) * runs.width for first, last in groups) <= 600
+
+
+class _Counted:
+    """Edges made on the fly; remembers the largest number of edges that was asked to be kept at once."""
+
+    def __init__(self, num_edges: int, num_nodes: int, chunk: int) -> None:
+        self.num_edges, self.num_nodes, self.chunk = num_edges, num_nodes, chunk
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng(0)
+        for start in range(0, self.num_edges, self.chunk):
+            yield rng.integers(0, self.num_nodes, (2, min(self.chunk, self.num_edges - start)))
+
+
+def test_memory_is_bounded_by_the_chunk_and_not_by_the_edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    original = convert.group
+
+    def spy(edges: Edges, *rest: Any) -> Any:
+        held.append(edges.src.numel())
+        return original(edges, *rest)
+
+    monkeypatch.setattr(convert, "group", spy)
+    chunk = 50_000
+    tracemalloc.start()  # sees what NumPy allocates: the chunks and the order of each group
+    made = convert_edges(_Counted(2_000_000, 100_000, chunk), tmp_path / "d", num_nodes=100_000, chunk_edges=chunk)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert made.num_edges == 2_000_000
+    assert len(held) >= 40
+    assert max(held) <= chunk
+    # 2M edges are 32 MB as int64; a few buffers of one chunk are not.
+    assert peak < 10_000_000

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hopline.data.edges import (
+    EdgeOptions,
+    Edges,
+    check_same_arrays,
+    edge_chunks,
+    edge_options,
+    group,
+    index_dtype,
+    join,
+    npy_edges,
+    prepare,
+)
+
+
+def test_options_are_checked_by_name_and_value() -> None:
+    assert edge_options({"symmetrize": True}) == EdgeOptions(symmetrize=True)
+    with pytest.raises(ValueError, match=r"no option 'symetrize'.*Did you mean 'symmetrize'"):
+        edge_options({"symetrize": True})
+    with pytest.raises(ValueError, match="choose 'keep', 'remove' or 'add'"):
+        edge_options({"self_loops": "drop"})
+    with pytest.raises(ValueError, match="choose 'keep' or 'remove'"):
+        edge_options({"duplicates": "no"})
+    with pytest.raises(ValueError, match="positive number"):
+        edge_options({"chunk_edges": 0})
+
+
+def test_ids_are_stored_small() -> None:
+    assert index_dtype(2**31 - 1) == torch.int32
+    assert index_dtype(2**31) == torch.int64
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_file_of_edges_is_read_in_chunks(tmp_path: Path, layout: str, dtype: type) -> None:
+    edges = np.arange(46, dtype=dtype).reshape(2, 23)
+    np.save(tmp_path / "e.npy", edges if layout == "rows" else np.ascontiguousarray(edges.T))
+    chunks = list(npy_edges(tmp_path / "e.npy", 5))
+    assert max(c.size(1) for c in chunks) == 5
+    assert np.array_equal(torch.cat(chunks, 1).numpy(), edges)
+    assert np.array_equal(torch.cat([c for c, _ in edge_chunks(tmp_path / "e.npy", None, 7)], 1).numpy(), edges)
+    np.save(tmp_path / "bad.npy", np.zeros((3, 3)))
+    with pytest.raises(ValueError, match=r"bad\.npy must hold whole numbers \[2, E\]"):
+        list(npy_edges(tmp_path / "bad.npy", 5))
+
+
+def test_chunks_are_cut_with_their_arrays() -> None:
+    edges, weight = torch.arange(20).reshape(2, 10), torch.arange(10.0)
+    cut = list(edge_chunks([(edges, {"weight": weight}), (edges.numpy(), {"weight": weight})], None, 4))
+    assert [c.size(1) for c, _ in cut] == [4, 4, 2, 4, 4, 2]
+    assert torch.cat([a["weight"] for _, a in cut]).tolist() == [*range(10), *range(10)]
+    with pytest.raises(ValueError, match="must be whole numbers"):
+        list(edge_chunks(torch.rand(2, 3), None, 4))
+    with pytest.raises(ValueError, match="must be whole numbers"):
+        list(edge_chunks(torch.zeros(3, 3, dtype=torch.int64), None, 4))
+    with pytest.raises(ValueError, match="'weight' has 10 rows for 3 edges"):
+        list(edge_chunks(edges[:, :3], {"weight": weight}, 4))
+
+
+def test_an_edge_out_of_range_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Edge 102 goes from 3 to 9, but there are 9 nodes: correct it, give"):
+        prepare(torch.tensor([[0, 1, 3], [1, 2, 9]]), {}, 9, 100, EdgeOptions())
+    with pytest.raises(ValueError, match="Edge 0 goes from -1 to 0"):
+        prepare(torch.tensor([[-1], [0]]), {}, 9, 0, EdgeOptions())
+    with pytest.raises(ValueError, match="holds nan"):
+        prepare(torch.tensor([[1], [0]]), {"weight": torch.tensor([float("nan")])}, 9, 0, EdgeOptions())
+
+
+def pairs(edges: Edges) -> list[tuple[int, int]]:
+    return list(zip(edges.src.tolist(), edges.dst.tolist(), strict=True))
+
+
+def test_reversed_edges_follow_their_edge_and_loops_are_not_doubled() -> None:
+    index = torch.tensor([[0, 1, 2], [1, 1, 0]])
+    made = prepare(index, {"weight": torch.tensor([5.0, 6.0, 7.0])}, 3, 0, EdgeOptions(symmetrize=True))
+    assert pairs(made) == [(0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
+    assert made.edge["weight"].tolist() == [5, 5, 6, 7, 7]
+    assert pairs(prepare(index, {}, 3, 0, EdgeOptions(self_loops="remove"))) == [(0, 1), (2, 0)]
+
+
+def test_grouping_is_stable_and_follows_the_options() -> None:
+    edges = prepare(
+        torch.tensor([[3, 1, 3, 2, 3], [4, 3, 4, 4, 3]]), {"weight": torch.arange(5.0)}, 5, 0, EdgeOptions()
+    )
+    degrees, kept = group(edges, 3, 5, EdgeOptions())
+    assert degrees.tolist() == [2, 3]
+    assert (kept.src.tolist(), kept.edge["weight"].tolist()) == ([1, 3, 3, 3, 2], [1, 4, 0, 2, 3])
+    degrees, kept = group(edges, 3, 5, EdgeOptions(duplicates="remove"))
+    assert degrees.tolist() == [2, 2]
+    assert (kept.src.tolist(), kept.edge["weight"].tolist()) == ([1, 3, 3, 2], [1, 4, 0, 3])
+    degrees, kept = group(edges, 3, 5, EdgeOptions(self_loops="add"))
+    assert degrees.tolist() == [2, 4]
+    assert (kept.src.tolist()[-1], kept.edge["weight"].tolist()[-1]) == (4, 1)
+
+
+def test_chunks_must_carry_the_same_arrays() -> None:
+    index = torch.zeros(1, dtype=torch.int32)
+    plain, weighted = Edges(index, index, {}), Edges(index, index, {"weight": torch.ones(1)})
+    with pytest.raises(ValueError, match="Not all chunks have the edge array 'weight'"):
+        check_same_arrays(plain, weighted)
+    with pytest.raises(ValueError, match="Not all chunks"):
+        join([weighted, plain], 3)
+    assert join([], 3).src.dtype == torch.int32

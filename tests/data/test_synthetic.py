@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hopline.data import synthetic
+from hopline.data.dataset import Dataset
+from hopline.data.store import verify
+from hopline.data.synthetic import BUILT_IN, Planted, built_in, planted
+from hopline.ops import cpu_synthetic
+
+SMALL = Planted(num_nodes=5000, num_edges=100_000, num_classes=10, num_features=8, num_train=1000, num_valid=500)
+
+
+def assert_same(a: Dataset, b: Dataset) -> None:
+    everyone = torch.arange(a.num_nodes)
+    assert torch.equal(a.graph.indptr, b.graph.indptr)
+    assert torch.equal(a.graph.indices, b.graph.indices)
+    assert torch.equal(a.x.read(everyone), b.x.read(everyone))
+    assert a.y is not None
+    assert b.y is not None
+    assert torch.equal(a.y, b.y)
+    assert all(torch.equal(a.splits[name], b.splits[name]) for name in ("train", "valid", "test"))
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 100, 1023, 1025])
+def test_ranks_are_a_permutation_and_nodes_its_inverse(num_nodes: int) -> None:
+    half = np.uint64(max(1, -(-(num_nodes - 1).bit_length() // 2)))
+    ranks = np.empty(num_nodes, dtype=np.int64)
+    cpu_synthetic.fill_ranks(0, np.uint64(99), half, num_nodes, ranks)
+    assert sorted(ranks.tolist()) == list(range(num_nodes))
+    back = [cpu_synthetic.node_at(r, np.uint64(99), half, num_nodes) for r in ranks.tolist()]
+    assert back == list(range(num_nodes))
+
+
+def test_counts_are_exact_and_contents_valid() -> None:
+    dataset = planted(SMALL)
+    dataset.validate()
+    assert (dataset.num_nodes, dataset.num_edges, dataset.num_features) == (5000, 100_000, 8)
+    assert [ids.numel() for ids in dataset.splits.values()] == [1000, 500, 3500]
+    assert torch.cat(list(dataset.splits.values())).unique().numel() == 5000
+    assert dataset.y is not None
+    assert torch.bincount(dataset.y).tolist() == [500] * 10
+    assert dataset.graph.self_loops.numel() == 0
+
+
+def test_chunks_threads_and_folders_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planted(SMALL)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(synthetic, "CHUNK_NODES", 777)
+    try:
+        torch.set_num_threads(1)
+        assert_same(whole, planted(SMALL))
+        torch.set_num_threads(3)
+        assert_same(whole, planted(SMALL, folder=tmp_path / "d"))
+    finally:
+        torch.set_num_threads(threads)
+    verify(tmp_path / "d")
+
+
+def test_the_seed_decides() -> None:
+    a, b = planted(SMALL), planted(SMALL, seed=1)
+    assert not torch.equal(a.graph.indices[:1000], b.graph.indices[:1000])
+    assert not torch.equal(a.splits["train"], b.splits["train"])
+
+
+def test_homophily_is_the_share_of_edges_from_the_own_class() -> None:
+    for homophily in (0.0, 0.4, 1.0):
+        dataset = planted(SMALL, homophily=homophily)
+        assert dataset.y is not None
+        src, dst = dataset.graph.edge_index()
+        share = float((dataset.y[src] == dataset.y[dst]).float().mean())
+        assert abs(share - (homophily + (1 - homophily) / 10)) < 0.02
+
+
+def test_features_are_the_class_mean_and_unit_noise() -> None:
+    dataset = planted(SMALL, signal=3.0)
+    assert dataset.y is not None
+    rows = dataset.x.read(torch.arange(5000))
+    centers = torch.stack([rows[dataset.y == c].mean(0) for c in range(10)])
+    assert torch.allclose(centers.norm(dim=1), torch.full((10,), 3.0), atol=0.3)
+    assert torch.allclose((rows - centers[dataset.y]).std(0), torch.ones(8), atol=0.03)
+    assert planted(SMALL, dtype="bfloat16").x.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("name", "scale"), [("products-shaped", 0.02), ("papers100m-shaped", 0.0005)])
+def test_shaped_graphs_have_exact_counts_and_a_heavy_tail(name: str, scale: float, tmp_path: Path) -> None:
+    full = BUILT_IN[name][0]
+    settings = built_in(name, {"scale": scale})
+    dataset = planted(settings, name=name, folder=tmp_path / "d")
+    assert dataset.num_nodes == round(full.num_nodes * scale)
+    assert dataset.num_edges == round(full.num_edges * scale)
+    assert dataset.splits["train"].numel() == round(full.num_train * scale)
+    degrees = dataset.graph.in_degrees()
+    mean = float(degrees.double().mean())
+    assert abs(mean / (full.num_edges / full.num_nodes) - 1) < 0.02
+    # The tail that the module states: share of the top 1%, and the exponent by Hill's estimator.
+    ordered = degrees.sort(descending=True).values.double()
+    top = ordered[: dataset.num_nodes // 100]
+    assert 0.20 < float(top.sum() / ordered.sum()) < 0.28
+    assert 1.3 < float(1 / (top / top[-1]).log().mean()) < 1.8
+    assert float(ordered[0]) > 100 * mean
+    assert float(ordered.median()) < 0.6 * mean
+    out_degrees = torch.bincount(dataset.graph.indices.long(), minlength=dataset.num_nodes)
+    assert int(out_degrees.max()) > 20 * mean
+
+
+def test_the_named_shapes_are_those_of_the_benchmarks() -> None:
+    products, papers = BUILT_IN["products-shaped"][0], BUILT_IN["papers100m-shaped"][0]
+    assert (products.num_nodes, products.num_edges) == (2_449_029, 123_718_280)
+    assert (products.num_features, products.num_classes, products.num_train) == (100, 47, 196_615)
+    assert (papers.num_nodes, papers.num_edges) == (111_059_956, 3_231_371_744)
+    assert (papers.num_features, papers.num_classes, papers.num_train) == (128, 172, 1_207_179)
+
+
+def test_a_symmetric_graph_has_every_edge_twice(tmp_path: Path) -> None:
+    dataset = planted(replace(SMALL, symmetric=True), folder=tmp_path / "d")
+    src, dst = dataset.graph.edge_index()
+    there, back = (src * 5000 + dst).sort().values, (dst * 5000 + src).sort().values
+    assert dataset.num_edges == 100_000
+    assert torch.equal(there, back)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nodes": 10}, "give num_nodes >= 20"),
+        ({"homophily": 1.5}, "share from 0 to 1"),
+        ({"symmetric": True, "num_edges": 3}, "even if symmetric"),
+        ({"num_train": 6000}, "give smaller ones"),
+        ({"dtype": "float64"}, "choose float32, float16 or bfloat16"),
+    ],
+)
+def test_settings_are_checked(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **changes)
+    with pytest.raises(ValueError, match="positive factor"):
+        SMALL.scaled(0)
+
+
+def fit(features: torch.Tensor, dataset: Dataset) -> float:
+    """Test accuracy of a linear classifier on fixed features."""
+    assert dataset.y is not None
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(features.size(1), dataset.num_classes)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
+    train, test = dataset.splits["train"], dataset.splits["test"]
+    for _ in range(60):
+        optimizer.zero_grad()
+        cross_entropy(layer(features[train]), dataset.y[train]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float((layer(features[test]).argmax(1) == dataset.y[test]).float().mean())
+
+
+def test_neighbours_tell_the_class_of_the_demo_graph_and_own_features_hardly_do() -> None:
+    dataset = planted(BUILT_IN["demo"][0])
+    x = dataset.x.read(torch.arange(dataset.num_nodes))
+    src, dst = dataset.graph.edge_index()
+    degrees = dataset.graph.in_degrees().clamp(min=1)[:, None]
+    hops = [x]
+    for _ in range(2):
+        hops.append(torch.zeros_like(x).index_add_(0, dst, hops[-1][src]) / degrees)
+    alone, together = fit(x, dataset), fit(torch.cat(hops, 1), dataset)
+    assert 0.2 < alone < 0.45
+    assert together > alone + 0.25

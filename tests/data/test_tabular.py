@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+import torch
+
+from hopline.data import text
+from hopline.data.tabular import Columns, IdMap, from_csv, from_parquet, original_ids
+
+NODES = "id,a,b,label,split\n2,0.2,1,1,test\n0,0.0,5,0,train\n1,0.1,3,,\n3,0.3,7,1,val\n"
+
+
+@pytest.fixture(params=["arrow", "plain"], autouse=True)
+def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "plain":
+        monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def edges(tmp_path: Path) -> Path:
+    (tmp_path / "edges.csv").write_text("src,dst,weight\n0,1,0.5\n2,1,1.5\n3,0,2.5\n")
+    return tmp_path / "edges.csv"
+
+
+def test_an_edge_list_alone(edges: Path, tmp_path: Path) -> None:
+    dataset = from_csv(edges)
+    assert (dataset.name, dataset.num_nodes) == ("edges", 4)
+    assert dataset.graph.indices.tolist() == [3, 0, 2]
+    weighted = from_csv(edges, columns=Columns(edge=("weight",)), symmetrize=True, folder=tmp_path / "out")
+    assert weighted.graph.edge["weight"].tolist() == [0.5, 2.5, 0.5, 1.5, 1.5, 2.5]
+    (tmp_path / "bare.csv").write_text("0 1\n2 1\n")
+    bare = from_csv(tmp_path / "bare.csv", columns=Columns(header=("src", "dst"), delimiter=" "), num_nodes=9)
+    assert (bare.num_nodes, bare.num_edges) == (9, 2)
+
+
+def test_nodes_are_put_in_the_order_of_their_ids(edges: Path, tmp_path: Path) -> None:
+    (tmp_path / "nodes.csv").write_text(NODES)
+    dataset = from_csv(edges, tmp_path / "nodes.csv")
+    assert dataset.x.read(torch.arange(4))[:, 1].tolist() == [5, 3, 1, 7]
+    assert dataset.y is not None
+    assert dataset.y.tolist() == [0, -1, 1, 1]
+    assert {k: v.tolist() for k, v in dataset.splits.items()} == {"train": [0], "valid": [3], "test": [2]}
+    only = from_csv(edges, tmp_path / "nodes.csv", columns=Columns(features=("b",)))
+    assert only.num_features == 1
+
+
+def test_any_numbers_can_be_ids(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text(f"src,dst\n{10**15},5\n5,-3\n")
+    dataset = from_csv(tmp_path / "e.csv", ids="map")
+    assert original_ids(dataset.tables["node_ids"]).tolist() == [-3, 5, 10**15]
+    assert dataset.graph.edge_index().tolist() == [[1, 2], [0, 1]]
+
+
+def test_texts_can_be_ids(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("src,dst\nzoë,bob\nbob,al\n")
+    (tmp_path / "n.csv").write_text("id,f,label\nbob,1,cat\nzoë,2,dog\nal,3,\n")
+    dataset = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", ids="map", folder=tmp_path / "out")
+    assert original_ids(dataset.tables["node_ids"]).tolist() == ["bob", "zoë", "al"]
+    assert dataset.graph.edge_index().tolist() == [[1, 0], [0, 2]]
+    assert dataset.y is not None
+    assert (dataset.y.tolist(), dataset.meta["classes"]) == ([0, 1, -1], ["cat", "dog"])
+    (tmp_path / "e.csv").write_text("src,dst\nzoë,bob\nbob,eve\n")
+    with pytest.raises(ValueError, match=r"e\.csv, edge 0 \+ 1: node eve is not in the node file: add a row"):
+        from_csv(tmp_path / "e.csv", tmp_path / "n.csv", ids="map")
+
+
+def test_bad_ids_say_where_and_what_to_do(edges: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Edge 1 goes from 2 to 1, but there are 2 nodes"):
+        from_csv(edges, num_nodes=2)
+    (tmp_path / "t.csv").write_text("src,dst\na,b\n")
+    with pytest.raises(ValueError, match=r"has node id .*a.* after edge 0: give whole numbers, or ids='map'"):
+        from_csv(tmp_path / "t.csv")
+    (tmp_path / "n.csv").write_text("id,f\n0,1\n5,2\n")
+    with pytest.raises(ValueError, match="not the numbers 0 to 1, each once: use ids='map'"):
+        from_csv(edges, tmp_path / "n.csv")
+    (tmp_path / "n.csv").write_text("f\n0\n5\n")
+    with pytest.raises(ValueError, match="has no column 'id': ids='map' needs the node ids"):
+        from_csv(edges, tmp_path / "n.csv", ids="map")
+    with pytest.raises(ValueError, match="choose 'number' or 'map'"):
+        from_csv(edges, ids="hash")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has id 4 twice"):
+        IdMap(np.array([4, 3, 4]))
+
+
+def test_text_where_numbers_belong_is_refused(edges: Path, tmp_path: Path) -> None:
+    (tmp_path / "n.csv").write_text("id,f\n0,a\n1,b\n2,c\n3,d\n")
+    with pytest.raises(ValueError, match="column 'f' holds text"):
+        from_csv(edges, tmp_path / "n.csv")
+    (tmp_path / "e.csv").write_text("src,dst,kind\n0,1,x\n")
+    with pytest.raises(ValueError, match="edge column 'kind' holds text"):
+        from_csv(tmp_path / "e.csv", columns=Columns(edge=("kind",)))
+
+
+def test_parquet_is_read_like_csv(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    src, dst = rng.integers(0, 20, (2, 100))
+    parquet.write_table(arrow.table({"from": src, "to": dst, "w": rng.random(100)}), tmp_path / "e.parquet")
+    features = rng.random((20, 3)).astype(np.float32)
+    parquet.write_table(arrow.table({"x": features.tolist(), "label": np.arange(20) % 4}), tmp_path / "n.parquet")
+    columns = Columns(src="from", dst="to", edge=("w",))
+    dataset = from_parquet(tmp_path / "e.parquet", tmp_path / "n.parquet", columns=columns, folder=tmp_path / "out")
+    assert (dataset.num_edges, dataset.num_features, dataset.num_classes) == (100, 3, 4)
+    assert np.array_equal(dataset.x.read(torch.arange(20)).numpy(), features)
+    order = np.argsort(dst, kind="stable")
+    assert dataset.graph.indices.tolist() == src[order].tolist()

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hopline.data import store, writer
+from hopline.data.dataset import Dataset
+from hopline.data.writer import FolderWriter, backup_of
+
+
+def hidden(folder: Path) -> list[str]:
+    return [p.name for p in folder.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_a_full_disk_leaves_the_old_folder_and_says_so(
+    tiny: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "data"
+    tiny.save(target)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer.ArrayWriter, "append", full)
+    with pytest.raises(ValueError, match=r"The disk is full: free some space for .*data, or write to") as caught:
+        tiny.save(target)
+    assert "\n" not in str(caught.value)
+    assert hidden(target) == []
+    assert store.verify(target)
+
+
+def test_a_folder_that_may_not_be_written_is_named(
+    tiny: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"Cannot write .*inner .*: choose a folder that you may write to"):
+        tiny.save(tmp_path / "file" / "inner")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ValueError, match=r"permission denied\): choose a folder that you may write to"):
+        tiny.save(tmp_path / "new")
+
+
+def test_only_datasets_and_empty_folders_are_replaced(tiny: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    tiny.save(tmp_path / "mine")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("precious")
+    with pytest.raises(ValueError, match="is not a dataset: choose a new or an empty folder"):
+        tiny.save(tmp_path / "thesis")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        tiny.save(tmp_path / "file")
+
+
+def test_names_that_are_no_file_names_are_refused(tmp_path: Path) -> None:
+    with FolderWriter(tmp_path / "d") as out, pytest.raises(ValueError, match="cannot name an array"):
+        out.add("../x", torch.zeros(1))
+
+
+KILLED = """
+import os, sys
+from hopline.data import writer
+from hopline.data.store import open_folder
+
+point, target = sys.argv[1:]
+dataset = open_folder(target)
+dataset.name = "new"
+rename = writer.Path.rename
+
+def rename_once(self, to):
+    rename(self, to)
+    os._exit(9)
+
+def remove(path, **_):
+    if path.name.endswith(".old"):
+        os._exit(9)
+
+def stop(*_):
+    os._exit(9)
+
+owner, name, replacement = {
+    "write": (writer.ArrayWriter, "append", stop),
+    "sync": (writer, "_sync_folder", stop),
+    "swap": (writer, "_swap", stop),
+    "between": (writer.Path, "rename", rename_once),
+    "after": (writer.shutil, "rmtree", remove),
+}[point]
+setattr(owner, name, replacement)
+dataset.save(target)
+"""
+
+
+@pytest.mark.parametrize("point", ["write", "sync", "swap", "between", "after"])
+def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(point: str, tiny: Dataset, tmp_path: Path) -> None:
+    target = tmp_path / "data"
+    tiny.save(target)
+    code = subprocess.run([sys.executable, "-c", KILLED, point, str(target)]).returncode
+    assert code == 9
+    store.verify(target)
+    assert store.open_folder(target).name == ("new" if point == "after" else "tiny")
+    assert hidden(target), "the killed writer should have left something to clean"
+    tiny.save(target)
+    assert hidden(target) == []
+    assert store.verify(target)
+
+
+def test_a_leftover_backup_is_removed_once_the_new_folder_is_there(tiny: Dataset, tmp_path: Path) -> None:
+    target = tmp_path / "data"
+    tiny.save(target)
+    tiny.save(backup_of(target))
+    tiny.name = "newer"
+    tiny.save(target)
+    assert not backup_of(target).exists()
+    assert store.open_folder(target).name == "newer"
+
+
+def test_the_folder_of_a_live_writer_is_left_alone(tiny: Dataset, tmp_path: Path) -> None:
+    with FolderWriter(tmp_path / "data") as first:
+        tiny.save(tmp_path / "data")
+        assert first.temporary.is_dir()
+    assert not first.temporary.exists()

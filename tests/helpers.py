@@ -1,0 +1,185 @@
+"""Small graphs, batches of them, and plain PyG as the oracle. Everything is float64 and seeded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hopline.batch import Batch, Block, Rows
+from hopline.data.dataset import Dataset
+from hopline.graph import Graph
+from hopline.nn.convs import edge_arguments
+from hopline.sampling import NeighborSampler
+from hopline.tables import TensorTable
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+
+
+def randint(low: int, high: int, size: int, seed: int = 0) -> Tensor:
+    return torch.randint(low, high, (size,), generator=generator(seed))
+
+
+def graph_of(src: Tensor, dst: Tensor, num_nodes: int, **edge: Tensor) -> Graph:
+    """A graph from a list of edges in any order."""
+    order = torch.argsort(dst, stable=True)
+    indptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
+    indptr[1:] = torch.bincount(dst, minlength=num_nodes).cumsum(0)
+    return Graph(indptr, src[order], {name: rows[order] for name, rows in edge.items()})
+
+
+def random_graph(
+    num_nodes: int = 50,
+    num_edges: int = 300,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.int64,
+    weight: bool = False,
+    attr: int = 0,
+    loops: bool = False,
+) -> Graph:
+    """Random edges, some of them double; a hub; the last three nodes have no in-edges, the very last none at all.
+
+    loops: some nodes have an edge to themselves, one of them three.
+    """
+    src = randint(0, num_nodes - 1, num_edges, seed)
+    dst = randint(0, num_nodes - 3, num_edges, seed + 1)
+    dst[: num_edges // 5] = 0
+    src = torch.where(src == dst, (src + 1) % (num_nodes - 1), src)
+    if loops:
+        own = torch.tensor([0, 1, 2, 2, 2, num_nodes // 2])
+        src, dst = torch.cat([src, own]), torch.cat([dst, own])
+    edge = {}
+    if weight:
+        edge["weight"] = torch.rand(src.numel(), generator=generator(seed + 2), dtype=torch.float64) + 0.1
+    if attr:
+        edge["attr"] = randn(src.numel(), attr, seed=seed + 3)
+    graph = graph_of(src, dst, num_nodes, **edge)
+    return Graph(graph.indptr, graph.indices.to(dtype), graph.edge)
+
+
+def batch_of(
+    graph: Graph,
+    x: Tensor | None,
+    fanouts: Sequence[int],
+    seeds: Tensor | None = None,
+    *,
+    key: int = 1,
+    handle: bool = False,
+    replacement: bool = False,
+    scale_sums: bool = False,
+) -> Batch:
+    """A batch at the seeds (all nodes by default); with `handle`, x stays unread."""
+    seeds = torch.arange(graph.num_nodes) if seeds is None else seeds
+    blocks = NeighborSampler(graph, fanouts, replace=replacement, edge_ids=True).sample(seeds, key)
+    blocks = tuple(replace(block, scale_sums=scale_sums) for block in blocks)
+    ids = blocks[0].src_ids
+    rows = None if x is None else Rows(TensorTable(x), ids) if handle else x[ids]
+    return Batch(seeds, blocks, rows, None, key=key)
+
+
+def dataset_of(graph: Graph, x: Tensor, num_classes: int = 3, seed: int = 9) -> Dataset:
+    """A dataset with random labels whose first half are training nodes."""
+    half = graph.num_nodes // 2
+    return Dataset(
+        name="test",
+        graph=graph,
+        tables={"x": TensorTable(x)},
+        y=randint(0, num_classes, graph.num_nodes, seed),
+        splits={"train": torch.arange(half), "test": torch.arange(half, graph.num_nodes)},
+        num_classes=num_classes,
+    )
+
+
+def neighbors_of(graph: Graph, node: int) -> list[int]:
+    return graph.indices[int(graph.indptr[node]) : int(graph.indptr[node + 1])].tolist()
+
+
+def edges_of(block: Block) -> list[tuple[int, int]]:
+    """A block's edges as pairs of global node ids."""
+    src, dst = block.edge_index
+    return list(zip(block.src_ids[src].tolist(), block.src_ids[dst].tolist(), strict=True))
+
+
+def stock(conv: nn.Module, x: Tensor, block: Block | Graph) -> Tensor:
+    """The conv as PyG runs it, on a whole graph or on the square of a block (all its sources as nodes)."""
+    if isinstance(block, Graph):
+        (block,) = NeighborSampler(block, (-1,)).sample(torch.arange(block.num_nodes), 0)
+    out = conv(x, block.edge_index, **edge_arguments(conv, block, x.dtype))
+    return out[: block.num_dst]
+
+
+def stock_layers(convs: Sequence[nn.Module], x: Tensor, blocks: Sequence[Block] | Graph) -> Tensor:
+    """Convs with ReLU between, as plain PyG."""
+    for l, conv in enumerate(convs):
+        x = stock(conv, x, blocks if isinstance(blocks, Graph) else blocks[l])
+        x = x.relu() if l < len(convs) - 1 else x
+    return x
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy with parameters of its own, and no gradients yet."""
+    other = copy.deepcopy(model)
+    other.zero_grad(set_to_none=True)
+    return other
+
+
+def backward(out: Tensor, seed: int = 77) -> None:
+    """Gradients of a random projection of the output."""
+    (out * randn(*out.shape, seed=seed, dtype=out.dtype)).sum().backward()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def assert_same_gradients(found: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
+    ours, theirs = gradients(found), gradients(expected)
+    assert list(ours) == list(theirs)
+    assert any(bool(g.any()) for g in theirs.values())
+    for name in ours:
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def assert_same_batches(found: Batch, expected: Batch) -> None:
+    """Equal to the bit: seeds, edges, edge arrays, rows, labels."""
+    assert torch.equal(found.seeds, expected.seeds)
+    assert found.key == expected.key
+    assert len(found.blocks) == len(expected.blocks)
+    for ours, theirs in zip(found.blocks, expected.blocks, strict=True):
+        assert ours.num_dst == theirs.num_dst
+        assert torch.equal(ours.src_ids, theirs.src_ids)
+        assert torch.equal(ours.part.indptr, theirs.part.indptr)
+        assert torch.equal(ours.part.src_idx, theirs.part.src_idx)
+        assert ours.edge.keys() == theirs.edge.keys()
+        assert all(torch.equal(ours.edge[name], theirs.edge[name]) for name in ours.edge)
+    for ours, theirs in ((found.x, expected.x), (found.y, expected.y)):
+        if isinstance(theirs, Tensor):
+            assert isinstance(ours, Tensor)
+            assert torch.equal(ours, theirs)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from hopline.ops import cpu_core, random
+from tests.helpers import torch_threads
+
+
+@cpu_core.kernel
+def _mixed(values, out):
+    for i in range(values.shape[0]):
+        out[i] = cpu_core.mix(np.uint64(values[i]))
+
+
+@cpu_core.kernel
+def _bounded(values, limit, out):
+    for i in range(values.shape[0]):
+        out[i] = cpu_core.bounded(np.uint64(values[i]), limit)
+
+
+@cpu_core.kernel
+def _prefetch_all(array, indices):
+    for i in range(indices.shape[0]):
+        cpu_core.prefetch(array, indices[i])
+
+
+RAW = torch.cat([torch.tensor([0, -1, 2**63 - 1, -(2**63)]), random.draw(2, torch.arange(500), 0)])
+
+
+def test_mix_equals_the_reference() -> None:
+    out = np.empty(RAW.numel(), dtype=np.uint64)
+    _mixed(RAW.numpy(), out)
+    assert torch.equal(torch.from_numpy(out.view(np.int64)), random.mix(RAW))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 1000, 2**31 - 1])
+def test_bounded_equals_the_reference(limit: int) -> None:
+    out = np.empty(RAW.numel(), dtype=np.int64)
+    _bounded(RAW.numpy(), limit, out)
+    assert torch.equal(torch.from_numpy(out), random.bounded(RAW, torch.tensor(limit)))
+
+
+def test_prefetch_of_any_index_reads_nothing() -> None:
+    array = np.arange(4.0)
+    _prefetch_all(array, np.array([0, 3, 4, -1, 10**12, -(10**12)]))
+    assert array.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("size", [0, 1, 3, 1000])
+def test_ranges_cover_everything_once(threads: int, size: int) -> None:
+    seen = np.zeros(size, dtype=np.int64)
+
+    def visit(start: int, stop: int) -> None:
+        seen[start:stop] += 1
+
+    with torch_threads(threads):
+        cpu_core.over_ranges(visit, size, work=1 << 24)
+    assert (seen == 1).all()
+
+
+def test_small_work_stays_on_the_calling_thread() -> None:
+    used = []
+    with torch_threads(4):
+        cpu_core.over_ranges(lambda a, b: used.append(threading.get_ident()), 100, work=100)
+    assert used == [threading.get_ident()]
+
+
+def test_an_error_in_any_range_reaches_the_caller() -> None:
+    def fail_at_the_end(start: int, stop: int) -> None:
+        if stop == 100:
+            raise ValueError("here")
+
+    with torch_threads(2), pytest.raises(ValueError, match="here"):
+        cpu_core.over_ranges(fail_at_the_end, 100, work=1 << 24)

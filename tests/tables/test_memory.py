@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hopline.tables import TensorTable
+from tests.helpers import randint, randn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
+def test_reads_rows_of_any_type(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rows = (10 * randn(30, *shape)).to(dtype)
+    table = TensorTable(rows)
+    ids = randint(0, 30, 50)
+    assert torch.equal(table.read(ids), rows[ids])
+    assert table.shape == tuple(rows.shape)
+    assert table.dtype == dtype
+    assert table.num_bytes == rows.numel() * rows.element_size()
+    assert table.storage() is rows
+
+
+def test_what_is_read_is_a_copy() -> None:
+    table = TensorTable(randn(4, 2))
+    table.read(torch.tensor([1])).zero_()
+    assert table.rows[1].any()
+
+
+def test_writes_convert_to_the_stored_type() -> None:
+    table = TensorTable(torch.zeros(4, 2, dtype=torch.float16))
+    table.write(torch.tensor([3, 1]), torch.tensor([[1.5, 2.5], [3.5, 4.5]], dtype=torch.float64))
+    assert table[torch.tensor([1, 3])].tolist() == [[3.5, 4.5], [1.5, 2.5]]
+
+
+def test_a_read_only_table_is_not_written() -> None:
+    rows = randn(4, 2)
+    table = TensorTable(rows.clone(), read_only=True)
+    with pytest.raises(TypeError, match="read-only"):
+        table.write(torch.tensor([0]), torch.zeros(1, 2))
+    assert torch.equal(table.rows, rows)
+
+
+def test_a_mapped_file_is_read_and_written_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "rows.npy"
+    np.save(path, np.zeros((6, 3), dtype=np.float32))
+    table = TensorTable(torch.from_numpy(np.load(path, mmap_mode="r+")))
+    table.write(torch.tensor([4]), torch.ones(1, 3))
+    assert np.load(path)[:, 0].tolist() == [0, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_an_id_that_is_not_there_raises(bad: int) -> None:
+    with pytest.raises(IndexError, match=r"outside 0 \.\. 3"):
+        TensorTable(randn(4, 2)).read(torch.tensor([bad]))
+
+
+def test_a_mask_is_not_a_list_of_ids() -> None:
+    with pytest.raises(ValueError, match="1-D"):
+        TensorTable(randn(4, 2))[torch.tensor([True, False, True, True])]

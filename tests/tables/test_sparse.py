@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hopline.tables import SparseTable
+from tests.helpers import randint, randn
+
+
+def mostly_zeros(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    rows = randn(30, 12, dtype=dtype)
+    rows[rows.abs() < 1] = 0
+    rows[4] = 0
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_reads_what_the_dense_rows_hold(dtype: torch.dtype) -> None:
+    rows = mostly_zeros(dtype)
+    table = SparseTable.from_dense(rows)
+    ids = torch.cat([randint(0, 30, 40), torch.tensor([4, 4])])
+    assert table.shape == (30, 12)
+    assert table.dtype == dtype
+    assert torch.equal(table.read(ids), rows[ids])
+    assert table.read(ids[:0]).shape == (0, 12)
+
+
+def test_reads_rows_as_they_are_stored() -> None:
+    rows = mostly_zeros()
+    ids = torch.tensor([9, 4, 0, 9])
+    indptr, columns, values = SparseTable.from_dense(rows).read_csr(ids)
+    for i, node in enumerate(ids.tolist()):
+        here = slice(int(indptr[i]), int(indptr[i + 1]))
+        assert columns[here].tolist() == rows[node].nonzero().view(-1).tolist()
+        assert values[here].tolist() == rows[node][rows[node] != 0].tolist()
+
+
+def test_repeated_entries_add_up() -> None:
+    table = SparseTable(torch.tensor([0, 3]), torch.tensor([1, 1, 0]), torch.tensor([2.0, 3.0, 1.0]), 3)
+    assert table.read(torch.tensor([0])).tolist() == [[1.0, 5.0, 0.0]]
+
+
+def test_counts_what_it_keeps_and_not_the_zeros() -> None:
+    table = SparseTable.from_dense(mostly_zeros())
+    stored = table.values.numel()
+    assert table.num_bytes == 31 * 8 + stored * (4 + 8)
+    assert table.storage() is None
+
+
+def test_is_read_only() -> None:
+    with pytest.raises(TypeError, match="SparseTable is read-only"):
+        SparseTable.from_dense(mostly_zeros()).write(torch.tensor([0]), torch.zeros(1, 12))
+
+
+@pytest.mark.parametrize("bad", [-1, 30])
+def test_an_id_that_is_not_there_raises(bad: int) -> None:
+    with pytest.raises(ValueError, match=r"outside 0 \.\. 29"):
+        SparseTable.from_dense(mostly_zeros()).read(torch.tensor([bad]))

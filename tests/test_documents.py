@@ -1,0 +1,49 @@
+"""What the documents show is true: the README's example runs, its links lead somewhere, its methods exist."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import hopline as hl
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def test_the_readme_example_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 15
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    left = runpy.run_path(str(script))
+    assert left["run"].test > 0.5
+    assert left["scores"].shape == (left["data"].num_nodes, left["data"].num_classes)
+    assert "after epoch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_between_files_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readme_lists_the_methods_that_exist():
+    section = (ROOT / "README.md").read_text().split("## Ways to train")[1].split("##")[0]
+    listed = set(re.findall(r"^\| `hl\.(\w+)`", section, flags=re.MULTILINE))
+    existing = {name for name in hl.__all__ if isinstance(m := getattr(hl, name), type) and issubclass(m, hl.Method)}
+    assert listed == existing - {"Method"}
+
+
+def test_the_changelog_speaks_of_this_version_or_of_what_is_unreleased():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert f"[{hl.__version__}]" in text or "[Unreleased]" in text
+
+
+def test_the_version_is_stated_once_and_the_same():
+    assert f'version = "{hl.__version__}"' in (ROOT / "pyproject.toml").read_text()
