@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from hopline.graph import Graph
+
+T = TypeVar("T")
 
 
 class Readable(Protocol):
@@ -74,6 +76,15 @@ class Part:
         dst = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
         return torch.stack([self.src_idx.long(), dst])
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> Part:
+        edge_ids = None if self.edge_ids is None else self.edge_ids.to(device, non_blocking=non_blocking)
+        return Part(
+            self.indptr.to(device, non_blocking=non_blocking),
+            self.src_idx.to(device, non_blocking=non_blocking),
+            {name: rows.to(device, non_blocking=non_blocking) for name, rows in self.edge.items()},
+            edge_ids,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -89,6 +100,11 @@ class Block:
     """Key of this step's random draws; None where nothing is drawn (evaluation)."""
     scale_sums: bool = False
     """Whether sums over sampled edges are scaled up to the expectation of the full sum."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Block:
+        """The same block on a device; its graph stays where it is."""
+        parts = tuple(part.to(device, non_blocking) for part in self.parts)
+        return replace(self, src_ids=self.src_ids.to(device, non_blocking=non_blocking), parts=parts)
 
     @property
     def num_src(self) -> int:
@@ -170,31 +186,29 @@ class Batch:
         return sum(t.numel() * t.element_size() for t in _tensors(self))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on a device; it is this one if everything is there already."""
+        """The same batch on a device; handles that were not read stay where their table is."""
         target = torch.device(device)
         if all(t.device == target for t in _tensors(self)):
             return self
 
-        def move(value: Rows | Tensor | None) -> Rows | Tensor | None:
+        def move(value: T) -> T:
             return value.to(target, non_blocking=non_blocking) if isinstance(value, Tensor) else value
 
-        parts = [
-            tuple(
-                Part(move(p.indptr), move(p.src_idx), {k: move(v) for k, v in p.edge.items()}, move(p.edge_ids))  # type: ignore[arg-type]
-                for p in block.parts
-            )
-            for block in self.blocks
-        ]
-        blocks = tuple(replace(b, src_ids=move(b.src_ids), parts=ps) for b, ps in zip(self.blocks, parts, strict=True))
-        tables = {name: move(rows) for name, rows in self.tables.items()}
-        return replace(self, seeds=move(self.seeds), blocks=blocks, x=move(self.x), y=move(self.y), tables=tables)  # type: ignore[arg-type]
+        return replace(
+            self,
+            seeds=move(self.seeds),
+            blocks=tuple(block.to(target, non_blocking) for block in self.blocks),
+            x=move(self.x),
+            y=move(self.y),
+            tables={name: move(rows) for name, rows in self.tables.items()},
+        )
 
     def union(self) -> Block:
         """All sampled edges as one square block over `input_ids`, for models that are not walked layer by layer.
 
         Each node keeps the edges of the layer nearest to the seeds, as in PyG's NeighborLoader.
         """
-        known, indptrs, columns, edges = 0, [torch.zeros(1, dtype=torch.int64)], [], []
+        known, indptrs, columns, edges = 0, [self.seeds.new_zeros(1)], [], []
         for block in reversed(self.blocks):
             part = block.part
             start = int(part.indptr[known])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,8 @@ class EarlyStop(Callback):
         if patience < 1:
             raise ValueError(f"patience must be at least 1 evaluation, not {patience}")
         self.patience = patience
+
+    def on_fit_start(self, trainer: Trainer) -> None:
         self.best, self.best_epoch, self.waited = -math.inf, 0, 0
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
@@ -168,7 +171,7 @@ class ShowProgress(Callback):
             self.context = progress(label, trainer.num_seeds, "seeds", brief=True)
             self.bar = self.context.__enter__()
         assert self.bar is not None
-        self.bar.advance(step.size, loss=float(step.loss))
+        self.bar.advance(step.size, loss=step.loss)
 
     def _close(self) -> None:
         if self.context is not None:
@@ -224,4 +227,5 @@ def peak_memory_bytes() -> int:
         import resource
     except ImportError:  # not on every system
         return psutil.Process().memory_info().rss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -125,7 +125,9 @@ def _print_keys(settings: type) -> None:
 def main() -> None:
     """Run the command; a user's mistake ends in one sentence and status 2."""
     debug = "--debug" in sys.argv
-    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    arguments = [a for a in sys.argv[1:] if a != "--debug"] or ["--help"]
+    if "" not in sys.path:
+        sys.path.append("")  # model=my_module:function finds a module in the current folder
     try:
         _check_command(arguments)
         sys.exit(app(arguments, standalone_mode=False) or 0)
@@ -149,6 +151,9 @@ def _sentence(error: BaseException) -> tuple[str, int]:
         error = error.__cause__
     if hasattr(error, "format_message"):  # typer's own errors
         return str(error.format_message()), 2  # type: ignore[attr-defined]
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}: check the path, its permissions and the free space", 2
     text = str(error) or type(error).__name__
     if isinstance(error, ValueError | OSError):
         return text, 2

@@ -41,7 +41,7 @@ def exact(
     if ids is not None and ids.numel() == 0:
         raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
     walk = as_walkable(model)
-    with _evaluating(walk), trace.span("infer"):
+    with evaluating(walk), trace.span("infer"):
         if isinstance(walk, Whole):
             return _whole(walk, data, torch.device(device))[slice(None) if ids is None else ids]
         walk.check_blocks()
@@ -56,7 +56,7 @@ def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None
     walk = as_walkable(model)
     outputs = []
     with (
-        _evaluating(walk),
+        evaluating(walk),
         trace.span("infer"),
         progress("inference", num_nodes, "nodes", enabled=show, brief=True) as bar,
     ):
@@ -67,7 +67,8 @@ def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode comes back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -101,11 +102,6 @@ class _Tables:
     x0: TensorTable | None = None
     jk: TensorTable | None = None
 
-    def at(self, block: Block) -> State:
-        """The state a layer needs: all sources' hidden rows, the destinations' own other rows."""
-        rows = [None if t is None else t.read(block.dst_ids) for t in (self.x0, self.jk)]
-        return State(Rows(self.h, block.src_ids), *rows)
-
 
 class _Layerwise:
     def __init__(self, model: GNN, data: Dataset, chunk_edges: int, device: torch.device) -> None:
@@ -123,7 +119,7 @@ class _Layerwise:
                 new = _NewTables(self.data.num_nodes)
                 for chunk in self._chunks(nodes):
                     block = full_block(self.sampler, chunk)
-                    state = self.model.layer(l, tables.at(block), block)
+                    state = self.model.layer(l, self._state(tables, block), block.to(self.device))
                     new.write(chunk, State(self.model.decode(state)) if last else state)
                     bar.advance(chunk.numel())
                 tables = new.tables()
@@ -147,8 +143,17 @@ class _Layerwise:
             return _Tables(self.data.x)
         new = _NewTables(self.data.num_nodes)
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
-            new.write(chunk, self.model.encode(Rows(self.data.x, chunk), chunk, None))
+            new.write(chunk, self.model.encode(self._on_device(Rows(self.data.x, chunk)), chunk, None))
         return new.tables()
+
+    def _on_device(self, rows: Rows) -> Rows | Tensor:
+        """Rows on another device than the CPU are read and sent; on the CPU a layer may read them itself."""
+        return rows if self.device.type == "cpu" else rows.read().to(self.device)
+
+    def _state(self, tables: _Tables, block: Block) -> State:
+        """The state a layer needs: all sources' hidden rows, the destinations' own other rows."""
+        others = [None if t is None else t.read(block.dst_ids).to(self.device) for t in (tables.x0, tables.jk)]
+        return State(self._on_device(Rows(tables.h, block.src_ids)), *others)
 
     def _chunks(self, nodes: Tensor) -> Iterator[Tensor]:
         """Runs of nodes with about `chunk_edges` in-edges; a node with more is a chunk of its own."""

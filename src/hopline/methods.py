@@ -189,7 +189,8 @@ class Loader:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self.data, self.ids, self.method, self.seed, self.device = data, ids, method, seed, device
         self.sampler = NeighborSampler(data.graph, method.fanouts, replace=method.replace)
-        self.keeps_handle = model is not None and "x" in data.tables and model.keeps_handle(data.tables["x"])
+        here = device.type == "cpu"  # the kernels that read a table themselves are the CPU's
+        self.keeps_handle = here and model is not None and "x" in data.tables and model.keeps_handle(data.tables["x"])
         self._next_epoch = 1
 
     def __len__(self) -> int:

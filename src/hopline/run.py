@@ -73,8 +73,6 @@ def train(config: RunConfig) -> Run:
     torch.manual_seed(config.seed)
     model = make_model(config.model, data)
     out = config.out or Path("runs") / f"{data.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (out / "metrics.jsonl").exists():
-        raise ValueError(f"{out} holds a run already: choose another folder with out=, or remove it")
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
     trainer = Trainer(model, data, config.method, out=out, config=to_dict(config), **settings)
     trainer.say(f"{data!r}\nmodel: {config.model.name}, {num_parameters(model):,} parameters; run folder: {out}")
@@ -102,7 +100,8 @@ def predict(folder: Path, config: InferConfig) -> Path:
         with out.open("wb") as file:
             np.save(file, rows.numpy(), allow_pickle=False)
     except OSError as error:
-        raise ValueError(f"cannot write {out} ({error.strerror}): choose another file with out=") from error
+        reason = error.strerror or "the disk is full"  # numpy writes fewer bytes and gives no number
+        raise ValueError(f"cannot write {out} ({reason}): choose another file with out=") from error
     return out
 
 
@@ -115,7 +114,10 @@ def load_config(folder: Path) -> RunConfig:
         raise ValueError(f"{folder} is not a run folder: there is no config.json in it") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from error
-    return from_dict(RunConfig, stored["config"])
+    try:
+        return from_dict(RunConfig, stored["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -126,8 +128,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         weights = torch.load(path, weights_only=True, map_location="cpu")
         model.load_state_dict(weights)
     except Exception as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path} does not hold weights of this model: {first_line}") from error
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{path} does not hold weights of this model: {reason}") from error
 
 
 def _split(data: Dataset, name: str) -> Tensor:
@@ -137,8 +139,10 @@ def _split(data: Dataset, name: str) -> Tensor:
 
 
 def _classes(scores: Tensor, task: str) -> Tensor:
-    if task == "multi" or scores.size(-1) == 1:
+    if task == "multi":
         return (scores > 0).to(torch.uint8)
+    if scores.size(-1) == 1:
+        return (scores > 0).view(-1).to(torch.uint8)
     return scores.argmax(dim=-1)
 
 
@@ -177,6 +181,6 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     elif is_ogb_folder(path):
         from_ogb_folder(path, folder=folder, **changed)
     else:
-        open_dataset(source, data_root=config.data_root).save(folder)
+        open_dataset(source, data_root=config.data_root, **changed).save(folder)
     verify(folder)
     return open_dataset(str(folder))

@@ -14,13 +14,13 @@ class Schedule:
     """How the learning rate changes."""
 
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
-    """Constant; a cosine down to `floor` at the last epoch; lower on a plateau; or lower every few epochs."""
+    """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs."""
     warmup: int = 0
     """Epochs over which the rate first rises linearly to `lr`."""
     factor: float = 0.5
     """What `plateau` and `step` multiply the rate by."""
     patience: int = 5
-    """Evaluations without a better validation metric (or loss, without a validation split) before `plateau` acts."""
+    """Evaluations without a better validation metric (or loss, without a validation split) that `plateau` lets pass."""
     every: int = 10
     """Epochs from one `step` to the next."""
     floor: float = 0.0
@@ -38,6 +38,7 @@ class Scheduler:
 
     def __init__(self, spec: Schedule, optimizer: Optimizer, epochs: int) -> None:
         self.epoch, self.warmup = 0, spec.warmup
+        self.optimizer, self.floor = optimizer, spec.floor
         self._plateau: ReduceLROnPlateau | None = None
         self._by_epoch: CosineAnnealingLR | StepLR | None = None
         if spec.name == "plateau":
@@ -67,3 +68,5 @@ class Scheduler:
                 self._plateau.step(value)
         elif self._by_epoch is not None:
             self._by_epoch.step()
+            for group in self.optimizer.param_groups:  # StepLR knows no floor
+                group["lr"] = max(group["lr"], self.floor)

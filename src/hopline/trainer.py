@@ -144,7 +144,7 @@ class Trainer:
                 self._loop(run, timers, counters)
                 self._test(run, keep)
             except BaseException as error:
-                run.reason = f"{type(error).__name__}: {error}"
+                run.reason = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
             finally:
                 run.metric, run.stages = self.metric, timers.statistics()
@@ -218,13 +218,16 @@ class Trainer:
         """Metrics of a split: over every edge, or over sampled ones."""
         ids = self.data.splits[split]
         if self.test_step is not None:
-            return self.test_step(self.job.model, self.data, ids)
+            with infer.evaluating(self.job.model):
+                return self.test_step(self.job.model, self.data, ids)
         batches = None if exact else self.method.inference_batches(self.job, ids)
         if batches is None:
             scores = infer.exact(self.job.model, self.data, ids, device=self.device, show=self.settings.show)
         else:
             scores = infer.sampled(self.job.model, batches, num_nodes=ids.numel(), show=self.settings.show)
         assert self.data.y is not None
+        if self.data.task == "binary" and scores.size(-1) == 1:
+            scores = scores.squeeze(-1)
         return {self.metric: metrics.METRICS[self.metric](scores.float(), self.data.y[ids])}
 
     def _validate(self, epoch: int, run: Run, default: float) -> float:
@@ -279,6 +282,8 @@ class Trainer:
         if self.settings.patience is not None:
             self._active.append(EarlyStop(self.settings.patience))
         if self.out is not None:
+            if (self.out / "metrics.jsonl").exists():
+                raise ValueError(f"{self.out} holds a run already: choose another folder with out=, or remove it")
             self._report = stack.enter_context(Report(self.out, self.config))
             stack.enter_context(trace.listen(self._report))
             self._active.append(WriteReport(self._report))

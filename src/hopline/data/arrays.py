@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -134,7 +135,8 @@ class ArrayWriter:
 
     def abandon(self) -> None:
         """Close the file as it is, after an error."""
-        self._file.close()
+        with suppress(OSError):  # what is still buffered may not fit either
+            self._file.close()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,8 @@ class Runs:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files:
-            file.close()
+            with suppress(OSError):  # on a full disk, what is still buffered does not fit either
+                file.close()
 
     def add(self, edges: Edges) -> None:
         """Append one run."""
@@ -205,6 +207,7 @@ class Runs:
         starts, order = ops.group_edges(edges.dst // self.width, self.num_buckets)
         for file, column, sample in zip(self._files, self._columns(edges), self._columns(self.sample), strict=True):
             file.write(as_bytes(column[order].to(sample.dtype)))
+            file.flush()
         self._starts.append(starts + self.num_edges)
         self.num_edges += edges.src.numel()
 

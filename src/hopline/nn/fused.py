@@ -44,7 +44,7 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
     how = REDUCE[type(conv.aggr_module)]
     dtype = next(conv.parameters(), torch.empty(0)).dtype
     if type(conv) in PLAIN:
-        source = h if reads_rows(conv) else _cast(h, dtype)
+        source = h if isinstance(h, Rows) and reads_rows(conv) else _cast(h, dtype)
         pair = (source, _cast(h.head(block.num_dst) if isinstance(h, Rows) else h[: block.num_dst], dtype))
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
         if isinstance(conv, GraphConv):

@@ -53,13 +53,14 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
 def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:
     """(degree, loop weight) of the given nodes, float64."""
     if "weight" not in graph.edge and not (add_loops and graph.self_loops.numel()):
-        loop = torch.full((ids.numel(),), fill if add_loops else 0.0, dtype=torch.float64)
+        loop = torch.full((ids.numel(),), fill if add_loops else 0.0, dtype=torch.float64, device=ids.device)
         return graph.in_degrees(ids) + loop, loop
     known = _cache.setdefault(graph, {})
     if (add_loops, fill) not in known:
         known[add_loops, fill] = _whole_graph(graph, add_loops, fill)
     weights = known[add_loops, fill]
-    return weights.total[ids] + weights.loop[ids], weights.loop[ids]
+    total, loop = (array[ids.cpu()].to(ids.device) for array in weights)
+    return total + loop, loop
 
 
 def _whole_graph(graph: Graph, add_loops: bool, fill: float) -> _Weights:

@@ -19,7 +19,7 @@ from hopline import ops
 from hopline.batch import Batch, Block, Readable, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
 from hopline.nn.fused import project, reads_rows
-from hopline.nn.norm import check_norm, make_norm
+from hopline.nn.norm import apply_norm, check_norm, make_norm
 
 INPUT = -1
 """The place of the input dropout among the layers' keys."""
@@ -208,7 +208,7 @@ class GNN(nn.Module):
     def _after_conv(self, l: int, h: Tensor) -> Tensor:
         if self.act is not None and self.act_first:
             h = self.act(h)
-        h = self.norms[l](h)
+        h = apply_norm(self.norms[l], h)
         return self.act(h) if self.act is not None and not self.act_first else h
 
     def _drop(self, h: Tensor, p: float, ids: Tensor, key: int | None, place: int) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch_geometric.nn import norm as pyg_norm
 
 _OVER_NODES = (
@@ -39,6 +38,13 @@ def make_norm(name: str, width: int) -> nn.Module:
     raise ValueError(f"norm must be 'batch', 'layer', None or modules, not {name!r}")
 
 
-def lonely_batch_norm(module: nn.Module, num_rows: int) -> bool:
-    """Whether this is a batch norm in training that would see a single row, which torch refuses."""
-    return num_rows == 1 and module.training and any(isinstance(m, torch.nn.BatchNorm1d) for m in module.modules())
+def apply_norm(norm: nn.Module, h: Tensor) -> Tensor:
+    """The norm's output; batch norm on a single row, which has no variance, goes by its running statistics."""
+    lonely = h.size(0) == 1 and norm.training and any(isinstance(m, nn.BatchNorm1d) for m in norm.modules())
+    if not lonely:
+        return norm(h)
+    norm.eval()
+    try:
+        return norm(h)
+    finally:
+        norm.train()

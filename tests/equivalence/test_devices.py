@@ -1,0 +1,41 @@
+"""The same run on a GPU: plain torch operations in place of the CPU's kernels, equal losses and outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import GATConv, GCN2Conv, GCNConv, SAGEConv
+
+import hopline as hl
+from hopline.data import planted
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MODELS = {
+    "sage": lambda i, o: hl.nn.GNN([SAGEConv(i, 16), SAGEConv(16, o)], dropout=0.3, norm="batch"),
+    "sage max": lambda i, o: hl.nn.GNN([SAGEConv(i, 16, aggr="max"), SAGEConv(16, o)]),
+    "gcn": lambda i, o: hl.nn.GNN([GCNConv(i, 16), GCNConv(16, o)], dropout=0.3, input_dropout=0.1),
+    "gat": lambda i, o: hl.nn.GNN([GATConv(i, 8, heads=2), GATConv(16, o)]),
+    "gcnii": lambda i, o: hl.nn.GNN(
+        [GCN2Conv(16, 0.1), GCN2Conv(16, 0.1)], jk="last", encoder=nn.Linear(i, 16), head=nn.Linear(16, o)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
+    data = planted(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
+    runs, outputs = {}, {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = MODELS[name](data.num_features, data.num_classes)
+        method = hl.Sampled(fanouts=(5, 5), batch_size=256)
+        runs[device] = hl.Trainer(model, data, method, epochs=2, device=device, show=False).fit()
+        outputs[device] = hl.infer.exact(model, data, device=device)
+    losses = [[epoch.loss for epoch in runs[device].history] for device in ("cpu", "cuda")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    torch.testing.assert_close(outputs["cuda"], outputs["cpu"], rtol=2e-2, atol=2e-3)
