@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.batch import Batch, Block, Rows
@@ -99,6 +100,57 @@ def dataset_of(graph: Graph, x: Tensor, num_classes: int = 3, seed: int = 9) -> 
         splits={"train": torch.arange(half), "test": torch.arange(half, graph.num_nodes)},
         num_classes=num_classes,
     )
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[-1]))
+
+
+def pna(a: int, b: int, **options: int) -> nn.Module:
+    histogram = torch.tensor([3, 10, 20, 10, 5])
+    return pyg.PNAConv(a, b, ["mean", "max", "std"], ["identity", "amplification"], histogram, **options)
+
+
+CONVS: dict[str, Callable[[int, int], nn.Module]] = {
+    "sage-mean": lambda a, b: pyg.SAGEConv(a, b),
+    "sage-max": lambda a, b: pyg.SAGEConv(a, b, aggr="max"),
+    "sage-sum": lambda a, b: pyg.SAGEConv(a, b, aggr="sum"),
+    "sage-project": lambda a, b: pyg.SAGEConv(a, b, project=True),
+    "sage-normalize": lambda a, b: pyg.SAGEConv(a, b, normalize=True),
+    "sage-no-root": lambda a, b: pyg.SAGEConv(a, b, root_weight=False, bias=False),
+    "sage-std": lambda a, b: pyg.SAGEConv(a, b, aggr="std"),
+    "gcn": lambda a, b: pyg.GCNConv(a, b),
+    "gcn-improved": lambda a, b: pyg.GCNConv(a, b, improved=True),
+    "gcn-no-loops": lambda a, b: pyg.GCNConv(a, b, add_self_loops=False),
+    "gcn-no-norm": lambda a, b: pyg.GCNConv(a, b, normalize=False),
+    "gin": lambda a, b: pyg.GINConv(mlp(a, 5, b), train_eps=True),
+    "gat": lambda a, b: pyg.GATConv(a, b, heads=2, concat=False),
+    "gat-no-loops": lambda a, b: pyg.GATConv(a, b, add_self_loops=False),
+    "gat-edges": lambda a, b: pyg.GATConv(a, b, edge_dim=2),
+    "gatv2": lambda a, b: pyg.GATv2Conv(a, b, heads=2, concat=False),
+    "gatv2-edges": lambda a, b: pyg.GATv2Conv(a, b, edge_dim=2, share_weights=True),
+    "pna": pna,
+    "pna-edges": lambda a, b: pna(a, b, edge_dim=2),
+    "transformer": lambda a, b: pyg.TransformerConv(a, b, heads=2, concat=False, beta=True),
+    "transformer-edges": lambda a, b: pyg.TransformerConv(a, b, edge_dim=2),
+    "graph": lambda a, b: pyg.GraphConv(a, b),
+    "graph-mean": lambda a, b: pyg.GraphConv(a, b, aggr="mean"),
+    "graph-max": lambda a, b: pyg.GraphConv(a, b, aggr="max"),
+    "edge": lambda a, b: pyg.EdgeConv(mlp(2 * a, 5, b)),
+    "gine-edges": lambda a, b: pyg.GINEConv(mlp(a, 5, b), edge_dim=2),
+}
+"""Convs by name, as functions of their widths; those in "-edges" read edge attributes of width 2."""
+NORMALISED = [name for name in CONVS if name.startswith("gcn") and name != "gcn-no-norm"]
+"""Those whose weights on sampled edges are not stock PyG's."""
+
+
+def conv_of(name: str, a: int, b: int, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return CONVS[name](a, b).double()
+
+
+def stack_of(name: str, *widths: int) -> list[nn.Module]:
+    return [conv_of(name, a, b, seed) for seed, (a, b) in enumerate(zip(widths, widths[1:], strict=False))]
 
 
 def neighbors_of(graph: Graph, node: int) -> list[int]:

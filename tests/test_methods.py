@@ -202,7 +202,7 @@ def test_units_weigh_the_loss_by_their_share_of_the_seeds() -> None:
     everything = next(iter(Sampled(fanouts=(-1, -1), batch_size=25).loader(DATA)))
     loss = mean_loss(other, everything)
     loss.backward()
-    assert total == pytest.approx(25 * float(loss), rel=1e-12)
+    assert total == pytest.approx(25 * loss.item(), rel=1e-12)
     assert_same_gradients(model, other)
 
 

@@ -126,13 +126,13 @@ def make_model(spec: ModelSpec, data: Dataset) -> nn.Module:
     widths = [
         data.num_features,
         *[spec.hidden] * (spec.layers - 1),
-        spec.hidden if jumping else data.num_classes,
+        spec.hidden if jumping else data.num_outputs,
     ]
     convs = [
         CONVS[spec.name](spec, data, widths[l], widths[l + 1], l == spec.layers - 1 and not jumping)
         for l in range(spec.layers)
     ]
-    head = nn.Linear(spec.hidden * (spec.layers if spec.jk == "cat" else 1), data.num_classes) if jumping else None
+    head = nn.Linear(spec.hidden * (spec.layers if spec.jk == "cat" else 1), data.num_outputs) if jumping else None
     return GNN(
         convs,
         norm=None if spec.norm == "none" else spec.norm,
@@ -157,7 +157,7 @@ def _gcnii(spec: ModelSpec, data: Dataset) -> GNN:
         residual=spec.residual,
         jk="last",
         encoder=nn.Linear(data.num_features, spec.hidden),
-        head=nn.Linear(spec.hidden, data.num_classes),
+        head=nn.Linear(spec.hidden, data.num_outputs),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hopline import infer
+from hopline import infer, ops
 from hopline.callbacks import Run
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
@@ -76,6 +76,8 @@ def train(config: RunConfig) -> Run:
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
     trainer = Trainer(model, data, config.method, out=out, config=to_dict(config), **settings)
     trainer.say(f"{data!r}\nmodel: {config.model.name}, {num_parameters(model):,} parameters; run folder: {out}")
+    if not ops.kernel_cache().exists():
+        trainer.say("compiling kernels: once on this machine, some ten seconds")
     return trainer.fit()
 
 

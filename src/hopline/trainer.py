@@ -228,7 +228,8 @@ class Trainer:
         assert self.data.y is not None
         if self.data.task == "binary" and scores.size(-1) == 1:
             scores = scores.squeeze(-1)
-        return {self.metric: metrics.METRICS[self.metric](scores.float(), self.data.y[ids])}
+        name = self.data.metric
+        return {name: metrics.METRICS[name](scores.float(), self.data.y[ids])}
 
     def _validate(self, epoch: int, run: Run, default: float) -> float:
         if not self._has("valid"):
@@ -340,9 +341,10 @@ def supervised(task: str) -> TrainStep:
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
         scores, y = model(batch), batch.labels
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if task == "multi" or scores.size(-1) == 1:
-            return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape).float(), y.float())
-        return nn.functional.cross_entropy(scores.float(), y)
+            return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
+        return nn.functional.cross_entropy(scores, y)
 
     return train_step
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -12,7 +11,6 @@ from hopline.data import synthetic
 from hopline.data.dataset import Dataset
 from hopline.data.store import verify
 from hopline.data.synthetic import BUILT_IN, Planted, built_in, planted
-from hopline.ops import cpu_synthetic
 
 SMALL = Planted(num_nodes=5000, num_edges=100_000, num_classes=10, num_features=8, num_train=1000, num_valid=500)
 
@@ -26,16 +24,6 @@ def assert_same(a: Dataset, b: Dataset) -> None:
     assert b.y is not None
     assert torch.equal(a.y, b.y)
     assert all(torch.equal(a.splits[name], b.splits[name]) for name in ("train", "valid", "test"))
-
-
-@pytest.mark.parametrize("num_nodes", [2, 3, 100, 1023, 1025])
-def test_ranks_are_a_permutation_and_nodes_its_inverse(num_nodes: int) -> None:
-    half = np.uint64(max(1, -(-(num_nodes - 1).bit_length() // 2)))
-    ranks = np.empty(num_nodes, dtype=np.int64)
-    cpu_synthetic.fill_ranks(0, np.uint64(99), half, num_nodes, ranks)
-    assert sorted(ranks.tolist()) == list(range(num_nodes))
-    back = [cpu_synthetic.node_at(r, np.uint64(99), half, num_nodes) for r in ranks.tolist()]
-    assert back == list(range(num_nodes))
 
 
 def test_counts_are_exact_and_contents_valid() -> None:

@@ -302,7 +302,7 @@ def test_gather_rows_of_nothing() -> None:
     assert cpu.gather_rows(torch.empty(4, 0), torch.tensor([1, 2])).shape == (2, 0)
 
 
-def test_gather_rows_from_a_mapped_file(tmp_path) -> None:  # noqa: ANN001
+def test_gather_rows_from_a_mapped_file(tmp_path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(40, dtype=np.float32).reshape(10, 4))
     rows = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="c"))
     assert torch.equal(cpu.gather_rows(rows, torch.tensor([9, 0])), rows[[9, 0]])

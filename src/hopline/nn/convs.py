@@ -152,11 +152,12 @@ def _tiny_graph(block: Block, options: dict[str, Any]) -> Graph:
 
 
 def _block(graph: Graph, num_dst: int) -> Block:
-    """The first nodes of a tiny graph with their in-edges; every node is a source, so ids are positions."""
+    """The first nodes of a tiny graph with their in-edges; ids are positions."""
     stop = int(graph.indptr[num_dst])
     edge = {name: rows[:stop] for name, rows in graph.edge.items()}
     part = Part(graph.indptr[: num_dst + 1], graph.indices[:stop].int(), edge)
-    return Block(torch.arange(graph.num_nodes), num_dst, (part,), graph)
+    num_src = max(num_dst, int(part.src_idx.max()) + 1)  # not all nodes, or a norm over those present would pass
+    return Block(torch.arange(num_src), num_dst, (part,), graph)
 
 
 def _name(conv: nn.Module) -> str:

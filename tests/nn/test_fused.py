@@ -1,0 +1,176 @@
+"""Fused convs build no matrix with a row per edge, and read tables themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hopline.batch import Rows
+from hopline.nn.convs import convolve
+from hopline.nn.fused import is_fused, project, reads_rows
+from hopline.tables import SparseTable, TensorTable
+from tests.helpers import CONVS, assert_close, backward, batch_of, conv_of, randn, random_graph, stock
+
+WIDTH = 16
+FUSED = ["sage-mean", "sage-max", "sage-sum", "gcn", "gcn-no-loops", "gin", "graph", "graph-mean"]
+
+
+class LargestFloats(TorchDispatchMode):
+    """Notes the size of the largest floating-point tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+        self.largest = max([self.largest, *made])
+        return out
+
+
+def largest_made(name: str, *, fused: bool) -> tuple[int, int]:
+    """(numbers in the largest tensor made in forward and backward, edges x features)."""
+    graph = random_graph(60, 6000, weight=True)
+    block = batch_of(graph, None, (-1,)).blocks[0]
+    conv, x = conv_of(name, WIDTH, WIDTH), randn(60, WIDTH).requires_grad_()
+    convolve(conv, x, block)  # probed before
+    with LargestFloats() as sizes:
+        out = convolve(conv, x, block) if fused else stock(conv, x, block)
+        backward(out)
+    return sizes.largest, block.num_edges * WIDTH
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_no_tensor_has_a_row_per_edge(name: str) -> None:
+    found, per_edge = largest_made(name, fused=True)
+    assert found < per_edge / 8
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "gcn"])
+def test_stock_pyg_makes_one(name: str) -> None:
+    found, per_edge = largest_made(name, fused=False)
+    assert found >= per_edge
+
+
+def test_autograd_keeps_nothing_with_a_row_per_edge() -> None:
+    graph = random_graph(60, 6000)
+    block = batch_of(graph, None, (-1,)).blocks[0]
+    conv, x = conv_of("sage-max", WIDTH, WIDTH), randn(60, WIDTH).requires_grad_()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+        convolve(conv, x, block)
+    assert 0 < max(kept) <= block.num_edges
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "sage-max", "gin", "graph"])
+def test_a_handle_is_read_straight_from_the_table(name: str) -> None:
+    """Only the destinations' own rows are read; the sources' go into the reduction."""
+    reads = []
+
+    class Watched(TensorTable):
+        def read(self, ids: Tensor) -> Tensor:
+            reads.append(ids.numel())
+            return super().read(ids)
+
+    graph, x = random_graph(), randn(50, 4)
+    block = batch_of(graph, None, (3,), torch.arange(6)).blocks[0]
+    conv = conv_of(name, 4, 3)
+    found = convolve(conv, Rows(Watched(x), block.src_ids), block)
+    assert reads == [6]
+    assert_close(found, convolve(conv, x[block.src_ids], block), 1e-14)
+
+
+def test_which_convs_are_fused() -> None:
+    fused = {name for name in CONVS if is_fused(conv_of(name, 4, 3))}
+    assert fused == {name for name in CONVS if name.split("-")[0] in ("sage", "gcn", "gin", "graph")} - {"sage-std"}
+    assert is_fused(pyg.GCN2Conv(4, 0.1))
+
+
+def test_which_convs_read_rows() -> None:
+    assert {n for n in CONVS if reads_rows(conv_of(n, 4, 3))} == {
+        "sage-mean",
+        "sage-max",
+        "sage-sum",
+        "sage-normalize",
+        "sage-no-root",
+        "gin",
+        "graph",
+        "graph-mean",
+        "graph-max",
+    }
+
+
+@pytest.mark.parametrize("linear", [nn.Linear(6, 3), nn.Linear(6, 3, bias=False), pyg.Linear(6, 3)], ids=str)
+def test_sparse_rows_are_projected_without_being_made_dense(linear: nn.Module) -> None:
+    linear = linear.double()
+    x = randn(20, 6) * (randn(20, 6, seed=4) > 0)
+    rows = Rows(SparseTable.from_dense(x), torch.tensor([3, 19, 3, 0]))
+    found = project(linear, rows)
+    assert_close(found, linear(x[rows.ids]))
+    backward(found)
+    weight = linear.weight
+    assert isinstance(weight, nn.Parameter)
+    ours = weight.grad
+    weight.grad = None
+    backward(linear(x[rows.ids]))
+    assert ours is not None
+    assert weight.grad is not None
+    assert_close(ours, weight.grad)
+
+
+def test_gcn_on_sparse_features_never_reads_them_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, x = random_graph(), randn(50, 6)
+    block = batch_of(graph, None, (3,)).blocks[0]
+    conv = conv_of("gcn", 6, 3)
+    expected = convolve(conv, x[block.src_ids], block)
+    monkeypatch.setattr(SparseTable, "read", None)
+    assert_close(convolve(conv, Rows(SparseTable.from_dense(x), block.src_ids), block), expected)
+
+
+@pytest.mark.parametrize("name", ["sage-sum", "gin", "graph", "gcn-no-norm"])
+def test_scaled_sums_multiply_each_destination_by_degree_over_sampled(name: str) -> None:
+    graph, x = random_graph(weight=True), randn(50, 4)
+    conv = conv_of(name, 4, 3)
+    plain = batch_of(graph, None, (3,)).blocks[0]
+    scaled = batch_of(graph, None, (3,), scale_sums=True).blocks[0]
+    seen: list[Tensor] = []
+
+    def sums(weight: Tensor | None) -> Tensor:
+        out = torch.zeros(plain.num_dst, 4, dtype=torch.float64)
+        rows = x[plain.src_ids][plain.edge_index[0]]
+        return out.index_add_(0, plain.edge_index[1], rows if weight is None else rows * weight[:, None])
+
+    weight = plain.edge["weight"] if name in ("graph", "gcn-no-norm") else None
+    own = x[plain.dst_ids]
+    for factor in (torch.ones(50, dtype=torch.float64), plain.sampling_factor):
+        total = factor[:, None] * sums(weight)
+        if name == "gin":
+            seen.append(conv.nn(total + (1 + conv.eps) * own))
+        elif name == "graph":
+            seen.append(conv.lin_rel(total) + conv.lin_root(own))
+        elif name == "gcn-no-norm":
+            seen.append(conv.lin(total) + conv.bias)
+        else:
+            seen.append(conv.lin_l(total) + conv.lin_r(own))
+    assert_close(convolve(conv, x[plain.src_ids], plain), seen[0])
+    assert_close(convolve(conv, x[plain.src_ids], scaled), seen[1])
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "sage-max", "gcn", "gcn-improved"])
+def test_scaled_sums_leave_means_maxima_and_gcn_alone(name: str) -> None:
+    graph, x = random_graph(), randn(50, 4)
+    conv = conv_of(name, 4, 3)
+    plain, scaled = (batch_of(graph, None, (3,), scale_sums=s).blocks[0] for s in (False, True))
+    rows = x[plain.src_ids]
+    assert torch.equal(convolve(conv, rows, plain), convolve(conv, rows, scaled))
+
+
+def test_scaled_sums_are_refused_by_name_where_nothing_is_summed() -> None:
+    block = batch_of(random_graph(), None, (3,), scale_sums=True).blocks[0]
+    with pytest.raises(ValueError, match=r"GATConv does not: set method\.scale_sums=false"):
+        convolve(conv_of("gat", 4, 3), randn(block.num_src, 4), block)

@@ -1,0 +1,105 @@
+"""Inference: modes, models without layers, samples. That it equals `forward` is an identity of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GraphSAGE, SAGEConv
+
+import hopline as hl
+from hopline import infer
+from tests.runs import method, sage, small
+
+
+class Plain(nn.Module):
+    def __init__(self, data: hl.Dataset) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.drop = SAGEConv(data.num_features, data.num_classes), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.drop(self.conv(x, edge_index))
+
+
+@pytest.mark.parametrize("kind", ["gnn", "pyg", "plain"])
+def test_runs_in_evaluation_mode_and_brings_each_mode_back(kind: str):
+    data = small()
+    models: dict[str, nn.Module] = {
+        "gnn": sage(data, dropout=0.5, norm="batch"),
+        "pyg": GraphSAGE(data.num_features, 8, 2, data.num_classes, dropout=0.5, norm="batch"),
+        "plain": Plain(data),
+    }
+    model = models[kind].train()
+    frozen = next(m for m in model.modules() if isinstance(m, SAGEConv))
+    frozen.eval()
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    first, second = infer.exact(model, data), infer.exact(model, data)
+    assert torch.equal(first, second)
+    assert not first.requires_grad
+    assert model.training
+    assert not frozen.training
+    assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
+
+
+def test_modes_come_back_after_an_error():
+    data = small()
+    model = sage(data, dropout=0.5)
+    del data.tables["x"]
+    with pytest.raises(ValueError, match="has no features"):
+        infer.exact(model, data)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_module_without_layers_runs_on_the_whole_graph():
+    data = small()
+    model, pyg = Plain(data).eval(), data.to_pyg()
+    ids = torch.tensor([5, 3, 3, 399])
+    with torch.no_grad():
+        expected = model(pyg.x, pyg.edge_index)
+    torch.testing.assert_close(infer.exact(model, data), expected)
+    torch.testing.assert_close(infer.exact(model, data, ids), expected[ids])
+
+
+def test_a_module_without_layers_on_too_large_a_graph_says_what_to_write(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(infer, "WHOLE_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"Plain has no layers .* build it as hl.nn.GNN\(\[...convs...\]\), or set"):
+        infer.exact(Plain(small()), small())
+
+
+def test_rows_come_in_the_order_of_the_ids_also_twice():
+    data = small()
+    model, ids = sage(data), torch.tensor([7, 2, 7, 300])
+    torch.testing.assert_close(infer.exact(model, data, ids), infer.exact(model, data)[ids])
+
+
+@pytest.mark.parametrize("chunk_edges", [1, 37, 10**9])
+def test_the_size_of_the_chunks_changes_nothing(chunk_edges: int):
+    data = small()
+    model = sage(data, residual=True, norm="layer")
+    torch.testing.assert_close(infer.exact(model, data, chunk_edges=chunk_edges), infer.exact(model, data))
+
+
+def test_no_ids_are_refused():
+    with pytest.raises(ValueError, match="no nodes to infer at"):
+        infer.exact(sage(small()), small(), torch.empty(0, dtype=torch.int64))
+
+
+def test_samples_of_all_neighbours_are_exact():
+    data = small()
+    model = sage(data, dropout=0.5)
+    ids = torch.tensor([9, 1, 350, 20])
+    loader = method(fanouts=(-1, -1), batch_size=3, shuffle=False).loader(data, ids, model=model)
+    torch.testing.assert_close(infer.sampled(model, loader), infer.exact(model, data, ids))
+    assert model.training
+
+
+def test_samples_of_few_neighbours_estimate_what_is_exact():
+    data = small()
+    model, ids = sage(data), data.splits["test"]
+    exact = infer.exact(model, data, ids)
+    loader = method(fanouts=(2, 2), shuffle=False).loader(data, ids, model=model)
+    one = infer.sampled(model, loader)
+    many = torch.stack([infer.sampled(model, loader) for _ in range(20)]).mean(dim=0)
+    assert not torch.equal(one, exact)
+    assert (many - exact).norm() < (one - exact).norm() / 2

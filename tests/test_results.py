@@ -1,0 +1,86 @@
+"""What training reaches: sampled training as good as full-batch PyG, and graphs that a GNN can use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GCNConv
+
+import hopline as hl
+from hopline.models import make_model
+from hopline.recipes import RECIPES, RunConfig
+from hopline.spec import override
+
+SEEDS = range(5)
+
+
+class PlainGCN(nn.Module):
+    """Two GCN layers in plain PyG, with dropout on the input and between the layers."""
+
+    def __init__(self, data: hl.Dataset) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([GCNConv(data.num_features, 16), GCNConv(16, data.num_classes)])
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.5, self.training)
+        x = self.convs[0](x, edge_index).relu()
+        return self.convs[1](nn.functional.dropout(x, 0.5, self.training), edge_index)
+
+
+def full_batch(data: hl.Dataset, seed: int) -> float:
+    """Test accuracy of the weights that are best on validation, by a plain PyG loop over the whole graph."""
+    torch.manual_seed(seed)
+    pyg, model = data.to_pyg(), PlainGCN(data)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+    best = (-1.0, 0.0)
+    for _ in range(200):
+        model.train()
+        optimizer.zero_grad()
+        scores = model(pyg.x, pyg.edge_index)
+        nn.functional.cross_entropy(scores[pyg.train_mask], pyg.y[pyg.train_mask]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            right = model.eval()(pyg.x, pyg.edge_index).argmax(dim=-1) == pyg.y
+        valid, test = (right[mask].double().mean().item() for mask in (pyg.val_mask, pyg.test_mask))
+        best = max(best, (valid, test), key=lambda pair: pair[0])
+    return best[1]
+
+
+def by_sampling(data: hl.Dataset, seed: int) -> float:
+    """The same by neighbour sampling: 5 in-edges a layer, 32 seeds a batch."""
+    torch.manual_seed(seed)
+    convs = [GCNConv(data.num_features, 16), GCNConv(16, data.num_classes)]
+    model = hl.nn.GNN(convs, dropout=0.5, input_dropout=0.5)
+    method = hl.Sampled(fanouts=(5, 5), batch_size=32, workers=1)
+    settings = {"epochs": 50, "lr": 0.01, "weight_decay": 5e-4, "seed": seed, "show": False}
+    return hl.Trainer(model, data, method, **settings).fit().test
+
+
+@pytest.mark.slow
+def test_cora_by_sampling_is_as_good_as_by_full_batch_pyg(real_data: Path):
+    data = hl.from_npz(real_data / "cora.npz").normalized()
+    ours, theirs = ([train(data, seed) for seed in SEEDS] for train in (by_sampling, full_batch))
+    ours, theirs = sum(ours) / len(ours), sum(theirs) / len(theirs)
+    print(f"cora: sampled {ours:.4f}, full batch {theirs:.4f}")
+    assert abs(ours - theirs) < 0.015
+    assert ours > 0.79
+
+
+def demo_accuracy(config: RunConfig) -> float:
+    data = hl.open("demo")
+    torch.manual_seed(0)
+    model = make_model(config.model, data)
+    settings = {"epochs": config.epochs, "lr": config.lr, "show": False, "evaluate_every": config.epochs}
+    return hl.Trainer(model, data, config.method, **settings).fit().test
+
+
+@pytest.mark.slow
+def test_on_the_demo_graph_a_gnn_is_far_above_an_mlp():
+    recipe = RECIPES["demo"]()
+    gnn = demo_accuracy(override(recipe, ["epochs=5"]))
+    mlp = demo_accuracy(override(recipe, ["model=mlp", "epochs=5", "method.fanouts=1,1"]))
+    print(f"demo: GNN {gnn:.4f}, MLP {mlp:.4f}")
+    assert gnn > mlp + 0.15
