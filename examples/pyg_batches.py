@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
+from torch_geometric.nn import GraphSAGE
 
 import hopline as hl
 
@@ -29,8 +31,7 @@ class DataUnit(hl.Unit):
 
 @dataclass
 class PyGBatches(hl.Method):
-    make_loader: Callable[[int], Iterable[Data]]
-    """epoch -> batches, for example `lambda epoch: NeighborLoader(data, [10, 5], batch_size=1024)`."""
+    make_loader: Callable[[int], Iterable[Data]]  # epoch -> batches
 
     def bind(self, job: hl.Job) -> "PyGBatches":
         self.model = job.module
@@ -39,3 +40,15 @@ class PyGBatches(hl.Method):
     def units(self, epoch: int) -> Iterator[hl.Unit]:
         for data in self.make_loader(epoch):
             yield DataUnit(self.model, data)
+
+
+def main(name: str = "demo", epochs: int = 3) -> hl.Run:
+    data = hl.open(name)
+    pyg = data.to_pyg()
+    loader = NeighborLoader(pyg, [10, 5], input_nodes=pyg.train_mask, batch_size=1024)  # needs pyg-lib
+    model = GraphSAGE(data.num_features, 64, 2, data.num_classes)
+    return hl.Trainer(model, data, PyGBatches(lambda epoch: loader), epochs=epochs).fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch_geometric.nn as pyg
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from hopline.batch import Batch, Block, Rows
 from hopline.data.dataset import Dataset
 from hopline.graph import Graph
+from hopline.nn import GNN
 from hopline.nn.convs import edge_arguments
 from hopline.sampling import NeighborSampler
 from hopline.tables import TensorTable
@@ -106,7 +109,7 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[-1]))
 
 
-def pna(a: int, b: int, **options: int) -> nn.Module:
+def pna(a: int, b: int, **options: Any) -> nn.Module:
     histogram = torch.tensor([3, 10, 20, 10, 5])
     return pyg.PNAConv(a, b, ["mean", "max", "std"], ["identity", "amplification"], histogram, **options)
 
@@ -150,7 +153,87 @@ def conv_of(name: str, a: int, b: int, seed: int = 0) -> nn.Module:
 
 
 def stack_of(name: str, *widths: int) -> list[nn.Module]:
-    return [conv_of(name, a, b, seed) for seed, (a, b) in enumerate(zip(widths, widths[1:], strict=False))]
+    return [conv_of(name, a, b, seed) for seed, (a, b) in enumerate(itertools.pairwise(widths))]
+
+
+def _sage(*widths: int) -> list[nn.Module]:
+    return stack_of("sage-mean", *widths)
+
+
+GNN_OPTIONS: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
+    "plain": (_sage(6, 8, 8, 3), {}),
+    "no-activation": (_sage(6, 8, 3), {"act": None}),
+    "elu": (_sage(6, 8, 3), {"act": "elu"}),
+    "module-activation": (_sage(6, 8, 3), {"act": nn.PReLU().double()}),
+    "batch-norm": (_sage(6, 8, 8, 3), {"norm": "batch"}),
+    "layer-norm": (_sage(6, 8, 8, 3), {"norm": "layer"}),
+    "act-first": (_sage(6, 8, 8, 3), {"norm": "layer", "act_first": True}),
+    "residual": (_sage(6, 8, 8, 3), {"residual": True}),
+    "residual-at-the-input": (_sage(6, 6, 3), {"residual": True}),
+    "jk-last": (_sage(6, 8, 8), {"jk": "last", "norm": "batch", "head": nn.Linear(8, 3)}),
+    "jk-cat": (_sage(6, 8, 8), {"jk": "cat", "norm": "layer", "head": nn.Linear(16, 3)}),
+    "jk-max": (_sage(6, 8, 8), {"jk": "max", "head": nn.Linear(8, 3)}),
+    "jk-lstm": (_sage(6, 8, 8), {"jk": "lstm", "head": nn.Linear(8, 3)}),
+    "head": (_sage(6, 8, 8), {"head": nn.Linear(8, 3)}),
+    "encoder": (_sage(8, 8, 3), {"encoder": nn.Linear(6, 8)}),
+    "initial-residual": (
+        _sage(8, 8, 8),
+        {"encoder": nn.Linear(6, 8), "initial_residual": 0.2, "head": nn.Linear(8, 3)},
+    ),
+    "initial-residual-of-the-input": (_sage(6, 6, 6), {"initial_residual": 0.2}),
+    "gcn2": (
+        [pyg.GCN2Conv(8, 0.1, 0.5, layer).double() for layer in (1, 2, 3)],
+        {"encoder": nn.Linear(6, 8), "head": nn.Linear(8, 3), "dropout": 0.5},
+    ),
+    "everything": (
+        _sage(8, 8, 8, 8),
+        {
+            "encoder": nn.Linear(6, 8),
+            "initial_residual": 0.1,
+            "residual": True,
+            "norm": "batch",
+            "act_first": True,
+            "jk": "cat",
+            "head": nn.Linear(24, 3),
+            "dropout": 0.5,
+            "input_dropout": 0.3,
+        },
+    ),
+}
+
+
+def gnn_of(name: str) -> GNN:
+    torch.manual_seed(0)
+    convs, options = GNN_OPTIONS[name]
+    return twin(GNN(convs, **options).double())  # type: ignore[return-value]
+
+
+def warmed(model: GNN) -> GNN:
+    """Batch norms with statistics that are not those of a new module, in evaluation."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None:
+            module.running_mean.copy_(randn(module.num_features, seed=8) / 4)
+    return model.eval()
+
+
+def plain_gnn(model: GNN, x: Tensor, graph: Graph) -> Tensor:
+    """A GNN in evaluation, written out over the whole graph."""
+    act = model.act if model.act is not None else lambda v: v
+    if model.encoder is not None:
+        x = act(model.encoder(x))
+    x0, outputs, last = x, [], len(model.convs) - 1
+    for l, conv in enumerate(model.convs):
+        before = x
+        x = conv(x, x0, graph.edge_index()) if isinstance(conv, pyg.GCN2Conv) else stock(conv, x, graph)
+        if model.initial_residual and not isinstance(conv, pyg.GCN2Conv):
+            x = (1 - model.initial_residual) * x + model.initial_residual * x0
+        if l < last or model.acts_last:
+            x = model.norms[l](act(x)) if model.act_first else act(model.norms[l](x))
+            x = x + before if model.residual and x.shape == before.shape else x
+        outputs.append(x)
+    if hasattr(model, "jk"):
+        x = model.jk(outputs)
+    return model.lin(x) if hasattr(model, "lin") else x
 
 
 def neighbors_of(graph: Graph, node: int) -> list[int]:

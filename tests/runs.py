@@ -23,7 +23,7 @@ from hopline.data import planted
 
 def small(**changes: Any) -> hl.Dataset:
     """A planted graph of 400 nodes that two layers learn in a second."""
-    settings = {
+    settings: dict[str, Any] = {
         "num_nodes": 400,
         "num_edges": 4000,
         "num_classes": 4,
@@ -50,13 +50,19 @@ def sage(data: hl.Dataset, hidden: int = 16, outputs: int | None = None, **optio
 
 def method(**changes: Any) -> hl.Sampled:
     """Neighbour sampling with three batches an epoch on `small()`."""
-    return hl.Sampled(**({"fanouts": (4, 3), "batch_size": 50, "workers": 1} | changes))
+    settings: dict[str, Any] = {"fanouts": (4, 3), "batch_size": 50, "workers": 1} | changes
+    return hl.Sampled(**settings)
 
 
 def fit(data: hl.Dataset, model: nn.Module | None = None, how: hl.Method | None = None, **settings: Any) -> hl.Run:
     """Train quietly, by default two SAGE layers for two epochs."""
     settings = {"epochs": 2, "lr": 0.01, "show": False} | settings
     return hl.Trainer(sage(data) if model is None else model, data, how or method(), **settings).fit()
+
+
+def labels(data: hl.Dataset, split: str) -> Tensor:
+    assert data.y is not None
+    return data.y[data.splits[split]]
 
 
 def losses(run: hl.Run) -> list[float]:

@@ -71,7 +71,9 @@ def test_to_another_device_moves_every_tensor_and_no_handle() -> None:
 def test_sampling_factor_is_degree_over_sampled() -> None:
     graph = random_graph()
     block = batch_of(graph, None, (3,), SEEDS).blocks[0]
-    expected = [max(1, len(neighbors_of(graph, v))) / max(1, min(3, len(neighbors_of(graph, v)))) for v in SEEDS.tolist()]
+    expected = [
+        max(1, len(neighbors_of(graph, v))) / max(1, min(3, len(neighbors_of(graph, v)))) for v in SEEDS.tolist()
+    ]
     assert block.sampling_factor.tolist() == expected
 
 

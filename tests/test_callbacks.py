@@ -111,9 +111,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
 
 
-def test_progress_says_speed_and_slowest_stage_of_every_epoch(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_progress_says_speed_and_slowest_stage_of_every_epoch(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     run = fit(small(), epochs=2, show=True, out=tmp_path)
     lines = [line for line in capsys.readouterr().out.splitlines() if "seeds/s" in line]
     assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2"]

@@ -55,8 +55,9 @@ def test_a_graph_without_edges_and_one_without_nodes() -> None:
         (torch.tensor([0, 2]), torch.tensor([0]), {}, "ends at 2 but there are 1 edges"),
         (torch.tensor([1, 1]), torch.tensor([0]), {}, "starts at 1"),
         (torch.tensor([0, 1]), torch.tensor([0]), {"weight": torch.ones(2)}, "'weight' has 2 rows for 1 edges"),
+        (torch.tensor([0, 1]), torch.tensor([0]), {"weight": torch.ones(1, 1)}, r"one number per edge, not \[1, 1\]"),
     ],
-    ids=["int32-indptr", "2-D", "empty", "float-indices", "short", "shifted", "edge-array"],
+    ids=["int32-indptr", "2-D", "empty", "float-indices", "short", "shifted", "edge-array", "2-D-weight"],
 )
 def test_what_does_not_fit_is_refused(
     indptr: torch.Tensor, indices: torch.Tensor, edge: dict[str, torch.Tensor], message: str

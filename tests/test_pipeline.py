@@ -104,10 +104,10 @@ def test_an_error_names_its_stage_and_keeps_its_cause(workers: int, stage: str) 
         return value
 
     stages = [Stage(name, fail if name == stage else jitter) for name in ("sample", "gather", "move")]
-    delivered = []
+    delivered: list[int] = []
+    results = Pipeline(stages, workers=workers, look_ahead=4).run(range(10))
     with pytest.raises(StageError, match=f"stage '{stage}' failed.*gone") as caught:
-        for value in Pipeline(stages, workers=workers, look_ahead=4).run(range(10)):
-            delivered.append(value)
+        delivered.extend(results)
     assert isinstance(caught.value.__cause__, KeyError)
     assert delivered == [0, 1, 2]
     assert not our_threads()

@@ -34,17 +34,18 @@ def full_batch(data: hl.Dataset, seed: int) -> float:
     """Test accuracy of the weights that are best on validation, by a plain PyG loop over the whole graph."""
     torch.manual_seed(seed)
     pyg, model = data.to_pyg(), PlainGCN(data)
+    y, train_ids = torch.as_tensor(pyg.y), data.splits["train"]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     best = (-1.0, 0.0)
     for _ in range(200):
         model.train()
         optimizer.zero_grad()
         scores = model(pyg.x, pyg.edge_index)
-        nn.functional.cross_entropy(scores[pyg.train_mask], pyg.y[pyg.train_mask]).backward()
+        nn.functional.cross_entropy(scores[train_ids], y[train_ids]).backward()
         optimizer.step()
         with torch.no_grad():
-            right = model.eval()(pyg.x, pyg.edge_index).argmax(dim=-1) == pyg.y
-        valid, test = (right[mask].double().mean().item() for mask in (pyg.val_mask, pyg.test_mask))
+            right = model.eval()(pyg.x, pyg.edge_index).argmax(dim=-1) == y
+        valid, test = (right[data.splits[split]].double().mean().item() for split in ("valid", "test"))
         best = max(best, (valid, test), key=lambda pair: pair[0])
     return best[1]
 

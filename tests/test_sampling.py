@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -65,10 +66,12 @@ def test_blocks_are_valid(dtype: torch.dtype, fanouts: tuple[int, ...], replace:
         assert edges_of(block) == list(zip(src[part.edge_ids].tolist(), dst[part.edge_ids].tolist(), strict=True))
         degrees = graph.in_degrees(block.dst_ids)
         full = torch.full_like(degrees, fanout)
-        expected = degrees if fanout < 0 else torch.where(degrees > 0, full, 0) if replace else degrees.clamp(max=fanout)
+        expected = (
+            degrees if fanout < 0 else torch.where(degrees > 0, full, 0) if replace else degrees.clamp(max=fanout)
+        )
         assert torch.equal(part.indptr.diff(), expected)
         assert replace or torch.unique(part.edge_ids).numel() == part.num_edges
-    for outer, inner in zip(blocks, blocks[1:], strict=False):
+    for outer, inner in itertools.pairwise(blocks):
         assert torch.equal(outer.dst_ids, inner.src_ids)
 
 
@@ -129,6 +132,12 @@ def test_many_threads_at_once_give_what_one_gives() -> None:
 def test_a_seed_that_is_not_a_node_is_refused(bad: int) -> None:
     with pytest.raises(ValueError, match="from 0 to 49"):
         NeighborSampler(random_graph(), (2,)).sample(torch.tensor([3, bad]), 1)
+
+
+@pytest.mark.parametrize("seeds", [torch.ones(50, dtype=torch.bool), torch.tensor([[1, 2]]), torch.tensor([1.0])])
+def test_seeds_that_are_not_a_list_of_ids_are_refused(seeds: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"1-D int64 tensor.*mask\.nonzero"):
+        NeighborSampler(random_graph(), (2,)).sample(seeds, 1)
 
 
 def test_repeated_seeds_are_refused_and_the_sampler_stays_usable() -> None:

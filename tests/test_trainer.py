@@ -17,7 +17,20 @@ import hopline as hl
 from hopline import infer
 from hopline.ops import derive_key
 from hopline.pipeline import StageError
-from tests.runs import Recorder, copied, evaluated, fit, losses, method, records, sage, same_weights, small, without
+from tests.runs import (
+    Recorder,
+    copied,
+    evaluated,
+    fit,
+    labels,
+    losses,
+    method,
+    records,
+    sage,
+    same_weights,
+    small,
+    without,
+)
 
 # ---- epochs and evaluation
 
@@ -130,7 +143,7 @@ def test_the_model_ends_with_the_best_weights_and_the_test_is_theirs(tmp_path: P
     pyg, ids = data.to_pyg(), data.splits["test"]
     with torch.no_grad():
         predicted = model.eval()(pyg.x, pyg.edge_index)[ids].argmax(dim=-1)
-    assert run.test == pytest.approx((predicted == pyg.y[ids]).double().mean().item())
+    assert run.test == pytest.approx((predicted == labels(data, "test")).double().mean().item())
 
 
 @pytest.mark.parametrize("kind", [GraphSAGE, GCN, GAT])
@@ -143,7 +156,7 @@ def test_kept_weights_load_into_the_plain_pyg_model(kind: Any, tmp_path: Path):
         plain.load_state_dict(torch.load(tmp_path / name, weights_only=True))
     with torch.no_grad():
         scores = plain.eval()(pyg.x, pyg.edge_index)[ids]
-    assert run.test == pytest.approx(hl.metrics.accuracy(scores, pyg.y[ids]))
+    assert run.test == pytest.approx(hl.metrics.accuracy(scores, labels(data, "test")))
 
 
 def test_without_validation_the_last_weights_are_the_best(tmp_path: Path):
@@ -239,7 +252,7 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights():
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
         scores = model(batch)
         seen.add(scores.dtype)
-        return nn.functional.cross_entropy(scores.float(), batch.y)
+        return nn.functional.cross_entropy(scores.float(), batch.labels)
 
     model = sage(data)
     run = fit(data, model, epochs=8, precision="bf16", train_step=step)
@@ -390,13 +403,13 @@ def test_a_subclass_can_replace_the_optimizer_and_the_evaluation():
 def test_several_labels_are_scored_by_micro_f1():
     data = small()
     assert data.y is not None
-    labels = nn.functional.one_hot(data.y, 4) | nn.functional.one_hot((data.y + 1) % 4, 4)
-    data = dataclasses.replace(data, y=labels, task="multi")
+    several = nn.functional.one_hot(data.y, 4) | nn.functional.one_hot((data.y + 1) % 4, 4)
+    data = dataclasses.replace(data, y=several, task="multi")
     model = sage(data)
     run = fit(data, model, epochs=15, lr=0.02)
     ids = data.splits["test"]
     assert run.metric == "micro_f1"
-    assert run.test == pytest.approx(hl.metrics.micro_f1(infer.exact(model, data, ids), labels[ids]))
+    assert run.test == pytest.approx(hl.metrics.micro_f1(infer.exact(model, data, ids), several[ids]))
     assert run.test > 0.6
 
 
@@ -454,7 +467,7 @@ def test_any_module_over_x_and_edge_index_trains_and_is_tested_exactly():
     with torch.no_grad():
         scores = model.eval()(pyg.x, pyg.edge_index)[ids]
     assert losses(run)[-1] < losses(run)[0]
-    assert run.test == pytest.approx(hl.metrics.accuracy(scores, pyg.y[ids]))
+    assert run.test == pytest.approx(hl.metrics.accuracy(scores, labels(data, "test")))
 
 
 @pytest.mark.parametrize("kind", [GraphSAGE, GCN, "gnn"])
@@ -488,7 +501,8 @@ def test_sampled_inference_validates_on_samples_and_tests_exactly(monkeypatch: p
     model = sage(data)
     run = fit(data, model, epochs=2, inference="sampled")
     assert calls == [80, 80]
-    assert run.test == hl.metrics.accuracy(infer.exact(model, data, data.splits["test"]), small().to_pyg().y[data.splits["test"]])
+    scores = infer.exact(model, data, data.splits["test"])
+    assert run.test == hl.metrics.accuracy(scores, labels(data, "test"))
 
 
 # ---- failures

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from hopline.graph import Graph
-
-T = TypeVar("T")
 
 
 class Readable(Protocol):
@@ -191,7 +189,7 @@ class Batch:
         if all(t.device == target for t in _tensors(self)):
             return self
 
-        def move(value: T) -> T:
+        def move(value: Any) -> Any:
             return value.to(target, non_blocking=non_blocking) if isinstance(value, Tensor) else value
 
         return replace(

@@ -15,7 +15,7 @@ from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN, State
 from hopline.nn.whole import Whole, as_walkable
 from hopline.progress import progress
-from hopline.sampling import NeighborSampler, full_block, in_neighborhood
+from hopline.sampling import NeighborSampler, check_ids, full_block, in_neighborhood
 from hopline.tables import TensorTable
 
 CHUNK_EDGES = 1 << 20
@@ -38,6 +38,8 @@ def exact(
     Each layer is computed for all nodes it is needed at before the next one starts, in chunks of about `chunk_edges`
     edges; hidden rows are kept in tables on the host.
     """
+    if ids is not None:
+        check_ids(ids, data.num_nodes)
     if ids is not None and ids.numel() == 0:
         raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
     walk = as_walkable(model)

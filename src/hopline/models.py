@@ -155,9 +155,9 @@ def _gcnii(spec: ModelSpec, data: Dataset) -> GNN:
         dropout=spec.dropout,
         input_dropout=spec.input_dropout,
         residual=spec.residual,
-        jk="last",
+        jk="last" if spec.jk == "none" else spec.jk,
         encoder=nn.Linear(data.num_features, spec.hidden),
-        head=nn.Linear(spec.hidden, data.num_outputs),
+        head=nn.Linear(spec.hidden * (spec.layers if spec.jk == "cat" else 1), data.num_outputs),
     )
 
 

@@ -40,8 +40,7 @@ class NeighborSampler:
 
     def sample(self, seeds: Tensor, key: int) -> tuple[Block, ...]:
         """One block per layer in the order of computation: the last one's destinations are the seeds."""
-        if seeds.numel() and not 0 <= int(seeds.min()) <= int(seeds.max()) < self.graph.num_nodes:
-            raise ValueError(f"a seed is not a node: ids go from 0 to {self.graph.num_nodes - 1}")
+        check_ids(seeds, self.graph.num_nodes)
         id_map = self._id_map()
         try:
             id_map.add(seeds)
@@ -81,6 +80,17 @@ def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
     marked[nodes] = True
     marked[found.ids.long()] = True
     return marked.nonzero().view(-1)
+
+
+def check_ids(ids: Tensor, num_nodes: int) -> None:
+    """Refuse what is not a list of nodes of the graph."""
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"node ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}: "
+            "turn a mask into ids by mask.nonzero().view(-1)"
+        )
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
+        raise ValueError(f"an id is not a node: ids go from 0 to {num_nodes - 1}")
 
 
 def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:

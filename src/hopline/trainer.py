@@ -27,6 +27,7 @@ from hopline.callbacks import (
     StepEnd,
     WriteReport,
 )
+from hopline.data.checks import check_ids
 from hopline.data.dataset import Dataset
 from hopline.methods import Job, Method, Sampled, TrainStep, Unit
 from hopline.nn.whole import as_walkable
@@ -130,6 +131,7 @@ class Trainer:
             bf16=self.settings.precision == "bf16",
         )
         self.num_seeds = self.job.train_ids.numel()
+        self._check_splits(*["train"] * (train_step is None), *["valid", "test"] * (test_step is None))
         self.work = self.method.bind(self.job)
         self._stop_reason: str | None = None
 
@@ -317,6 +319,21 @@ class Trainer:
         if not self._has("train"):
             raise ValueError(f"dataset {self.data.name!r} has no training nodes: give it a 'train' split")
         return self.data.splits["train"]
+
+    def _check_splits(self, *names: str) -> None:
+        """A node or a label that does not exist is named before training begins."""
+        num_classes, y = self.data.num_classes, self.data.y
+        for name in filter(self._has, names):
+            ids = self.data.splits[name]
+            check_ids(ids, self.data.num_nodes, f"Split {name!r}")
+            if y is None or y.dim() > 1:
+                continue
+            wrong = ids[(y[ids] < 0) | (y[ids] >= num_classes)]
+            if wrong.numel():
+                raise ValueError(
+                    f"node {int(wrong[0])} of split {name!r} has label {int(y[wrong[0]])}, but classes go from 0 to "
+                    f"{num_classes - 1}: correct it, or take the node out of the split"
+                )
 
     def _describe(self) -> dict[str, Any]:
         method = {"kind": type(self.method).__name__}

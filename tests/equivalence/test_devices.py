@@ -32,10 +32,10 @@ def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
     runs, outputs = {}, {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        model = MODELS[name](data.num_features, data.num_classes)
+        model = MODELS[name](data.num_features, data.num_classes).double()
         method = hl.Sampled(fanouts=(5, 5), batch_size=256)
         runs[device] = hl.Trainer(model, data, method, epochs=2, device=device, show=False).fit()
         outputs[device] = hl.infer.exact(model, data, device=device)
     losses = [[epoch.loss for epoch in runs[device].history] for device in ("cpu", "cuda")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    torch.testing.assert_close(outputs["cuda"], outputs["cpu"], rtol=2e-2, atol=2e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    torch.testing.assert_close(outputs["cuda"], outputs["cpu"], rtol=1e-7, atol=1e-9)

@@ -68,7 +68,9 @@ def test_on_all_edges_equals_stock_pyg_on_the_whole_graph(name: str, kind: str) 
 @pytest.mark.parametrize("name", ["sage-mean", "gcn", "gat", "pna", "gin"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("handle", [True, False], ids=["handle", "tensor"])
-def test_stored_features_are_brought_to_the_precision_of_the_model(name: str, stored: torch.dtype, handle: bool) -> None:
+def test_stored_features_are_brought_to_the_precision_of_the_model(
+    name: str, stored: torch.dtype, handle: bool
+) -> None:
     graph, x = random_graph(), randn(50, 4, dtype=stored)
     conv = conv_of(name, 4, 3).float()
     block = batch_of(graph, None, (3,), SEEDS).blocks[0]
@@ -169,7 +171,14 @@ def test_the_conv_itself_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("name", "convention"),
-    [("sage-mean", "fused"), ("gcn", "fused"), ("gat", "pair"), ("transformer", "pair"), ("pna", "square"), ("edge", "pair")],
+    [
+        ("sage-mean", "fused"),
+        ("gcn", "fused"),
+        ("gat", "pair"),
+        ("transformer", "pair"),
+        ("pna", "square"),
+        ("edge", "pair"),
+    ],
 )
 def test_the_way_a_conv_is_called(name: str, convention: str) -> None:
     block = batch_of(random_graph(), None, (3,)).blocks[0]
@@ -198,6 +207,17 @@ def test_edge_arguments_are_those_the_conv_takes() -> None:
         "rgcn": {"edge_type"},
     }
     assert edge_arguments(pyg.GraphConv(4, 3), block, torch.float32)["edge_weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gcn", "graph"])
+def test_whole_numbers_are_edge_weights_too(name: str) -> None:
+    graph, x = random_graph(), randn(50, 4)
+    weight = torch.arange(graph.num_edges) % 3 + 1
+    outputs = []
+    for given in (weight, weight.double()):
+        block = batch_of(Graph(graph.indptr, graph.indices, {"weight": given}), None, (3,)).blocks[0]
+        outputs.append(convolve(conv_of(name, 4, 3), x[block.src_ids], block))
+    assert_close(*outputs)
 
 
 def test_typed_edges_reach_a_relational_conv() -> None:

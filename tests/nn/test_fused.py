@@ -135,7 +135,7 @@ def test_gcn_on_sparse_features_never_reads_them_dense(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["sage-sum", "gin", "graph", "gcn-no-norm"])
 def test_scaled_sums_multiply_each_destination_by_degree_over_sampled(name: str) -> None:
     graph, x = random_graph(weight=True), randn(50, 4)
-    conv = conv_of(name, 4, 3)
+    conv: Any = conv_of(name, 4, 3)
     plain = batch_of(graph, None, (3,)).blocks[0]
     scaled = batch_of(graph, None, (3,), scale_sums=True).blocks[0]
     seen: list[Tensor] = []

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from torch import Tensor, nn
+from torch import nn
 
 from hopline.batch import Rows
-from hopline.graph import Graph
 from hopline.nn import GNN, as_walkable
 from hopline.nn.gnn import out_width
 from hopline.tables import SparseTable, TensorTable
 from tests.helpers import (
+    GNN_OPTIONS,
     assert_close,
     assert_same_gradients,
     backward,
     batch_of,
     conv_of,
+    gnn_of,
+    plain_gnn,
     randn,
     random_graph,
     stack_of,
-    stock,
     twin,
+    warmed,
 )
 
 GRAPH = random_graph(loops=True)
@@ -32,90 +35,17 @@ X = randn(50, 6)
 SEEDS = torch.tensor([4, 0, 49, 17])
 
 
-def plain(model: GNN, x: Tensor, graph: Graph) -> Tensor:
-    """A GNN in evaluation, written out over the whole graph."""
-    act = model.act if model.act is not None else lambda v: v
-    if model.encoder is not None:
-        x = act(model.encoder(x))
-    x0, outputs, last = x, [], len(model.convs) - 1
-    for l, conv in enumerate(model.convs):
-        before = x
-        x = conv(x, x0, graph.edge_index()) if isinstance(conv, pyg.GCN2Conv) else stock(conv, x, graph)
-        if model.initial_residual and not isinstance(conv, pyg.GCN2Conv):
-            x = (1 - model.initial_residual) * x + model.initial_residual * x0
-        if l < last or model.acts_last:
-            x = model.norms[l](act(x)) if model.act_first else act(model.norms[l](x))
-            x = x + before if model.residual and x.shape == before.shape else x
-        outputs.append(x)
-    if hasattr(model, "jk"):
-        x = model.jk(outputs)
-    return model.lin(x) if hasattr(model, "lin") else x
-
-
 def sage(*widths: int) -> list[nn.Module]:
     return stack_of("sage-mean", *widths)
 
 
-OPTIONS: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
-    "plain": (sage(6, 8, 8, 3), {}),
-    "no-activation": (sage(6, 8, 3), {"act": None}),
-    "elu": (sage(6, 8, 3), {"act": "elu"}),
-    "module-activation": (sage(6, 8, 3), {"act": nn.PReLU().double()}),
-    "batch-norm": (sage(6, 8, 8, 3), {"norm": "batch"}),
-    "layer-norm": (sage(6, 8, 8, 3), {"norm": "layer"}),
-    "act-first": (sage(6, 8, 8, 3), {"norm": "layer", "act_first": True}),
-    "residual": (sage(6, 8, 8, 3), {"residual": True}),
-    "residual-at-the-input": (sage(6, 6, 3), {"residual": True}),
-    "jk-last": (sage(6, 8, 8), {"jk": "last", "norm": "batch", "head": nn.Linear(8, 3)}),
-    "jk-cat": (sage(6, 8, 8), {"jk": "cat", "norm": "layer", "head": nn.Linear(16, 3)}),
-    "jk-max": (sage(6, 8, 8), {"jk": "max", "head": nn.Linear(8, 3)}),
-    "jk-lstm": (sage(6, 8, 8), {"jk": "lstm", "head": nn.Linear(8, 3)}),
-    "head": (sage(6, 8, 8), {"head": nn.Linear(8, 3)}),
-    "encoder": (sage(8, 8, 3), {"encoder": nn.Linear(6, 8)}),
-    "initial-residual": (sage(8, 8, 8), {"encoder": nn.Linear(6, 8), "initial_residual": 0.2, "head": nn.Linear(8, 3)}),
-    "initial-residual-of-the-input": (sage(6, 6, 6), {"initial_residual": 0.2}),
-    "gcn2": (
-        [pyg.GCN2Conv(8, 0.1, 0.5, layer).double() for layer in (1, 2, 3)],
-        {"encoder": nn.Linear(6, 8), "head": nn.Linear(8, 3), "dropout": 0.5},
-    ),
-    "everything": (
-        sage(8, 8, 8, 8),
-        {
-            "encoder": nn.Linear(6, 8),
-            "initial_residual": 0.1,
-            "residual": True,
-            "norm": "batch",
-            "act_first": True,
-            "jk": "cat",
-            "head": nn.Linear(24, 3),
-            "dropout": 0.5,
-            "input_dropout": 0.3,
-        },
-    ),
-}
-
-
-def model_of(name: str) -> GNN:
-    torch.manual_seed(0)
-    convs, options = OPTIONS[name]
-    return twin(GNN(convs, **options).double())  # type: ignore[return-value]
-
-
-def warmed(model: GNN) -> GNN:
-    """Batch norms with statistics that are not those of a new module, in evaluation."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None:
-            module.running_mean.copy_(randn(module.num_features, seed=8) / 4)
-    return model.eval()
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", GNN_OPTIONS)
 @pytest.mark.parametrize("handle", [True, False], ids=["handle", "tensor"])
 def test_every_option_is_its_documented_maths(name: str, handle: bool) -> None:
-    model = warmed(model_of(name))
+    model = warmed(gnn_of(name))
     other = twin(model)
     batch = batch_of(GRAPH, X, (-1,) * model.num_layers, SEEDS, handle=handle)
-    found, expected = model(batch), plain(other, X, GRAPH)[SEEDS]  # type: ignore[arg-type]
+    found, expected = model(batch), plain_gnn(other, X, GRAPH)[SEEDS]  # type: ignore[arg-type]
     assert_close(found, expected)
     backward(found)
     backward(expected)
@@ -125,28 +55,21 @@ def test_every_option_is_its_documented_maths(name: str, handle: bool) -> None:
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["plain", "encoder", "gcn2", "residual-at-the-input", "everything"])
 def test_features_of_any_precision(name: str, stored: torch.dtype) -> None:
-    model = model_of(name).float().eval()
+    model = gnn_of(name).float().eval()
     x = X.to(stored)
     for handle in (True, False):
         batch = batch_of(GRAPH, x, (-1,) * model.num_layers, SEEDS, handle=handle)
-        assert_close(model(batch), plain(model, x.float(), GRAPH)[SEEDS], 1e-4)
+        assert_close(model(batch), plain_gnn(model, x.float(), GRAPH)[SEEDS], 1e-4)
 
 
 def test_sparse_features_pass_through_an_encoder_and_through_gcn() -> None:
     x = X * (X > 0)
-    for model in (model_of("encoder"), GNN(stack_of("gcn", 6, 8, 3))):
+    norm_first = GNN(sage(6, 8, 3), encoder=nn.LayerNorm(6)).double()
+    for model in (gnn_of("encoder"), norm_first, GNN(stack_of("gcn", 6, 8, 3))):
         blocks = batch_of(GRAPH, None, (-1, -1), SEEDS)
         ids = blocks.input_ids
-        outputs = [
-            model.eval()(batch_with(blocks, rows)) for rows in (Rows(SparseTable.from_dense(x), ids), x[ids])
-        ]
+        outputs = [model.eval()(replace(blocks, x=rows)) for rows in (Rows(SparseTable.from_dense(x), ids), x[ids])]
         assert_close(*outputs)
-
-
-def batch_with(batch: Any, x: Rows | Tensor) -> Any:
-    from dataclasses import replace
-
-    return replace(batch, x=x)
 
 
 # ---- PyG's own models
@@ -242,14 +165,10 @@ def test_a_node_has_the_same_mask_in_different_batches_of_one_step(model: GNN) -
 
 def test_layers_and_input_drop_independently() -> None:
     """With one mask for all layers, a column lost in one would be lost in the next."""
-    identity = nn.ModuleList([pyg.SAGEConv(64, 64) for _ in range(2)]).double()
-    for conv in identity.children():
-        for lin in (conv.lin_l, conv.lin_r):
-            nn.init.zeros_(lin.weight)
-            if lin.bias is not None:
-                nn.init.ones_(lin.bias)
-    masks = []
-    model = GNN(identity, jk="cat", head=nn.Identity(), dropout=0.5).double()
+    ones = [pyg.SAGEConv(64, 64) for _ in range(2)]
+    for name, parameter in nn.ModuleList(ones).named_parameters():
+        nn.init.constant_(parameter, float(name.endswith("bias")))
+    model = GNN(ones, jk="cat", head=nn.Identity(), dropout=0.5).double()
     out = model(batch_of(GRAPH, randn(50, 64), (2, 2)))
     masks = (out != 0).double().split(64, dim=1)
     agree = float((masks[0] == masks[1]).double().mean())
@@ -292,7 +211,7 @@ def test_options_that_mean_nothing_are_refused(arguments: dict[str, Any], messag
 
 def test_a_batch_with_another_number_of_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="3 layers but the batch has 2 blocks"):
-        model_of("plain")(batch_of(GRAPH, X, (2, 2)))
+        gnn_of("plain")(batch_of(GRAPH, X, (2, 2)))
 
 
 def test_an_initial_residual_of_another_width_is_refused() -> None:
@@ -341,12 +260,12 @@ def test_the_width_of_a_conv(conv: nn.Module, width: int) -> None:
 def test_convs_without_input_widths() -> None:
     model = GNN([pyg.SAGEConv(-1, 8), pyg.GATConv(-1, 3)])
     batch = batch_of(GRAPH, X.float(), (-1, -1), SEEDS)
-    assert_close(model(batch), plain(model, X.float(), GRAPH)[SEEDS], 1e-5)
+    assert_close(model(batch), plain_gnn(model, X.float(), GRAPH)[SEEDS], 1e-5)
 
 
 def test_rows_read_by_the_first_conv_are_not_asked_for_otherwise() -> None:
-    assert model_of("plain").reads_rows
-    assert not model_of("encoder").reads_rows
-    assert not model_of("initial-residual-of-the-input").keeps_handle(TensorTable(X))
-    assert model_of("plain").keeps_handle(TensorTable(X))
-    assert not model_of("plain").keeps_handle(TensorTable(X.half()))
+    assert gnn_of("plain").reads_rows
+    assert not gnn_of("encoder").reads_rows
+    assert not gnn_of("initial-residual-of-the-input").keeps_handle(TensorTable(X))
+    assert gnn_of("plain").keeps_handle(TensorTable(X))
+    assert not gnn_of("plain").keeps_handle(TensorTable(X.half()))

@@ -43,5 +43,5 @@ def test_a_norm_by_name_is_pygs_and_is_taken(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'batch', 'layer'.*not 'group'"):
+    with pytest.raises(ValueError, match=r"'batch', 'layer'.*not 'group'"):
         make_norm("group", 4)

@@ -33,9 +33,7 @@ def over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Te
     indptr, indices = torch.tensor([0, 0, degree]), torch.arange(degree)
     node = torch.tensor([1])
     keys = [derive_key(5, 1, step) for step in range(count)]
-    return torch.stack(
-        [cpu.sample_neighbors(indptr, indices, node, fanout, key, replace).ids for key in keys]
-    )
+    return torch.stack([cpu.sample_neighbors(indptr, indices, node, fanout, key, replace).ids for key in keys])
 
 
 Picks = Callable[[int, int, int], Tensor]
@@ -84,9 +82,7 @@ def test_pairs_of_a_large_neighbourhood_are_equally_likely(picks: Picks) -> None
 
 @MANY
 @pytest.mark.parametrize(("degree", "fanout"), [(3, 2), (5, 4), (20, 5), (21, 5), (41, 10)])
-def test_two_neighbours_are_included_together_as_often_as_they_should(
-    picks: Picks, degree: int, fanout: int
-) -> None:
+def test_two_neighbours_are_included_together_as_often_as_they_should(picks: Picks, degree: int, fanout: int) -> None:
     rounds = 4000
     included = torch.zeros(rounds, degree).scatter_(1, picks(degree, fanout, rounds), 1.0)
     together = (included.t() @ included)[~torch.eye(degree, dtype=torch.bool)]
@@ -107,9 +103,7 @@ def test_consecutive_steps_pick_independently() -> None:
 
 @MANY
 @pytest.mark.parametrize(("degree", "fanout"), [(2, 1), (3, 7), (20, 5)])
-def test_with_replacement_every_pick_is_uniform_and_independent(
-    picks: Callable, degree: int, fanout: int
-) -> None:
+def test_with_replacement_every_pick_is_uniform_and_independent(picks: Callable, degree: int, fanout: int) -> None:
     rounds = 4000
     drawn = picks(degree, fanout, rounds, True)
     for j in range(fanout):
@@ -196,9 +190,7 @@ def test_a_node_that_is_not_there_is_an_error(node: int, fanout: int) -> None:
         cpu.sample_neighbors(graph.indptr, graph.indices, torch.tensor([0, node]), fanout, 1)
 
 
-@pytest.mark.parametrize(
-    "damage", [[0, 5, 2, 4], [0, 2, 9, 4], [-3, 0, 2, 4]], ids=["falls", "beyond", "negative"]
-)
+@pytest.mark.parametrize("damage", [[0, 5, 2, 4], [0, 2, 9, 4], [-3, 0, 2, 4]], ids=["falls", "beyond", "negative"])
 def test_a_damaged_indptr_is_an_error(damage: list[int]) -> None:
     with pytest.raises(ValueError, match="damaged"):
         cpu.sample_neighbors(torch.tensor(damage), torch.arange(4), torch.arange(3), 2, 1)

@@ -12,9 +12,7 @@ from tests.helpers import assert_close, randint, randn, torch_threads
 REDUCTIONS = ["sum", "mean", "max"]
 
 
-def edges(
-    num_dst: int = 30, num_rows: int = 25, num_edges: int = 200, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def edges(num_dst: int = 30, num_rows: int = 25, num_edges: int = 200, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(indptr, src_idx) with destinations that have no edges, one, and many."""
     counts = torch.bincount(randint(0, num_dst, num_edges, seed), minlength=num_dst)
     counts[3] += counts[4]
@@ -39,9 +37,7 @@ def both(
     return results
 
 
-def assert_equal_results(
-    results: list[tuple[Tensor, Tensor | None, Tensor | None]], tolerance: float
-) -> None:
+def assert_equal_results(results: list[tuple[Tensor, Tensor | None, Tensor | None]], tolerance: float) -> None:
     for found, expected in zip(*results, strict=True):
         assert (found is None) == (expected is None)
         if found is not None and expected is not None:
@@ -137,9 +133,7 @@ def test_views_and_int64_sources_give_the_same(reduce: str) -> None:
 def test_gradients_are_those_of_finite_differences(reduce: str) -> None:
     indptr, src_idx = edges(num_dst=6, num_rows=5, num_edges=14)
     rows, weight = randn(5, 3).requires_grad_(), randn(14, seed=8).requires_grad_()
-    torch.autograd.gradcheck(
-        lambda r, w: cpu_reduce.reduce_edges(r, indptr, src_idx, reduce, w), (rows, weight)
-    )
+    torch.autograd.gradcheck(lambda r, w: cpu_reduce.reduce_edges(r, indptr, src_idx, reduce, w), (rows, weight))
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -173,9 +167,7 @@ def test_only_the_gradients_that_are_asked_for() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (7,), (3, 5)], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_dropout_equals_the_reference_bit_for_bit(
-    dtype: torch.dtype, shape: tuple[int, ...], p: float
-) -> None:
+def test_dropout_equals_the_reference_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
     x, ids = randn(40, *shape, dtype=dtype), randint(0, 2**40, 40)
     for key in (0, -3, 2**61):
         found = cpu_reduce.keyed_dropout(x, p, key, ids)

@@ -36,9 +36,7 @@ def test_mix_gives_the_published_sequence_of_splitmix64() -> None:
 def test_draw_is_defined_by_key_node_and_position_alone(key: int) -> None:
     nodes = torch.tensor([0, 1, 7, 2**31, 2**40])
     for j in (0, 1, 299):
-        expected = [
-            mix_int((mix_int((key & MASK) ^ v) + (j + 1) * random.GOLDEN) & MASK) for v in nodes.tolist()
-        ]
+        expected = [mix_int((mix_int((key & MASK) ^ v) + (j + 1) * random.GOLDEN) & MASK) for v in nodes.tolist()]
         assert unsigned(draw(key, nodes, j)) == expected
         assert torch.equal(draw(key, nodes.flip(0), j), draw(key, nodes, j).flip(0))
 
@@ -52,9 +50,7 @@ def test_bounded_is_the_high_half_of_the_full_product() -> None:
 
 
 def test_derived_keys_are_64_bit_distinct_and_depend_on_order() -> None:
-    keys = {
-        derive_key(seed, epoch, step) for seed in range(10) for epoch in range(10) for step in range(-1, 10)
-    }
+    keys = {derive_key(seed, epoch, step) for seed in range(10) for epoch in range(10) for step in range(-1, 10)}
     assert len(keys) == 10 * 10 * 11
     assert all(-(2**63) <= key < 2**63 for key in keys)
     assert derive_key(0, 1, 2) != derive_key(0, 2, 1)

@@ -51,10 +51,10 @@ class Planted:
     """Number of communities, of equal size."""
     num_features: int = 64
     """Width of the features."""
-    num_train: int = 20_000
-    """Training nodes."""
-    num_valid: int = 5_000
-    """Validation nodes."""
+    num_train: int | None = None
+    """Training nodes; None takes a third."""
+    num_valid: int | None = None
+    """Validation nodes; None takes a twelfth."""
     num_test: int | None = None
     """Test nodes; None takes all that are left."""
     homophily: float = 0.5
@@ -75,16 +75,18 @@ class Planted:
             raise ValueError(f"homophily is {self.homophily}: give a share from 0 to 1.")
         if self.num_edges < 0 or self.num_features < 1 or (self.symmetric and self.num_edges % 2):
             raise ValueError("A planted graph needs num_features >= 1 and num_edges >= 0, even if symmetric.")
-        if min(self.num_train, self.num_valid, self.test_size) < 0 or self.num_train > self.num_nodes:
+        if min(self.split_sizes) < 0 or sum(self.split_sizes) > self.num_nodes:
             raise ValueError(f"The splits do not fit into {self.num_nodes} nodes: give smaller ones.")
         if self.dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}: choose float32, float16 or bfloat16.")
 
     @property
-    def test_size(self) -> int:
-        """Number of test nodes."""
-        left = self.num_nodes - self.num_train - self.num_valid
-        return left if self.num_test is None else min(self.num_test, left)
+    def split_sizes(self) -> tuple[int, int, int]:
+        """Numbers of training, validation and test nodes."""
+        train = self.num_nodes // 3 if self.num_train is None else self.num_train
+        valid = self.num_nodes // 12 if self.num_valid is None else self.num_valid
+        left = self.num_nodes - train - valid
+        return train, valid, left if self.num_test is None else min(self.num_test, left)
 
     def scaled(self, scale: float) -> Planted:
         """The same kind of graph with all counts of nodes and edges multiplied and rounded."""
@@ -252,7 +254,7 @@ def _chunk(settings: Planted, first: int, count: int, num_edges_before: int) -> 
         "table.x": torch.from_numpy(rows).to(DTYPES[settings.dtype]),
         "y": torch.from_numpy(ranks % classes),
     }
-    bounds = np.cumsum([0, settings.num_train, settings.num_valid, settings.test_size])
+    bounds = np.cumsum([0, *settings.split_sizes])
     for name, low, high in zip(("train", "valid", "test"), bounds[:-1], bounds[1:], strict=True):
         chunk[f"split.0.{name}"] = torch.from_numpy(np.flatnonzero((places >= low) & (places < high)) + first)
     return chunk

@@ -79,7 +79,7 @@ def edge_arguments(conv: nn.Module, block: Block, dtype: torch.dtype) -> dict[st
             wanted = False  # the conv was built without edge features
         if wanted:
             rows = block.edge[name]
-            found[argument] = rows.to(dtype) if rows.is_floating_point() else rows
+            found[argument] = rows.to(dtype) if rows.is_floating_point() or name == "weight" else rows
     return found
 
 
@@ -88,7 +88,7 @@ def find_convention(conv: nn.Module, width: int, block: Block, x0: Tensor | None
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
     initialise(conv, width, block, x0)
-    trial = copy.deepcopy(conv).double().eval()
+    trial = copy.deepcopy(conv).cpu().double().eval()
     options = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
     graph = _tiny_graph(block, options)
     x = torch.randn(graph.num_nodes, width, **options)
@@ -124,12 +124,13 @@ def initialise(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> 
         return
     mode = conv.training
     conv.eval()
+    device = next(conv.parameters()).device
     graph = _tiny_graph(block, {})
-    first = (torch.zeros(graph.num_nodes, x0.size(1)),) if takes_x0(conv) and x0 is not None else ()
-    whole = _block(graph, graph.num_nodes)
+    first = (torch.zeros(graph.num_nodes, x0.size(1), device=device),) if takes_x0(conv) and x0 is not None else ()
+    whole = _block(graph, graph.num_nodes).to(device)
     with torch.no_grad():
         conv(
-            torch.zeros(graph.num_nodes, width),
+            torch.zeros(graph.num_nodes, width, device=device),
             *first,
             whole.edge_index,
             **edge_arguments(conv, whole, torch.float32),

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GCN2Conv, GCNConv, GINConv, GraphConv, SAGEConv
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn import GCN2Conv, GCNConv, GINConv, GraphConv, Linear, SAGEConv
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
 
 from hopline import ops
@@ -64,6 +65,11 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
         return GCN2Conv.forward(stand_in, _cast(h, dtype), x0, block)  # type: ignore[arg-type]
     stand_in = _StandIn(conv, propagate, normalize=False, lin=lambda x: project(conv.lin, x))
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
+
+
+def is_linear(module: Any) -> bool:
+    """Whether `project` can stand in for the module; exact types only, as above."""
+    return type(module) in (nn.Linear, Linear) and not is_lazy(module.weight)
 
 
 def project(linear: Any, rows: Rows | Tensor) -> Tensor:

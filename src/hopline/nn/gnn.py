@@ -18,7 +18,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from hopline import ops
 from hopline.batch import Batch, Block, Readable, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
-from hopline.nn.fused import project, reads_rows
+from hopline.nn.fused import is_linear, project, reads_rows
 from hopline.nn.norm import apply_norm, check_norm, make_norm
 
 INPUT = -1
@@ -134,7 +134,7 @@ class GNN(nn.Module):
         stored = table.storage()
         if stored is not None:
             return self.reads_rows and stored.dtype == next(self.parameters()).dtype
-        projects = isinstance(self.convs[0], GCNConv) if self.encoder is None else hasattr(self.encoder, "weight")
+        projects = isinstance(self.convs[0], GCNConv) if self.encoder is None else is_linear(self.encoder)
         return projects and table.read_csr(torch.empty(0, dtype=torch.int64)) is not None
 
     @property
@@ -156,7 +156,7 @@ class GNN(nn.Module):
         if self.training and self.input_dropout:
             x = self._drop(self._typed(x), self.input_dropout, ids, key, INPUT)
         if self.encoder is not None:
-            linear = isinstance(x, Rows) and hasattr(self.encoder, "weight")
+            linear = isinstance(x, Rows) and is_linear(self.encoder)
             encoded = project(self.encoder, x) if linear else self.encoder(self._typed(x))
             x = self.act(encoded) if self.act is not None else encoded
         if not self._uses_x0:

@@ -1,0 +1,84 @@
+"""Identity 2: any stack of tiers reads what the plain tensor holds, also after writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hopline.tables import CachedTable, SparseTable, Table, TensorTable
+from tests.helpers import randint, randn
+
+NUM_ROWS = 60
+
+
+def in_memory(rows: Tensor, folder: Path) -> Table:
+    return TensorTable(rows.clone())
+
+
+def mapped(rows: Tensor, folder: Path) -> Table:
+    np.save(folder / "rows.npy", rows.numpy())
+    return TensorTable(torch.from_numpy(np.load(folder / "rows.npy", mmap_mode="r+")))
+
+
+def cached(below: Callable[[Tensor, Path], Table], num_hot: int) -> Callable[[Tensor, Path], Table]:
+    def make(rows: Tensor, folder: Path) -> Table:
+        return CachedTable(below(rows, folder), randint(0, NUM_ROWS, num_hot, seed=num_hot).unique())
+
+    return make
+
+
+def sparse(rows: Tensor, folder: Path) -> Table:
+    return SparseTable.from_dense(rows)
+
+
+WRITABLE: dict[str, Callable[[Tensor, Path], Table]] = {
+    "memory": in_memory,
+    "mapped": mapped,
+    "cache-over-memory": cached(in_memory, 20),
+    "cache-over-mapped": cached(mapped, 20),
+    "empty-cache": cached(mapped, 0),
+    "cache-of-everything": cached(mapped, 10_000),
+    "cache-over-cache-over-mapped": cached(cached(mapped, 40), 10),
+    "three-caches": cached(cached(cached(in_memory, 5), 20), 3),
+}
+STACKS = {**WRITABLE, "sparse": sparse, "cache-over-sparse": cached(sparse, 20)}
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_reads(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    rows = randn(NUM_ROWS, 5, dtype=dtype)
+    rows[rows.abs() < 0.5] = 0
+    table = STACKS[name](rows, tmp_path)
+    assert (table.shape, table.dtype, len(table)) == ((NUM_ROWS, 5), dtype, NUM_ROWS)
+    for seed, count in enumerate([0, 1, 200, 13]):
+        ids = randint(0, NUM_ROWS, count, seed=seed)
+        assert torch.equal(table.read(ids), rows[ids])
+        assert torch.equal(table[ids], rows[ids])
+    stored = table.storage()
+    assert stored is None or torch.equal(stored, rows)
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_reads_after_writes(name: str, tmp_path: Path) -> None:
+    rows = randn(NUM_ROWS, 5, dtype=torch.float32)
+    table = WRITABLE[name](rows, tmp_path)
+    for seed in range(6):
+        ids = randint(0, NUM_ROWS, 25, seed=seed).unique()
+        new = randn(ids.numel(), 5, seed=seed)
+        rows[ids] = new.float()
+        table.write(ids, new)
+        everything = torch.arange(NUM_ROWS)
+        below = table
+        while True:  # every tier holds the new rows, not only the uppermost
+            assert torch.equal(below.read(everything), rows)
+            if not isinstance(below, CachedTable):
+                break
+            below = below.below
+    if name == "cache-over-mapped":
+        assert np.array_equal(np.load(tmp_path / "rows.npy"), rows.numpy())

@@ -1,0 +1,130 @@
+"""Identity 4: pipelined = serial, bit for bit; one batch = its micro-batches at finite fan-outs, with dropout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hopline.methods import Sampled
+from hopline.nn import GNN
+from tests.helpers import (
+    assert_close,
+    assert_same_batches,
+    assert_same_gradients,
+    batch_of,
+    dataset_of,
+    generator,
+    randint,
+    randn,
+    random_graph,
+    stack_of,
+    torch_threads,
+    twin,
+)
+
+GRAPH = random_graph(400, 5000, dtype=torch.int32, weight=True, attr=2)
+X = randn(400, 12, dtype=torch.float32)
+DATA = dataset_of(GRAPH, X)
+METHOD = Sampled(fanouts=(4, 3), batch_size=16, workers=0)
+THREADS = [(1, 1), (1, 4), (2, 2), (4, 8), (8, 3)]
+
+
+@pytest.mark.parametrize(("workers", "look_ahead"), THREADS)
+def test_batches(workers: int, look_ahead: int) -> None:
+    serial = METHOD.loader(DATA, seed=2)
+    pipelined = replace(METHOD, workers=workers, look_ahead=look_ahead).loader(DATA, seed=2)
+    for _ in range(2):
+        for found, expected in zip(pipelined, serial, strict=True):
+            assert_same_batches(found, expected)
+
+
+def trained(name: str, workers: int, threads: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights after two epochs."""
+    model = GNN(stack_of(name, 12, 16, 3), dropout=0.5, norm="batch").float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = replace(METHOD, workers=workers).loader(DATA, seed=2, model=model)
+    losses = []
+    with torch_threads(threads):
+        for _ in range(2):
+            for batch in loader:
+                assert batch.y is not None
+                loss = nn.functional.cross_entropy(model(batch), batch.y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "gcn", "gat-edges"])
+def test_training(name: str) -> None:
+    losses, weights = trained(name, workers=0)
+    assert len(losses) == 26
+    assert len(set(losses)) > 20
+    for workers in (1, 3):
+        same_losses, same_weights = trained(name, workers)
+        assert same_losses == losses
+        assert all(torch.equal(same_weights[k], v) for k, v in weights.items())
+
+
+def test_training_with_more_kernel_threads() -> None:
+    losses, _ = trained("sage-max", workers=0)
+    more, _ = trained("sage-max", workers=2, threads=2)
+    assert more == pytest.approx(losses, rel=1e-4)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dropout": {"dropout": 0.5},
+    "input-dropout": {"input_dropout": 0.4},
+    "all": {
+        "dropout": 0.3,
+        "input_dropout": 0.2,
+        "encoder": nn.Linear(12, 8),
+        "initial_residual": 0.1,
+        "residual": True,
+        "norm": "layer",
+        "jk": "cat",
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["sage-mean", "sage-max", "gcn", "gin", "gat-edges", "pna", "transformer", "graph"])
+@pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replace"])
+def test_micro_batches(options: str, name: str, replacement: bool) -> None:
+    """Seeds split under one key, losses weighted by their seeds: the gradients of the whole batch."""
+    chosen = OPTIONS[options]
+    widths = (8, 8, 8) if "encoder" in chosen else (12, 8, 8)
+    head = nn.Linear(16 if "jk" in chosen else 8, 3)
+    model = twin(GNN(stack_of(name, *widths), head=head, **chosen).double())
+    other = twin(model)
+    labels = randint(0, 3, 400)
+    seeds = randint(0, 400, 60, seed=6).unique()
+    whole = batch_of(GRAPH, X.double(), (3, 2), seeds, key=-8, replacement=replacement)
+    loss = nn.functional.cross_entropy(model(whole), labels[seeds])
+    loss.backward()
+    total = torch.zeros((), dtype=torch.float64)
+    shuffled = seeds[torch.randperm(seeds.numel(), generator=generator(0))]
+    for part in shuffled.split([20, 1, seeds.numel() - 21]):
+        batch = batch_of(GRAPH, X.double(), (3, 2), part, key=-8, replacement=replacement)
+        share = nn.functional.cross_entropy(other(batch), labels[part]) * (part.numel() / seeds.numel())
+        share.backward()
+        total += share.detach()
+    assert_close(total, loss.detach(), 1e-12)
+    assert_same_gradients(other, model, 1e-11)
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "gcn"])
+def test_micro_batches_in_single_precision(name: str) -> None:
+    model = GNN(stack_of(name, 12, 8, 3), dropout=0.5).float()
+    other = twin(model)
+    seeds = torch.arange(100, 164)
+    model(batch_of(GRAPH, X, (3, 2), seeds, key=4)).square().sum().backward()
+    for part in seeds.split(9):
+        other(batch_of(GRAPH, X, (3, 2), part, key=4)).square().sum().backward()
+    assert_same_gradients(other, model, 2e-5)

@@ -1,0 +1,386 @@
+"""The command: what each one does, and that every bad input ends in one sentence and status 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import hopline as hl
+from hopline import cli, run
+from hopline.recipes import RECIPES
+from tests.runs import assert_refused, command, labels, overrides, records, small, without
+
+COMMANDS = ("train", "infer", "convert", "verify", "datasets", "report", "doctor")
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    """A small dataset in a folder."""
+    small().save(tmp_path / "graph")
+    return tmp_path / "graph"
+
+
+def altered(folder: Path, array: str, place: Any, value: float) -> Path:
+    """The folder with some values of an array changed behind the manifest's back."""
+    rows = np.load(folder / f"{array}.npy", mmap_mode="r+")
+    rows[place] = value
+    rows.flush()
+    return folder
+
+
+# ---- what the commands do
+
+
+def test_train_infer_report(graph: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    status, text, err = command("train", graph, *overrides(out=out, epochs=2))
+    assert (status, err) == (0, "")
+    (end,) = records(out, "end")
+    assert f"test accuracy {end['test']['accuracy']:.4f} (exact)" in text
+    assert f"run folder: {out}" in text
+    assert text.count("seeds/s") == 2
+
+    status, text, err = command("infer", out, "nodes=test")
+    assert (status, text, err) == (0, f"predictions: {out / 'predictions.npy'}\n", "")
+    right = np.load(out / "predictions.npy") == labels(small(), "test").numpy()
+    assert right.mean() == pytest.approx(end["test"]["accuracy"])
+
+    (out / "report.html").unlink()
+    status, text, err = command("report", out)
+    assert (status, err) == (0, "")
+    assert "<svg" in (out / "report.html").read_text()
+
+
+def test_convert_and_verify(tmp_path: Path):
+    source, folder = tmp_path / "edges.csv", tmp_path / "graph"
+    source.write_text("src,dst\n0,1\n1,2\n2,0\n")
+    status, text, _ = command("convert", source, folder, "symmetrize=true", "num_nodes=4")
+    assert status == 0
+    assert "4 nodes, 6 edges" in text
+    status, text, err = command("verify", folder)
+    assert (status, err) == (0, "")
+    assert text.splitlines()[-1] == f"{folder} is intact"
+
+
+def test_datasets_lists_what_is_built_in_and_what_is_under_the_data_root(graph: Path):
+    status, text, err = command("datasets", f"data_root={graph.parent}")
+    assert (status, err) == (0, "")
+    assert "demo" in text
+    assert "graph" in text
+    assert "ogbn-products" in text
+
+
+def test_doctor_looks_at_the_machine():
+    status, text, err = command("doctor")
+    assert (status, err) == (0, "")
+    assert "numba" in text
+    assert "BAD" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), RECIPES["demo"]()),
+        (("epochs=3", "seed=4"), dataclasses.replace(RECIPES["demo"](), epochs=3, seed=4)),
+        (("cora", "lr=1"), dataclasses.replace(RECIPES["cora"](), lr=1.0)),
+        (("some/folder",), run.RunConfig(data="some/folder")),
+    ],
+)
+def test_train_takes_a_recipe_or_a_dataset_and_overrides(
+    arguments: tuple[str, ...], expected: run.RunConfig, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[run.RunConfig] = []
+
+    def train(config: run.RunConfig) -> hl.Run:
+        seen.append(config)
+        return hl.Run(metric="accuracy")
+
+    monkeypatch.setattr(run, "train", train)
+    assert command("train", *arguments).status == 0
+    assert seen == [expected]
+
+
+def test_settings_of_every_level_can_be_overridden(graph: Path, tmp_path: Path):
+    more = {"model": "gcn", "method.fanouts": "10,10", "schedule": "step", "schedule.every": 1, "out": tmp_path / "run"}
+    assert command("train", graph, *overrides(epochs=2, **more)).status == 0
+    config = run.load_config(tmp_path / "run")
+    assert (config.model.name, config.method.fanouts, config.schedule.every) == ("gcn", (10, 10), 1)
+    first, second = records(tmp_path / "run", "epoch")
+    assert second["lr"] == first["lr"] / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("train", "method.fanouts"), ("infer", "weights"), ("convert", "columns.src")]
+)
+def test_keys_lists_every_setting(name: str, key: str):
+    status, text, err = command(name, "anything", "--keys")
+    assert (status, err) == (0, "")
+    assert f"{key}\n    " in text
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("train", "--help")])
+def test_help_is_shown(arguments: tuple[str, ...]):
+    status, text, err = command(*arguments)
+    assert (status, err) == (0, "")
+    assert "Usage" in text
+    assert all(name in text for name in COMMANDS if len(arguments) < 2)
+
+
+def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = "from hopline.models import make_model\nimport dataclasses\n\n"
+    module += "def make(spec, data):\n    return make_model(dataclasses.replace(spec, name='mlp'), data)\n"
+    (tmp_path / "my_models_of_a_test.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    outcome = command("train", graph, *overrides(model="my_models_of_a_test:make", out=tmp_path / "run"))
+    assert outcome.status == 0, outcome.err
+
+
+# ---- bad input: one sentence, status 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("trian",), ["no command 'trian'", "'train'"]),
+        (("train", "--epochs"), ["No such option: --epochs"]),
+        (("train", "demo", "epoch=3"), ["Unknown key 'epoch'", "Did you mean 'epochs'?"]),
+        (("train", "demo", "fanouts=3,3"), ["Did you mean 'method.fanouts'?"]),
+        (("train", "demo", "epochs"), ["Cannot read 'epochs': write key=value"]),
+        (("train", "demo", "epochs=many"), ["epochs=many is not valid: expected an integer"]),
+        (("train", "demo", "epochs=0"), ["epochs must be at least 1"]),
+        (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),
+        (("train", "demo", "method=sample"), ["method=sample is not valid"]),
+        (("train", "demmo"), ["no dataset 'demmo'", "Did you mean 'demo'?"]),
+        (("train", "cora", "data=prodcts"), ["no dataset 'prodcts'", "Did you mean 'products'?"]),
+        (("train", "no/such/folder"), ["no dataset folder no/such/folder"]),
+        (("train", "missing.npz"), ["no file missing.npz"]),
+        (("infer",), ["Missing argument 'RUN'"]),
+        (("infer", "no/run"), ["no/run is not a run folder"]),
+        (("infer", "no/run", "nodes=some"), ["nodes=some is not valid: expected 'all' or 'train'"]),
+        (("report", "no/run"), ["give the folder of a run"]),
+        (("verify", "no/folder"), ["no dataset folder no/folder"]),
+        (("convert", "edges.csv"), ["say where to write the dataset: hopline convert edges.csv FOLDER"]),
+        (("convert", "edges.csv", "symmetrize=true"), ["say where to write the dataset"]),
+        (("convert", "no_edges.csv", "out"), ["no_edges.csv"]),
+        (("datasets", "data_rot=x"), ["Did you mean 'data_root'?"]),
+    ],
+    ids=" ".join,
+)
+def test_what_is_mistyped_or_missing_is_named(
+    arguments: tuple[str, ...], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(command(*arguments), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "indices.npy", 1000)
+
+
+def _remove(folder: Path) -> None:
+    (folder / "y.npy").unlink()
+
+
+def _spoil_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+def _spoil_header(folder: Path) -> None:
+    with (folder / "indptr.npy").open("r+b") as file:
+        file.write(b"garbage")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (_truncate, "indices.npy"),
+        (_remove, "y.npy is missing"),
+        (_spoil_manifest, "manifest.json"),
+        (_spoil_header, "indptr.npy is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(graph: Path, damage: Callable[[Path], None], name: str):
+    damage(graph)
+    for verb in ("train", "verify"):
+        assert_refused(command(verb, graph), name)
+
+
+def test_a_file_that_is_no_npz_is_named(tmp_path: Path):
+    (tmp_path / "graph.npz").write_bytes(b"PK not really")
+    assert_refused(command("train", tmp_path / "graph.npz"), "graph.npz is damaged or not an .npz")
+
+
+def test_features_that_are_not_numbers(graph: Path, tmp_path: Path):
+    np.savez(tmp_path / "nan.npz", edge_index=np.array([[0], [1]]), x=np.array([[1.0], [np.nan]]), y=np.array([0, 1]))
+    assert_refused(command("convert", tmp_path / "nan.npz", tmp_path / "out"), "nan in row 1, column 0", "nan_to_num")
+    altered(graph, "table.x", (slice(None), 2), np.nan)
+    assert_refused(command("verify", graph), "table.x.npy is damaged")
+    outcome = command("train", graph, *overrides(out=tmp_path / "run"))
+    assert_refused(outcome, "the loss became nan in epoch 1", "check the features by `hopline verify`")
+
+
+@pytest.mark.parametrize("label", [99, -1])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_label_out_of_range(graph: Path, tmp_path: Path, split: str, label: int):
+    node = int(small().splits[split][5])
+    altered(graph, "y", node, label)
+    outcome = command("train", graph, *overrides(out=tmp_path / "run"))
+    assert_refused(outcome, f"node {node} of split '{split}' has label {label}, but classes go from 0 to 3")
+
+
+def test_a_label_out_of_range_in_a_conversion(tmp_path: Path):
+    np.savez(tmp_path / "graph.npz", edge_index=np.array([[0], [1]]), x=np.eye(2), y=np.array([0, -7]))
+    assert_refused(command("convert", tmp_path / "graph.npz", tmp_path / "out"), "label -7 at node 1")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("index", [10**6, -3])
+def test_an_edge_index_out_of_range(graph: Path, tmp_path: Path, index: int):
+    altered(graph, "indices", slice(None), index)
+    outcome = command("train", graph, *overrides(out=tmp_path / "run"))
+    assert_refused(outcome, "an edge index is out of range: check the dataset by `hopline verify FOLDER`")
+
+
+def test_an_edge_index_out_of_range_in_a_conversion(tmp_path: Path):
+    (tmp_path / "edges.csv").write_text("src,dst\n0,1\n1,7\n")
+    assert_refused(command("convert", tmp_path / "edges.csv", tmp_path / "out", "num_nodes=3"), "7")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_split_out_of_range(graph: Path, tmp_path: Path):
+    altered(graph, "split.0.valid", 0, 4000)
+    assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "Split 'valid' holds 4000")
+
+
+def test_fanouts_that_do_not_match_the_layers(graph: Path, tmp_path: Path):
+    outcome = command("train", graph, *overrides(out=tmp_path / "run", **{"method.fanouts": "4,3,2"}))
+    assert_refused(outcome, "the model has 2 layers and fanouts=(4, 3, 2) names 3", "fanouts=10,10")
+
+
+@pytest.mark.parametrize("how", ["missing", "empty"])
+def test_no_seeds(tmp_path: Path, how: str):
+    data = without(small(), "train")
+    if how == "empty":
+        data.splits["train"] = data.splits["valid"][:0]
+    data.save(tmp_path / "graph")
+    outcome = command("train", tmp_path / "graph", *overrides(out=tmp_path / "run"))
+    assert_refused(outcome, "no training nodes: give it a 'train' split")
+
+
+@pytest.mark.parametrize("place", ["file/run", "file"])
+def test_a_run_folder_that_cannot_be_written(graph: Path, tmp_path: Path, place: str):
+    (tmp_path / "file").write_text("not a folder")
+    outcome = command("train", graph, *overrides(out=tmp_path / place))
+    assert_refused(outcome, f"Cannot write the run folder '{tmp_path / place}'", "choose another with out=FOLDER")
+
+
+def test_a_dataset_folder_that_cannot_be_written(graph: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("not a folder")
+    assert_refused(command("convert", graph, tmp_path / "file" / "out"), str(tmp_path / "file"))
+
+
+def test_a_folder_that_holds_a_run(graph: Path, tmp_path: Path):
+    assert command("train", graph, *overrides(out=tmp_path / "run")).status == 0
+    assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "holds a run already")
+
+
+def test_a_full_disk_while_predicting(graph: Path, tmp_path: Path):
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    assert command("train", graph, *overrides(out=tmp_path / "run")).status == 0
+    outcome = command("infer", tmp_path / "run", "out=/dev/full")
+    assert_refused(outcome, "cannot write /dev/full (No space left on device)")
+
+
+def test_a_full_disk_while_training(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from hopline.report import Report
+
+    plain = Report._append
+
+    def full(self: Report, name: str, line: str) -> None:
+        if "evaluate" in line:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder / name))
+        plain(self, name, line)
+
+    monkeypatch.setattr(Report, "_append", full)
+    outcome = command("train", graph, *overrides(out=tmp_path / "run"))
+    assert_refused(outcome, "metrics.jsonl: No space left on device", "the free space")
+
+
+def test_a_full_disk_while_converting(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from hopline.data.writer import FolderWriter
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FolderWriter, "append", full)
+    assert_refused(command("convert", graph, tmp_path / "out"), "No space left on device")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_the_library_itself_has_another_status(monkeypatch: pytest.MonkeyPatch):
+    def broken(config: run.RunConfig) -> hl.Run:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(run, "train", broken)
+    status, _, err = command("train")
+    assert (status, err) == (1, "error: ZeroDivisionError: ours (run again with --debug for the traceback)\n")
+
+
+def test_an_interruption_has_its_own_status(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(config: run.RunConfig) -> hl.Run:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train", interrupted)
+    status, _, err = command("train")
+    assert status == 130
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["hopline", "train", "demo", "epoch=3", "--debug"])
+    with pytest.raises(ValueError, match="Unknown key 'epoch'"):
+        cli.main()
+
+
+# ---- as a process
+
+
+def test_as_a_process_it_fails_in_words_shows_tracebacks_and_can_be_interrupted(tmp_path: Path, graph: Path):
+    python = [sys.executable, "-m", "hopline", "train", str(graph)]
+    debug = subprocess.run([*python, "epoch=3", "--debug"], capture_output=True, text=True, check=False)
+    assert debug.returncode == 1
+    assert "Traceback" in debug.stderr
+    assert "Unknown key 'epoch'" in debug.stderr
+
+    endless = [*python, *overrides(out=tmp_path / "run", epochs=10**6, **{"method.workers": 2})]
+    process = subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run" / "last.pt").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert not any(child.is_running() for child in children)
+    assert records(tmp_path / "run", "end")[0]["reason"] == "KeyboardInterrupt"
+    assert "KeyboardInterrupt" in records(tmp_path / "run", "close")[0]["status"]

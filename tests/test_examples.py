@@ -1,0 +1,104 @@
+"""The examples are short, and run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
+
+import hopline as hl
+from tests.runs import losses, small
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> str:
+    """A dataset with enough training nodes for a batch of the examples."""
+    small(num_nodes=3000, num_edges=30_000, num_train=1500, num_valid=500).save(tmp_path / "graph")
+    return str(tmp_path / "graph")
+
+
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_has_less_than_40_lines_that_are_not_blank(name: str):
+    lines = [line for line in (FOLDER / f"{name}.py").read_text().splitlines() if line.strip()]
+    assert len(lines) < 40
+    assert lines[-2] == 'if __name__ == "__main__":'
+
+
+def test_every_example_is_run_here():
+    here = Path(__file__).read_text()
+    assert all(f'example("{name}"' in here for name in NAMES)
+
+
+def test_own_callback_stops_at_its_loss(graph: str, monkeypatch: pytest.MonkeyPatch):
+    run = example("own_callback", monkeypatch).main(graph, epochs=40, target=1.2)
+    assert run.reason == "the loss is below 1.2"
+    assert losses(run)[-1] < 1.2
+    assert all(loss >= 1.2 for loss in losses(run)[:-1])
+
+
+def test_own_loop_learns(graph: str, monkeypatch: pytest.MonkeyPatch):
+    assert example("own_loop", monkeypatch).main(graph, epochs=20) > 0.4
+
+
+def test_own_method_trains_by_its_own_steps(graph: str, monkeypatch: pytest.MonkeyPatch):
+    run = example("own_method", monkeypatch).main(graph, epochs=2)
+    assert run.epochs == 2
+    assert losses(run)[1] < losses(run)[0]
+
+
+def test_own_steps_report_their_metric(graph: str, monkeypatch: pytest.MonkeyPatch):
+    run = example("own_steps", monkeypatch).main(graph, epochs=2)
+    assert run.metric == "accuracy_of_3"
+    assert run.test > 0.6
+
+
+def test_subclass_has_its_own_rates_and_metrics(graph: str, monkeypatch: pytest.MonkeyPatch):
+    run = example("subclass", monkeypatch).main(graph, epochs=2)
+    last = run.evaluations[-1].metrics
+    assert last["error"] == pytest.approx(1 - last["accuracy"])
+
+
+class StandIn:
+    """What PyG's NeighborLoader yields (seeds first, `batch_size`), where the library it needs is not installed."""
+
+    def __init__(self, data: Data, num_neighbors: Sequence[int], input_nodes: Tensor, batch_size: int) -> None:
+        self.data, self.seeds, self.batch_size = data, input_nodes.nonzero().view(-1), batch_size
+        self.sampler = hl.NeighborSampler(hl.from_pyg(data).graph, num_neighbors)
+
+    def __iter__(self) -> Iterator[Data]:
+        for key, seeds in enumerate(self.seeds.split(self.batch_size)):
+            block = hl.Batch(seeds, self.sampler.sample(seeds, key), None, None).union()
+            x, y = (torch.as_tensor(rows)[block.src_ids] for rows in (self.data.x, self.data.y))
+            yield Data(x=x, y=y, edge_index=block.edge_index, batch_size=seeds.numel())
+
+
+def neighbor_loader_works() -> bool:
+    data = Data(x=torch.zeros(2, 1), edge_index=torch.tensor([[0], [1]]))
+    try:
+        return next(iter(NeighborLoader(data, [1], batch_size=1))).batch_size == 1
+    except (ImportError, UserWarning):  # it warns that pyg-lib is not there, then finds nothing in its place
+        return False
+
+
+def test_pyg_batches_train_a_pyg_model(graph: str, monkeypatch: pytest.MonkeyPatch):
+    module = example("pyg_batches", monkeypatch)
+    if not neighbor_loader_works():
+        monkeypatch.setattr(module, "NeighborLoader", StandIn)
+    run = module.main(graph, epochs=8)
+    assert losses(run)[-1] < losses(run)[0]
+    assert run.test > 0.4

@@ -1,0 +1,251 @@
+"""A run from its settings, predictions from a run, and conversion."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hopline as hl
+from hopline import infer, run
+from hopline.models import ModelSpec
+from hopline.run import ConvertConfig, InferConfig, RunConfig
+from hopline.spec import from_dict, to_dict
+from tests.runs import fit, method, same_weights, small
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A quick run on a small graph in a folder."""
+    small().save(tmp_path / "graph")
+    return RunConfig(
+        data=str(tmp_path / "graph"),
+        model=ModelSpec(hidden=8, layers=2),
+        method=method(),
+        epochs=2,
+        lr=0.01,
+        show=False,
+        out=tmp_path / "run",
+    )
+
+
+@pytest.fixture
+def done(config: RunConfig) -> Path:
+    """The folder of a finished run."""
+    folder = run.train(config).folder
+    assert folder is not None
+    return folder
+
+
+def predictions(folder: Path, **settings: Any) -> np.ndarray:
+    return np.load(run.predict(folder, InferConfig(**settings)), allow_pickle=False)
+
+
+# ---- settings
+
+
+def test_settings_come_back_from_the_run_folder(config: RunConfig):
+    schedule = hl.Schedule(name="cosine", warmup=1)
+    changed = dataclasses.replace(
+        config, clip_norm=1.5, patience=3, schedule=schedule, data_root=Path("somewhere"), precision="bf16"
+    )
+    run.train(changed)
+    assert changed.out is not None
+    assert run.load_config(changed.out) == changed
+
+
+def test_settings_survive_json():
+    config = RunConfig(out=Path("a/b"), method=hl.Sampled(fanouts=(-1, 3), workers=2), clip_norm=None)
+    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_the_same_settings_give_the_same_run(config: RunConfig, tmp_path: Path):
+    again = dataclasses.replace(config, out=tmp_path / "again", method=method(workers=2))
+    first, second = run.train(config), run.train(again)
+    assert [e.loss for e in first.history] == [e.loss for e in second.history]
+    weights = [torch.load(tmp_path / name / "best.pt", weights_only=True) for name in ("run", "again")]
+    assert same_weights(*weights)
+
+
+def test_without_out_the_run_folder_is_named_after_the_data(config: RunConfig, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    folder = run.train(dataclasses.replace(config, out=None)).folder
+    assert folder is not None
+    assert folder.parent == Path("runs")
+    assert folder.name.startswith("planted-")
+    assert (tmp_path / folder / "report.html").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, done: Path):
+    before = (done / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="holds a run already: choose another folder with out=, or remove it"):
+        run.train(config)
+    assert (done / "metrics.jsonl").read_text() == before
+
+
+# ---- predictions
+
+
+def test_predictions_are_those_of_the_best_weights(config: RunConfig, done: Path):
+    data = hl.open(config.data)
+    model = run.make_model(config.model, data)
+    model.load_state_dict(torch.load(done / "best.pt", weights_only=True))
+    scores = infer.exact(model, data)
+    np.testing.assert_allclose(predictions(done, write="scores"), scores.numpy(), rtol=1e-5, atol=1e-6)
+    classes = predictions(done)
+    assert classes.dtype == np.int64
+    np.testing.assert_array_equal(classes, scores.argmax(dim=-1).numpy())
+    np.testing.assert_array_equal(predictions(done, nodes="test"), classes[data.splits["test"].numpy()])
+
+
+def test_predictions_of_the_test_nodes_have_the_accuracy_of_the_run(config: RunConfig):
+    finished = run.train(config)
+    assert finished.folder is not None
+    data = hl.open(config.data)
+    assert data.y is not None
+    right = predictions(finished.folder, nodes="test") == data.y[data.splits["test"]].numpy()
+    assert right.mean() == pytest.approx(finished.test)
+
+
+def test_predictions_by_sampling_and_by_the_last_weights(done: Path, tmp_path: Path):
+    out = tmp_path / "new" / "scores.npy"
+    sampled = predictions(done, inference="sampled", weights="last", write="scores", nodes="valid", out=out)
+    assert out.exists()
+    assert sampled.shape == (80, 4)
+    assert not (done / "predictions.npy").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "shape", "dtype"),
+    [
+        ("single", 4, (3,), np.int64),
+        ("multi", 4, (3, 4), np.uint8),
+        ("binary", 2, (3,), np.int64),
+        ("binary", 1, (3,), np.uint8),
+    ],
+)
+def test_classes_follow_the_task(task: str, outputs: int, shape: tuple[int, ...], dtype: type):
+    classes = run._classes(torch.randn(3, outputs), task).numpy()
+    assert (classes.shape, classes.dtype) == (shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{x", "config.json is damaged"),
+        ("\xff\xfe", "config.json"),
+        ("{}", "does not hold the settings of a `hopline train` run"),
+        ("[1]", "does not hold the settings"),
+        ('{"config": 3}', "does not hold the settings"),
+        ('{"config": {"epochs": "many"}}', "does not hold the settings .*epochs=many is not valid"),
+    ],
+)
+def test_damaged_settings_are_named(done: Path, text: str, message: str):
+    (done / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        predictions(done)
+
+
+def test_a_run_of_the_library_is_not_one_of_the_command(tmp_path: Path):
+    fit(small(), out=tmp_path)
+    with pytest.raises(ValueError, match="does not hold the settings of a `hopline train` run"):
+        predictions(tmp_path)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"is not a run folder: there is no config.json in it"):
+        predictions(tmp_path)
+
+
+def test_missing_weights_are_named(done: Path):
+    (done / "best.pt").unlink()
+    with pytest.raises(ValueError, match=r"there are no weights at .*best.pt"):
+        predictions(done)
+
+
+def _truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _another_model(path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2).state_dict(), path)
+
+
+def _a_list(path: Path) -> None:
+    torch.save([1, 2], path)
+
+
+def _code(path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), path)
+
+
+@pytest.mark.parametrize("damage", [_truncated, _empty, _another_model, _a_list, _code])
+def test_weights_that_do_not_fit_are_named(done: Path, damage: Callable[[Path], None]):
+    damage(done / "best.pt")
+    with pytest.raises(ValueError, match=r"best.pt does not hold weights of this model: \w+"):
+        predictions(done)
+
+
+def test_a_split_that_the_data_lacks_is_named(done: Path, tmp_path: Path):
+    bare = dataclasses.replace(small(), splits={})
+    bare.save(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"has no split 'test': choose nodes=all"):
+        predictions(done, nodes="test", data=str(tmp_path / "bare"))
+    assert predictions(done, data=str(tmp_path / "bare")).shape == (400,)
+
+
+def test_predictions_that_cannot_be_written_name_the_file(done: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"cannot write .*config.json/p.npy \(.+\): choose another file"):
+        predictions(done, out=done / "config.json" / "p.npy")
+
+    def short(*_: Any, **__: Any) -> None:
+        raise OSError("400 requested and 12 written")
+
+    monkeypatch.setattr(np, "save", short)
+    with pytest.raises(ValueError, match=r"cannot write .*predictions.npy \(the disk is full\): choose another"):
+        predictions(done)
+
+
+# ---- conversion
+
+
+def test_an_npz_file_becomes_a_folder(tmp_path: Path):
+    path = tmp_path / "ring.npz"
+    edges = np.stack([np.arange(6), (np.arange(6) + 1) % 6])
+    np.savez(path, edge_index=edges, x=np.eye(6, dtype=np.float32), y=np.arange(6) % 2)
+    data = run.convert(str(path), tmp_path / "one", ConvertConfig())
+    assert (data.num_nodes, data.num_edges, data.num_classes) == (6, 6, 2)
+    both = run.convert(str(path), tmp_path / "both", ConvertConfig(symmetrize=True))
+    assert both.num_edges == 12
+
+
+def test_a_csv_file_becomes_a_folder(tmp_path: Path):
+    edges, nodes = tmp_path / "edges.csv", tmp_path / "nodes.csv"
+    edges.write_text("src,dst\na,b\nb,c\nc,a\n")
+    nodes.write_text("id,f0,f1,label\na,0.5,1,0\nb,1.5,2,1\nc,2.5,3,0\n")
+    data = run.convert(str(edges), tmp_path / "out", ConvertConfig(nodes=nodes, ids="map"))
+    assert (data.num_nodes, data.num_edges, data.num_features, data.num_classes) == (3, 3, 2, 2)
+    assert data.x.read(torch.tensor([1])).tolist() == [[1.5, 2.0]]
+
+
+def test_an_npy_edge_list_becomes_a_folder(tmp_path: Path):
+    np.save(tmp_path / "edges.npy", np.array([[0, 1, 2], [1, 2, 0]]))
+    data = run.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(num_nodes=5))
+    assert (data.num_nodes, data.num_edges) == (5, 3)
+
+
+def test_options_for_what_is_already_converted_are_refused(tmp_path: Path):
+    small().save(tmp_path / "graph")
+    with pytest.raises(ValueError, match="already converted: leave out symmetrize"):
+        run.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig(symmetrize=True))
+    assert run.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig()).num_edges == 4000
