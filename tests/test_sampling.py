@@ -8,6 +8,7 @@ import torch
 
 from hopline.batch import Batch
 from hopline.graph import Graph
+from hopline.ops import reference
 from hopline.sampling import NeighborSampler, check_fanouts, full_block, in_neighborhood, seed_batches
 from tests.helpers import assert_same_batches, edges_of, neighbors_of, randint, random_graph
 
@@ -73,6 +74,14 @@ def test_blocks_are_valid(dtype: torch.dtype, fanouts: tuple[int, ...], replace:
         assert replace or torch.unique(part.edge_ids).numel() == part.num_edges
     for outer, inner in itertools.pairwise(blocks):
         assert torch.equal(outer.dst_ids, inner.src_ids)
+
+
+def test_sources_are_numbered_by_first_occurrence_after_the_destinations() -> None:
+    graph = random_graph()
+    for block in NeighborSampler(graph, (3, 2), edge_ids=True).sample(torch.tensor([31, 0, 8]), 3):
+        ids, idx = reference.relabel(block.dst_ids, graph.indices[block.part.edge_ids])
+        assert torch.equal(block.src_ids, ids)
+        assert torch.equal(block.part.src_idx, idx)
 
 
 def test_edge_arrays_follow_their_edges() -> None:

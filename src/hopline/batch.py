@@ -74,6 +74,13 @@ class Part:
         dst = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
         return torch.stack([self.src_idx.long(), dst])
 
+    def rows_from(self, first: int) -> Part:
+        """The edges of the destinations from `first` on."""
+        start = int(self.indptr[first])
+        edge = {name: rows[start:] for name, rows in self.edge.items()}
+        edge_ids = None if self.edge_ids is None else self.edge_ids[start:]
+        return Part(self.indptr[first:] - start, self.src_idx[start:], edge, edge_ids)
+
     def to(self, device: torch.device, non_blocking: bool = False) -> Part:
         edge_ids = None if self.edge_ids is None else self.edge_ids.to(device, non_blocking=non_blocking)
         return Part(
@@ -206,19 +213,18 @@ class Batch:
 
         Each node keeps the edges of the layer nearest to the seeds, as in PyG's NeighborLoader.
         """
-        known, indptrs, columns, edges = 0, [self.seeds.new_zeros(1)], [], []
+        known, tails = 0, []
         for block in reversed(self.blocks):
-            part = block.part
-            start = int(part.indptr[known])
-            indptrs.append(part.indptr[known + 1 :] - start + indptrs[-1][-1])
-            columns.append(part.src_idx[start:])
-            edges.append({name: rows[start:] for name, rows in part.edge.items()})
+            tails.append(block.part.rows_from(known))
             known = block.num_dst
         last = self.blocks[0]
-        indptr = torch.cat(indptrs)
-        padding = indptr[-1].expand(last.num_src - known)
-        edge = {name: torch.cat([e[name] for e in edges]) for name in edges[0]}
-        part = Part(torch.cat([indptr, padding]), torch.cat(columns), edge)
+        counts = torch.cat([tail.indptr.diff() for tail in tails])
+        indptr = counts.new_zeros(last.num_src + 1)  # the outermost nodes have no edges
+        indptr[1 : known + 1] = counts.cumsum(0)
+        indptr[known + 1 :] = indptr[known]
+        edge = {name: torch.cat([tail.edge[name] for tail in tails]) for name in tails[0].edge}
+        ids = [tail.edge_ids for tail in tails if tail.edge_ids is not None]
+        part = Part(indptr, torch.cat([tail.src_idx for tail in tails]), edge, torch.cat(ids) if ids else None)
         return replace(last, num_dst=last.num_src, parts=(part,))
 
 

@@ -33,7 +33,8 @@ class Graph:
         if int(self.indptr[-1]) != self.indices.numel():
             raise ValueError(f"Graph.indptr ends at {int(self.indptr[-1])} but there are {self.indices.numel()} edges")
         if "weight" in self.edge and self.edge["weight"].dim() != 1:
-            raise ValueError(f"edge array 'weight' must have one number per edge, not {list(self.edge['weight'].shape)}")
+            shape = list(self.edge["weight"].shape)
+            raise ValueError(f"edge array 'weight' must have one number per edge, not {shape}")
         for name, array in self.edge.items():
             if array.size(0) != self.indices.numel():
                 raise ValueError(f"edge array {name!r} has {array.size(0)} rows for {self.num_edges} edges")

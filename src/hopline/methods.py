@@ -156,6 +156,8 @@ class Sampled(Method):
 
         With `model`, rows that its first layer reads itself are left to it; without, `batch.x` is a tensor.
         """
+        if isinstance(ids, str) and ids not in data.splits:
+            raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
         chosen = data.splits[ids] if isinstance(ids, str) else ids
         return Loader(data, chosen, self, seed, torch.device(device), as_walkable(model) if model else None)
 

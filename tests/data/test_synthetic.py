@@ -83,7 +83,7 @@ def test_shaped_graphs_have_exact_counts_and_a_heavy_tail(name: str, scale: floa
     dataset = planted(settings, name=name, folder=tmp_path / "d")
     assert dataset.num_nodes == round(full.num_nodes * scale)
     assert dataset.num_edges == round(full.num_edges * scale)
-    assert dataset.splits["train"].numel() == round(full.num_train * scale)
+    assert dataset.splits["train"].numel() == round(full.split_sizes[0] * scale)
     degrees = dataset.graph.in_degrees()
     mean = float(degrees.double().mean())
     assert abs(mean / (full.num_edges / full.num_nodes) - 1) < 0.02

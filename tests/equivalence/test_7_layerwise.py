@@ -73,6 +73,25 @@ def test_chunks_of_any_size_give_the_same_bits(chunk_edges: int) -> None:
     assert_close(infer.exact(model, data, chunk_edges=chunk_edges), infer.exact(model, data), 1e-14)
 
 
+@pytest.mark.parametrize("chunk_edges", [1, 10, 60])
+def test_a_chunk_has_no_more_edges_than_it_may_unless_it_is_one_node(chunk_edges: int) -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Counted(pyg.SAGEConv):
+        def forward(self, x: tuple[Tensor, Tensor], edge_index: Tensor) -> Tensor:  # type: ignore[override]
+            calls.append((len(x[1]), edge_index.size(1)))
+            return super().forward(x, edge_index)
+
+    model, data = GNN([Counted(6, 3)]).double(), dataset_of(BARE, X)
+    infer.exact(model, data)  # probes the conv
+    calls.clear()
+    infer.exact(model, data, chunk_edges=chunk_edges)
+    assert sum(rows for rows, _ in calls) == 50
+    assert sum(edges for _, edges in calls) == BARE.num_edges
+    assert all(rows == 1 or edges <= chunk_edges for rows, edges in calls)
+    assert len(calls) <= 2 * (BARE.num_edges + 50) // chunk_edges + 1
+
+
 def test_only_what_the_nodes_need_is_computed() -> None:
     rows = []
 

@@ -44,7 +44,7 @@ class GNN(nn.Module):
 
     convs: one per layer. norm: "batch", "layer", None, or a module per conv. act: "relu", ..., a module or None.
     act_first: activation before the norm. dropout: after every activation, drawn from the node's key.
-    input_dropout: on the input rows. residual: adds a layer's input to its output where the widths are equal.
+    input_dropout: on the input rows. residual: adds a hidden layer's input to its output where the widths are equal.
     initial_residual: weight of the encoder's output mixed into every layer (GCN2Conv does it itself).
     jk: jumping knowledge, "cat", "max", "lstm" or "last". encoder: a Linear before the first conv. head: a module
     after the last; jumping knowledge needs one.
@@ -72,6 +72,8 @@ class GNN(nn.Module):
         for p in (dropout, input_dropout):
             if not 0 <= p <= 1:
                 raise ValueError(f"dropout must be between 0 and 1, not {p}")
+        if jk is not None and head is None:
+            raise ValueError("jumping knowledge needs head=, for example torch.nn.Linear(hidden, num_classes)")
         self.norms = self._make_norms(norm, with_last=jk is not None)
         self.act = getattr(torch.nn.functional, act) if isinstance(act, str) else act
         self.act_first = act_first
@@ -85,11 +87,14 @@ class GNN(nn.Module):
         if isinstance(jk, nn.Module):
             self.jk = jk
         elif jk is not None and jk != "last":
+            widths = {out_width(conv) for conv in self.convs}
+            if len(widths) > 1:
+                raise ValueError(
+                    f"jumping knowledge needs layers of one width, not {sorted(widths)}: use head= for the rest"
+                )
             self.jk = JumpingKnowledge(jk, out_width(self.convs[0]), len(self.convs))
         if head is not None:
             self.lin = head
-        elif self.acts_last:
-            raise ValueError("jumping knowledge needs head=, for example torch.nn.Linear(hidden, num_classes)")
 
     def _make_norms(self, norm: str | Sequence[nn.Module] | None, with_last: bool) -> nn.ModuleList:
         if isinstance(norm, str):
@@ -159,11 +164,10 @@ class GNN(nn.Module):
             linear = isinstance(x, Rows) and is_linear(self.encoder)
             encoded = project(self.encoder, x) if linear else self.encoder(self._typed(x))
             x = self.act(encoded) if self.act is not None else encoded
-        if not self._uses_x0:
-            return State(x)
-        x0 = self._typed(x)
-        h = self._drop(x0, self.dropout, ids, key, self.num_layers) if self.encoder is not None else x0
-        return State(h, x0)
+        x0 = self._typed(x) if self._uses_x0 else None
+        if self.encoder is not None:
+            x = self._drop(self._typed(x), self.dropout, ids, key, self.num_layers)
+        return State(x if x0 is None or self.encoder is not None else x0, x0)
 
     def layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l` on a block: the state of its sources to the state of its destinations."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hopline.ops.cpu_core import GOLDEN, kernel, mix, over_ranges, prefetch
 
@@ -57,14 +58,15 @@ def _sum(rows, width, indptr, src_idx, weight, mean, out, start, stop):
                 for c in range(width):
                     out[d, c] += rows[row + c]
         if mean and indptr[d + 1] - indptr[d] > 1:
+            degree = out.dtype.type(indptr[d + 1] - indptr[d])
             for c in range(width):
-                out[d, c] /= indptr[d + 1] - indptr[d]
+                out[d, c] /= degree
 
 
 @kernel
 def _sum_backward(grad_out, indptr, src_idx, weight, mean, grad_rows, start, stop):
     for d in range(indptr.shape[0] - 1):
-        degree = indptr[d + 1] - indptr[d] if mean else 1
+        degree = grad_out.dtype.type(indptr[d + 1] - indptr[d] if mean else 1)
         for e in range(indptr[d], indptr[d + 1]):
             row = src_idx[e]
             if weight.shape[0]:
@@ -152,6 +154,7 @@ class _ReduceEdges(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         rows, indptr, src_idx, weight, out = ctx.saved_tensors
         grad = grad.reshape(grad.size(0), math.prod(grad.shape[1:])).contiguous()

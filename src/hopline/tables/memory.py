@@ -32,5 +32,5 @@ class TensorTable(Table):
             super().write(ids, rows)
         self.rows[ids] = rows.to(self.rows.dtype)
 
-    def storage(self) -> Tensor:
-        return self.rows
+    def storage(self) -> Tensor | None:
+        return self.rows if self.rows.is_contiguous() else None
