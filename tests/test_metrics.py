@@ -21,9 +21,7 @@ def labels(seed: int, *shape: int, classes: int = 2) -> Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_accuracy_counts_matches(seed: int):
     scores, y = torch.rand(50, 4, generator=torch.Generator().manual_seed(seed)), labels(seed, 50, classes=4)
-    right = sum(
-        max(range(4), key=row.__getitem__) == int(c) for row, c in zip(scores.tolist(), y, strict=True)
-    )
+    right = sum(max(range(4), key=row.__getitem__) == int(c) for row, c in zip(scores.tolist(), y, strict=True))
     assert accuracy(scores, y) == pytest.approx(right / 50, abs=1e-15)
     assert accuracy(scores.argmax(1), y) == accuracy(scores, y)
 

@@ -295,9 +295,7 @@ def test_field_docs_give_type_default_and_sentence():
     assert docs["data"] == "text, required, Which graph."
     assert docs["seed"] == "an integer, default 0, Where randomness starts."
     assert docs["method"] == "sampled or full_batch, default sampled, How it trains."
-    assert docs["method.num_shards"].endswith(
-        "default 8, Shards, one resident at a time. (method=full_batch)"
-    )
+    assert docs["method.num_shards"].endswith("default 8, Shards, one resident at a time. (method=full_batch)")
     assert docs["method.fanouts"].startswith("integers separated by commas, default 15,10,5, Neighbours")
     assert "default 1024" in docs["method.batch_size"]
     assert "default 7" in docs["method.batch_size"]

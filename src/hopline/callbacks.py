@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from hopline import ops
 from hopline.progress import Progress, progress
 from hopline.report import Report
 from hopline.trace import RegionStatistics
@@ -164,6 +165,12 @@ class ShowProgress(Callback):
     def __init__(self) -> None:
         self.bar: Progress | None = None
         self.context: Any = None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        trainer.say(f"{trainer.data!r}; {parameters:,} parameters; {trainer.method}")
+        if not ops.kernel_cache().exists():
+            trainer.say("compiling kernels: once on this machine, some ten seconds")
 
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
         if self.context is None:

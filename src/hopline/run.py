@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hopline import infer, ops
+from hopline import infer
 from hopline.callbacks import Run
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
@@ -21,7 +21,7 @@ from hopline.data.edges import EdgeOptions
 from hopline.data.names import open_dataset
 from hopline.data.npz import from_npz
 from hopline.data.ogb import from_ogb_folder, is_ogb_folder
-from hopline.data.store import verify
+from hopline.data.store import is_dataset, verify
 from hopline.data.tabular import Columns, from_csv
 from hopline.methods import Sampled
 from hopline.models import ModelSpec, make_model
@@ -69,15 +69,15 @@ class InferConfig:
 
 def train(config: RunConfig) -> Run:
     """Open the data, build the model, train, test."""
+    path = Path(config.data).expanduser()
+    if is_dataset(path) or path.is_file():  # `hopline infer` may be called from another folder
+        config = dataclasses.replace(config, data=str(path.resolve()))
     data = open_dataset(config.data, data_root=config.data_root, split=config.split)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data)
     out = config.out or Path("runs") / f"{data.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
     trainer = Trainer(model, data, config.method, out=out, config=to_dict(config), **settings)
-    trainer.say(f"{data!r}\nmodel: {config.model.name}, {num_parameters(model):,} parameters; run folder: {out}")
-    if not ops.kernel_cache().exists():
-        trainer.say("compiling kernels: once on this machine, some ten seconds")
     return trainer.fit()
 
 
@@ -148,10 +148,6 @@ def _classes(scores: Tensor, task: str) -> Tensor:
     return scores.argmax(dim=-1)
 
 
-def num_parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if not isinstance(p, nn.UninitializedParameter))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(EdgeOptions):
     """What `hopline convert SOURCE FOLDER` takes as key=value."""
@@ -173,7 +169,12 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     path = Path(source).expanduser()
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
     changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
-    if path.suffix in (".csv", ".gz", ".parquet", ".txt", ".tsv") and path.is_file():
+    is_edge_list = path.suffix in (".csv", ".gz", ".parquet", ".txt", ".tsv") and path.is_file()
+    if not is_edge_list:
+        given = [key for key in ("nodes", "columns", "ids") if getattr(config, key) != getattr(ConvertConfig(), key)]
+        if given:
+            raise ValueError(f"{given[0]}= is for edge lists (.csv, .parquet): leave it out for {source}")
+    if is_edge_list:
         known = {} if config.num_nodes is None else {"num_nodes": config.num_nodes}
         from_csv(path, config.nodes, columns=config.columns, ids=config.ids, folder=folder, **known, **options)
     elif path.suffix == ".npz" and path.is_file():

@@ -83,8 +83,6 @@ class TrainSettings:
             raise ValueError(f"lr must be above 0, not {self.lr}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")
-        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
-            raise ValueError(f"device={self.device!r} is not here: set device=cpu")
 
 
 class Trainer:
@@ -111,7 +109,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         self.settings = TrainSettings(**settings)
-        self.device = torch.device(self.settings.device)
+        self.device = _find_device(self.settings.device)
         self.model = model.to(self.device)
         self.data = data
         self.method = method if method is not None else Sampled()
@@ -131,6 +129,8 @@ class Trainer:
             bf16=self.settings.precision == "bf16",
         )
         self.num_seeds = self.job.train_ids.numel()
+        if self.settings.patience is not None and not self._has("valid"):
+            raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
         self._check_splits(*["train"] * (train_step is None), *["valid", "test"] * (test_step is None))
         self.work = self.method.bind(self.job)
         self._stop_reason: str | None = None
@@ -351,6 +351,12 @@ class Trainer:
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self._active:
             getattr(callback, hook)(self, *args)
+
+
+def _find_device(name: str) -> torch.device:
+    if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
+        raise ValueError(f"device={name!r} is not here: set device=cpu")
+    return torch.device(name)
 
 
 def supervised(task: str) -> TrainStep:
