@@ -31,7 +31,7 @@ def test_a_missing_package_is_bad_unless_it_is_optional(monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.metadata, "version", missing)
     found = findings()
     assert found["numba"] == ("not installed: pip install numba", False)
-    assert found["ogb"] == ("not installed (optional)", True)
+    assert found["triton"] == ("not installed (optional)", True)
 
 
 def test_kernels_that_differ_from_their_definition_are_found(monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,6 @@ PACKAGES = (
     "numba",
     "numpy",
     "pymetis",
-    "ogb",
     "pyarrow",
     "scipy",
     "triton",
@@ -49,7 +48,7 @@ def examine() -> Iterator[tuple[str, str, bool]]:
 
 
 def _version(package: str) -> tuple[str, bool]:
-    optional = {"ogb", "pyarrow", "scipy", "triton", "hopline", "pymetis"}
+    optional = {"pyarrow", "scipy", "triton", "hopline", "pymetis"}
     try:
         return importlib.metadata.version(package), True
     except importlib.metadata.PackageNotFoundError:

@@ -39,6 +39,8 @@ class RunConfig(TrainSettings):
     """Where datasets are kept; HOPLINE_DATA or the user's cache folder by default."""
     split: int = 0
     """Which split, for datasets that come with several."""
+    symmetrize: bool = False
+    """Add the reverse of every edge when the dataset is converted; each choice is kept under its own name."""
     model: ModelSpec = ModelSpec()
     """The model."""
     method: Sampled = Sampled()
@@ -72,7 +74,7 @@ def train(config: RunConfig) -> Run:
     path = Path(config.data).expanduser()
     if is_dataset(path) or path.is_file():  # `hopline infer` may be called from another folder
         config = dataclasses.replace(config, data=str(path.resolve()))
-    data = open_dataset(config.data, data_root=config.data_root, split=config.split)
+    data = _open(config)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data)
     out = config.out or Path("runs") / f"{data.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -84,9 +86,8 @@ def train(config: RunConfig) -> Run:
 def predict(folder: Path, config: InferConfig) -> Path:
     """Predict with a run's weights; returns the file written."""
     settings = load_config(folder)
-    data = open_dataset(
-        config.data or settings.data, data_root=config.data_root or settings.data_root, split=settings.split
-    )
+    root = config.data_root or settings.data_root
+    data = _open(dataclasses.replace(settings, data=config.data or settings.data, data_root=root))
     model = make_model(settings.model, data)
     load_weights(model, folder / f"{config.weights}.pt")
     ids = torch.arange(data.num_nodes) if config.nodes == "all" else _split(data, config.nodes)
@@ -105,6 +106,11 @@ def predict(folder: Path, config: InferConfig) -> Path:
         reason = error.strerror or "the disk is full"  # numpy writes fewer bytes and gives no number
         raise ValueError(f"cannot write {out} ({reason}): choose another file with out=") from error
     return out
+
+
+def _open(config: RunConfig) -> Dataset:
+    options = {"symmetrize": True} if config.symmetrize else {}
+    return open_dataset(config.data, data_root=config.data_root, split=config.split, **options)
 
 
 def load_config(folder: Path) -> RunConfig:

@@ -59,8 +59,10 @@ def test_large_built_in_graphs_are_made_once(tmp_path: Path, monkeypatch: pytest
     assert torch.equal(first.graph.indices, again.graph.indices)
 
 
-def test_a_pyg_name_is_downloaded_and_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """A stand-in for PyG's Planetoid, and the list of what it was asked for."""
+    made: list[tuple[str, str]] = []
 
     def fake(root: str, name: str) -> list[Data]:
         made.append((root, name))
@@ -68,13 +70,26 @@ def test_a_pyg_name_is_downloaded_and_converted_once(tmp_path: Path, monkeypatch
         return [Data(x=torch.eye(3), y=torch.arange(3), edge_index=torch.tensor([[0], [1]]), **masks)]
 
     monkeypatch.setattr(torch_geometric.datasets, "Planetoid", fake)
+    return made
+
+
+def test_a_pyg_name_is_downloaded_and_converted_once(tmp_path: Path, downloads: list[tuple[str, str]]) -> None:
     for name in ("Cora", "cora", "pyg:Planetoid:Cora", "pyg:Planetoid:Cora"):
         dataset = open_dataset(name, data_root=tmp_path)
         assert dataset.splits["valid"].tolist() == [1]
-    assert made == [(str(tmp_path / "raw" / "Planetoid"), "Cora")] * 2
+    assert downloads == [(str(tmp_path / "raw" / "Planetoid"), "Cora")] * 2
     listed = {info.name: info.where for info in names(tmp_path)}
     assert listed["cora"] == str(tmp_path / "cora")
     assert "pyg-planetoid-cora" in listed
+
+
+def test_each_choice_of_options_is_converted_once_and_kept_apart(
+    tmp_path: Path, downloads: list[tuple[str, str]]
+) -> None:
+    for _ in range(2):
+        assert open_dataset("cora", data_root=tmp_path).num_edges == 1
+        assert open_dataset("cora", data_root=tmp_path, symmetrize=True).num_edges == 2
+    assert len(downloads) == 2
 
 
 def test_an_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,16 +62,19 @@ def open_dataset(
     if name in synthetic.BUILT_IN:
         return _open_built_in(name, root, split, verify, options)
     source = download.find(name)
-    found = _under(root, name) or (_under(root, source.name) if source else None)
-    if found is not None:
-        return _open_path(found, split, verify, options)
+    called = (name, source.name) if source else (name,)
+    if converted := _first(root, [_label(n, options) for n in called]):
+        return _open_path(converted, split, verify, {} if is_dataset(converted) else options)
+    plain = _first(root, called)
+    if plain is not None and (source is None or not is_dataset(plain)):
+        return _open_path(plain, split, verify, options)
     if source is None:
         known = sorted({info.name for info in names(data_root=root)} | set(ALIASES))
         raise ValueError(
             f"There is no dataset {text!r} built in, under {root} or known to PyG and OGB: "
             f"see `hopline datasets`, or give a folder.{nearest(text, known)}"
         )
-    target = root / source.name
+    target = root / _label(source.name, options)
     source.fetch(root / "raw", target, options)
     return _open_path(target, split, verify, {})
 
@@ -97,10 +101,19 @@ def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict
     settings = synthetic.built_in(name, options)
     if name in IN_MEMORY:
         return _checked(synthetic.planted(settings, name=name), check).with_split(split)
-    target = root / "-".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
+    target = root / _label(name, options)
     if not is_dataset(target):
         synthetic.planted(settings, name=name, folder=target)
     return _open_path(target, split, check, {})
+
+
+def _label(name: str, options: dict[str, Any]) -> str:
+    """The folder of a dataset made with some options: each choice of them has its own."""
+    return "-".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
+
+
+def _first(root: Path, candidates: Iterable[str]) -> Path | None:
+    return next((path for name in candidates if (path := _under(root, name))), None)
 
 
 def _under(root: Path, name: str) -> Path | None:
