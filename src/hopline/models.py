@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -132,16 +132,22 @@ def make_model(spec: ModelSpec, data: Dataset) -> nn.Module:
         CONVS[spec.name](spec, data, widths[l], widths[l + 1], l == spec.layers - 1 and not jumping)
         for l in range(spec.layers)
     ]
-    head = nn.Linear(spec.hidden * (spec.layers if spec.jk == "cat" else 1), data.num_outputs) if jumping else None
-    return GNN(
-        convs,
-        norm=None if spec.norm == "none" else spec.norm,
-        dropout=spec.dropout,
-        input_dropout=spec.input_dropout,
-        residual=spec.residual,
-        jk=spec.jk if jumping else None,
-        head=head,
-    )
+    if not jumping:
+        return GNN(convs, **_options(spec))
+    return GNN(convs, jk=spec.jk, head=_head(spec, data), **_options(spec))
+
+
+def _options(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "norm": None if spec.norm == "none" else spec.norm,
+        "dropout": spec.dropout,
+        "input_dropout": spec.input_dropout,
+        "residual": spec.residual,
+    }
+
+
+def _head(spec: ModelSpec, data: Dataset) -> nn.Linear:
+    return nn.Linear(spec.hidden * (spec.layers if spec.jk == "cat" else 1), data.num_outputs)
 
 
 def _gcnii(spec: ModelSpec, data: Dataset) -> GNN:
@@ -149,16 +155,9 @@ def _gcnii(spec: ModelSpec, data: Dataset) -> GNN:
         pyg.GCN2Conv(spec.hidden, alpha=spec.alpha, theta=spec.theta, layer=l + 1, shared_weights=True)
         for l in range(spec.layers)
     ]
-    return GNN(
-        convs,
-        norm=None if spec.norm == "none" else spec.norm,
-        dropout=spec.dropout,
-        input_dropout=spec.input_dropout,
-        residual=spec.residual,
-        jk="last" if spec.jk == "none" else spec.jk,
-        encoder=nn.Linear(data.num_features, spec.hidden),
-        head=nn.Linear(spec.hidden * (spec.layers if spec.jk == "cat" else 1), data.num_outputs),
-    )
+    encoder = nn.Linear(data.num_features, spec.hidden)
+    jk = "last" if spec.jk == "none" else spec.jk
+    return GNN(convs, jk=jk, encoder=encoder, head=_head(spec, data), **_options(spec))
 
 
 def _own(spec: ModelSpec, data: Dataset) -> nn.Module:

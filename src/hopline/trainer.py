@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,8 +186,8 @@ class Trainer:
         self.job.model.train()
         self.model.train()
         started, loss_sum, seeds = time.perf_counter(), 0.0, 0
-        with closing(iter(self.work.units(epoch))) as units:  # type: ignore[type-var]
-            for group in _groups(units, self.settings.accumulate):
+        with closing(_groups(self.work.units(epoch), self.settings.accumulate)) as groups:
+            for group in groups:
                 loss, size = self.step(group)
                 loss_sum, seeds = loss_sum + loss * size, seeds + size
                 self._num_steps += 1
@@ -288,6 +288,7 @@ class Trainer:
             if (self.out / "metrics.jsonl").exists():
                 raise ValueError(f"{self.out} holds a run already: choose another folder with out=, or remove it")
             self._report = stack.enter_context(Report(self.out, self.config))
+            stack.callback(setattr, self, "_report", None)
             stack.enter_context(trace.listen(self._report))
             self._active.append(WriteReport(self._report))
         if self.settings.show:
@@ -372,7 +373,12 @@ def supervised(task: str) -> TrainStep:
     return train_step
 
 
-def _groups(units: Iterable[Unit], size: int) -> Iterator[list[Unit]]:
+def _groups(units: Iterable[Unit], size: int) -> Generator[list[Unit], None, None]:
+    """Units in lists of `size`; closing it closes the units, so that no thread goes on preparing them."""
     iterator = iter(units)
-    while group := list(itertools.islice(iterator, size)):
-        yield group
+    try:
+        while group := list(itertools.islice(iterator, size)):
+            yield group
+    finally:
+        if isinstance(iterator, Generator):
+            iterator.close()

@@ -8,6 +8,7 @@ that equals itself in none of them (several hops in one layer, a norm over the n
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -66,12 +67,17 @@ def _padded(x0: Tensor, num_rows: int) -> Tensor:
 
 def takes_x0(conv: nn.Module) -> bool:
     """Whether the conv takes the initial rows as an argument, as GCN2Conv does."""
-    return "x_0" in inspect.signature(conv.forward).parameters
+    return "x_0" in _arguments(type(conv))
+
+
+@functools.cache
+def _arguments(kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def edge_arguments(conv: nn.Module, block: Block, dtype: torch.dtype) -> dict[str, Tensor]:
     """The graph's edge arrays that this conv takes, by argument name."""
-    parameters = inspect.signature(conv.forward).parameters
+    parameters = _arguments(type(conv))
     found = {}
     for argument, name in EDGE_ARGUMENTS.items():
         wanted = argument in parameters and name in block.edge

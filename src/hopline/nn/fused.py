@@ -92,7 +92,7 @@ def _cast(rows: Rows | Tensor, dtype: torch.dtype) -> Tensor:
 def _reduce(rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     part = block.part
     if weight is None and how == "sum" and block.scale_sums:
-        weight = torch.ones(part.num_edges, dtype=dtype)
+        weight = torch.ones(part.num_edges, dtype=dtype, device=part.indptr.device)
     if weight is not None and how == "sum" and block.scale_sums:
         weight = weight * torch.repeat_interleave(block.sampling_factor, part.indptr.diff())
     if isinstance(rows, Rows):
