@@ -1,5 +1,5 @@
 """PyG's own batches as a method: anything that yields `Data` with `x`, `edge_index`, `y` and `batch_size`, as
-`torch_geometric.loader.NeighborLoader` does (the first `batch_size` nodes are the seeds)."""
+`torch_geometric.loader.NeighborLoader` does, the seeds first. (That loader, used by `main`, needs pyg-lib.)"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class PyGBatches(hl.Method):
 def main(name: str = "demo", epochs: int = 3) -> hl.Run:
     data = hl.open(name)
     pyg = data.to_pyg()
-    loader = NeighborLoader(pyg, [10, 5], input_nodes=pyg.train_mask, batch_size=1024)  # needs pyg-lib
+    loader = NeighborLoader(pyg, [10, 5], input_nodes=pyg.train_mask, batch_size=1024)
     model = GraphSAGE(data.num_features, 64, 2, data.num_classes)
     return hl.Trainer(model, data, PyGBatches(lambda epoch: loader), epochs=epochs).fit()
 

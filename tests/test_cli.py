@@ -348,7 +348,7 @@ def test_an_interruption_has_its_own_status(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "train", interrupted)
     status, _, err = command("train")
     assert status == 130
-    assert "Traceback" not in err
+    assert err == "error: interrupted\n"
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch):
@@ -381,6 +381,7 @@ def test_as_a_process_it_fails_in_words_shows_tracebacks_and_can_be_interrupted(
         process.wait()
     assert process.returncode == 130, err
     assert "Traceback" not in err
+    assert err.endswith("error: interrupted\n")
     assert not any(child.is_running() for child in children)
     assert records(tmp_path / "run", "end")[0]["reason"] == "KeyboardInterrupt"
     assert "KeyboardInterrupt" in records(tmp_path / "run", "close")[0]["status"]

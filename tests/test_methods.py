@@ -52,7 +52,7 @@ def job_of(model: nn.Module, **changes: Any) -> Job:
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"layout": "tree"}, "layout must be 'block', not 'tree'"),
         ({"workers": -1}, "workers must be 'auto' or a number from 0, not -1"),
-        ({"workers": "many"}, "workers must be 'auto'"),
+        ({"workers": "many"}, "workers must be a whole number or 'auto'"),
         ({"look_ahead": 0}, "look_ahead must be 'auto' or a number from 1, not 0"),
     ],
     ids=str,
@@ -259,3 +259,10 @@ def test_a_method_of_the_users_own_trains_the_same_model() -> None:
 def test_a_method_must_say_how_it_binds() -> None:
     with pytest.raises(TypeError, match="bind"):
         Method()  # type: ignore[abstract]
+
+
+def test_sums_cannot_be_scaled_in_a_model_that_is_not_made_of_layers() -> None:
+    model = as_walkable(SAGEConv(6, 4))
+    job = Job(data=DATA, model=model, module=model, train_ids=torch.arange(5), train_step=mean_loss)
+    with pytest.raises(ValueError, match="scale_sums=true needs a model made of layers"):
+        Sampled(fanouts=(3,), scale_sums=True).bind(job)

@@ -83,7 +83,7 @@ def test_a_mistyped_name_gets_the_nearest_one():
 
 
 def test_a_dataset_without_labels_is_refused():
-    with pytest.raises(ValueError, match="has no labels, so the width of the output is unknown"):
+    with pytest.raises(ValueError, match="has no labels to train on: convert it with"):
         build(dataclasses.replace(small(), y=None, num_classes=0))
 
 

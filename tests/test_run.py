@@ -189,10 +189,19 @@ def _code(path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), path)
 
 
-@pytest.mark.parametrize("damage", [_truncated, _empty, _another_model, _a_list, _code])
-def test_weights_that_do_not_fit_are_named(done: Path, damage: Callable[[Path], None]):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncated, "is damaged .*: restore it or train again"),
+        (_empty, "is damaged .*: restore it or train again"),
+        (_code, "is damaged .*: restore it or train again"),
+        (_another_model, "does not hold weights of this model: .*Missing key"),
+        (_a_list, "does not hold weights of this model: .*"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(done: Path, damage: Callable[[Path], None], message: str):
     damage(done / "best.pt")
-    with pytest.raises(ValueError, match=r"best.pt does not hold weights of this model: \w+"):
+    with pytest.raises(ValueError, match=rf"best.pt {message}"):
         predictions(done)
 
 
@@ -249,3 +258,33 @@ def test_options_for_what_is_already_converted_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="already converted: leave out symmetrize"):
         run.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig(symmetrize=True))
     assert run.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig()).num_edges == 4000
+
+
+def test_a_dataset_is_replaced_only_when_that_is_asked_for(tmp_path: Path):
+    edges = tmp_path / "edges.csv"
+    edges.write_text("src,dst\n0,1\n1,2\n")
+    run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
+    with pytest.raises(ValueError, match=r"holds a dataset: .*overwrite=true"):
+        run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
+    replaced = run.convert(str(edges), tmp_path / "out", run.ConvertConfig(overwrite=True, symmetrize=True))
+    assert replaced.num_edges == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0,9999999999999\n", "Node ids go up to 9999999999999 for only 1 edges: .*ids=map.*num_nodes="),
+        ("", "There are no edges"),
+    ],
+)
+def test_an_edge_list_whose_ids_are_no_numbers_of_nodes_is_refused(tmp_path: Path, rows: str, message: str):
+    edges = tmp_path / "edges.csv"
+    edges.write_text(f"src,dst\n{rows}")
+    with pytest.raises(ValueError, match=message):
+        run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
+    assert [p.name for p in tmp_path.iterdir()] == ["edges.csv"]
+
+
+def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
+    with pytest.raises(ValueError, match="ids= is for edge lists"):
+        run.convert("demo", tmp_path / "out", run.ConvertConfig(ids="map"))

@@ -13,9 +13,9 @@ SOURCE = ROOT / "src" / "hopline"
 MODULES = sorted(p for p in SOURCE.rglob("*.py") if "__pycache__" not in p.parts)
 
 ROWS = [
-    ["ops", "spec", "trace", "metrics", "progress", "schedule", "report_svg"],
-    ["graph", "batch", "report_html"],
-    ["tables", "sampling", "nn", "pipeline", "report"],
+    ["ops", "spec", "trace", "metrics", "progress", "validate", "report_svg"],
+    ["graph", "batch", "schedule", "report_html"],
+    ["tables", "sampling", "nn", "pipeline", "report", "settings"],
     ["data", "callbacks"],
     ["methods", "infer", "models"],
     ["trainer"],

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GAT, GCN, GraphSAGE, SAGEConv
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, SAGEConv
 
 import hopline as hl
 from hopline import infer
@@ -517,7 +518,7 @@ def test_sampled_inference_validates_on_samples_and_tests_exactly(monkeypatch: p
         ({"lr": 0.0}, "lr must be above 0"),
         ({"lr": math.nan}, "lr must be above 0"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0 or none"),
-        ({"device": "tpu"}, "device='tpu' is not here: set device=cpu"),
+        ({"device": "tpu"}, "device='tpu' is not a device: set device=cpu"),
         ({"patience": 0}, "patience must be at least 1 evaluation"),
     ],
 )
@@ -591,3 +592,37 @@ def test_a_run_folder_tells_what_was_done(tmp_path: Path):
     assert {p.name for p in tmp_path.iterdir()} == {
         *("best.pt", "last.pt", "config.json", "metrics.jsonl", "run.log", "trace.json", "report.html"),
     }
+
+
+def test_a_batch_of_one_seed_trains_with_batch_norm_inside_the_conv():
+    data = small(num_train=51)
+    model = GIN(data.num_features, 8, 2, data.num_classes, norm="batch_norm")
+    run = fit(data, model, method(batch_size=50), epochs=1)
+    assert run.epochs == 1
+
+
+def test_evaluation_is_counted_to_the_epoch_it_follows_and_the_test_to_none():
+    run = fit(small(), epochs=3)
+    (evaluate,) = [region for region in run.stages if region.name == "evaluate"]
+    assert evaluate.calls == 3
+    assert evaluate.first_epoch_s > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": Data(x=torch.ones(2, 2))}, "data must be a hopline Dataset.*hl.from_pyg"),
+        ({"model": nn.Identity()}, "nothing to train"),
+        ({"settings": {"patience": 2}, "splits": "valid"}, "patience= stops by the validation metric"),
+        ({"outputs": 2}, "puts out 2 columns for 4 classes"),
+        ({"test_step": lambda *_: {}}, "evaluation gave no metric"),
+    ],
+    ids=["pyg data", "frozen", "no validation", "too narrow", "no metric"],
+)
+def test_what_cannot_train_is_said_at_once(arguments: dict[str, Any], message: str):
+    data = small()
+    data = without(data, arguments["splits"]) if "splits" in arguments else data
+    model = arguments.get("model") or sage(data, outputs=arguments.get("outputs"))
+    settings = {"epochs": 1, "show": False} | arguments.get("settings", {})
+    with pytest.raises(ValueError, match=message):
+        hl.Trainer(model, arguments.get("data", data), method(), test_step=arguments.get("test_step"), **settings).fit()

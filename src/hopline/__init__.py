@@ -9,9 +9,10 @@ from hopline.graph import Graph
 from hopline.methods import BatchUnit, Job, Loader, Method, Sampled, Unit
 from hopline.sampling import NeighborSampler
 from hopline.schedule import Schedule
+from hopline.settings import TrainSettings
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable
 from hopline.trace import Counters, Timers
-from hopline.trainer import Trainer, TrainSettings
+from hopline.trainer import Trainer
 
 __version__ = "0.1.0"
 

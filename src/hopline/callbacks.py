@@ -70,6 +70,8 @@ class Run:
     """The epoch whose weights the model holds now."""
     reason: str = ""
     """Why training ended."""
+    finished: bool = False
+    """Whether it ended of itself, rather than by an error or an interruption."""
     valid: float = math.nan
     """The metric on the validation split, at the best epoch."""
     test: float = math.nan
@@ -168,7 +170,9 @@ class ShowProgress(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         parameters = sum(p.numel() for p in trainer.model.parameters())
-        trainer.say(f"{trainer.data!r}; {parameters:,} parameters; {trainer.method}")
+        trainer.say(f"{trainer.data!r}; {parameters:,} parameters; {type(trainer.method).__name__}")
+        if "split" in trainer.data.meta:
+            trainer.say(f"split: {trainer.data.meta['split']}")
         if not ops.kernel_cache().exists():
             trainer.say("compiling kernels: once on this machine, some ten seconds")
 
@@ -193,12 +197,14 @@ class ShowProgress(Callback):
         )
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        self._close()
         values = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
         trainer.say(f"epoch {evaluation.epoch}: {evaluation.split} {values} ({evaluation.seconds:.1f} s)")
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         self._close()
-        trainer.say(f"stopped after epoch {run.epochs}: {run.reason}")
+        if run.finished:  # an error speaks for itself
+            trainer.say(f"stopped after epoch {run.epochs}: {run.reason}")
 
 
 class WriteReport(Callback):

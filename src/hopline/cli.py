@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -26,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train PyTorch Geometric models on graphs that do not fit. Settings are key=value; --debug shows tracebacks.",
 )
+INTERRUPTED = 130
+"""The exit status of a command that was ended by Ctrl-C."""
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, for example model.hidden=64")]
 ShowKeys = Annotated[bool, typer.Option("--keys", help="List all settings with their defaults.")]
 
@@ -44,7 +47,8 @@ def train(
         name, settings = "demo", [name, *settings]
     config = RECIPES[name]() if name in RECIPES else dataclasses.replace(run.RunConfig(), data=name)
     done = run.train(override(config, settings))
-    valid, test = f"valid {done.metric} {done.valid:.4f}", f"test {done.metric} {done.test:.4f} (exact)"
+    valid = "no validation split" if math.isnan(done.valid) else f"valid {done.metric} {done.valid:.4f}"
+    test = "no test split" if math.isnan(done.test) else f"test {done.metric} {done.test:.4f} (exact)"
     print(f"best epoch {done.best_epoch}: {valid}, {test}")
     print(f"run folder: {done.folder}")
     return None
@@ -94,7 +98,7 @@ def datasets(
     overrides: Annotated[list[str] | None, typer.Argument(help="data_root=FOLDER")] = None,
 ) -> None:
     """List the datasets that can be opened by name."""
-    config = override(run.RunConfig(), overrides or [])
+    config = override(run.DatasetsConfig(), overrides or [])
     table = Table("name", "what it is", "where")
     for row in names(config.data_root):
         table.add_row(*map(str, row))
@@ -130,13 +134,16 @@ def main() -> None:
         sys.path.append("")  # model=my_module:function finds a module in the current folder
     try:
         _check_command(arguments)
-        sys.exit(app(arguments, standalone_mode=False) or 0)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130, debug)
+        status = app(arguments, standalone_mode=False) or 0
     except typer.Exit as done:
-        sys.exit(done.exit_code)
+        status = done.exit_code
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     except Exception as error:
         _fail(*_sentence(error), debug)
+    if status == INTERRUPTED:  # typer may turn Ctrl-C into this status itself
+        print("error: interrupted", file=sys.stderr)
+    sys.exit(status)
 
 
 def _check_command(arguments: list[str]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from hopline import trace
 from hopline.batch import Batch, Block, Part, Readable, Rows
 from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN, State
@@ -43,7 +42,7 @@ def exact(
     if ids is not None and ids.numel() == 0:
         raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
     walk = as_walkable(model)
-    with evaluating(walk), trace.span("infer"):
+    with evaluating(walk):
         if isinstance(walk, Whole):
             return _whole(walk, data, torch.device(device))[slice(None) if ids is None else ids]
         walk.check_blocks()
@@ -59,7 +58,6 @@ def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None
     outputs = []
     with (
         evaluating(walk),
-        trace.span("infer"),
         progress("inference", num_nodes, "nodes", enabled=show, brief=True) as bar,
     ):
         for batch in batches:

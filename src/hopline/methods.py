@@ -19,6 +19,7 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole import Whole, as_walkable
 from hopline.pipeline import Pipeline, Stage
 from hopline.sampling import NeighborSampler, check_fanouts, seed_batches
+from hopline.validate import check_fields
 
 TrainStep = Callable[[nn.Module, Batch], Tensor]
 """(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
@@ -40,6 +41,23 @@ class Job:
     device: torch.device = torch.device("cpu")
     bf16: bool = False
     """Whether forward runs under bfloat16 autocast."""
+
+
+def supervised(task: str, num_classes: int) -> TrainStep:
+    """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
+
+    def train_step(model: nn.Module, batch: Batch) -> Tensor:
+        scores, y = model(batch), batch.labels
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if task == "multi" or scores.size(-1) == 1:
+            return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
+        if scores.size(-1) < num_classes:
+            raise ValueError(
+                f"the model puts out {scores.size(-1)} columns for {num_classes} classes: widen its last layer"
+            )
+        return nn.functional.cross_entropy(scores, y)
+
+    return train_step
 
 
 class Unit(ABC):
@@ -120,8 +138,7 @@ class Sampled(Method):
 
     def __post_init__(self) -> None:
         check_fanouts(self.fanouts, self.replace)
-        if self.layout != "block":
-            raise ValueError(f"layout must be 'block', not {self.layout!r}")
+        check_fields(self)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
         for name, least in (("workers", 0), ("look_ahead", 1)):
@@ -140,6 +157,8 @@ class Sampled(Method):
                 f"the model has {num_layers} layers and fanouts={self.fanouts} names {len(self.fanouts)}: "
                 f"give one fan-out per layer, for example fanouts={','.join(['10'] * num_layers)}"
             )
+        if self.scale_sums and isinstance(job.model, Whole):
+            raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
         job.model.check_blocks()
         return SampledWork(job, self.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model))
 
@@ -158,7 +177,7 @@ class Sampled(Method):
         """
         if isinstance(ids, str) and ids not in data.splits:
             raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
-        chosen = data.splits[ids] if isinstance(ids, str) else ids
+        chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
         return Loader(data, chosen, self, seed, torch.device(device), as_walkable(model) if model else None)
 
 

@@ -14,6 +14,7 @@ from torch_geometric import nn as pyg
 from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN
 from hopline.spec import nearest
+from hopline.validate import check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class ModelSpec:
     """Strength of the identity mapping of gcnii."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.hidden < 1 or self.layers < 1 or self.heads < 1:
             raise ValueError("model.hidden, model.layers and model.heads must be at least 1")
         for name in ("dropout", "input_dropout"):
@@ -115,7 +117,9 @@ def make_model(spec: ModelSpec, data: Dataset) -> nn.Module:
     if ":" in spec.name:
         return _own(spec, data)
     if not data.num_classes:
-        raise ValueError(f"dataset {data.name!r} has no labels, so the width of the output is unknown")
+        raise ValueError(
+            f"dataset {data.name!r} has no labels to train on: convert it with nodes=FILE that has a label column"
+        )
     if spec.name == "gcnii":
         return _gcnii(spec, data)
     if spec.name not in CONVS:
@@ -167,7 +171,10 @@ def _own(spec: ModelSpec, data: Dataset) -> nn.Module:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"model={spec.name} cannot be imported ({error}): write package.module:function") from error
-    model = function(spec, data)
+    try:
+        model = function(spec, data)
+    except TypeError as error:
+        raise ValueError(f"model={spec.name} cannot be called as function(spec, data): {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={spec.name} returned {type(model).__name__}: return a torch.nn.Module")
     return model

@@ -23,6 +23,10 @@ class StageError(RuntimeError):
     """An exception inside a stage; the original is its cause."""
 
 
+class StageValueError(StageError, ValueError):
+    """The same where the user can mend it."""
+
+
 class Pipeline:
     """Requests in, results out, in the same order.
 
@@ -64,7 +68,8 @@ class Pipeline:
                 with trace.span(stage.name):
                     value = stage.run(value)
             except Exception as error:
-                raise StageError(f"stage {stage.name!r} failed: {error}") from error
+                kind = StageValueError if isinstance(error, ValueError) else StageError
+                raise kind(f"stage {stage.name!r} failed: {error}") from error
         return value
 
 

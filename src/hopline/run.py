@@ -25,8 +25,9 @@ from hopline.data.store import is_dataset, verify
 from hopline.data.tabular import Columns, from_csv
 from hopline.methods import Sampled
 from hopline.models import ModelSpec, make_model
+from hopline.settings import TrainSettings
 from hopline.spec import from_dict, to_dict
-from hopline.trainer import Trainer, TrainSettings
+from hopline.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,14 @@ class InferConfig:
     """The .npy file to write; RUN/predictions.npy by default."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DatasetsConfig:
+    """What `hopline datasets` takes as key=value."""
+
+    data_root: Path | None = None
+    """Where datasets are kept."""
+
+
 def train(config: RunConfig) -> Run:
     """Open the data, build the model, train, test."""
     path = Path(config.data).expanduser()
@@ -95,7 +104,9 @@ def predict(folder: Path, config: InferConfig) -> Path:
         scores = infer.exact(model, data, ids, show=True)
     else:
         in_order = dataclasses.replace(settings.method, shuffle=False, drop_last=False)
-        scores = infer.sampled(model, in_order.loader(data, ids, model=model), num_nodes=ids.numel(), show=True)
+        scores = infer.sampled(
+            model, in_order.loader(data, ids, seed=settings.seed, model=model), num_nodes=ids.numel(), show=True
+        )
     rows = scores.float() if config.write == "scores" else _classes(scores, data.task)
     out = config.out or folder / "predictions.npy"
     try:
@@ -131,12 +142,15 @@ def load_config(folder: Path) -> RunConfig:
 def load_weights(model: nn.Module, path: Path) -> None:
     """A `state_dict` file into a model; nothing in it is executed."""
     if not path.exists():
-        raise ValueError(f"there are no weights at {path}: the run has not finished an epoch")
+        raise ValueError(f"there are no weights at {path}: the run has not finished an epoch, or they were removed")
     try:
         weights = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}): restore it or train again") from error
+    try:
         model.load_state_dict(weights)
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{path} does not hold weights of this model: {reason}") from error
 
 
@@ -168,11 +182,15 @@ class ConvertConfig(EdgeOptions):
     """Number of nodes, where the files do not tell."""
     data_root: Path | None = None
     """Where datasets are kept, for a source given by name."""
+    overwrite: bool = False
+    """Replace a dataset that is in the folder."""
 
 
 def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     """Bring a source into hopline's folder format, and check what was written."""
     path = Path(source).expanduser()
+    if is_dataset(folder) and not config.overwrite:
+        raise ValueError(f"{folder} holds a dataset: choose another folder, or replace it with overwrite=true")
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
     changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
     is_edge_list = path.suffix in (".csv", ".gz", ".parquet", ".txt", ".tsv") and path.is_file()

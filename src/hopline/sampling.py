@@ -76,6 +76,8 @@ def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
 def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
     """`nodes` and all their in-neighbours, each once: int64."""
     found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
+    if found.ids.numel() and not 0 <= int(found.ids.min()) <= int(found.ids.max()) < graph.num_nodes:
+        raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
     marked = torch.zeros(graph.num_nodes, dtype=torch.bool)
     marked[nodes] = True
     marked[found.ids.long()] = True

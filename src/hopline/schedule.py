@@ -8,6 +8,8 @@ from typing import Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, StepLR
 
+from hopline.validate import check_fields
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -27,6 +29,9 @@ class Schedule:
     """The lowest rate."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.floor >= 0:
+            raise ValueError(f"schedule.floor must be at least 0, not {self.floor}")
         if not 0 < self.factor < 1:
             raise ValueError(f"schedule.factor must be between 0 and 1, not {self.factor}")
         if self.every < 1 or self.patience < 0 or self.warmup < 0:

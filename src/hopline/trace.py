@@ -152,6 +152,11 @@ class Timers:
             epoch = self._closed[-1] if self._closed else {}
         return {name: seconds for name, (seconds, _) in epoch.items()}
 
+    def this_epoch(self) -> dict[str, float]:
+        """Return the seconds of each region so far in the epoch that is not closed yet."""
+        with self._lock:
+            return {name: seconds for name, (seconds, _) in self._open.items()}
+
     def slowest(self, among: Collection[str] | None = None) -> str | None:
         """Return the region that took most of the epoch last closed, or None when none was timed."""
         totals = {n: s for n, s in self.last_epoch().items() if among is None or n in among}

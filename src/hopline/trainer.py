@@ -7,15 +7,13 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hopline import infer, metrics, trace
-from hopline.batch import Batch
 from hopline.callbacks import (
     Callback,
     EarlyStop,
@@ -29,10 +27,11 @@ from hopline.callbacks import (
 )
 from hopline.data.checks import check_ids
 from hopline.data.dataset import Dataset
-from hopline.methods import Job, Method, Sampled, TrainStep, Unit
+from hopline.methods import Job, Method, Sampled, TrainStep, Unit, supervised
 from hopline.nn.whole import as_walkable
 from hopline.report import Report
-from hopline.schedule import Schedule, Scheduler
+from hopline.schedule import Scheduler
+from hopline.settings import TrainSettings
 from hopline.spec import to_dict
 
 TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
@@ -40,49 +39,6 @@ TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
 
 STAGES = ("sample", "gather", "move", "forward", "backward", "optimizer")
 """Spans that can be the slowest stage; `wait` is the training thread waiting for the first three."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """How to train, apart from the method."""
-
-    epochs: int = 10
-    """Epochs to train: exactly so many, unless training stops early."""
-    lr: float = 0.003
-    """Learning rate."""
-    weight_decay: float = 0.0
-    """Weight decay of the optimizer."""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    """Optimizer."""
-    schedule: Schedule = Schedule()
-    """How the learning rate changes over the epochs."""
-    clip_norm: float | None = None
-    """Largest norm of the gradient; larger ones are scaled down."""
-    accumulate: int = 1
-    """Units whose gradients make one optimizer step, weighted by their seeds."""
-    precision: Literal["float32", "bf16"] = "float32"
-    """bf16 runs the forward pass under bfloat16 autocast; parameters stay float32."""
-    evaluate_every: int = 1
-    """Epochs from one evaluation to the next; the last epoch is always evaluated."""
-    patience: int | None = None
-    """Evaluations without a better validation metric before training stops early."""
-    inference: Literal["exact", "sampled"] = "exact"
-    """Validate over every edge, or over sampled ones with the method's fan-outs; the final test is exact either way."""
-    seed: int = 0
-    """Seed of every random draw of the run; model weights are the caller's."""
-    device: str = "cpu"
-    """Where the model trains."""
-    show: bool = True
-    """Show progress."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "accumulate", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not self.lr > 0:
-            raise ValueError(f"lr must be above 0, not {self.lr}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")
 
 
 class Trainer:
@@ -108,6 +64,10 @@ class Trainer:
         config: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        if not isinstance(data, Dataset):
+            raise ValueError(f"data must be a hopline Dataset, not {type(data).__name__}: for PyG, hl.from_pyg(data)")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         self.settings = TrainSettings(**settings)
         self.device = _find_device(self.settings.device)
         self.model = model.to(self.device)
@@ -123,7 +83,7 @@ class Trainer:
             model=as_walkable(model),
             module=model,
             train_ids=self._train_ids(),
-            train_step=train_step or supervised(data.task),
+            train_step=train_step or supervised(data.task, data.num_classes),
             seed=self.settings.seed,
             device=self.device,
             bf16=self.settings.precision == "bf16",
@@ -134,6 +94,8 @@ class Trainer:
         self._check_splits(*["train"] * (train_step is None), *["valid", "test"] * (test_step is None))
         self.work = self.method.bind(self.job)
         self._stop_reason: str | None = None
+        self._report: Report | None = None
+        self._num_steps = 0
 
     # ---- the loop
 
@@ -165,9 +127,11 @@ class Trainer:
             due = self._is_due(epoch)
             value = self._validate(epoch, run, default=-ended.loss) if due else -ended.loss
             schedule.step(value, evaluated=due)
+            timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
             if self._stop_reason is not None:
                 break
         run.reason = self._stop_reason or f"all {self.settings.epochs} epochs are trained"
+        run.finished = True
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, int]:
         """One optimizer step over some units: (mean loss, seeds)."""
@@ -200,8 +164,7 @@ class Trainer:
                 f"the loss became {mean_loss} in epoch {epoch}: lower lr=, set clip_norm=, and check the features by "
                 "`hopline verify`"
             )
-        seconds = time.perf_counter() - started
-        timers.next_epoch()
+        seconds, stages = time.perf_counter() - started, timers.this_epoch()
         counters.next_epoch()
         return EpochEnd(
             epoch=epoch,
@@ -209,8 +172,8 @@ class Trainer:
             lr=self.optimizer.param_groups[0]["lr"],
             seconds=seconds,
             seeds_per_s=seeds / seconds,
-            slowest_stage=timers.slowest(STAGES) or "",
-            stages=timers.last_epoch(),
+            slowest_stage=max(STAGES, key=lambda name: stages.get(name, 0.0)),
+            stages=stages,
             counters=counters.last_epoch(),
         )
 
@@ -244,6 +207,8 @@ class Trainer:
         started = time.perf_counter()
         with trace.span("evaluate"):
             found = self.evaluate(split, exact=exact)
+        if not found:
+            raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
         self.metric = next(iter(found))
         evaluation = Evaluation(epoch=epoch, split=split, metrics=found, seconds=time.perf_counter() - started)
         self._call("on_evaluate_end", evaluation)
@@ -274,9 +239,6 @@ class Trainer:
         kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         s = self.settings
         return kinds[s.optimizer](self.model.parameters(), lr=s.lr, weight_decay=s.weight_decay)
-
-    _report: Report | None = None
-    _num_steps = 0
 
     def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
         """Open the report and set up the run's own callbacks."""
@@ -355,22 +317,13 @@ class Trainer:
 
 
 def _find_device(name: str) -> torch.device:
-    if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is not a device: set device=cpu or device=cuda") from None
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
         raise ValueError(f"device={name!r} is not here: set device=cpu")
-    return torch.device(name)
-
-
-def supervised(task: str) -> TrainStep:
-    """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
-
-    def train_step(model: nn.Module, batch: Batch) -> Tensor:
-        scores, y = model(batch), batch.labels
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        if task == "multi" or scores.size(-1) == 1:
-            return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
-        return nn.functional.cross_entropy(scores, y)
-
-    return train_step
+    return device
 
 
 def _groups(units: Iterable[Unit], size: int) -> Generator[list[Unit], None, None]:

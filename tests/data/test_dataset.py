@@ -65,7 +65,7 @@ def test_a_graph_without_features_says_so() -> None:
     bare = Dataset(name="bare", graph=graph)
     assert bare.num_features == 0
     assert bare.all_splits == ()
-    with pytest.raises(ValueError, match="'bare' has no features: add them with"):
+    with pytest.raises(ValueError, match="'bare' has no features: convert it with"):
         _ = bare.x
 
 

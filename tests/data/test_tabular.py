@@ -107,3 +107,17 @@ def test_parquet_is_read_like_csv(tmp_path: Path) -> None:
     assert np.array_equal(dataset.x.read(torch.arange(20)).numpy(), features)
     order = np.argsort(dst, kind="stable")
     assert dataset.graph.indices.tolist() == src[order].tolist()
+
+
+def test_a_split_that_is_not_known_is_named(tmp_path: Path) -> None:
+    (tmp_path / "edges.csv").write_text("src,dst\n0,1\n")
+    (tmp_path / "nodes.csv").write_text("id,f,label,split\n0,1.0,0,train\n1,2.0,1,tets\n")
+    with pytest.raises(ValueError, match="split 'tets' is not known: write train, valid, test or nothing"):
+        from_csv(tmp_path / "edges.csv", tmp_path / "nodes.csv")
+
+
+def test_a_label_that_cannot_be_a_class_is_named(tmp_path: Path) -> None:
+    (tmp_path / "edges.csv").write_text("src,dst\n0,1\n")
+    (tmp_path / "nodes.csv").write_text("id,f,label\n0,1.0,0\n1,2.0,99999999999\n")
+    with pytest.raises(ValueError, match="A label is 99999999999: labels number the classes"):
+        from_csv(tmp_path / "edges.csv", tmp_path / "nodes.csv")

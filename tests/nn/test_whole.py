@@ -5,6 +5,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
+from hopline.batch import Batch
 from hopline.nn import GNN, Whole, as_walkable
 from tests.helpers import assert_close, assert_same_gradients, backward, batch_of, conv_of, randn, random_graph, twin
 
@@ -83,3 +84,30 @@ def test_another_signature_is_refused_with_what_to_write(module: nn.Module) -> N
 def test_a_batch_without_features_is_refused() -> None:
     with pytest.raises(ValueError, match="no features"):
         Whole(TwoHops())(batch_of(GRAPH, None, (2, 2)))
+
+
+class Doubled(pyg.GraphSAGE):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(2 * x, edge_index)
+
+
+def test_a_pyg_model_with_a_forward_of_its_own_is_run_by_that_forward():
+    model = Doubled(8, 4, 2, 3)
+    walk = as_walkable(model)
+    assert isinstance(walk, Whole)
+    assert walk.module is model
+
+
+def test_a_pyg_model_with_hooks_is_run_by_its_own_forward():
+    model = pyg.GraphSAGE(8, 4, 2, 3)
+    model.register_forward_hook(lambda *_: None)
+    assert isinstance(as_walkable(model), Whole)
+
+
+def test_a_gnn_with_a_forward_of_its_own_is_refused():
+    class Negated(GNN):
+        def forward(self, batch: Batch) -> Tensor:
+            return -super().forward(batch)
+
+    with pytest.raises(ValueError, match=r"Negated overrides forward.*override encode, layer or decode"):
+        as_walkable(Negated([pyg.SAGEConv(8, 3)]))

@@ -35,6 +35,8 @@ from hopline.data.writer import FolderWriter, writing
 from hopline.graph import Graph
 from hopline.progress import progress
 
+MOST_IDLE = 1000
+"""Nodes per edge beyond which ids are taken for names rather than numbers, unless num_nodes= says otherwise."""
 NUM_BUCKETS = 1 << 12
 """Destination ranges into which each run is cut; they are joined again into groups of one chunk's size."""
 
@@ -92,15 +94,25 @@ def convert_edges(edges: EdgeSource, folder: str | os.PathLike[str], **arguments
 def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], options: EdgeOptions) -> int:
     """The number of nodes: given, or that of the rows, or one more than the largest id."""
     if num_nodes is not None:
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes is {num_nodes}: give a positive number.")
         return num_nodes
     for table in rows:
         if table is not None:
             return int(table.shape[0]) if hasattr(table, "shape") else len(table)
     if isinstance(edges, Iterator):
         raise ValueError("The number of nodes is not known before the last chunk: give num_nodes=.")
-    largest = -1
+    largest, num_edges = -1, 0
     for index, _ in edge_chunks(edges, None, options.chunk_edges):
         largest = max(largest, int(index.max()) if index.numel() else -1)
+        num_edges += index.size(1)
+    if largest < 0:
+        raise ValueError("There are no edges, so the number of nodes is not known: give num_nodes=.")
+    if largest > MOST_IDLE * (num_edges + 1):
+        raise ValueError(
+            f"Node ids go up to {largest} for only {num_edges} edges: number the nodes anew with ids=map, "
+            f"or say that it is meant with num_nodes={largest + 1}."
+        )
     return largest + 1
 
 

@@ -73,7 +73,10 @@ class Dataset:
     def x(self) -> Table:
         """The main feature table."""
         if "x" not in self.tables:
-            raise ValueError(f"Dataset {self.name!r} has no features: add them with tables['x'] = TensorTable(rows).")
+            raise ValueError(
+                f"Dataset {self.name!r} has no features: convert it with nodes=FILE that has some, or in Python set "
+                "tables['x'] = TensorTable(rows)."
+            )
         return self.tables["x"]
 
     @property

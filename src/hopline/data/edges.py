@@ -98,9 +98,12 @@ def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
     """Chunks [2, n] of an `.npy` file of edges [2, E] or [E, 2]."""
     # By plain reads, not by a map: mapped pages count as resident memory.
     with Path(path).open("rb") as file:
-        version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = header(file)
+        try:
+            version = np.lib.format.read_magic(file)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = header(file)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): write it again.") from error
         if len(shape) != 2 or 2 not in shape or fortran or dtype.kind not in "iu":
             raise ValueError(f"{path} must hold whole numbers [2, E] in C order, not {list(shape)} {dtype}.")
         start, by_row = file.tell(), shape[0] == 2

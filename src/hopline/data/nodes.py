@@ -20,6 +20,9 @@ from hopline.tables import SparseTable, Table, TensorTable
 KNOWN_TASKS: dict[str, Task] = {"tolokers": "binary", "minesweeper": "binary", "questions": "binary"}
 """Two-class graphs that are scored by ROC-AUC by convention, which their files do not say."""
 
+MOST_CLASSES = 10_000_000
+"""A larger label is a mistake: a model has a column per class."""
+
 SplitSets = tuple[dict[str, Tensor], ...]
 
 
@@ -170,4 +173,7 @@ def count_classes(y: Tensor | None, task: Task) -> int:
         return 0
     if task == "multi":
         return y.size(1)
-    return 2 if task == "binary" else max(int(y.max()) + 1 if y.numel() else 0, 1)
+    largest = int(y.max()) if y.numel() else 0
+    if largest > MOST_CLASSES:
+        raise ValueError(f"A label is {largest}: labels number the classes 0, 1, 2, ... and -1 stands for none.")
+    return 2 if task == "binary" else max(largest + 1, 1)

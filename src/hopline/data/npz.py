@@ -60,6 +60,10 @@ def from_npz(
     if not given["splits"] and labels is not None and labels.dim() == 1 and split_per_class:
         train, valid = split_per_class
         given["splits"] = per_class_split(labels, num_train=train, num_valid=valid, seed=seed)
+        drawn = (
+            f"none published; {train} train and {valid} valid nodes per class, drawn with seed {seed}, the rest test"
+        )
+        given["meta"] = {**given.get("meta", {}), "split": drawn}
     return from_edges(arrays["edge_index"], **(given | arguments))
 
 

@@ -207,6 +207,8 @@ def _split_masks(values: np.ndarray, path: Path) -> dict[str, np.ndarray]:
     masks: dict[str, np.ndarray] = {}
     for name in names:
         ours = split_name(name.lower())
+        if ours not in ("train", "valid", "test"):
+            raise ValueError(f"{path}: split {name!r} is not known: write train, valid, test or nothing.")
         masks[ours] = masks.get(ours, False) | (values == name)
     return masks
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from hopline.batch import Block, Part, Rows, as_tensor
 from hopline.graph import Graph
 from hopline.nn.fused import fused, is_fused
+from hopline.nn.rows import typed
 
 Convention = Literal["fused", "pair", "square"]
 
@@ -48,10 +49,8 @@ def convolve(conv: nn.Module, h: Rows | Tensor, block: Block, x0: Tensor | None 
 def _call(conv: nn.Module, convention: Convention, h: Rows | Tensor, block: Block, x0: Tensor | None) -> Tensor:
     if convention == "fused":
         return fused(conv, h, block, x0 if takes_x0(conv) else None)
-    rows = as_tensor(h)
-    dtype = next(conv.parameters(), rows).dtype
-    if rows.dtype != dtype and not rows.requires_grad:
-        rows = rows.to(dtype)
+    dtype = next((p.dtype for p in conv.parameters()), None) or as_tensor(h).dtype
+    rows = typed(h, dtype)
     edges = edge_arguments(conv, block, dtype)
     if convention == "pair":
         return conv((rows, rows[: block.num_dst]), block.edge_index, **edges)
@@ -94,7 +93,7 @@ def find_convention(conv: nn.Module, width: int, block: Block, x0: Tensor | None
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
     initialise(conv, width, block, x0)
-    trial = copy.deepcopy(conv).cpu().double().eval()
+    trial = _fresh_copy(conv).cpu().double().eval()
     options = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
     graph = _tiny_graph(block, options)
     x = torch.randn(graph.num_nodes, width, **options)
@@ -119,9 +118,21 @@ def find_convention(conv: nn.Module, width: int, block: Block, x0: Tensor | None
                 return convention
     raise ValueError(
         f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "
-        "in-neighbours (several hops in one layer, or a norm over the nodes that are present); convs such as "
-        "SAGEConv, GCNConv, GATConv, GINConv, PNAConv and TransformerConv can"
+        "in-neighbours' rows (several hops in one layer, or a norm by degrees or nodes that are present); "
+        "convs such as SAGEConv, GCNConv, GATConv, GINConv, PNAConv and TransformerConv can"
     )
+
+
+def _fresh_copy(conv: nn.Module) -> nn.Module:
+    """A copy that remembers no graph it was run on."""
+    try:
+        trial = copy.deepcopy(conv)
+    except RuntimeError as error:  # torch does not copy what is in the middle of a computation
+        raise ValueError(f"{_name(conv)} keeps tensors of an earlier call: build it anew ({error})") from error
+    for name in ("_cached_edge_index", "_cached_adj_t", "_cached_x"):
+        if getattr(trial, name, None) is not None:
+            setattr(trial, name, None)
+    return trial
 
 
 def initialise(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> None:

@@ -17,8 +17,9 @@ from torch_geometric.nn import GCN2Conv, GCNConv, GINConv, GraphConv, Linear, SA
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
 
 from hopline import ops
-from hopline.batch import Block, Rows, as_tensor
+from hopline.batch import Block, Rows
 from hopline.nn.gcn import gcn_weights
+from hopline.nn.rows import typed
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
 PLAIN = (SAGEConv, GINConv, GraphConv)
@@ -32,7 +33,8 @@ def is_fused(conv: Any) -> bool:
     if type(conv) not in (*PLAIN, *NORMALISED):
         return False
     no_hooks = not (conv._forward_hooks or conv._forward_pre_hooks or conv.explain)
-    return no_hooks and type(conv.aggr_module) in REDUCE and conv.flow == "source_to_target"
+    reductions = REDUCE if type(conv) in PLAIN else (SumAggregation,)
+    return no_hooks and type(conv.aggr_module) in reductions and conv.flow == "source_to_target"
 
 
 def reads_rows(conv: Any) -> bool:
@@ -45,8 +47,8 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
     how = REDUCE[type(conv.aggr_module)]
     dtype = next(conv.parameters(), torch.empty(0)).dtype
     if type(conv) in PLAIN:
-        source = h if isinstance(h, Rows) and reads_rows(conv) else _cast(h, dtype)
-        pair = (source, _cast(h.head(block.num_dst) if isinstance(h, Rows) else h[: block.num_dst], dtype))
+        source = h if isinstance(h, Rows) and reads_rows(conv) else typed(h, dtype)
+        pair = (source, typed(h.head(block.num_dst) if isinstance(h, Rows) else h[: block.num_dst], dtype))
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
         if isinstance(conv, GraphConv):
             return type(conv).forward(stand_in, pair, block, block.edge.get("weight"))  # type: ignore[arg-type]
@@ -62,7 +64,7 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
 
     if isinstance(conv, GCN2Conv):
         stand_in = _StandIn(conv, propagate, normalize=False)
-        return GCN2Conv.forward(stand_in, _cast(h, dtype), x0, block)  # type: ignore[arg-type]
+        return GCN2Conv.forward(stand_in, typed(h, dtype), x0, block)  # type: ignore[arg-type]
     stand_in = _StandIn(conv, propagate, normalize=False, lin=lambda x: project(conv.lin, x))
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
 
@@ -77,16 +79,10 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
     dtype = linear.weight.dtype
     csr = rows.table.read_csr(rows.ids) if isinstance(rows, Rows) else None
     if csr is None or linear._forward_hooks or linear._forward_pre_hooks:
-        return linear(_cast(rows, dtype))
+        return linear(typed(rows, dtype))
     indptr, columns, values = csr
     out = ops.reduce_edges(linear.weight.t(), indptr, columns, "sum", values.to(dtype))
     return out if linear.bias is None else out + linear.bias
-
-
-def _cast(rows: Rows | Tensor, dtype: torch.dtype) -> Tensor:
-    rows = as_tensor(rows)
-    # Under autocast hidden rows come in half precision on purpose; only stored features are brought to the model's.
-    return rows if rows.requires_grad or rows.dtype == dtype else rows.to(dtype)
 
 
 def _reduce(rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -99,7 +95,7 @@ def _reduce(rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, 
         stored = rows.table.storage()
         if stored is not None and stored.dtype == dtype:
             return ops.reduce_edges(stored, part.indptr, rows.ids[part.src_idx], how, weight)
-        rows = _cast(rows, dtype)
+        rows = typed(rows, dtype)
     return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight)
 
 

@@ -19,7 +19,8 @@ from hopline import ops
 from hopline.batch import Batch, Block, Readable, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
 from hopline.nn.fused import is_linear, project, reads_rows
-from hopline.nn.norm import apply_norm, check_norm, make_norm
+from hopline.nn.norm import check_norm, make_norm, running_statistics
+from hopline.nn.rows import typed
 
 INPUT = -1
 """The place of the input dropout among the layers' keys."""
@@ -171,6 +172,10 @@ class GNN(nn.Module):
 
     def layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l` on a block: the state of its sources to the state of its destinations."""
+        with running_statistics([self.convs[l], self.norms[l]], only_if=block.num_dst == 1):
+            return self._layer(l, state, block)
+
+    def _layer(self, l: int, state: State, block: Block) -> State:
         dst = block.num_dst
         x0 = None if state.x0 is None else state.x0[:dst]
         h = convolve(self.convs[l], state.h, block, x0)
@@ -212,7 +217,7 @@ class GNN(nn.Module):
     def _after_conv(self, l: int, h: Tensor) -> Tensor:
         if self.act is not None and self.act_first:
             h = self.act(h)
-        h = apply_norm(self.norms[l], h)
+        h = self.norms[l](h)
         return self.act(h) if self.act is not None and not self.act_first else h
 
     def _drop(self, h: Tensor, p: float, ids: Tensor, key: int | None, place: int) -> Tensor:
@@ -223,10 +228,7 @@ class GNN(nn.Module):
         return ops.keyed_dropout(h, p, ops.derive_key(key, place), ids)
 
     def _typed(self, rows: Rows | Tensor) -> Tensor:
-        """Rows as a tensor; stored features are brought to the model's precision."""
-        rows = as_tensor(rows)
-        dtype = next(self.parameters(), rows).dtype
-        return rows if rows.requires_grad or rows.dtype == dtype or not rows.is_floating_point() else rows.to(dtype)
+        return typed(rows, next((p.dtype for p in self.parameters()), torch.float32))
 
 
 def out_width(conv: Any) -> int:

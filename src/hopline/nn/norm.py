@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
 from torch_geometric.nn import norm as pyg_norm
 
 _OVER_NODES = (
@@ -38,13 +41,16 @@ def make_norm(name: str, width: int) -> nn.Module:
     raise ValueError(f"norm must be 'batch', 'layer', None or modules, not {name!r}")
 
 
-def apply_norm(norm: nn.Module, h: Tensor) -> Tensor:
-    """The norm's output; batch norm on a single row, which has no variance, goes by its running statistics."""
-    lonely = h.size(0) == 1 and norm.training and any(isinstance(m, nn.BatchNorm1d) for m in norm.modules())
-    if not lonely:
-        return norm(h)
-    norm.eval()
+@contextmanager
+def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterator[None]:
+    """Batch norms go by their running statistics while this lasts: a single row has no variance to go by."""
+    norms = [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
+    if not only_if:
+        norms = []
+    for norm in norms:
+        norm.eval()
     try:
-        return norm(h)
+        yield
     finally:
-        norm.train()
+        for norm in norms:
+            norm.train()

@@ -10,6 +10,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from hopline.batch import Batch, Block, Readable, as_tensor
 from hopline.nn.convs import edge_arguments
 from hopline.nn.gnn import GNN
+from hopline.nn.rows import typed
 
 
 class Whole(nn.Module):
@@ -38,14 +39,24 @@ class Whole(nn.Module):
     def on_block(self, x: Tensor, block: Block) -> Tensor:
         """Outputs for all nodes of a square block."""
         dtype = next(self.module.parameters(), x).dtype
-        x = x if x.dtype == dtype or not x.is_floating_point() else x.to(dtype)
-        return self.module(x, block.edge_index, **edge_arguments(self.module, block, dtype))
+        return self.module(typed(x, dtype), block.edge_index, **edge_arguments(self.module, block, dtype))
 
 
 def as_walkable(model: nn.Module) -> GNN | Whole:
-    """The model as the library runs it: a GNN as it is, a PyG model as layers, any other module as a whole."""
+    """The model as the library runs it: a GNN as it is, a PyG model as layers, any other module as a whole.
+
+    A subclass of a PyG model with a `forward` of its own is run as a whole, since its layers do not tell what it does.
+    """
+    if isinstance(model, GNN) and type(model).forward is not GNN.forward:
+        raise ValueError(
+            f"{type(model).__name__} overrides forward, which exact inference does not go through: override encode, "
+            "layer or decode, or write a torch.nn.Module with forward(x, edge_index)"
+        )
     if isinstance(model, GNN | Whole):
         return model
-    walk = GNN.from_pyg(model) if isinstance(model, BasicGNN) else Whole(model)
+    own_forward = getattr(type(model), "forward", None) is not BasicGNN.forward
+    hooked = bool(model._forward_hooks or model._forward_pre_hooks)
+    plain = not own_forward and not hooked
+    walk = GNN.from_pyg(model) if isinstance(model, BasicGNN) and plain else Whole(model)
     walk.training = model.training
     return walk

@@ -1,0 +1,58 @@
+"""How to train, apart from the method."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from hopline.schedule import Schedule
+from hopline.validate import check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How to train, apart from the method."""
+
+    epochs: int = 10
+    """Epochs to train: exactly so many, unless training stops early."""
+    lr: float = 0.003
+    """Learning rate."""
+    weight_decay: float = 0.0
+    """Weight decay of the optimizer."""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """Optimizer."""
+    schedule: Schedule = Schedule()
+    """How the learning rate changes over the epochs."""
+    clip_norm: float | None = None
+    """Largest norm of the gradient; larger ones are scaled down."""
+    accumulate: int = 1
+    """Units whose gradients make one optimizer step, weighted by their seeds."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16 runs the forward pass under bfloat16 autocast; parameters stay float32."""
+    evaluate_every: int = 1
+    """Epochs from one evaluation to the next; the last epoch is always evaluated."""
+    patience: int | None = None
+    """Evaluations without a better validation metric before training stops early."""
+    inference: Literal["exact", "sampled"] = "exact"
+    """Validate over every edge, or over sampled ones with the method's fan-outs; the final test is exact either way."""
+    seed: int = 0
+    """Seed of every random draw of the run; model weights are the caller's."""
+    device: str = "cpu"
+    """Where the model trains."""
+    show: bool = True
+    """Show progress."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("epochs", "accumulate", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be at least 0 and finite, not {self.weight_decay}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")

@@ -1,0 +1,55 @@
+"""Settings hold what they say they hold: for library users, whom no command line checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any, Literal
+
+
+def check_fields(settings: Any) -> None:
+    """Refuse a field whose value is not of its annotated type; called from `__post_init__`."""
+    hints = _hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if not _fits(value, hints[field.name]):
+            raise ValueError(f"{field.name} must be {_describe(hints[field.name])}, not {value!r}")
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, member) for member in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+    if hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_describe, arguments))
+    if origin is tuple:
+        return f"a tuple of {_describe(arguments[0])}"
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return f"a {hint.__name__}(...)"
+    return {int: "a whole number", float: "a number", type(None): "None"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
