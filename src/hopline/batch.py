@@ -45,6 +45,18 @@ class Rows:
         return Rows(self.table, self.ids[:count])
 
 
+@dataclass(frozen=True, eq=False)
+class ReducedRows(Rows):
+    """Input rows with all of them that a first layer needs, read ahead: its destinations' own, and the reduced ones."""
+
+    own: Tensor
+    """[num_dst, ...] rows of the first layer's destinations."""
+    reduced: Tensor
+    """[num_dst, ...] their sources' rows, reduced."""
+    how: str
+    """"sum", "mean" or "max"."""
+
+
 def as_tensor(rows: Rows | Tensor) -> Tensor:
     """The rows themselves, read now if they were not yet."""
     return rows.read() if isinstance(rows, Rows) else rows
@@ -234,4 +246,6 @@ def _tensors(batch: Batch) -> list[Tensor]:
         found.append(block.src_ids)
         for part in block.parts:
             found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
+    if isinstance(batch.x, ReducedRows):
+        found += [batch.x.own, batch.x.reduced]
     return [t for t in found if isinstance(t, Tensor)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hopline import ops, trace
 from hopline.batch import Batch, Rows
 from hopline.data.dataset import Dataset
+from hopline.memory import reuse_freed_memory
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import Whole, as_walkable
 from hopline.pipeline import Pipeline, Stage
@@ -212,7 +213,9 @@ class Loader:
         self.sampler = NeighborSampler(data.graph, method.fanouts, replace=method.replace)
         here = device.type == "cpu"  # the kernels that read a table themselves are the CPU's
         self.keeps_handle = here and model is not None and "x" in data.tables and model.keeps_handle(data.tables["x"])
+        self.model = model
         self._next_epoch = 1
+        reuse_freed_memory()
 
     def __len__(self) -> int:
         full, rest = divmod(self.ids.numel(), self.method.batch_size)
@@ -248,7 +251,9 @@ class Loader:
     def _gather(self, batch: Batch) -> Batch:
         handles = {name: Rows(table, batch.input_ids) for name, table in self.data.tables.items()}
         x: Rows | Tensor | None = handles.pop("x", None)
-        if isinstance(x, Rows) and not self.keeps_handle:
+        if isinstance(x, Rows) and self.keeps_handle and isinstance(self.model, GNN):
+            x = self.model.read_ahead(x, batch.blocks[0])
+        elif isinstance(x, Rows):
             x = x.read()
             trace.count("bytes.gathered", x.numel() * x.element_size())
         y = None if self.data.y is None else ops.gather_rows(self.data.y, batch.seeds)

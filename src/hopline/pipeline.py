@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from hopline import trace
+from hopline import ops, trace
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pipeline:
             yield from map(self._through_stages, requests)
             return
         source = iter(requests)
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="hopline-pipeline")
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="hopline-pipeline", initializer=ops.serial_here)
         pending: deque[Future[Any]] = deque()
 
         def fill() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hopline.batch import Rows
+from hopline.batch import ReducedRows, Rows
 from hopline.nn.convs import convolve
-from hopline.nn.fused import is_fused, project, reads_rows
+from hopline.nn.fused import fused, is_fused, project, read_ahead, reads_rows
+from hopline.sampling import NeighborSampler
 from hopline.tables import SparseTable, TensorTable
 from tests.helpers import CONVS, assert_close, backward, batch_of, conv_of, randn, random_graph, stock
 
@@ -174,3 +176,24 @@ def test_scaled_sums_are_refused_by_name_where_nothing_is_summed() -> None:
     block = batch_of(random_graph(), None, (3,), scale_sums=True).blocks[0]
     with pytest.raises(ValueError, match=r"GATConv does not: set method\.scale_sums=false"):
         convolve(conv_of("gat", 4, 3), randn(block.num_src, 4), block)
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "sage-max", "sage-sum", "gin", "graph"])
+def test_rows_read_ahead_change_no_bit(name: str) -> None:
+    graph = random_graph()
+    rows = TensorTable(randn(graph.num_nodes, 6))
+    conv = conv_of(name, 6, 4)
+    (block,) = NeighborSampler(graph, (3,)).sample(torch.tensor([7, 3, 11]), 5)
+    handle = Rows(rows, block.src_ids)
+    ahead = read_ahead(conv, handle, block)
+    assert isinstance(ahead, ReducedRows)
+    assert torch.equal(fused(conv, ahead, block), fused(conv, handle, block))
+
+
+def test_what_depends_on_weights_or_scaling_is_not_read_ahead() -> None:
+    graph = random_graph(weight=True)
+    rows = TensorTable(randn(graph.num_nodes, 6))
+    (block,) = NeighborSampler(graph, (3,)).sample(torch.tensor([7, 3]), 5)
+    handle = Rows(rows, block.src_ids)
+    assert read_ahead(conv_of("graph", 6, 4), handle, block) is handle
+    assert read_ahead(conv_of("sage-sum", 6, 4), handle, replace(block, scale_sums=True)) is handle

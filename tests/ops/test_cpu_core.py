@@ -77,3 +77,19 @@ def test_an_error_in_any_range_reaches_the_caller() -> None:
 
     with torch_threads(2), pytest.raises(ValueError, match="here"):
         cpu_core.over_ranges(fail_at_the_end, 100, work=1 << 24)
+
+
+def test_a_thread_that_works_beside_others_starts_no_more_threads() -> None:
+    ranges: list[tuple[int, int]] = []
+
+    def work() -> None:
+        cpu_core.serial_here()
+        cpu_core.over_ranges(lambda a, b: ranges.append((a, b)), 1000, 1 << 30)
+
+    with torch_threads(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert ranges == [(0, 1000)]
+        cpu_core.over_ranges(lambda a, b: ranges.append((a, b)), 1000, 1 << 30)
+    assert sorted(ranges[1:]) == [(0, 500), (500, 1000)]

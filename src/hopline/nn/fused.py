@@ -17,7 +17,7 @@ from torch_geometric.nn import GCN2Conv, GCNConv, GINConv, GraphConv, Linear, SA
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
 
 from hopline import ops
-from hopline.batch import Block, Rows
+from hopline.batch import Block, ReducedRows, Rows
 from hopline.nn.gcn import gcn_weights
 from hopline.nn.rows import typed
 
@@ -48,7 +48,7 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
     dtype = next(conv.parameters(), torch.empty(0)).dtype
     if type(conv) in PLAIN:
         source = h if isinstance(h, Rows) and reads_rows(conv) else typed(h, dtype)
-        pair = (source, typed(h.head(block.num_dst) if isinstance(h, Rows) else h[: block.num_dst], dtype))
+        pair = (source, typed(_own_rows(h, block.num_dst), dtype))
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
         if isinstance(conv, GraphConv):
             return type(conv).forward(stand_in, pair, block, block.edge.get("weight"))  # type: ignore[arg-type]
@@ -69,6 +69,24 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
 
 
+def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
+    """What a conv with `reads_rows` will read of a table, read and reduced now; else the handle as it is."""
+    how, stored = REDUCE[type(conv.aggr_module)], rows.table.storage()
+    weighted = isinstance(conv, GraphConv) and "weight" in block.edge
+    if stored is None or weighted or (how == "sum" and block.scale_sums):
+        return rows
+    with torch.no_grad():
+        reduced = _reduce(rows, block, how, None, stored.dtype)
+    return ReducedRows(rows.table, rows.ids, rows.head(block.num_dst).read(), reduced, how)
+
+
+def _own_rows(h: Rows | Tensor, num_dst: int) -> Rows | Tensor:
+    """The destinations' own rows, which are the first."""
+    if isinstance(h, ReducedRows):
+        return h.own
+    return h.head(num_dst) if isinstance(h, Rows) else h[:num_dst]
+
+
 def is_linear(module: Any) -> bool:
     """Whether `project` can stand in for the module; exact types only, as above."""
     return type(module) in (nn.Linear, Linear) and not is_lazy(module.weight)
@@ -87,6 +105,8 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
 
 def _reduce(rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     part = block.part
+    if isinstance(rows, ReducedRows) and weight is None and rows.how == how:
+        return rows.reduced
     if weight is None and how == "sum" and block.scale_sums:
         weight = torch.ones(part.num_edges, dtype=dtype, device=part.indptr.device)
     if weight is not None and how == "sum" and block.scale_sums:

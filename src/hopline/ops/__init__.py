@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hopline.ops import cpu, cpu_reduce, reference
 from hopline.ops.cpu import IdMap
+from hopline.ops.cpu_core import serial_here
 from hopline.ops.random import derive_key, permutation
 from hopline.ops.reference import Neighbors
 
@@ -25,6 +26,7 @@ __all__ = [
     "row_positions",
     "sample_neighbors",
     "self_loops",
+    "serial_here",
 ]
 
 REDUCTIONS = ("sum", "mean", "max")

@@ -70,6 +70,14 @@ def bounded(raw, limit):
     return np.int64(((raw >> _U32) * n + (((raw & _LOW_HALF) * n) >> _U32)) >> _U32)
 
 
+_local = threading.local()
+
+
+def serial_here() -> None:
+    """Kernels called from this thread run in it alone: it is one of several that work side by side."""
+    _local.serial = True
+
+
 _pool: ThreadPoolExecutor | None = None
 _pool_lock = threading.Lock()
 
@@ -84,7 +92,8 @@ def _threads() -> ThreadPoolExecutor:
 
 def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None:
     """Call run(start, stop) over 0 .. size, in as many threads as torch may use once `work` pays for them."""
-    threads = min(torch.get_num_threads(), size, 1 + work // (1 << 16))
+    allowed = 1 if getattr(_local, "serial", False) else torch.get_num_threads()
+    threads = min(allowed, size, 1 + work // (1 << 16))
     if threads <= 1:
         run(0, size)
         return
