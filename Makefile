@@ -4,12 +4,13 @@ BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test check format clean bench-peers
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run all tests"
 	@echo "make check   ruff (format and lint) and pyright"
 	@echo "make format  let ruff rewrite the files"
+	@echo "make bench-peers  environments of the libraries that benchmarks compare with"
 	@echo "make clean   remove compiled kernels and caches"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -32,6 +33,15 @@ check: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# DGL's last release on PyPI: it wants an old torch, so it gets an environment of its own (about 5 GB).
+.venv-dgl/.installed:
+	$(PYTHON) -m venv .venv-dgl
+	.venv-dgl/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.2.1 torchdata==0.7.1 'numpy<2' dgl==2.1.0 pandas pyyaml pydantic
+	touch $@
+
+bench-peers: $(INSTALLED) .venv-dgl/.installed
 
 clean:
 	find src tests -name '*.nb[ic]' -delete
