@@ -84,18 +84,8 @@ def test_threads_see_listeners_and_name_themselves():
     assert recorder.counts == [("n", 1)]
 
 
-def test_without_listeners_a_span_is_one_shared_object_and_cheap():
+def test_without_listeners_every_span_is_one_shared_object():
     assert span("a") is span("b")
-    repeats = 20_000
-
-    def once() -> float:
-        start_s = time.perf_counter()
-        for _ in range(repeats):
-            with span("a"):
-                pass
-        return (time.perf_counter() - start_s) / repeats
-
-    assert min(once() for _ in range(5)) < 1e-6
 
 
 def test_statistics_set_the_first_epoch_apart():
