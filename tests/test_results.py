@@ -58,8 +58,8 @@ def by_sampling(data: hl.Dataset, seed: int) -> float:
     """The same by neighbour sampling: 5 in-edges a layer, 32 seeds a batch.
 
     80 epochs bring the training loss to where 200 full-batch steps bring it; after 50 it is still falling. That was
-    found on the seeds below, where 50 epochs were 2 points short, so they are no clean measurement: on ten seeds that no
-    setting was chosen by (200 to 209), both ways of training reach 81.9%.
+    found on the seeds of this test, where 50 epochs were 2 points short, so they are no clean measurement: on ten
+    seeds that no setting was chosen by (200 to 209), both ways of training reach 81.9%.
     """
     torch.manual_seed(seed)
     convs = [GCNConv(data.num_features, 16), GCNConv(16, data.num_classes)]
