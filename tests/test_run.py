@@ -288,3 +288,9 @@ def test_an_edge_list_whose_ids_are_no_numbers_of_nodes_is_refused(tmp_path: Pat
 def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
     with pytest.raises(ValueError, match="ids= is for edge lists"):
         run.convert("demo", tmp_path / "out", run.ConvertConfig(ids="map"))
+
+
+@pytest.mark.parametrize("name", ["edges.csv", "graph.npz", "edges.npy", "edges.parquet"])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
+    with pytest.raises(ValueError, match=f"there is no file .*{name}: check the path"):
+        run.convert(str(tmp_path / name), tmp_path / "out", run.ConvertConfig())

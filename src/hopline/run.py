@@ -186,6 +186,10 @@ class ConvertConfig(EdgeOptions):
     """Replace a dataset that is in the folder."""
 
 
+EDGE_LISTS = (".csv", ".gz", ".parquet", ".txt", ".tsv")
+"""How the names of edge lists end."""
+
+
 def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     """Bring a source into hopline's folder format, and check what was written."""
     path = Path(source).expanduser()
@@ -193,7 +197,9 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
         raise ValueError(f"{folder} holds a dataset: choose another folder, or replace it with overwrite=true")
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
     changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
-    is_edge_list = path.suffix in (".csv", ".gz", ".parquet", ".txt", ".tsv") and path.is_file()
+    if path.suffix in (*EDGE_LISTS, ".npz", ".npy") and not path.is_file():
+        raise ValueError(f"there is no file {path}: check the path")
+    is_edge_list = path.suffix in EDGE_LISTS
     if not is_edge_list:
         given = [key for key in ("nodes", "columns", "ids") if getattr(config, key) != getattr(ConvertConfig(), key)]
         if given:
@@ -201,9 +207,9 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     if is_edge_list:
         known = {} if config.num_nodes is None else {"num_nodes": config.num_nodes}
         from_csv(path, config.nodes, columns=config.columns, ids=config.ids, folder=folder, **known, **options)
-    elif path.suffix == ".npz" and path.is_file():
+    elif path.suffix == ".npz":
         from_npz(path, **changed).save(folder)
-    elif path.suffix == ".npy" and path.is_file():
+    elif path.suffix == ".npy":
         from_edges(path, folder=folder, num_nodes=config.num_nodes, **options)
     elif is_ogb_folder(path):
         from_ogb_folder(path, folder=folder, **changed)

@@ -107,10 +107,9 @@ def _reduce(rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, 
     part = block.part
     if isinstance(rows, ReducedRows) and weight is None and rows.how == how:
         return rows.reduced
-    if weight is None and how == "sum" and block.scale_sums:
-        weight = torch.ones(part.num_edges, dtype=dtype, device=part.indptr.device)
-    if weight is not None and how == "sum" and block.scale_sums:
-        weight = weight * torch.repeat_interleave(block.sampling_factor, part.indptr.diff())
+    if how == "sum" and block.scale_sums:
+        factor = torch.repeat_interleave(block.sampling_factor, part.indptr.diff())
+        weight = factor if weight is None else weight * factor
     if isinstance(rows, Rows):
         stored = rows.table.storage()
         if stored is not None and stored.dtype == dtype:
