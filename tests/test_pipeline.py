@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+import torch
 
 from hopline import trace
-from hopline.pipeline import Pipeline, Stage, StageError
+from hopline.pipeline import NICER, Pipeline, Stage, StageError
 
 
 def our_threads() -> list[str]:
@@ -171,3 +174,14 @@ def test_stages_and_waiting_are_spans() -> None:
     with trace.listen(timers):
         list(Pipeline([Stage("sample", jitter), Stage("gather", jitter)], workers=1).run(range(4)))
     assert {r.name: r.calls for r in timers.statistics()} == {"sample": 4, "gather": 4, "wait": 4}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities of threads are Linux's")
+def test_preparing_threads_give_way_to_training() -> None:
+    def priority(_: int) -> tuple[int, int]:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), torch.get_num_threads()
+
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    (found,) = Pipeline([Stage("look", priority)], workers=1).run([0])
+    assert found == (min(19, here + NICER), 1)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == here

@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / "hopline"
 MODULES = sorted(p for p in SOURCE.rglob("*.py") if "__pycache__" not in p.parts)
 
 ROWS = [
-    ["ops", "spec", "trace", "metrics", "progress", "validate", "memory", "report_svg"],
+    ["ops", "spec", "trace", "metrics", "progress", "validate", "memory", "cores", "report_svg"],
     ["graph", "batch", "schedule", "report_html"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings"],
     ["data", "callbacks"],

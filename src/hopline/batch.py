@@ -47,14 +47,20 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class ReducedRows(Rows):
-    """Input rows with all of them that a first layer needs, read ahead: its destinations' own, and the reduced ones."""
+    """Input rows with all of them that a first layer needs, read ahead: the reduced ones, and its destinations' own."""
 
-    own: Tensor
-    """[num_dst, ...] rows of the first layer's destinations."""
-    reduced: Tensor
-    """[num_dst, ...] their sources' rows, reduced."""
+    beside: Tensor
+    """[num_dst, 2 * width] the sources' rows, reduced, and to their right the destinations' own."""
     how: str
     """"sum", "mean" or "max"."""
+
+    @property
+    def reduced(self) -> Tensor:
+        return self.beside[:, : self.table.shape[1]]
+
+    @property
+    def own(self) -> Tensor:
+        return self.beside[:, self.table.shape[1] :]
 
 
 def as_tensor(rows: Rows | Tensor) -> Tensor:
@@ -247,5 +253,5 @@ def _tensors(batch: Batch) -> list[Tensor]:
         for part in block.parts:
             found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
     if isinstance(batch.x, ReducedRows):
-        found += [batch.x.own, batch.x.reduced]
+        found.append(batch.x.beside)
     return [t for t in found if isinstance(t, Tensor)]

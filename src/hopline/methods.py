@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from hopline import ops, trace
 from hopline.batch import Batch, Rows
+from hopline.cores import num_cores
 from hopline.data.dataset import Dataset
 from hopline.memory import reuse_freed_memory
 from hopline.nn.gnn import GNN
@@ -264,8 +264,7 @@ class Loader:
 
 
 def resolve_workers(method: Sampled) -> tuple[int, int]:
-    """(workers, look_ahead) with "auto" replaced: one core is left to training."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = max(1, min(8, cores - 1)) if method.workers == "auto" else method.workers
+    """(workers, look_ahead) with "auto" replaced: preparing threads give way to training, so there is one per core."""
+    workers = min(8, num_cores()) if method.workers == "auto" else method.workers
     look_ahead = 2 * max(1, workers) if method.look_ahead == "auto" else method.look_ahead
     return workers, look_ahead

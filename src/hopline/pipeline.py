@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +21,10 @@ class Stage:
 
     name: str
     run: Callable[[Any], Any]
+
+
+NICER = 10
+"""How much lower the priority of a preparing thread is: it runs when training leaves a core idle or waits for it."""
 
 
 class StageError(RuntimeError):
@@ -45,7 +53,7 @@ class Pipeline:
             yield from map(self._through_stages, requests)
             return
         source = iter(requests)
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="hopline-pipeline", initializer=ops.serial_here)
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="hopline-pipeline", initializer=_begin)
         pending: deque[Future[Any]] = deque()
 
         def fill() -> None:
@@ -71,6 +79,15 @@ class Pipeline:
                 kind = StageValueError if isinstance(error, ValueError) else StageError
                 raise kind(f"stage {stage.name!r} failed: {error}") from error
         return value
+
+
+def _begin() -> None:
+    """What every preparing thread does first: it works alone, and gives way to training where cores are few."""
+    ops.serial_here()
+    if sys.platform.startswith("linux"):  # elsewhere priorities belong to whole processes
+        with contextlib.suppress(OSError):
+            nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 _END = object()

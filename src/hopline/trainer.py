@@ -6,14 +6,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hopline import infer, metrics, trace
+from hopline import infer, metrics, ops, trace
 from hopline.callbacks import (
     Callback,
     EarlyStop,
@@ -25,9 +25,11 @@ from hopline.callbacks import (
     StepEnd,
     WriteReport,
 )
+from hopline.cores import num_cores
 from hopline.data.checks import check_ids
 from hopline.data.dataset import Dataset
 from hopline.methods import Job, Method, Sampled, TrainStep, Unit, supervised
+from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.report import Report
 from hopline.schedule import Scheduler
@@ -75,6 +77,7 @@ class Trainer:
         self.method = method if method is not None else Sampled()
         self.callbacks = list(callbacks)
         self.test_step = test_step
+        self.usual_loss = train_step is None
         self.metric = data.metric
         self.out = None if out is None else Path(out)
         self.config = config if config is not None else self._describe()
@@ -137,11 +140,12 @@ class Trainer:
         """One optimizer step over some units: (mean loss, seeds)."""
         total = sum(unit.size for unit in units)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.stack([unit.forward_backward(total) for unit in units]).sum() / total
-        with trace.span("optimizer"):
-            if self.settings.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
-            self.optimizer.step()
+        with self._threads(usual=self.usual_loss):
+            loss = torch.stack([unit.forward_backward(total) for unit in units]).sum() / total
+            with trace.span("optimizer"):
+                if self.settings.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
+                self.optimizer.step()
         for unit in units:
             unit.commit()
         return loss, total
@@ -177,6 +181,13 @@ class Trainer:
             counters=counters.last_epoch(),
         )
 
+    def _threads(self, usual: bool = True) -> AbstractContextManager[None]:
+        """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
+        model = self.job.model
+        if usual and self.device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
+            return ops.own_threads(min(torch.get_num_threads(), num_cores()))
+        return nullcontext()
+
     # ---- evaluation
 
     def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
@@ -186,10 +197,11 @@ class Trainer:
             with infer.evaluating(self.job.model):
                 return self.test_step(self.job.model, self.data, ids)
         batches = None if exact else self.method.inference_batches(self.job, ids)
-        if batches is None:
-            scores = infer.exact(self.job.model, self.data, ids, device=self.device, show=self.settings.show)
-        else:
-            scores = infer.sampled(self.job.model, batches, num_nodes=ids.numel(), show=self.settings.show)
+        with self._threads():
+            if batches is None:
+                scores = infer.exact(self.job.model, self.data, ids, device=self.device, show=self.settings.show)
+            else:
+                scores = infer.sampled(self.job.model, batches, num_nodes=ids.numel(), show=self.settings.show)
         assert self.data.y is not None
         if self.data.task == "binary" and scores.size(-1) == 1:
             scores = scores.squeeze(-1)

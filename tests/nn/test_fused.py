@@ -71,7 +71,7 @@ def test_autograd_keeps_nothing_with_a_row_per_edge() -> None:
 
 @pytest.mark.parametrize("name", ["sage-mean", "sage-max", "gin", "graph"])
 def test_a_handle_is_read_straight_from_the_table(name: str) -> None:
-    """Only the destinations' own rows are read; the sources' go into the reduction."""
+    """The sources' rows go into the reduction, the destinations' own beside it where one product takes both."""
     reads = []
 
     class Watched(TensorTable):
@@ -83,7 +83,7 @@ def test_a_handle_is_read_straight_from_the_table(name: str) -> None:
     block = batch_of(graph, None, (3,), torch.arange(6)).blocks[0]
     conv = conv_of(name, 4, 3)
     found = convolve(conv, Rows(Watched(x), block.src_ids), block)
-    assert reads == [6]
+    assert reads == ([6] if name.startswith("gin") else [])
     assert_close(found, convolve(conv, x[block.src_ids], block), 1e-14)
 
 

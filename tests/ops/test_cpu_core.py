@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import concurrent.futures
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -92,4 +94,37 @@ def test_a_thread_that_works_beside_others_starts_no_more_threads() -> None:
         thread.join()
         assert ranges == [(0, 1000)]
         cpu_core.over_ranges(lambda a, b: ranges.append((a, b)), 1000, 1 << 30)
-    assert sorted(ranges[1:]) == [(0, 500), (500, 1000)]
+    assert len(ranges) > 2
+    assert sum(stop - start for start, stop in ranges[1:]) == 1000
+
+
+def test_own_threads_leave_torch_one_thread_and_give_it_back() -> None:
+    used = set()
+
+    def visit(start: int, stop: int) -> None:
+        used.add((threading.get_ident(), torch.get_num_threads()))
+        time.sleep(0.01)  # so that the other threads get their turn
+
+    def fail_within() -> None:
+        with cpu_core.own_threads(3):
+            assert torch.get_num_threads() == 1
+            cpu_core.over_ranges(visit, 1000, 1 << 30)
+            raise KeyError
+
+    with torch_threads(2):
+        with pytest.raises(KeyError):
+            fail_within()
+        assert torch.get_num_threads() == 2
+    assert 1 < len(used) <= 3
+    assert {threads for _, threads in used} == {1}
+
+
+def test_threads_do_not_wait_for_one_that_never_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy:
+        def submit(self, function):
+            return concurrent.futures.Future()  # never runs
+
+    monkeypatch.setattr(cpu_core, "_threads", Busy)
+    seen: list[int] = []
+    cpu_core.in_threads(seen.append, 5, threads=3)
+    assert seen == [0, 1, 2, 3, 4]

@@ -137,11 +137,37 @@ def test_gradients_are_those_of_finite_differences(reduce: str) -> None:
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> None:
+    (indptr, src_idx), own = edges(), randint(0, 25, 30, seed=7)  # some rows are the own of several
+    results = []
+    for module in (cpu_reduce, reference):
+        rows, weight = randn(25, 7).requires_grad_(), randn(200, seed=3).requires_grad_() if weighted else None
+        out = module.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+        (out * randn(30, 14, seed=5)).sum().backward()
+        results.append((out.detach(), rows.grad, None if weight is None else weight.grad))
+    assert_equal_results(results, 1e-12)
+    assert torch.equal(results[0][0][:, 7:], randn(25, 7)[own])
+
+
+@pytest.mark.parametrize(("rows", "own"), [(randn(4, 3), [0]), (randn(4, 3, 2), [0, 1]), (randn(4), [0, 1])])
+def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own: list[int]) -> None:
+    with pytest.raises(ValueError, match="one id per destination"):
+        cpu_reduce.reduce_edges(rows, torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
+
+
+@pytest.mark.parametrize("own", [[0, 4], [-1, 0]])
+def test_own_rows_that_do_not_exist_are_refused(own: list[int]) -> None:
+    with pytest.raises(IndexError, match=r"outside 0 \.\. 3"):
+        cpu_reduce.reduce_edges(randn(4, 3), torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_number_of_threads_changes_no_bit(reduce: str, dtype: torch.dtype) -> None:
-    pair = edges(num_dst=700, num_rows=500, num_edges=9000)
+    pair = edges(num_dst=700, num_rows=500, num_edges=60000)
     rows = randn(500, 33, dtype=dtype)
-    weight = None if reduce == "max" else randn(9000, seed=4, dtype=dtype)
+    weight = None if reduce == "max" else randn(60000, seed=4, dtype=dtype)
     results = []
     for threads in (1, 2, 5):
         with torch_threads(threads):

@@ -24,6 +24,8 @@ from hopline.nn.rows import typed
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
 PLAIN = (SAGEConv, GINConv, GraphConv)
 """Convs that send rows (times an edge weight) and take a pair of source and destination rows."""
+LINEARS = {SAGEConv: ("lin_l", "lin_r"), GraphConv: ("lin_rel", "lin_root")}
+"""Their linear layers: of the reduced rows, with the bias, and of the destinations' own."""
 NORMALISED = (GCNConv, GCN2Conv)
 """Convs that send rows times the symmetric degree norm, with self-loops."""
 
@@ -47,12 +49,7 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
     how = REDUCE[type(conv.aggr_module)]
     dtype = next(conv.parameters(), torch.empty(0)).dtype
     if type(conv) in PLAIN:
-        source = h if isinstance(h, Rows) and reads_rows(conv) else typed(h, dtype)
-        pair = (source, typed(_own_rows(h, block.num_dst), dtype))
-        stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
-        if isinstance(conv, GraphConv):
-            return type(conv).forward(stand_in, pair, block, block.edge.get("weight"))  # type: ignore[arg-type]
-        return type(conv).forward(stand_in, pair, block)  # type: ignore[arg-type]
+        return _plain(conv, h, block, how, dtype)
 
     weight, loops = gcn_weights(conv, block, dtype)
     if conv.normalize:
@@ -69,6 +66,42 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
 
 
+def _plain(conv: Any, h: Rows | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:
+    """A conv that sends rows, and its destinations' own rows as they are."""
+    source = h if isinstance(h, Rows) and reads_rows(conv) else typed(h, dtype)
+    linears = _linears_of_one_row(conv, source)
+    if linears is None:
+        own = typed(_own_rows(h, block.num_dst), dtype)
+        stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
+    else:
+        # Both products in one: [reduced, own] times the weights side by side. The conv is told of no own rows.
+        of_reduced, of_own = (getattr(conv, name) for name in linears)
+        weight, bias, own = torch.cat([of_reduced.weight, of_own.weight], dim=1), of_reduced.bias, None
+        stand_in = _StandIn(
+            conv,
+            lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype, beside_own=True),
+            **{linears[0]: lambda beside: nn.functional.linear(beside, weight, bias)},
+        )
+    if isinstance(conv, GraphConv):
+        return type(conv).forward(stand_in, (source, own), block, block.edge.get("weight"))  # type: ignore[arg-type]
+    return type(conv).forward(stand_in, (source, own), block)  # type: ignore[arg-type]
+
+
+def _linears_of_one_row(conv: Any, source: Rows | Tensor) -> tuple[str, str] | None:
+    """Names of the linear layers of reduced and of own rows, where both take the same rows and nothing listens."""
+    names = LINEARS.get(type(conv))
+    if (
+        names is None
+        or len(source.shape) != 2
+        or getattr(conv, "project", False)
+        or not getattr(conv, "root_weight", True)
+    ):
+        return None
+    pair = [getattr(conv, name) for name in names]
+    plain = all(is_linear(l) and not l._forward_hooks and not l._forward_pre_hooks for l in pair)
+    return names if plain and pair[1].bias is None else None
+
+
 def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
     """What a conv with `reads_rows` will read of a table, read and reduced now; else the handle as it is."""
     how, stored = REDUCE[type(conv.aggr_module)], rows.table.storage()
@@ -76,8 +109,8 @@ def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
     if stored is None or weighted or (how == "sum" and block.scale_sums):
         return rows
     with torch.no_grad():
-        reduced = _reduce(rows, block, how, None, stored.dtype)
-    return ReducedRows(rows.table, rows.ids, rows.head(block.num_dst).read(), reduced, how)
+        beside = _reduce(rows, block, how, None, stored.dtype, beside_own=True)
+    return ReducedRows(rows.table, rows.ids, beside, how)
 
 
 def _own_rows(h: Rows | Tensor, num_dst: int) -> Rows | Tensor:
@@ -103,19 +136,24 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
     return out if linear.bias is None else out + linear.bias
 
 
-def _reduce(rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _reduce(
+    rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype, beside_own: bool = False
+) -> Tensor:
+    """Each destination's reduced rows, with its own to their right where asked for."""
     part = block.part
     if isinstance(rows, ReducedRows) and weight is None and rows.how == how:
-        return rows.reduced
+        return rows.beside if beside_own else rows.reduced
     if how == "sum" and block.scale_sums:
         factor = torch.repeat_interleave(block.sampling_factor, part.indptr.diff())
         weight = factor if weight is None else weight * factor
     if isinstance(rows, Rows):
         stored = rows.table.storage()
         if stored is not None and stored.dtype == dtype:
-            return ops.reduce_edges(stored, part.indptr, rows.ids[part.src_idx], how, weight)
+            own = rows.ids[: block.num_dst] if beside_own else None
+            return ops.reduce_edges(stored, part.indptr, ops.gather_rows(rows.ids, part.src_idx), how, weight, own)
         rows = typed(rows, dtype)
-    return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight)
+    own = torch.arange(block.num_dst, device=rows.device) if beside_own else None
+    return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight, own)
 
 
 class _StandIn:

@@ -18,7 +18,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from hopline import ops
 from hopline.batch import Batch, Block, Readable, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
-from hopline.nn.fused import is_linear, project, read_ahead, reads_rows
+from hopline.nn.fused import is_fused, is_linear, project, read_ahead, reads_rows
 from hopline.nn.norm import check_norm, make_norm, running_statistics
 from hopline.nn.rows import typed
 
@@ -146,6 +146,11 @@ class GNN(nn.Module):
     @property
     def _uses_x0(self) -> bool:
         return self.initial_residual > 0 or any(takes_x0(conv) for conv in self.convs)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the long ops of every layer are our kernels and linear layers, which bring threads of their own."""
+        return all(is_fused(conv) for conv in self.convs)
 
     def read_ahead(self, rows: Rows, block: Block) -> Rows:
         """The part of the first layer that needs no parameter, for a thread that prepares batches."""

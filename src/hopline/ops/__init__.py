@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
-from hopline.ops import cpu, cpu_reduce, reference
+from hopline.ops import cpu, cpu_core, cpu_linear, cpu_reduce, reference
 from hopline.ops.cpu import IdMap
 from hopline.ops.cpu_core import serial_here
 from hopline.ops.random import derive_key, permutation
@@ -20,6 +22,7 @@ __all__ = [
     "group_edges",
     "kernel_cache",
     "keyed_dropout",
+    "own_threads",
     "permutation",
     "reduce_edges",
     "relabel",
@@ -64,19 +67,37 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
     return (cpu if _on_cpu(indices) else reference).self_loops(indptr, indices)
 
 
-def reduce_edges(rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None) -> Tensor:
+def reduce_edges(
+    rows: Tensor,
+    indptr: Tensor,
+    src_idx: Tensor,
+    reduce: str,
+    weight: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Tensor:
     """Sum, mean or max over each destination's edges of (weight *) rows[src_idx], differentiable.
 
     `rows` may be a whole feature table and `src_idx` global ids: the rows are read straight into the reduction.
+    With `own` [num_dst], rows[own] stand to the right of the reduced ones: [num_dst, 2 * width].
     """
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
-    return (cpu_reduce if _on_cpu(src_idx) else reference).reduce_edges(rows, indptr, src_idx, reduce, weight)
+    return (cpu_reduce if _on_cpu(src_idx) else reference).reduce_edges(rows, indptr, src_idx, reduce, weight, own)
 
 
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
     return (cpu_reduce if _on_cpu(x) else reference).keyed_dropout(x, p, key, ids)
+
+
+@contextmanager
+def own_threads(threads: int) -> Generator[None, None, None]:
+    """Within, our kernels and every linear layer use `threads` threads of ours; torch's other ops stay in this one.
+
+    No result depends on the number. For models whose long ops are these; others are better left to torch's threads.
+    """
+    with cpu_core.own_threads(threads), cpu_linear.SpreadLinear():
+        yield
 
 
 def kernel_cache() -> Path:

@@ -5,9 +5,11 @@ Numba does not see a change in this file from the cache of another one: `make cl
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,8 +47,9 @@ def _prefetch(typingctx, array, index):
             ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[ir.IntType(32)] * 3]),
             "llvm.prefetch.p0",
         )
-        read, all_levels, data_cache = (ir.Constant(ir.IntType(32), v) for v in (0, 3, 1))
-        builder.call(function, [address, read, all_levels, data_cache])
+        # Into the second-level cache: the few slots of the first for lines under way are left to the loads.
+        read, second_level, data_cache = (ir.Constant(ir.IntType(32), v) for v in (0, 2, 1))
+        builder.call(function, [address, read, second_level, data_cache])
         return context.get_dummy_value()
 
     return signature, codegen
@@ -71,11 +74,33 @@ def bounded(raw, limit):
 
 
 _local = threading.local()
+_WORK_PER_THREAD = 1 << 18
+"""Numbers to add up for which waking another thread pays."""
+_RANGES_PER_THREAD = 4
+"""Ranges are handed out one by one, so that a thread that lost its core to other work does not hold up the rest."""
 
 
 def serial_here() -> None:
-    """Kernels called from this thread run in it alone: it is one of several that work side by side."""
-    _local.serial = True
+    """All that this thread calls runs in it alone: it is one of several that work side by side."""
+    _local.threads = 1
+    torch.set_num_threads(1)  # of this thread only
+
+
+@contextlib.contextmanager
+def own_threads(threads: int) -> Generator[None, None, None]:
+    """Within, kernels called from this thread use `threads` threads of ours, and torch's own ops run in this one alone.
+
+    torch's threads wait for each other at the end of every op, by spinning at first. Beside threads that prepare
+    batches that costs more than it gains, where the long ops are ours.
+    """
+    before, torch_threads = getattr(_local, "threads", None), torch.get_num_threads()
+    _local.threads = threads
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        _local.threads = before
 
 
 _pool: ThreadPoolExecutor | None = None
@@ -86,19 +111,39 @@ def _threads() -> ThreadPoolExecutor:
     global _pool
     with _pool_lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="hopline-ops")
+            _pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="hopline-ops", initializer=serial_here)
         return _pool
 
 
+def _allowed() -> int:
+    """Threads that a kernel called from here may use."""
+    return getattr(_local, "threads", None) or torch.get_num_threads()
+
+
 def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None:
-    """Call run(start, stop) over 0 .. size, in as many threads as torch may use once `work` pays for them."""
-    allowed = 1 if getattr(_local, "serial", False) else torch.get_num_threads()
-    threads = min(allowed, size, 1 + work // (1 << 16))
+    """Call run(start, stop) over 0 .. size, in as many threads as may be used once `work` pays for them."""
+    threads = min(_allowed(), size, 1 + work // _WORK_PER_THREAD)
     if threads <= 1:
         run(0, size)
         return
-    bounds = [size * t // threads for t in range(threads + 1)]
-    pending = [_threads().submit(run, a, b) for a, b in itertools.pairwise(bounds[1:])]
-    run(0, bounds[1])
-    for future in pending:
-        future.result()
+    count = min(size, threads * _RANGES_PER_THREAD)
+    bounds = [size * i // count for i in range(count + 1)]
+    in_threads(lambda i: run(bounds[i], bounds[i + 1]), count, threads)
+
+
+def in_threads(run: Callable[[int], object], count: int, threads: int | None = None) -> None:
+    """Call run(0) .. run(count - 1), each once, in this thread and others that have nothing else to do."""
+    numbers = itertools.count()  # next() on it is atomic
+
+    def take() -> None:
+        while (number := next(numbers)) < count:
+            run(number)
+
+    helpers = [_threads().submit(take) for _ in range(min(threads or _allowed(), count) - 1)]
+    try:
+        take()
+    finally:
+        waiting = [helper for helper in helpers if not helper.cancel()]
+        concurrent.futures.wait(waiting)
+    for helper in waiting:
+        helper.result()

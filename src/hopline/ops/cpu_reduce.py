@@ -1,7 +1,8 @@
 """Numba kernels for reductions over destination-sorted edges and for keyed dropout, with their gradients.
 
-No kernel builds a matrix with a row per edge. Forward runs in threads over destinations, backward over columns, so
+No kernel builds a matrix with a row per edge. Forward runs in threads over destinations, backward over sources, so
 that no two threads write the same number and the order of every sum is that of the edges, for any number of threads.
+Loops over columns run on row views: indices that may be negative would keep the compiler from vectorising them.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hopline.ops import reference
 from hopline.ops.cpu_core import GOLDEN, kernel, mix, over_ranges, prefetch
 
-EDGES_AHEAD = 8
-"""How many edges ahead of their use the source rows are asked for."""
+EDGES_AHEAD, NODES_AHEAD = 16, 4
+"""How far ahead of their use the rows of sources and of destinations are asked for."""
 
-_NO_WEIGHT = np.empty(0, dtype=np.float32)
+_NO_WEIGHT, _NO_OWN = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
 _U16, _LANE = np.uint64(16), np.uint64(0xFFFF)
 
 
 @kernel
-def _prefetch_row(rows, row, width):
-    for c in range(0, width, max(1, 64 // rows.itemsize)):
-        prefetch(rows, row * width + c)
+def _prefetch_row(rows, row):
+    first = row * rows.shape[1]
+    for c in range(0, rows.shape[1], max(1, 64 // rows.itemsize)):
+        prefetch(rows, first + c)
 
 
 @kernel
@@ -41,165 +44,259 @@ def _edges_fit(indptr, src_idx, num_rows):
 
 
 @kernel
-def _sum(rows, width, indptr, src_idx, weight, mean, out, start, stop):
+def _put_own(rows, own, d, out):
+    """Destination d's own row, to the right of its reduced ones."""
+    if d + NODES_AHEAD < own.shape[0]:
+        _prefetch_row(rows, own[d + NODES_AHEAD])
+    right, row = out[d][rows.shape[1] :], rows[own[d]]
+    for c in range(row.shape[0]):
+        right[c] = row[c]
+
+
+@kernel
+def _sum(rows, indptr, src_idx, weight, mean, own, out, start, stop):
     num_edges = src_idx.shape[0]
     for d in range(start, stop):
-        for c in range(width):
-            out[d, c] = 0
+        total = out[d][: rows.shape[1]]
+        total[:] = 0
         for e in range(indptr[d], indptr[d + 1]):
             if e + EDGES_AHEAD < num_edges:
-                _prefetch_row(rows, src_idx[e + EDGES_AHEAD], width)
-            row = np.int64(src_idx[e]) * width
+                _prefetch_row(rows, np.int64(src_idx[e + EDGES_AHEAD]))
+            row = rows[src_idx[e]]
             if weight.shape[0]:
                 w = weight[e]
-                for c in range(width):
-                    out[d, c] += w * rows[row + c]
+                for c in range(total.shape[0]):
+                    total[c] += w * row[c]
             else:
-                for c in range(width):
-                    out[d, c] += rows[row + c]
+                for c in range(total.shape[0]):
+                    total[c] += row[c]
         if mean and indptr[d + 1] - indptr[d] > 1:
             degree = out.dtype.type(indptr[d + 1] - indptr[d])
-            for c in range(width):
-                out[d, c] /= degree
+            for c in range(total.shape[0]):
+                total[c] /= degree
+        if own.shape[0]:
+            _put_own(rows, own, d, out)
 
 
 @kernel
-def _sum_backward(grad_out, indptr, src_idx, weight, mean, grad_rows, start, stop):
-    for d in range(indptr.shape[0] - 1):
-        degree = grad_out.dtype.type(indptr[d + 1] - indptr[d] if mean else 1)
-        for e in range(indptr[d], indptr[d + 1]):
-            row = src_idx[e]
-            if weight.shape[0]:
-                w = weight[e]
-                for c in range(start, stop):
-                    grad_rows[row, c] += w * (grad_out[d, c] / degree)
-            elif degree > 1:
-                for c in range(start, stop):
-                    grad_rows[row, c] += grad_out[d, c] / degree
-            else:
-                for c in range(start, stop):
-                    grad_rows[row, c] += grad_out[d, c]
-
-
-@kernel
-def _weight_backward(rows, width, grad_out, indptr, src_idx, mean, grad_weight, start, stop):
+def _weight_backward(rows, grad_out, indptr, src_idx, grad_weight, start, stop):
     for d in range(start, stop):
-        degree = indptr[d + 1] - indptr[d] if mean else 1
+        grad = grad_out[d]
         for e in range(indptr[d], indptr[d + 1]):
-            row = np.int64(src_idx[e]) * width
+            row = rows[src_idx[e]]
             total = 0.0
-            for c in range(width):
-                total += grad_out[d, c] * rows[row + c]
-            grad_weight[e] = total / degree
+            for c in range(row.shape[0]):
+                total += grad[c] * row[c]
+            grad_weight[e] = total
 
 
 @kernel
-def _max(rows, width, indptr, src_idx, out, start, stop):
+def _max(rows, indptr, src_idx, own, out, start, stop):
     num_edges = src_idx.shape[0]
     for d in range(start, stop):
+        most = out[d][: rows.shape[1]]
         first = indptr[d]
+        if first == indptr[d + 1]:
+            most[:] = 0
         for e in range(first, indptr[d + 1]):
             if e + EDGES_AHEAD < num_edges:
-                _prefetch_row(rows, src_idx[e + EDGES_AHEAD], width)
-            row = np.int64(src_idx[e]) * width
+                _prefetch_row(rows, np.int64(src_idx[e + EDGES_AHEAD]))
+            row = rows[src_idx[e]]
             if e == first:
-                for c in range(width):
-                    out[d, c] = rows[row + c]
+                for c in range(row.shape[0]):
+                    most[c] = row[c]
             else:
-                for c in range(width):
-                    value = rows[row + c]
+                for c in range(row.shape[0]):
+                    value = row[c]
                     # NaN must come through, as it does in torch.
-                    out[d, c] = value if value > out[d, c] or value != value else out[d, c]
-        if first == indptr[d + 1]:
-            for c in range(width):
-                out[d, c] = 0
+                    most[c] = value if value > most[c] or value != value else most[c]
+        if own.shape[0]:
+            _put_own(rows, own, d, out)
 
 
 @kernel
-def _max_backward(rows, width, out, grad_out, indptr, src_idx, grad_rows, start, stop):
+def _max_shares(rows, indptr, src_idx, out, grad_out, shares, start, stop):
     """torch's rule: the edges that reach the maximum share its gradient, with the initial 0 if the maximum is 0."""
-    ties = np.empty(width, dtype=np.int64)
+    ties = np.empty(rows.shape[1], dtype=rows.dtype)
+    for d in range(start, stop):
+        most, grad, share = out[d], grad_out[d], shares[d]
+        for c in range(ties.shape[0]):
+            ties[c] = 1 if most[c] == 0 else 0
+        for e in range(indptr[d], indptr[d + 1]):
+            row = rows[src_idx[e]]
+            for c in range(ties.shape[0]):
+                ties[c] += 1 if row[c] == most[c] else 0
+        for c in range(ties.shape[0]):
+            share[c] = grad[c] / ties[c]
+
+
+@kernel
+def _max_backward(rows, out, shares, src_indptr, dst_idx, grad_rows, start, stop):
+    for s in range(start, stop):
+        row, grad = rows[s], grad_rows[s]
+        grad[:] = 0
+        for e in range(src_indptr[s], src_indptr[s + 1]):
+            most, share = out[dst_idx[e]], shares[dst_idx[e]]
+            for c in range(row.shape[0]):
+                grad[c] += share[c] if row[c] == most[c] else 0
+
+
+@kernel
+def _by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx):
+    """Edges sorted by destination, sorted by source instead; those of one source keep their order."""
+    for e in range(src_idx.shape[0]):
+        src_indptr[src_idx[e] + 1] += 1
+    for s in range(src_indptr.shape[0] - 1):
+        src_indptr[s + 1] += src_indptr[s]
+    place = src_indptr.copy()
     for d in range(indptr.shape[0] - 1):
-        for c in range(start, stop):
-            ties[c] = 1 if out[d, c] == 0 else 0
         for e in range(indptr[d], indptr[d + 1]):
-            row = np.int64(src_idx[e]) * width
-            for c in range(start, stop):
-                ties[c] += rows[row + c] == out[d, c]
-        for e in range(indptr[d], indptr[d + 1]):
-            row = np.int64(src_idx[e]) * width
-            for c in range(start, stop):
-                if rows[row + c] == out[d, c]:
-                    grad_rows[src_idx[e], c] += grad_out[d, c] / ties[c]
+            at = place[src_idx[e]]
+            place[src_idx[e]] = at + 1
+            dst_idx[at] = d
+            if edge_idx.shape[0]:
+                edge_idx[at] = e
 
 
 class _ReduceEdges(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None):
-        flat = rows.detach().reshape(rows.size(0), math.prod(rows.shape[1:])).contiguous()
-        num_dst, width = indptr.numel() - 1, flat.size(1)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        indptr: Tensor,
+        src_idx: Tensor,
+        reduce: str,
+        weight: Tensor | None,
+        own: Tensor | None,
+    ) -> Tensor:
+        flat = _as_matrix(rows)
+        num_dst, width = indptr.numel() - 1, flat.shape[1]
         # Allocated in its final shape: torch forbids in-place work on a view made inside a Function.
-        out = torch.empty(num_dst, *rows.shape[1:], dtype=rows.dtype)
-        target = out.view(num_dst, width).numpy()
-        args = (flat.view(-1).numpy(), width, indptr.numpy(), src_idx.numpy())
-        work = src_idx.numel() * width
+        shape = rows.shape[1:] if own is None else (2 * width,)
+        out = torch.empty(num_dst, *shape, dtype=rows.dtype)
+        target = out.view(num_dst, math.prod(shape)).numpy()
+        edges, work = (indptr.numpy(), src_idx.numpy()), src_idx.numel() * width
+        beside = _NO_OWN if own is None else own.numpy()
         if reduce == "max":
-            over_ranges(lambda a, b: _max(*args, target, a, b), num_dst, work)
+            over_ranges(lambda a, b: _max(flat, *edges, beside, target, a, b), num_dst, work)
         else:
             scale, mean = _as_numpy(weight), reduce == "mean"
-            over_ranges(lambda a, b: _sum(*args, scale, mean, target, a, b), num_dst, work)
+            over_ranges(lambda a, b: _sum(flat, *edges, scale, mean, beside, target, a, b), num_dst, work)
         ctx.reduce, ctx.shape = reduce, rows.shape
         needs_rows = reduce == "max" or (weight is not None and weight.requires_grad)
-        ctx.save_for_backward(rows if needs_rows else None, indptr, src_idx, weight, out if reduce == "max" else None)
+        maxima = out if reduce == "max" else None
+        ctx.save_for_backward(rows if needs_rows else None, indptr, src_idx, weight, own, maxima)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        rows, indptr, src_idx, weight, out = ctx.saved_tensors
-        grad = grad.reshape(grad.size(0), math.prod(grad.shape[1:])).contiguous()
-        width, mean = grad.size(1), ctx.reduce == "mean"
-        edges, work = (indptr.numpy(), src_idx.numpy()), src_idx.numel() * grad.size(1)
+        rows, indptr, src_idx, weight, own, out = ctx.saved_tensors
+        width = math.prod(ctx.shape[1:])
+        grad = grad.reshape(grad.size(0), width if own is None else 2 * width)
+        of_own, grad = grad[:, width:], grad[:, :width]
+        if ctx.reduce == "mean":
+            grad = grad / indptr.diff().clamp(min=1).to(grad.dtype)[:, None]
+        grad_out, edges = _as_matrix(grad), (indptr.numpy(), src_idx.numpy())
+        flat = None if rows is None else _as_matrix(rows)
         grad_rows = grad_weight = None
-        flat = None if rows is None else rows.detach().contiguous().view(-1).numpy()
         if ctx.needs_input_grad[0]:
-            grad_rows = torch.zeros(ctx.shape[0], width, dtype=grad.dtype)
-            target = grad_rows.numpy()
+            grad_rows = torch.empty(ctx.shape, dtype=grad.dtype)
+            spread = grad_rows.view(ctx.shape[0], width)
             if ctx.reduce == "max":
-                maxima = (flat, width, out.view(grad.shape).numpy(), grad.numpy(), *edges, target)
-                over_ranges(lambda a, b: _max_backward(*maxima, a, b), width, work)
+                assert flat is not None
+                _spread_max(
+                    flat,
+                    _as_matrix(out.view(grad.size(0), math.prod(out.shape[1:]))[:, :width]),
+                    grad_out,
+                    edges,
+                    spread.numpy(),
+                )
             else:
-                sums = (grad.numpy(), *edges, _as_numpy(weight), mean, target)
-                over_ranges(lambda a, b: _sum_backward(*sums, a, b), width, work)
-            grad_rows = grad_rows.view(ctx.shape)
+                _spread_sum(grad_out, edges, weight, spread.numpy())
+            if own is not None:
+                spread.index_add_(0, own, of_own)
         if weight is not None and ctx.needs_input_grad[4]:
             grad_weight = torch.zeros_like(weight)
-            dots = (flat, width, grad.numpy(), *edges, mean, grad_weight.numpy())
-            over_ranges(lambda a, b: _weight_backward(*dots, a, b), grad.size(0), work)
-        return grad_rows, None, None, None, grad_weight
+            dots = (flat, grad_out, *edges, grad_weight.numpy())
+            over_ranges(lambda a, b: _weight_backward(*dots, a, b), grad.size(0), src_idx.numel() * width)
+        return grad_rows, None, None, None, grad_weight, None
+
+
+def _spread_sum(
+    grad_out: np.ndarray, edges: tuple[np.ndarray, np.ndarray], weight: Tensor | None, target: np.ndarray
+) -> None:
+    """The gradient of sums: each source's is the sum over its edges' destinations."""
+    src_indptr, dst_idx, edge_idx = _sorted_by_source(edges, target.shape[0], with_edges=weight is not None)
+    scale = _as_numpy(None if weight is None else weight[torch.from_numpy(edge_idx)])
+    args = (grad_out, src_indptr, dst_idx, scale, False, _NO_OWN, target)
+    over_ranges(lambda a, b: _sum(*args, a, b), target.shape[0], dst_idx.size * target.shape[1])
+
+
+def _spread_max(
+    rows: np.ndarray,
+    out: np.ndarray,
+    grad_out: np.ndarray,
+    edges: tuple[np.ndarray, np.ndarray],
+    target: np.ndarray,
+) -> None:
+    src_indptr, dst_idx, _ = _sorted_by_source(edges, target.shape[0], with_edges=False)
+    shares, work = np.empty_like(grad_out), dst_idx.size * target.shape[1]
+    over_ranges(lambda a, b: _max_shares(rows, *edges, out, grad_out, shares, a, b), out.shape[0], work)
+    args = (rows, out, shares, src_indptr, dst_idx, target)
+    over_ranges(lambda a, b: _max_backward(*args, a, b), target.shape[0], work)
+
+
+def _sorted_by_source(
+    edges: tuple[np.ndarray, np.ndarray], num_rows: int, with_edges: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(indptr by source, each edge's destination, its position before): what a gradient runs over."""
+    src_indptr = np.zeros(num_rows + 1, dtype=np.int64)
+    num_edges = edges[1].shape[0]
+    dst_idx, edge_idx = np.empty(num_edges, dtype=np.int32), np.empty(num_edges if with_edges else 0, dtype=np.int64)
+    _by_source(*edges, src_indptr, dst_idx, edge_idx)
+    return src_indptr, dst_idx, edge_idx
+
+
+def _as_matrix(rows: Tensor) -> np.ndarray:
+    return rows.detach().reshape(rows.size(0), math.prod(rows.shape[1:])).contiguous().numpy()
 
 
 def _as_numpy(weight: Tensor | None) -> np.ndarray:
     return _NO_WEIGHT if weight is None else weight.detach().numpy()
 
 
-def reduce_edges(rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None) -> Tensor:
+def reduce_edges(
+    rows: Tensor,
+    indptr: Tensor,
+    src_idx: Tensor,
+    reduce: str,
+    weight: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Tensor:
     if not _edges_fit(indptr.numpy(), src_idx.numpy(), rows.size(0)):
         raise IndexError(f"an edge's source is outside 0 .. {rows.size(0) - 1}, or indptr does not fit the edges")
     if weight is not None and weight.shape != src_idx.shape:
         raise ValueError(f"there are {weight.numel()} weights for {src_idx.numel()} edges: give one per edge")
+    if own is not None:
+        check_own(rows, indptr, own)
     if rows.dtype not in (torch.float32, torch.float64):  # half types are summed in float32
-        return reduce_edges(rows.float(), indptr, src_idx, reduce, weight).to(rows.dtype)
+        return reduce_edges(rows.float(), indptr, src_idx, reduce, weight, own).to(rows.dtype)
     if weight is not None:
         weight = weight.to(rows.dtype).contiguous()
     if weight is not None and reduce == "max":
         # Weighted maxima need every product for their gradient; no conv asks for them often enough to fuse.
-        from hopline.ops import reference
-
-        return reference.reduce_edges(rows, indptr, src_idx, reduce, weight)
-    out = _ReduceEdges.apply(rows, indptr, src_idx, reduce, weight)
+        return reference.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+    out = _ReduceEdges.apply(rows, indptr, src_idx, reduce, weight, own)
     assert isinstance(out, Tensor)
     return out
+
+
+def check_own(rows: Tensor, indptr: Tensor, own: Tensor) -> None:
+    if rows.dim() != 2 or own.shape != (indptr.numel() - 1,):
+        raise ValueError("own rows stand beside a matrix's reduced ones: give one id per destination")
+    if own.numel() and not 0 <= int(own.min()) <= int(own.max()) < rows.size(0):
+        raise IndexError(f"an own row is outside 0 .. {rows.size(0) - 1}")
 
 
 @kernel

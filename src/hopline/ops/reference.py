@@ -94,8 +94,17 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
     return (indices == dst).nonzero().view(-1)
 
 
-def reduce_edges(rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, weight: Tensor | None = None) -> Tensor:
+def reduce_edges(
+    rows: Tensor,
+    indptr: Tensor,
+    src_idx: Tensor,
+    reduce: str,
+    weight: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Tensor:
     """Sum, mean or max over each destination's edges of (weight *) rows[src_idx]; 0 where there are none.
+
+    With `own`, [num_dst, 2 * width]: rows[own] stand to the right of the reduced ones.
 
     The gradient of max is torch's: shared evenly by the edges that reach it, and by the initial 0 if it is 0.
     """
@@ -105,6 +114,8 @@ def reduce_edges(rows: Tensor, indptr: Tensor, src_idx: Tensor, reduce: str, wei
     if weight is not None:
         messages = messages * weight.view(-1, *[1] * (messages.dim() - 1))
     out = messages.new_zeros(num_dst, *rows.shape[1:])
+    if own is not None:
+        return torch.cat([reduce_edges(rows, indptr, src_idx, reduce, weight), rows[own]], dim=1)
     if reduce == "max":
         index = dst.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
         return out.scatter_reduce(0, index, messages, "amax", include_self=False)
