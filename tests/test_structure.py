@@ -29,8 +29,8 @@ ROWS = [
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
 ONLY_IN = {
-    "numba": ("ops/cpu.py", "ops/cpu_core.py", "ops/cpu_reduce.py", "ops/cpu_synthetic.py"),
-    "llvmlite": ("ops/cpu_core.py",),
+    "numba": ("ops/cpu.py", "ops/cpu_core.py", "ops/cpu_pages.py", "ops/cpu_reduce.py", "ops/cpu_synthetic.py"),
+    "llvmlite": ("ops/cpu_core.py", "ops/cpu_pages.py"),
     "triton": ("ops/gpu.py",),
     "torch_geometric": ("nn/", "data/", "models.py"),
     "typer": ("cli.py",),

@@ -148,7 +148,7 @@ def _reduce(
         weight = factor if weight is None else weight * factor
     if isinstance(rows, Rows):
         stored = rows.table.storage()
-        if stored is not None and stored.dtype == dtype:
+        if stored is not None and stored.dtype == dtype and not ops.is_cold(stored, rows.ids):
             own = rows.ids[: block.num_dst] if beside_own else None
             return ops.reduce_edges(stored, part.indptr, ops.gather_rows(rows.ids, part.src_idx), how, weight, own)
         rows = typed(rows, dtype)

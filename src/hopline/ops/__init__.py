@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hopline.ops import cpu, cpu_core, cpu_linear, cpu_reduce, reference
+from hopline.ops import cpu, cpu_core, cpu_linear, cpu_pages, cpu_reduce, reference
 from hopline.ops.cpu import IdMap
 from hopline.ops.cpu_core import serial_here
 from hopline.ops.random import derive_key, permutation
@@ -20,6 +20,7 @@ __all__ = [
     "derive_key",
     "gather_rows",
     "group_edges",
+    "is_cold",
     "kernel_cache",
     "keyed_dropout",
     "own_threads",
@@ -55,6 +56,11 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """rows[ids] for any dtype."""
     return (cpu if _on_cpu(ids) else reference).gather_rows(rows, ids)
+
+
+def is_cold(rows: Tensor, ids: Tensor) -> bool:
+    """Whether rows of `ids` have to come from the disk: `gather_rows` reads them in the order of the file."""
+    return _on_cpu(ids) and rows.is_contiguous() and cpu_pages.is_cold(rows, ids.numpy())
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hopline.ops.cpu_core import GOLDEN, bounded, kernel, mix, prefetch
+from hopline.ops.cpu_pages import in_order_of_file, is_cold
 from hopline.ops.reference import Neighbors
 
 NODES_AHEAD, EDGES_AHEAD, ROWS_AHEAD = 16, 24, 8
@@ -144,10 +145,8 @@ def sample_neighbors(
         _draw_with_replacement(starts, ids, np.int64(key), out_indptr, edge_ids)
     else:
         _draw_without_replacement(starts, ids, fanout, np.int64(key), out_indptr, edge_ids)
-    sources = indices.numpy()
-    neighbors = np.empty(edge_ids.shape[0], dtype=sources.dtype)
-    _take(sources, edge_ids, neighbors)
-    return Neighbors(*map(torch.from_numpy, (out_indptr, neighbors, edge_ids)))
+    found = torch.from_numpy(edge_ids)
+    return Neighbors(torch.from_numpy(out_indptr), gather_rows(indices, found), found)
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,6 +285,15 @@ def _gather(rows, ids, out):
             out[i, c] = rows[start + c]
 
 
+@kernel
+def _gather_piece(rows, ids, piece, out):
+    width = out.shape[1]
+    for i in piece:
+        start = np.int64(ids[i]) * width
+        for c in range(width):
+            out[i, c] = rows[start + c]
+
+
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """Rows are copied as machine words, so one kernel serves every dtype."""
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
@@ -302,7 +310,14 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     if rows.data_ptr() % word.itemsize or out.data_ptr() % word.itemsize:
         word = torch.uint8
     width = row_bytes // word.itemsize
-    _gather(_words(rows, word), ids.numpy(), _words(out, word).reshape(-1, width))
+    source, places, target = _words(rows, word), ids.numpy(), _words(out, word).reshape(-1, width)
+    if is_cold(rows, places):
+        for piece in in_order_of_file(rows, places):
+            _gather_piece(source, places, piece, target)
+    elif width == 1:
+        _take(source, places, target.reshape(-1))
+    else:
+        _gather(source, places, target)
     return out
 
 
