@@ -43,6 +43,10 @@ STAGES = ("sample", "gather", "move", "forward", "backward", "optimizer")
 """Spans that can be the slowest stage; `wait` is the training thread waiting for the first three."""
 
 
+MOST_THREADS = 8
+"""Our threads that train: more of them gain nothing, as the parts between products and reductions stay in one."""
+
+
 class Trainer:
     """Trains a model on a dataset by a method.
 
@@ -185,7 +189,7 @@ class Trainer:
         """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
         model = self.job.model
         if usual and self.device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
-            return ops.own_threads(min(torch.get_num_threads(), num_cores()))
+            return ops.own_threads(min(torch.get_num_threads(), num_cores(), MOST_THREADS))
         return nullcontext()
 
     # ---- evaluation
