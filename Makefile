@@ -41,7 +41,17 @@ format: $(INSTALLED)
 	  torch==2.2.1 torchdata==0.7.1 'numpy<2' dgl==2.1.0 pandas pyyaml pydantic
 	touch $@
 
-bench-peers: $(INSTALLED) .venv-dgl/.installed
+# PyG's own loader needs pyg-lib, which is not on PyPI, or torch-sparse, which is compiled here (about ten minutes).
+.venv-pyg/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-pyg
+	.venv-pyg/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  torch torch-geometric scipy setuptools wheel ninja
+	.venv-pyg/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	  torch-scatter torch-sparse
+	-.venv-pyg/bin/python -m pip install --quiet --disable-pip-version-check pyg-lib
+	touch $@
+
+bench-peers: $(INSTALLED) .venv-dgl/.installed .venv-pyg/.installed
 
 clean:
 	find src tests -name '*.nb[ic]' -delete

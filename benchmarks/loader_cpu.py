@@ -1,4 +1,4 @@
-"""Sampling, and sampling with gathered features, beside DGL on one graph file.
+"""Sampling, and sampling with gathered features, beside DGL and PyG on one graph file.
 
     make bench-peers && .venv/bin/python benchmarks/loader_cpu.py [FOLDER FOR THE GRAPH]
 

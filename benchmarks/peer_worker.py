@@ -126,6 +126,38 @@ def graphbolt(files: Files, threads: int) -> Tasks:
     }
 
 
+def pyg(files: Files, threads: int) -> Tasks:
+    """PyG's NeighborLoader, by pyg-lib where it is importable, else by torch-sparse; layers trimmed as PyG advises."""
+    from torch_geometric.data import Data
+    from torch_geometric.loader import NeighborLoader
+    from torch_geometric.nn import SAGEConv
+    from torch_geometric.utils import trim_to_layer
+
+    dst = torch.repeat_interleave(torch.arange(files.num_nodes), files.indptr.diff())
+    edge_index = torch.stack([files.indices.long(), dst])
+    options: dict[str, Any] = {"num_neighbors": list(FANOUTS), "batch_size": BATCH, "is_sorted": True}
+    plain = NeighborLoader(Data(edge_index=edge_index, num_nodes=files.num_nodes), input_nodes=files.seeds, **options)
+    full = NeighborLoader(Data(x=files.x, y=files.y, edge_index=edge_index), input_nodes=files.seeds, **options)
+    convs = torch.nn.ModuleList(SAGEConv(i, o) for i, o in itertools.pairwise(files.widths))
+
+    def forward(batch: Any) -> torch.Tensor:
+        h, edges = batch.x, batch.edge_index
+        # torch-sparse does not tell how many nodes and edges each hop has: without that nothing can be trimmed.
+        trims = getattr(batch, "num_sampled_nodes", None) is not None
+        for layer, conv in enumerate(convs):
+            if trims:
+                h, edges, _ = trim_to_layer(layer, batch.num_sampled_nodes, batch.num_sampled_edges, h, edges)
+            h = conv(h, edges)
+            h = h.relu() if layer < len(convs) - 1 else h
+        return h[: batch.batch_size]
+
+    return {
+        "sample": lambda: sum(batch.edge_index.size(1) for batch in plain),
+        "gather": lambda: sum(batch.edge_index.size(1) for batch in full),
+        "train": lambda: _train(convs, full, forward, lambda batch: batch.y[: batch.batch_size]),
+    }
+
+
 def _train(
     model: torch.nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any], labels: Callable[[Any], Any]
 ) -> int:
@@ -137,7 +169,7 @@ def _train(
     return 0
 
 
-LIBRARIES = {"hopline": hopline, "dgl": dgl, "graphbolt": graphbolt}
+LIBRARIES = {"hopline": hopline, "dgl": dgl, "graphbolt": graphbolt, "pyg": pyg}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A training epoch of a 3-layer GraphSAGE, hidden 64, beside DGL on one graph file.
+"""A training epoch of a 3-layer GraphSAGE, hidden 64, beside DGL and PyG on one graph file.
 
     make bench-peers && .venv/bin/python benchmarks/train_cpu.py [FOLDER FOR THE GRAPH]
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class Pipeline:
             yield from map(self._through_stages, requests)
             return
         source = iter(requests)
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="hopline-pipeline", initializer=_begin)
+        pool = ops.start_threads(self.workers, "hopline-pipeline", _begin)
         pending: deque[Future[Any]] = deque()
 
         def fill() -> None:

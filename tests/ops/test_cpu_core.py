@@ -121,6 +121,8 @@ def test_own_threads_leave_torch_one_thread_and_give_it_back() -> None:
 
 def test_threads_do_not_wait_for_one_that_never_started(monkeypatch: pytest.MonkeyPatch) -> None:
     class Busy:
+        def __init__(self, count: int) -> None: ...
+
         def submit(self, function):
             return concurrent.futures.Future()  # never runs
 
@@ -128,3 +130,19 @@ def test_threads_do_not_wait_for_one_that_never_started(monkeypatch: pytest.Monk
     seen: list[int] = []
     cpu_core.in_threads(seen.append, 5, threads=3)
     assert seen == [0, 1, 2, 3, 4]
+
+
+def test_threads_that_work_alone_leave_other_threads_their_number() -> None:
+    found: list[int] = []
+
+    def ask() -> None:
+        found.append(torch.get_num_threads())
+
+    with torch_threads(3):
+        with cpu_core.start_threads(2, "test") as pool:
+            assert {f.result() for f in [pool.submit(torch.get_num_threads) for _ in range(8)]} == {1}
+        later = threading.Thread(target=ask)
+        later.start()
+        later.join()
+        assert torch.get_num_threads() == 3
+    assert found == [3]

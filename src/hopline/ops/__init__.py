@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hopline.ops import cpu, cpu_core, cpu_linear, cpu_pages, cpu_reduce, reference
 from hopline.ops.cpu import IdMap
-from hopline.ops.cpu_core import serial_here
+from hopline.ops.cpu_core import serial_here, start_threads
 from hopline.ops.random import derive_key, permutation
 from hopline.ops.reference import Neighbors
 
@@ -31,6 +31,7 @@ __all__ = [
     "sample_neighbors",
     "self_loops",
     "serial_here",
+    "start_threads",
 ]
 
 REDUCTIONS = ("sum", "mean", "max")

@@ -166,13 +166,14 @@ def _add_dense(place, ids, size, nodes, idx):
         node = nodes[e]
         if node < 0 or node >= place.shape[0]:
             return -1 - size
+        # Written either way: whether a node is new is a coin toss that a branch would guess wrong half the time.
         at = place[node]
-        if at < 0:
-            at = size
-            place[node] = at
-            ids[at] = node
-            size += 1
+        is_new = at < 0
+        at = size if is_new else at
+        ids[size] = node
+        place[node] = at
         idx[e] = at
+        size += is_new
     return size
 
 
@@ -223,7 +224,7 @@ class IdMap:
     def add(self, nodes: Tensor) -> Tensor:
         """Each node's local id [n] int32, new ones numbered on from the last."""
         new = nodes.numpy()
-        self._reserve(self.size + new.shape[0])
+        self._reserve(self.size + new.shape[0] + 1)
         idx = np.empty(new.shape[0], dtype=np.int32)
         if self.dense:
             size = _add_dense(self._map, self._ids, self.size, new, idx)
@@ -277,21 +278,20 @@ def _gather(rows, ids, out):
     num, width = out.shape
     for i in range(num):
         if i + ROWS_AHEAD < num:
-            first = ids[i + ROWS_AHEAD] * width
+            first = np.int64(ids[i + ROWS_AHEAD]) * width
             for word in range(0, width, max(1, 64 // rows.itemsize)):
                 prefetch(rows, first + word)
-        start = ids[i] * width
+        row, target = rows[ids[i]], out[i]
         for c in range(width):
-            out[i, c] = rows[start + c]
+            target[c] = row[c]
 
 
 @kernel
 def _gather_piece(rows, ids, piece, out):
-    width = out.shape[1]
     for i in piece:
-        start = np.int64(ids[i]) * width
-        for c in range(width):
-            out[i, c] = rows[start + c]
+        row, target = rows[ids[i]], out[i]
+        for c in range(row.shape[0]):
+            target[c] = row[c]
 
 
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
@@ -310,12 +310,12 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     if rows.data_ptr() % word.itemsize or out.data_ptr() % word.itemsize:
         word = torch.uint8
     width = row_bytes // word.itemsize
-    source, places, target = _words(rows, word), ids.numpy(), _words(out, word).reshape(-1, width)
+    source, places, target = _words(rows, word).reshape(-1, width), ids.numpy(), _words(out, word).reshape(-1, width)
     if is_cold(rows, places):
         for piece in in_order_of_file(rows, places):
             _gather_piece(source, places, piece, target)
     elif width == 1:
-        _take(source, places, target.reshape(-1))
+        _take(source.reshape(-1), places, target.reshape(-1))
     else:
         _gather(source, places, target)
     return out

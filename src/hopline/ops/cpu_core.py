@@ -83,6 +83,7 @@ _RANGES_PER_THREAD = 4
 def serial_here() -> None:
     """All that this thread calls runs in it alone: it is one of several that work side by side."""
     _local.threads = 1
+    torch.get_num_threads()  # the first call in a thread sets its number, so it must not come after
     torch.set_num_threads(1)  # of this thread only
 
 
@@ -103,15 +104,35 @@ def own_threads(threads: int) -> Generator[None, None, None]:
         _local.threads = before
 
 
+def start_threads(count: int, name: str, begin: Callable[[], object] = serial_here) -> ThreadPoolExecutor:
+    """Threads that have all begun, each by calling `begin`.
+
+    torch gives the number of threads that was set last, by whichever thread, to every thread that asks later. So ours
+    set theirs before this returns, and the caller's is set again.
+    """
+    torch_threads = torch.get_num_threads()
+    begun = threading.Barrier(count + 1)
+    pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=begin)
+    for _ in range(count):
+        pool.submit(begun.wait)
+    begun.wait()
+    torch.set_num_threads(torch_threads)
+    return pool
+
+
 _pool: ThreadPoolExecutor | None = None
+_pool_size = 0
 _pool_lock = threading.Lock()
 
 
-def _threads() -> ThreadPoolExecutor:
-    global _pool
+def _threads(count: int) -> ThreadPoolExecutor:
+    """The kernels' threads, at least `count` of them."""
+    global _pool, _pool_size
     with _pool_lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="hopline-ops", initializer=serial_here)
+        if _pool is None or _pool_size < count:
+            if _pool is not None:
+                _pool.shutdown(wait=False)  # what it was given is still done
+            _pool, _pool_size = start_threads(count, "hopline-ops"), count
         return _pool
 
 
@@ -139,7 +160,9 @@ def in_threads(run: Callable[[int], object], count: int, threads: int | None = N
         while (number := next(numbers)) < count:
             run(number)
 
-    helpers = [_threads().submit(take) for _ in range(min(threads or _allowed(), count) - 1)]
+    num_helpers = min(threads or _allowed(), count) - 1
+    pool = _threads(num_helpers) if num_helpers > 0 else None
+    helpers = [] if pool is None else [pool.submit(take) for _ in range(num_helpers)]
     try:
         take()
     finally:

@@ -158,6 +158,14 @@ def _by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx):
                 edge_idx[at] = e
 
 
+@kernel
+def _add_to_rows(rows, ids, added):
+    for d in range(ids.shape[0]):
+        row, more = rows[ids[d]], added[d]
+        for c in range(row.shape[0]):
+            row[c] += more[c]
+
+
 class _ReduceEdges(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -215,7 +223,7 @@ class _ReduceEdges(torch.autograd.Function):
             else:
                 _spread_sum(grad_out, edges, weight, spread.numpy())
             if own is not None:
-                spread.index_add_(0, own, of_own)
+                _add_to_rows(spread.numpy(), own.numpy(), _as_matrix(of_own))
         if weight is not None and ctx.needs_input_grad[4]:
             grad_weight = torch.zeros_like(weight)
             dots = (flat, grad_out, *edges, grad_weight.numpy())
