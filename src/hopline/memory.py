@@ -30,4 +30,5 @@ def reuse_freed_memory() -> bool:
     except (OSError, AttributeError):  # another C library
         return False
     settings = {_M_ARENA_MAX: 1, _M_TRIM_THRESHOLD: KEPT_BYTES, _M_MMAP_THRESHOLD: LARGEST_REUSED_BYTES}
-    return all([mallopt(name, value) for name, value in settings.items()])
+    taken = [mallopt(name, value) for name, value in settings.items()]
+    return all(taken)
