@@ -381,7 +381,7 @@ def test_as_a_process_it_fails_in_words_shows_tracebacks_and_can_be_interrupted(
         process.wait()
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert err.endswith("error: interrupted\n")
+    assert err.endswith("error: interrupted by SIGINT: the same command with resume=true goes on\n")
     assert not any(child.is_running() for child in children)
-    assert records(tmp_path / "run", "end")[0]["reason"] == "KeyboardInterrupt"
-    assert "KeyboardInterrupt" in records(tmp_path / "run", "close")[0]["status"]
+    assert records(tmp_path / "run", "end")[0]["reason"] == "Interrupted: SIGINT"
+    assert "Interrupted: SIGINT" in records(tmp_path / "run", "close")[0]["status"]

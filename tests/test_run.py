@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch_geometric.nn
 
 import hopline as hl
 from hopline import infer, run
@@ -84,7 +85,7 @@ def test_without_out_the_run_folder_is_named_after_the_data(config: RunConfig, t
 
 def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, done: Path):
     before = (done / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="holds a run already: choose another folder with out=, or remove it"):
+    with pytest.raises(ValueError, match="holds a run already: go on with it by resume=true"):
         run.train(config)
     assert (done / "metrics.jsonl").read_text() == before
 
@@ -294,3 +295,53 @@ def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match=f"there is no file .*{name}: check the path"):
         run.convert(str(tmp_path / name), tmp_path / "out", run.ConvertConfig())
+
+
+# ---- going on, and weights in and out
+
+
+def test_without_out_a_run_goes_on_in_the_newest_folder_of_its_settings(
+    config: RunConfig, tmp_path: Path, monkeypatch: Any
+):
+    monkeypatch.chdir(tmp_path)
+    anywhere = dataclasses.replace(config, out=None)
+    first = run.train(anywhere).folder
+    other = run.train(dataclasses.replace(anywhere, seed=3, out=Path("runs") / "graph-29990101-000000")).folder
+    longer = run.train(dataclasses.replace(anywhere, epochs=3, resume=True))
+    assert longer.folder == first != other
+    assert longer.epochs == 3
+    new = run.train(dataclasses.replace(anywhere, lr=0.5, resume=True))
+    assert new.folder not in (first, other)
+
+
+def test_exported_weights_begin_another_run_and_load_into_pyg(config: RunConfig, done: Path, tmp_path: Path):
+    file = run.export(done, tmp_path / "out" / "weights.pt", run.ExportConfig())
+    exported = torch.load(file, weights_only=True)
+    best = torch.load(done / "best.pt", weights_only=True)
+    assert exported.keys() == best.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in best.items())
+    data = hl.open(config.data)
+    stock = torch_geometric.nn.GraphSAGE(data.num_features, 8, 2, data.num_classes)
+    stock.load_state_dict(exported)  # PyG's names
+    started = run.train(dataclasses.replace(config, out=tmp_path / "second", weights=file, lr=1e-12, epochs=1))
+    assert started.valid == pytest.approx(best_valid(done), abs=1e-9)
+
+
+def best_valid(folder: Path) -> float:
+    """The best validation metric of a run."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return max(r["metrics"]["accuracy"] for r in records if r["event"] == "evaluate" and r["split"] == "valid")
+
+
+def test_weights_to_begin_with_that_do_not_fit_are_named(config: RunConfig, done: Path, tmp_path: Path):
+    wider = dataclasses.replace(
+        config, model=ModelSpec(hidden=9, layers=2), weights=done / "best.pt", out=tmp_path / "w"
+    )
+    with pytest.raises(ValueError, match="does not hold weights of this model"):
+        run.train(wider)
+
+
+def test_an_export_that_cannot_be_written_names_the_file(done: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write"):
+        run.export(done, tmp_path / "file" / "weights.pt", run.ExportConfig())

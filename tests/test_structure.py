@@ -13,11 +13,24 @@ SOURCE = ROOT / "src" / "hopline"
 MODULES = sorted(p for p in SOURCE.rglob("*.py") if "__pycache__" not in p.parts)
 
 ROWS = [
-    ["ops", "spec", "trace", "metrics", "progress", "validate", "memory", "cores", "report_svg"],
-    ["graph", "batch", "schedule", "report_html"],
+    [
+        "ops",
+        "spec",
+        "trace",
+        "metrics",
+        "progress",
+        "validate",
+        "memory",
+        "cores",
+        "interrupt",
+        "heart",
+        "place",
+        "report_svg",
+    ],
+    ["graph", "batch", "schedule", "world", "report_html"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings"],
-    ["data", "callbacks"],
-    ["methods", "infer", "models"],
+    ["data", "callbacks", "launch"],
+    ["methods", "infer", "models", "checkpoint", "sharing"],
     ["trainer"],
     ["run", "doctor"],
     ["recipes"],

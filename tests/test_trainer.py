@@ -590,7 +590,16 @@ def test_a_run_folder_tells_what_was_done(tmp_path: Path):
     assert (end["test"], end["reason"]) == ({"accuracy": run.test}, run.reason)
     assert end["peak_rss_bytes"] > 1 << 20
     assert {p.name for p in tmp_path.iterdir()} == {
-        *("best.pt", "last.pt", "config.json", "metrics.jsonl", "run.log", "trace.json", "report.html"),
+        *(
+            "best.pt",
+            "last.pt",
+            "checkpoint.pt",
+            "config.json",
+            "metrics.jsonl",
+            "run.log",
+            "trace.json",
+            "report.html",
+        ),
     }
 
 

@@ -93,6 +93,13 @@ class Callback:
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         """Called once at the end, also when training failed or was interrupted (`run.reason` says so)."""
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: tensors, numbers, strings, lists and dicts of these."""
+        return {}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Called with what `state` returned, after `on_fit_start` of a run that goes on."""
+
 
 class EarlyStop(Callback):
     """Stop when the validation metric has not improved for `patience` evaluations."""
@@ -104,6 +111,12 @@ class EarlyStop(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.best, self.best_epoch, self.waited = -math.inf, 0, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "best_epoch": self.best_epoch, "waited": self.waited}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        self.best, self.best_epoch, self.waited = state["best"], state["best_epoch"], state["waited"]
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
         if evaluation.split != "valid":
@@ -130,6 +143,12 @@ class KeepWeights(Callback):
         self.folder = folder
         self.best: dict[str, Tensor] | None = None
         self.best_value, self.best_epoch = -math.inf, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "best_value": self.best_value, "best_epoch": self.best_epoch}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        self.best, self.best_value, self.best_epoch = state["best"], state["best_value"], state["best_epoch"]
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
         if evaluation.split == "valid" and evaluation.metrics[trainer.metric] > self.best_value:

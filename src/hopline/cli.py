@@ -16,6 +16,7 @@ from hopline import doctor as doctor_checks
 from hopline import run
 from hopline.data.names import names
 from hopline.data.store import verify as verify_folder
+from hopline.interrupt import Interrupted
 from hopline.pipeline import StageError
 from hopline.recipes import RECIPES
 from hopline.report import write_html
@@ -46,7 +47,10 @@ def train(
     if "=" in name:  # `hopline train epochs=3` is the demo with another setting
         name, settings = "demo", [name, *settings]
     config = RECIPES[name]() if name in RECIPES else dataclasses.replace(run.RunConfig(), data=name)
-    done = run.train(override(config, settings))
+    try:
+        done = run.train(override(config, settings))
+    except Interrupted as signal:
+        raise _Ended(signal) from None  # typer would make one and the same status of every interruption
     valid = "no validation split" if math.isnan(done.valid) else f"valid {done.metric} {done.valid:.4f}"
     test = "no test split" if math.isnan(done.test) else f"test {done.metric} {done.test:.4f} (exact)"
     print(f"best epoch {done.best_epoch}: {valid}, {test}")
@@ -65,6 +69,20 @@ def infer(
         return _print_keys(run.InferConfig)
     written = run.predict(folder, override(run.InferConfig(), overrides or []))
     print(f"predictions: {written}")
+    return None
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
+    file: Annotated[Path, typer.Argument(help="The .pt file to write")],
+    overrides: Overrides = None,
+    keys: ShowKeys = False,
+) -> None:
+    """Write a run's weights as a plain state_dict that PyG and torch load."""
+    if keys:
+        return _print_keys(run.ExportConfig)
+    print(f"weights: {run.export(folder, file, override(run.ExportConfig(), overrides or []))}")
     return None
 
 
@@ -121,6 +139,14 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+class _Ended(Exception):
+    """A signal ended a run that can go on."""
+
+    def __init__(self, signal: Interrupted) -> None:
+        self.number = signal.number
+        super().__init__(f"interrupted by {signal}: the same command with resume=true goes on")
+
+
 def _print_keys(settings: type) -> None:
     for key, text in field_docs(settings).items():
         print(f"{key}\n    {text}")
@@ -137,6 +163,9 @@ def main() -> None:
         status = app(arguments, standalone_mode=False) or 0
     except typer.Exit as done:
         status = done.exit_code
+    except _Ended as ended:
+        print(f"error: {ended}", file=sys.stderr)
+        sys.exit(128 + ended.number)
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
@@ -78,8 +79,8 @@ class Unit(ABC):
 class Work(Protocol):
     """A method bound to a job."""
 
-    def units(self, epoch: int) -> Iterator[Unit]:
-        """The units of an epoch (counted from 1), in order; the same epoch gives the same units again."""
+    def units(self, epoch: int, done: int = 0) -> Iterator[Unit]:
+        """The units of an epoch (counted from 1), in order, after the first `done`; the same epoch gives the same."""
         ...
 
 
@@ -189,8 +190,8 @@ class SampledWork:
     job: Job
     loader: Loader
 
-    def units(self, epoch: int) -> Iterator[Unit]:
-        with closing(self.loader.epoch(epoch)) as batches:
+    def units(self, epoch: int, done: int = 0) -> Iterator[Unit]:
+        with closing(self.loader.epoch(epoch, done)) as batches:
             for batch in batches:
                 yield BatchUnit(self.job, batch)
 
@@ -225,8 +226,8 @@ class Loader:
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         return self.epoch(epoch)
 
-    def epoch(self, epoch: int) -> Generator[Batch, None, None]:
-        """The batches of one epoch, counted from 1: the same for any number of workers."""
+    def epoch(self, epoch: int, done: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch, counted from 1, after the first `done`: the same for any number of workers."""
         stages = [Stage("sample", self._sample), Stage("gather", self._gather), Stage("move", self._move)]
         workers, look_ahead = resolve_workers(self.method)
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
@@ -238,7 +239,8 @@ class Loader:
             shuffle=self.method.shuffle,
             drop_last=self.method.drop_last,
         )
-        return pipeline.run((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds))
+        steps = itertools.islice(enumerate(seeds), done, None)
+        return pipeline.run((s, ops.derive_key(epoch_key, step)) for step, s in steps)
 
     def _sample(self, request: tuple[Tensor, int]) -> Batch:
         seeds, key = request

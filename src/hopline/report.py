@@ -127,19 +127,24 @@ class Report:
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with what else a reader needs to repeat the run."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        versions[package] = None
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
     return {
         "config": config,
         "command": [_without_folders(argument) for argument in sys.argv],
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "versions": versions,
+        "versions": versions(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that decide a run's numbers; None for one run from its source."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        found[package] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _without_folders(argument: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hopline import infer
+from hopline import checkpoint, infer
 from hopline.callbacks import Run
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
@@ -48,6 +49,8 @@ class RunConfig(TrainSettings):
     """How to train."""
     out: Path | None = None
     """The run folder; runs/NAME-TIME by default."""
+    weights: Path | None = None
+    """Weights to begin with: a `state_dict` file of the same model, PyG's own or one of `hopline export`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,14 @@ class InferConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """What `hopline export RUN FILE` takes as key=value."""
+
+    weights: Literal["best", "last"] = "best"
+    """Which weights of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetsConfig:
     """What `hopline datasets` takes as key=value."""
 
@@ -86,10 +97,46 @@ def train(config: RunConfig) -> Run:
     data = _open(config)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data)
-    out = config.out or Path("runs") / f"{data.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if config.weights is not None:
+        load_weights(model, config.weights)
+    out = config.out or _run_folder(data.name, config)
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
     trainer = Trainer(model, data, config.method, out=out, config=to_dict(config), **settings)
     return trainer.fit()
+
+
+def _run_folder(name: str, config: RunConfig) -> Path:
+    """A new folder, or the newest one of the same settings where the run is to go on."""
+    runs = Path("runs")
+    if config.resume:
+        for folder in sorted(runs.glob(f"{name}-*"), reverse=True):
+            try:
+                stored = load_config(folder)
+            except ValueError:
+                continue
+            if _without(stored) == _without(config) and (folder / checkpoint.FILE).exists():
+                return folder
+    fresh = runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (fresh.with_name(f"{fresh.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([fresh], numbered) if not folder.exists())
+
+
+def _without(config: RunConfig) -> RunConfig:
+    """The settings that make it the same run, whatever it shows and wherever it is."""
+    return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0)
+
+
+def export(folder: Path, file: Path, config: ExportConfig) -> Path:
+    """A run's weights as a plain `state_dict`, with PyG's names, for torch.load(..., weights_only=True)."""
+    settings = load_config(folder)
+    model = make_model(settings.model, _open(settings))
+    load_weights(model, folder / f"{config.weights}.pt")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), file)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        raise ValueError(f"cannot write {file} ({error}): choose another file") from error
+    return file
 
 
 def predict(folder: Path, config: InferConfig) -> Path:

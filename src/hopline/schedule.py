@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 from hopline.validate import check_fields
 
@@ -62,6 +62,18 @@ class Scheduler:
         # The warm-up's first factor is set by its constructor, so it comes last.
         start = 1 / (spec.warmup + 1)
         self._warmup = LinearLR(optimizer, start, total_iters=spec.warmup) if spec.warmup else None
+
+    def _parts(self) -> dict[str, LRScheduler]:
+        parts = {"plateau": self._plateau, "by_epoch": self._by_epoch, "warmup": self._warmup}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, **{name: part.state_dict() for name, part in self._parts().items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
 
     def step(self, value: float, *, evaluated: bool) -> None:
         """After an epoch; `value` (higher is better) counts for the plateau where it was just evaluated."""

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from hopline.schedule import Schedule
 from hopline.validate import check_fields
 
@@ -40,6 +42,10 @@ class TrainSettings:
     """Seed of every random draw of the run; model weights are the caller's."""
     device: str = "cpu"
     """Where the model trains."""
+    resume: bool = False
+    """Go on from the checkpoint in the run folder, as if nothing had happened; begin where there is none."""
+    checkpoint_s: float = 60.0
+    """Seconds from one checkpoint to the next within an epoch; one is written at the end of every epoch too."""
     show: bool = True
     """Show progress."""
 
@@ -54,5 +60,18 @@ class TrainSettings:
             raise ValueError(f"weight_decay must be at least 0 and finite, not {self.weight_decay}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        if not self.checkpoint_s >= 0:
+            raise ValueError(f"checkpoint_s must be at least 0 seconds, not {self.checkpoint_s}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, if it is here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is not a device: set device=cpu or device=cuda") from None
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
+        raise ValueError(f"device={name!r} is not here: set device=cpu")
+    return device

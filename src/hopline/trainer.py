@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hopline import infer, metrics, ops, trace
+from hopline import checkpoint, infer, metrics, ops, trace
 from hopline.callbacks import (
     Callback,
     EarlyStop,
@@ -25,15 +26,17 @@ from hopline.callbacks import (
     StepEnd,
     WriteReport,
 )
+from hopline.checkpoint import Clock, Position
 from hopline.cores import num_cores
-from hopline.data.checks import check_ids
+from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
+from hopline.interrupt import Interrupted, Signals
 from hopline.methods import Job, Method, Sampled, TrainStep, Unit, supervised
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.report import Report
 from hopline.schedule import Scheduler
-from hopline.settings import TrainSettings
+from hopline.settings import TrainSettings, find_device
 from hopline.spec import to_dict
 
 TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
@@ -75,7 +78,7 @@ class Trainer:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         self.settings = TrainSettings(**settings)
-        self.device = _find_device(self.settings.device)
+        self.device = find_device(self.settings.device)
         self.model = model.to(self.device)
         self.data = data
         self.method = method if method is not None else Sampled()
@@ -98,11 +101,14 @@ class Trainer:
         self.num_seeds = self.job.train_ids.numel()
         if self.settings.patience is not None and not self._has("valid"):
             raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
-        self._check_splits(*["train"] * (train_step is None), *["valid", "test"] * (test_step is None))
+        check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
         self.work = self.method.bind(self.job)
-        self._stop_reason: str | None = None
+        self.stop_reason: str | None = None
+        self.num_steps = 0
+        self.position = Position()
         self._report: Report | None = None
-        self._num_steps = 0
+        self._signals = Signals()
+        self._clock = Clock(self.settings.checkpoint_s)
 
     # ---- the loop
 
@@ -124,20 +130,23 @@ class Trainer:
 
     def _loop(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:
         self.optimizer = self.make_optimizer()
-        schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
+        self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
         self._call("on_fit_start")
-        for epoch in range(1, self.settings.epochs + 1):
-            ended = self._train_epoch(epoch, timers, counters)
+        self._resume(run)
+        for epoch in range(self.position.epoch, self.settings.epochs + 1):
+            if self.stop_reason is not None:
+                break
+            ended = self._train_epoch(epoch, run, timers, counters)
             run.epochs = epoch
             run.history.append(ended)
             self._call("on_epoch_end", ended)
             due = self._is_due(epoch)
             value = self._validate(epoch, run, default=-ended.loss) if due else -ended.loss
-            schedule.step(value, evaluated=due)
+            self.schedule.step(value, evaluated=due)
             timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
-            if self._stop_reason is not None:
-                break
-        run.reason = self._stop_reason or f"all {self.settings.epochs} epochs are trained"
+            self.position = Position(epoch=epoch + 1)
+            self._checkpoint(run)
+        run.reason = self.stop_reason or f"all {self.settings.epochs} epochs are trained"
         run.finished = True
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, int]:
@@ -154,19 +163,23 @@ class Trainer:
             unit.commit()
         return loss, total
 
-    def _train_epoch(self, epoch: int, timers: trace.Timers, counters: trace.Counters) -> EpochEnd:
+    def _train_epoch(self, epoch: int, run: Run, timers: trace.Timers, counters: trace.Counters) -> EpochEnd:
         self.job.model.train()
         self.model.train()
-        started, loss_sum, seeds = time.perf_counter(), 0.0, 0
-        with closing(_groups(self.work.units(epoch), self.settings.accumulate)) as groups:
+        at, started = self.position, time.perf_counter() - self.position.seconds
+        with self._between_steps(), closing(_groups(self._units(epoch), self.settings.accumulate)) as groups:
             for group in groups:
                 loss, size = self.step(group)
-                loss_sum, seeds = loss_sum + loss * size, seeds + size
-                self._num_steps += 1
-                self._call("on_step_end", StepEnd(epoch=epoch, step=self._num_steps, loss=loss, size=size))
-        if not seeds:
+                at.loss_sum, at.seeds, at.units = at.loss_sum + loss * size, at.seeds + size, at.units + len(group)
+                at.seconds = time.perf_counter() - started
+                self.num_steps += 1
+                self._call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
+                if self._clock.is_due() or self._signals.received is not None:
+                    self._checkpoint(run)
+            self._checkpoint(run)
+        if not at.seeds:
             raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
-        mean_loss = float(loss_sum) / seeds
+        mean_loss = float(at.loss_sum) / at.seeds
         if not math.isfinite(mean_loss):
             raise ValueError(
                 f"the loss became {mean_loss} in epoch {epoch}: lower lr=, set clip_norm=, and check the features by "
@@ -179,7 +192,7 @@ class Trainer:
             loss=mean_loss,
             lr=self.optimizer.param_groups[0]["lr"],
             seconds=seconds,
-            seeds_per_s=seeds / seconds,
+            seeds_per_s=at.seeds / seconds,
             slowest_stage=max(STAGES, key=lambda name: stages.get(name, 0.0)),
             stages=stages,
             counters=counters.last_epoch(),
@@ -232,7 +245,7 @@ class Trainer:
 
     def _is_due(self, epoch: int) -> bool:
         return (
-            epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self._stop_reason is not None
+            epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self.stop_reason is not None
         )
 
     def _has(self, split: str) -> bool:
@@ -242,7 +255,7 @@ class Trainer:
 
     def stop(self, reason: str) -> None:
         """End training after the current epoch."""
-        self._stop_reason = reason
+        self.stop_reason = reason
 
     def say(self, text: str) -> None:
         """A line for the person watching, and for the run's log."""
@@ -258,26 +271,82 @@ class Trainer:
 
     def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
         """Open the report and set up the run's own callbacks."""
-        self._stop_reason, self._num_steps = None, 0
-        self._active = [*self.callbacks]
+        self.stop_reason, self.num_steps, self.position = None, 0, Position()
+        self.active = [*self.callbacks]
         if self.settings.patience is not None:
-            self._active.append(EarlyStop(self.settings.patience))
+            self.active.append(EarlyStop(self.settings.patience))
         if self.out is not None:
-            if (self.out / "metrics.jsonl").exists():
-                raise ValueError(f"{self.out} holds a run already: choose another folder with out=, or remove it")
-            self._report = stack.enter_context(Report(self.out, self.config))
+            self._signals = stack.enter_context(Signals())
+            goes_on = self.settings.resume and (self.out / checkpoint.FILE).exists()
+            if (self.out / "metrics.jsonl").exists() and not self.settings.resume:
+                raise ValueError(
+                    f"{self.out} holds a run already: go on with it by resume=true, or choose another folder with out="
+                )
+            for unfinished in self.out.glob("*.unfinished"):  # of a run that was killed while it wrote
+                unfinished.unlink()
+            self._report = stack.enter_context(Report(self.out, self.config, resume=goes_on))
             stack.callback(setattr, self, "_report", None)
             stack.enter_context(trace.listen(self._report))
-            self._active.append(WriteReport(self._report))
+            self.active.append(WriteReport(self._report))
         if self.settings.show:
-            self._active.append(ShowProgress())
+            self.active.append(ShowProgress())
         keep = KeepWeights(self.out)
-        self._active.append(keep)
+        self.active.append(keep)
         stack.enter_context(trace.listen(timers))
         stack.enter_context(trace.listen(counters))
         torch.manual_seed(self.settings.seed)  # for draws inside convs, such as attention dropout
         self._initialise()
         return keep
+
+    # ---- going on after an end that was not planned
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint of this run must agree with."""
+        described = self._describe()
+        return checkpoint.identity(self.model, self.data, described["method"], described["train"])
+
+    def _resume(self, run: Run) -> None:
+        path = None if self.out is None else self.out / checkpoint.FILE
+        if path is None or not self.settings.resume or not path.exists():
+            return
+        state = checkpoint.read(path)
+        checkpoint.check_identity(state["identity"], self.identity(), path)
+        checkpoint.restore(self, run, state)
+        at = self.position
+        self.say(f"going on from {path}: epoch {at.epoch}, {at.seeds:,} of {self.num_seeds:,} seeds done")
+
+    @contextmanager
+    def _between_steps(self) -> Generator[None, None, None]:
+        """A signal waits for the end of the step it comes in; elsewhere the last checkpoint has everything."""
+        self._signals.at_once = False
+        self._clock.restart()
+        try:
+            yield
+        finally:
+            self._signals.at_once = True
+
+    def _checkpoint(self, run: Run) -> None:
+        """Write where we are, and end here if a signal asked for it."""
+        if self.out is None:
+            return
+        with trace.span("checkpoint"):
+            checkpoint.write(self.out / checkpoint.FILE, checkpoint.snapshot(self, run))
+        self._clock.restart()
+        if self._signals.received is not None:
+            raise Interrupted(self._signals.received)
+
+    def _units(self, epoch: int) -> Generator[Unit, None, None]:
+        """The units of the epoch that are not done yet."""
+        done = self.position.units
+        if "done" in inspect.signature(self.work.units).parameters:
+            units, skipped = self.work.units(epoch, done), 0
+        else:  # a method that cannot begin in the middle: what is done is prepared again and left out
+            units, skipped = self.work.units(epoch), done
+        try:
+            yield from itertools.islice(units, skipped, None)
+        finally:
+            if isinstance(units, Generator):
+                units.close()
 
     def _test(self, run: Run, keep: KeepWeights) -> None:
         """The best weights, tested."""
@@ -299,21 +368,6 @@ class Trainer:
             raise ValueError(f"dataset {self.data.name!r} has no training nodes: give it a 'train' split")
         return self.data.splits["train"]
 
-    def _check_splits(self, *names: str) -> None:
-        """A node or a label that does not exist is named before training begins."""
-        num_classes, y = self.data.num_classes, self.data.y
-        for name in filter(self._has, names):
-            ids = self.data.splits[name]
-            check_ids(ids, self.data.num_nodes, f"Split {name!r}")
-            if y is None or y.dim() > 1:
-                continue
-            wrong = ids[(y[ids] < 0) | (y[ids] >= num_classes)]
-            if wrong.numel():
-                raise ValueError(
-                    f"node {int(wrong[0])} of split {name!r} has label {int(y[wrong[0]])}, but classes go from 0 to "
-                    f"{num_classes - 1}: correct it, or take the node out of the split"
-                )
-
     def _describe(self) -> dict[str, Any]:
         method = {"kind": type(self.method).__name__}
         try:
@@ -328,26 +382,12 @@ class Trainer:
         }
 
     def _call(self, hook: str, *args: Any) -> None:
-        for callback in self._active:
+        for callback in self.active:
             getattr(callback, hook)(self, *args)
 
 
-def _find_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device={name!r} is not a device: set device=cpu or device=cuda") from None
-    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
-        raise ValueError(f"device={name!r} is not here: set device=cpu")
-    return device
-
-
-def _groups(units: Iterable[Unit], size: int) -> Generator[list[Unit], None, None]:
+def _groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
     """Units in lists of `size`; closing it closes the units, so that no thread goes on preparing them."""
-    iterator = iter(units)
-    try:
-        while group := list(itertools.islice(iterator, size)):
+    with closing(units):
+        while group := list(itertools.islice(units, size)):
             yield group
-    finally:
-        if isinstance(iterator, Generator):
-            iterator.close()

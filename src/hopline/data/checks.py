@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -155,3 +155,20 @@ def _run(todo: dict[str, Callable[[], None]], num_bytes: int) -> list[str]:
             check()
             bar.advance()
     return list(todo)
+
+
+def check_training(data: Dataset, splits: Iterable[str]) -> None:
+    """A node or a label that does not exist is named before training begins."""
+    for name in splits:
+        ids = data.splits.get(name)
+        if ids is None or not ids.numel():
+            continue
+        check_ids(ids, data.num_nodes, f"Split {name!r}")
+        if data.y is None or data.y.dim() > 1:
+            continue
+        wrong = ids[(data.y[ids] < 0) | (data.y[ids] >= data.num_classes)]
+        if wrong.numel():
+            raise ValueError(
+                f"node {int(wrong[0])} of split {name!r} has label {int(data.y[wrong[0]])}, but classes go from 0 to "
+                f"{data.num_classes - 1}: correct it, or take the node out of the split"
+            )

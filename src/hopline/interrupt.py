@@ -1,0 +1,51 @@
+"""Ctrl-C, SIGTERM and SIGUSR1: a moment to write a checkpoint before the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+"""Ctrl-C, the usual request to end, and Slurm's notice before preemption."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run, after its checkpoint was written."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+class Signals:
+    """A context in which a first signal is noted, and a second one raises at once.
+
+    While `at_once` is set, the first raises too: where nothing would be lost. Only the main thread gets signals, so
+    elsewhere this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.at_once = True
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                # What the process was started to ignore (nohup), it goes on ignoring.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None or self.at_once:
+            raise Interrupted(number)
+        self.received = number

@@ -1,0 +1,25 @@
+"""8. Killed and resumed = never interrupted: losses, metrics and weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="children start by fork")
+@pytest.mark.parametrize(("kind", "kills"), [("sage", 20), ("gat", 5)])
+def test_killed_at_random_moments(kind: str, kills: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.killed", str(tmp_path), kind, str(kills)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer = json.loads(done.stdout)
+    assert answer["kills"] >= kills
+    assert answer["losses"] == 5

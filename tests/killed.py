@@ -1,0 +1,93 @@
+"""Trains in child processes that are killed again and again; started by test_8_resumed.py as a process of its own.
+
+The parent only imports: its children start from there in no time, by fork, and no thread is lost on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch_geometric.nn import GATConv, SAGEConv
+
+import hopline as hl
+from tests.helpers import random_graph
+
+
+def train(folder: Path, kind: str) -> None:
+    graph = random_graph(300, 3000)
+    random_rows = torch.Generator().manual_seed(0)
+    data = hl.Dataset(
+        name="small",
+        graph=graph,
+        tables={"x": hl.TensorTable(torch.randn(300, 8, generator=random_rows))},
+        y=torch.randint(0, 3, (300,), generator=random_rows),
+        splits={"train": torch.arange(200), "valid": torch.arange(200, 250), "test": torch.arange(250, 300)},
+        num_classes=3,
+    )
+    torch.manual_seed(1)
+    # GAT's dropout inside the conv is drawn from torch's own generator, which a checkpoint has to keep.
+    convs = [SAGEConv(8, 8), SAGEConv(8, 3)] if kind == "sage" else [GATConv(8, 8, dropout=0.3), GATConv(8, 3)]
+    model = hl.nn.GNN(convs, dropout=0.5, norm="batch")
+    method = hl.Sampled(fanouts=(4, 3), batch_size=16, workers=2)
+    schedule = hl.Schedule(name="plateau", patience=0, warmup=1)
+    settings = {"epochs": 5, "accumulate": 2, "schedule": schedule, "patience": 4, "clip_norm": 1.0}
+    hl.Trainer(model, data, method, out=folder, show=False, resume=True, checkpoint_s=0.0, **settings).fit()
+
+
+def in_child(folder: Path, kind: str, kill_after_s: float | None) -> bool:
+    """Whether the child reached the end of training."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            train(folder, kind)
+            status = 0
+        finally:
+            os._exit(status)
+    if kill_after_s is not None:
+        time.sleep(kill_after_s)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        raise SystemExit(f"training failed in {folder}: see above")
+    return os.WIFEXITED(status)
+
+
+def results(folder: Path) -> dict[str, object]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {r["epoch"]: r["loss"] for r in records if r["event"] == "epoch"}
+    metrics = {f"{r['epoch']} {r['split']}": r["metrics"] for r in records if r["event"] == "evaluate"}
+    weights = {}
+    for name in ("best.pt", "last.pt"):
+        state = torch.load(folder / name, weights_only=True)
+        weights[name] = {key: tensor.double().tolist() for key, tensor in state.items()}
+    return {"losses": losses, "metrics": metrics, "weights": weights}
+
+
+def main() -> None:
+    home, kind, wanted = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    started = time.perf_counter()
+    in_child(home / "whole", kind, None)
+    whole_s = time.perf_counter() - started
+    whole, moments, kills, run = results(home / "whole"), random.Random(7), 0, 0
+    while kills < wanted:
+        run += 1
+        while not in_child(home / f"run{run}", kind, moments.uniform(0.05, 0.8) * whole_s):
+            kills += 1
+        if results(home / f"run{run}") != whole:
+            raise SystemExit(f"run {run} differs from the one that was never interrupted")
+        left = [p.name for p in (home / f"run{run}").iterdir() if "unfinished" in p.name]
+        if left:
+            raise SystemExit(f"left behind: {left}")
+    print(json.dumps({"kills": kills, "runs": run, "losses": len(whole["losses"])}))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

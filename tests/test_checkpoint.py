@@ -1,0 +1,239 @@
+"""Checkpoints: whole or not there, verified, and refused where they belong to another run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline import checkpoint
+from hopline.callbacks import Callback, EpochEnd, StepEnd
+from tests.runs import sage, small
+
+STATE = {"weights": torch.arange(5.0), "epoch": 3, "names": ["a", "b"]}
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path / "c", STATE)
+    found = checkpoint.read(tmp_path / "c")
+    assert torch.equal(found["weights"], STATE["weights"])
+    assert found["epoch"] == 3
+    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("place", [0, 30, 90, 400, -1])
+def test_a_changed_byte_is_noticed(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    checkpoint.write(path, STATE)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"damaged|not a hopline checkpoint"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"hopline-checkpoint", b"x" * 500, b"hopline-checkpoint zz 0\n"])
+def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "c").write_bytes(content)
+    with pytest.raises(ValueError, match=r"damaged|not a hopline checkpoint"):
+        checkpoint.read(tmp_path / "c")
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
+    class Bad:
+        def __reduce__(self) -> Any:
+            return os.system, ("true",)
+
+    buffer = io.BytesIO()
+    torch.save({"format": 1, "bad": Bad()}, buffer)
+    payload = buffer.getvalue()
+    header = f"hopline-checkpoint {hashlib.sha256(payload).hexdigest()} {len(payload)}\n".encode()
+    (tmp_path / "c").write_bytes(header + payload)
+    with pytest.raises(Exception, match=r"weights_only|Unsupported"):
+        checkpoint.read(tmp_path / "c")
+
+
+def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.write(tmp_path / "c", STATE)
+    before = (tmp_path / "c").read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="No space left"):
+        checkpoint.write(tmp_path / "c", {"epoch": 4})
+    assert (tmp_path / "c").read_bytes() == before
+    assert os.listdir(tmp_path) == ["c"]
+
+
+# ---- a run that goes on
+
+
+class StopAfter(Callback):
+    """Raise after so many steps, as an error in a user's code would."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
+        if step.step == self.steps:
+            raise RuntimeError("enough")
+
+
+def trainer(out: Path, *, hidden: int = 4, stop: int | None = None, data: Any = None, **settings: Any) -> hl.Trainer:
+    data = data or small(num_train=48)
+    method = settings.pop("method", hl.Sampled(fanouts=(3, 2), batch_size=16, workers=0))
+    callbacks = [] if stop is None else [StopAfter(stop)]
+    given = {"epochs": 3, "show": False, "checkpoint_s": 0.0, **settings}
+    return hl.Trainer(sage(data, hidden, dropout=0.3), data, method, out=out, callbacks=callbacks, **given)
+
+
+def same(one: hl.Trainer, other: hl.Trainer) -> bool:
+    pairs = zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "plateau", "step"])
+def test_every_optimizer_and_schedule_goes_on_exactly(optimizer: str, schedule: str, tmp_path: Path) -> None:
+    options = {"optimizer": optimizer, "schedule": hl.Schedule(name=schedule, warmup=1, every=1, patience=0)}  # type: ignore[arg-type]
+    whole = trainer(tmp_path / "whole", **options)
+    expected = whole.fit()
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer(tmp_path / "cut", stop=5, **options).fit()
+    second = trainer(tmp_path / "cut", resume=True, **options)
+    found = second.fit()
+    assert same(whole, second)
+    assert [e.loss for e in found.history] == [e.loss for e in expected.history]
+    assert [e.lr for e in found.history] == [e.lr for e in expected.history]
+    assert [e.metrics for e in found.evaluations] == [e.metrics for e in expected.evaluations]
+    assert found.test == expected.test
+    assert found.best_epoch == expected.best_epoch
+
+
+def test_a_finished_run_is_only_tested_again(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "run").fit()
+    again = trainer(tmp_path / "run", resume=True)
+    found = again.fit()
+    assert (found.test, found.epochs, again.num_steps) == (first.test, 3, again.num_steps)
+    assert found.reason == first.reason
+
+
+def test_more_epochs_go_on_from_the_last(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", epochs=2).fit()
+    whole = trainer(tmp_path / "whole", epochs=4)
+    whole.fit()
+    longer = trainer(tmp_path / "run", epochs=4, resume=True)
+    # The best weights are in the model after fit; the last ones are what training went on from.
+    longer.fit()
+    assert torch.load(tmp_path / "run" / "last.pt")["convs.0.lin_l.weight"].equal(
+        torch.load(tmp_path / "whole" / "last.pt")["convs.0.lin_l.weight"]
+    )
+
+
+def test_early_stopping_remembers_how_long_it_waited(tmp_path: Path) -> None:
+    options = {"patience": 2, "lr": 1e-12, "epochs": 9}  # nothing improves
+    expected = trainer(tmp_path / "whole", **options).fit()
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer(tmp_path / "cut", stop=8, **options).fit()
+    found = trainer(tmp_path / "cut", resume=True, **options).fit()
+    assert (found.epochs, found.reason) == (expected.epochs, expected.reason)
+    assert expected.epochs < 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden": 6}, "another model: convs.0"),
+        ({"seed": 5}, "seed is 0 there and 5 here"),
+        ({"lr": 0.5}, "lr is"),
+        ({"method": hl.Sampled(fanouts=(3, 2), batch_size=9)}, "method is"),
+        ({"data": "other"}, "dataset is"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    trainer(tmp_path / "run", epochs=1).fit()
+    kept = (tmp_path / "run" / checkpoint.FILE).read_bytes()
+    if changes.get("data"):
+        changes = {"data": small(num_train=48, num_edges=4200)}
+    with pytest.raises(ValueError, match=named):
+        trainer(tmp_path / "run", resume=True, **changes).fit()
+    assert (tmp_path / "run" / checkpoint.FILE).read_bytes() == kept
+
+
+def test_workers_and_look_ahead_may_change(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", epochs=1).fit()
+    trainer(tmp_path / "run", resume=True, method=hl.Sampled(fanouts=(3, 2), batch_size=16, workers=2)).fit()
+
+
+def test_a_method_that_cannot_begin_in_the_middle_goes_on_too(tmp_path: Path) -> None:
+    class Plain(hl.Sampled):
+        def bind(self, job: Any) -> Any:
+            work = super().bind(job)
+
+            class Work:
+                def units(self, epoch: int) -> Any:
+                    yield from work.units(epoch)
+
+            return Work()
+
+    method = Plain(fanouts=(3, 2), batch_size=16, workers=0)
+    whole = trainer(tmp_path / "whole", method=method)
+    whole.fit()
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer(tmp_path / "cut", method=method, stop=5).fit()
+    second = trainer(tmp_path / "cut", method=method, resume=True)
+    second.fit()
+    assert same(whole, second)
+
+
+def test_a_callback_of_the_users_keeps_its_state(tmp_path: Path) -> None:
+    class Count(Callback):
+        epochs = 0
+
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: EpochEnd) -> None:
+            self.epochs += 1
+
+        def state(self) -> dict[str, Any]:
+            return {"epochs": self.epochs}
+
+        def restore_state(self, state: dict[str, Any]) -> None:
+            self.epochs = state["epochs"]
+
+    first = trainer(tmp_path / "run", epochs=2)
+    first.callbacks.append(Count())
+    first.fit()
+    second, count = trainer(tmp_path / "run", epochs=3, resume=True), Count()
+    second.callbacks.append(count)
+    second.fit()
+    assert count.epochs == 3
+
+
+def test_a_folder_with_a_run_is_not_overwritten_without_resume(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", epochs=1).fit()
+    with pytest.raises(ValueError, match="resume=true"):
+        trainer(tmp_path / "run", epochs=1).fit()
+
+
+def test_resume_without_a_checkpoint_begins(tmp_path: Path) -> None:
+    assert trainer(tmp_path / "new", resume=True, epochs=1).fit().epochs == 1
+
+
+def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    clock = checkpoint.Clock(10)
+    now[0] = 9.0
+    assert not clock.is_due()
+    now[0] = 10.0
+    assert clock.is_due()
+    clock.restart()
+    assert not clock.is_due()

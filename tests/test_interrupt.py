@@ -1,0 +1,102 @@
+"""Signals: a run writes its checkpoint and ends, with a status that says why; the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hopline import checkpoint
+from hopline.interrupt import SIGNALS, Interrupted, Signals
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = ["train", "demo", "epochs=200", "evaluate_every=200", "model.hidden=8", "out=run", "resume=true"]
+
+
+def test_the_first_signal_is_noted_and_the_second_raises() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Signals() as signals:
+        signals.at_once = False
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+        with pytest.raises(Interrupted, match="SIGINT"):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_where_nothing_would_be_lost_the_first_raises() -> None:
+    with Signals(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with Signals():
+            os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_in_another_thread_nothing_is_installed() -> None:
+    found = []
+
+    def work() -> None:
+        with Signals():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGTERM)]
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "hopline", *TRAIN],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_epochs(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 90
+    while time.monotonic() < until and process.poll() is None:
+        metrics = folder / "run" / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count('"event": "epoch"') >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no epoch in time: {process.communicate(timeout=10)}")
+
+
+def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    epochs = 0
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        process = start(tmp_path)
+        try:
+            wait_for_epochs(tmp_path, epochs + 2, process)
+            process.send_signal(number)
+            sent = time.monotonic()
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+        assert time.monotonic() - sent < 10
+        assert process.returncode == 128 + number, errors
+        assert f"interrupted by {number.name}" in errors
+        assert "resume=true" in errors
+        assert "Traceback" not in errors
+        position = checkpoint.read(tmp_path / "run" / checkpoint.FILE)["position"]
+        assert position["epoch"] >= epochs + 2
+        assert not list((tmp_path / "run").glob("*.unfinished"))
+        epochs = (tmp_path / "run" / "metrics.jsonl").read_text().count('"event": "epoch"')
+    assert (tmp_path / "run" / "run.log").read_text().count("going on from") == 2
