@@ -4,12 +4,13 @@ BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format clean bench-peers
+.PHONY: help demo test check format clean bench-peers test-slurm
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run all tests"
 	@echo "make check   ruff (format and lint) and pyright"
 	@echo "make format  let ruff rewrite the files"
+	@echo "make test-slurm  train by sbatch on a Slurm cluster of one node, made for the test (root, Debian)"
 	@echo "make bench-peers  environments of the libraries that benchmarks compare with"
 	@echo "make clean   remove compiled kernels and caches"
 
@@ -52,6 +53,9 @@ format: $(INSTALLED)
 	touch $@
 
 bench-peers: $(INSTALLED) .venv-dgl/.installed .venv-pyg/.installed
+
+test-slurm: $(INSTALLED)
+	PYTHON=$(BIN)/python bash tests/slurm/run.sh
 
 clean:
 	find src tests -name '*.nb[ic]' -delete

@@ -148,7 +148,7 @@ def memory_of_training(folder: Path) -> None:
     activations = sum(size for place, size in kept.items() if place not in known)
     from hopline.methods import resolve_workers
 
-    ahead = resolve_workers(job.method)[1] + 1  # type: ignore[arg-type]
+    ahead = resolve_workers(job.method, job.world.num_cores)[1] + 1  # type: ignore[arg-type]
     due = data.num_bytes + ahead * batch.num_bytes + activations + model
     print(
         f"memory: peak {(peak[0] - before) / 2**20:.0f} MiB, of {due / 2**20:.0f} due (dataset "

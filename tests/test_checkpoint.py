@@ -227,13 +227,16 @@ def test_resume_without_a_checkpoint_begins(tmp_path: Path) -> None:
     assert trainer(tmp_path / "new", resume=True, epochs=1).fit().epochs == 1
 
 
-def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+def test_within_an_epoch_the_clock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = [0.0], []
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
-    clock = checkpoint.Clock(10)
-    now[0] = 9.0
-    assert not clock.is_due()
-    now[0] = 10.0
-    assert clock.is_due()
-    clock.restart()
-    assert not clock.is_due()
+    monkeypatch.setattr(checkpoint, "write", lambda path, state: written.append(state["position"]["units"]))
+
+    class Wait(Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
+            now[0] += 4.0
+
+    job = trainer(tmp_path / "run", epochs=1, checkpoint_s=8.0)  # three steps
+    job.callbacks.append(Wait())
+    job.fit()
+    assert written == [2, 3, 0]  # after eight seconds, at the end of the steps, and after the evaluation

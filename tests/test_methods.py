@@ -18,6 +18,7 @@ from hopline.nn import GNN, as_walkable
 from hopline.pipeline import StageError
 from hopline.tables import SparseTable, TensorTable
 from tests.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
+from tests.runs import small
 
 GRAPH = random_graph(dtype=torch.int32, weight=True)
 X = randn(50, 6)
@@ -266,3 +267,37 @@ def test_sums_cannot_be_scaled_in_a_model_that_is_not_made_of_layers() -> None:
     job = Job(data=DATA, model=model, module=model, train_ids=torch.arange(5), train_step=mean_loss)
     with pytest.raises(ValueError, match="scale_sums=true needs a model made of layers"):
         Sampled(fanouts=(3,), scale_sums=True).bind(job)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_after_a_restart_with_other_ranks_every_seed_has_its_turn_once(sizes: tuple[int, int], drop_last: bool):
+    data = small()
+    loader = Sampled(fanouts=(2,), batch_size=7, workers=0, drop_last=drop_last).loader(data)
+
+    def part(size: int, steps: int | None, done: int, seeds_done: int) -> list[int]:
+        """What the ranks of one start see, in so many steps."""
+        seen, loader.size = [], size
+        for loader.rank in range(size):
+            batches = itertools.islice(loader.epoch(1, done, seeds_done), steps)
+            seen += [int(s) for batch in batches for s in batch.seeds]
+        return seen
+
+    before, after = sizes
+    first = part(before, 3, 0, 0)
+    seen = first + part(after, None, 3, len(first))
+    assert len(seen) == len(set(seen))
+    if not drop_last:
+        assert sorted(seen) == data.splits["train"].tolist()
+    else:
+        assert len(data.splits["train"]) - len(seen) < 7 * after
+
+
+def test_a_whole_epoch_is_its_parts():
+    loader = Sampled(fanouts=(3, 2), batch_size=32, workers=0).loader(small())
+    whole = [(batch.seeds, batch.key) for batch in loader.epoch(2)]
+    parts = [(batch.seeds, batch.key) for batch in loader.epoch(2, 2, 64)]
+    assert len(whole) == len(parts) + 2
+    for (seeds, key), (expected, expected_key) in zip(parts, whole[2:], strict=True):
+        assert torch.equal(seeds, expected)
+        assert key == expected_key

@@ -180,6 +180,8 @@ class Batch:
     """Rows of the dataset's other named tables for `input_ids`."""
     key: int | None = None
     """Key of this step's random draws: (seed, epoch, global step)."""
+    total_seeds: int | None = None
+    """Seeds of this step over all ranks; None where nobody asked."""
 
     @property
     def labels(self) -> Tensor:

@@ -81,6 +81,8 @@ class Run:
     evaluations: list[Evaluation] = field(default_factory=list)
     stages: list[RegionStatistics] = field(default_factory=list)
     folder: Path | None = None
+    rank: int = 0
+    """Which of the processes that trained together this is from; all have the same numbers."""
 
 
 class Callback:

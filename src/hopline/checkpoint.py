@@ -6,16 +6,22 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from hopline import trace
 from hopline.callbacks import EpochEnd, Evaluation, Run
+from hopline.interrupt import Interrupted, Signals
 from hopline.report import versions
+from hopline.settings import TrainSettings
+from hopline.world import World
 
 if TYPE_CHECKING:
     from hopline.trainer import Trainer
@@ -40,7 +46,11 @@ class Position:
 
 def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
     """All that decides how a run goes on."""
+    world = trainer.world
     position = vars(trainer.position) | {"loss_sum": torch.as_tensor(trainer.position.loss_sum).detach().cpu()}
+    if world.size > 1:  # each rank's own sum, so that it goes on with the very number
+        own = [float(position["loss_sum"]) if rank == world.rank else 0.0 for rank in range(world.size)]
+        position["loss_sum"] = torch.tensor(world.sum(own), dtype=torch.float64)
     return {
         "identity": trainer.identity(),
         "model": trainer.model.state_dict(),
@@ -63,6 +73,7 @@ def restore(trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.schedule.load_state_dict(state["schedule"])
     trainer.position = Position(**state["position"])
+    trainer.position.loss_sum = _own_sum(trainer.position.loss_sum, trainer.world)
     trainer.num_steps, trainer.stop_reason = state["num_steps"], state["stop_reason"]
     trainer.metric = state["metric"]
     run.history = [EpochEnd(**epoch) for epoch in state["history"]]
@@ -77,6 +88,15 @@ def restore(trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["rng"]["cpu"])
     if _has_cuda() and len(state["rng"]["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+
+
+def _own_sum(sums: Tensor | float, world: World) -> Tensor | float:
+    """This rank's part of the loss so far; of another number of ranks, the first takes all of it."""
+    if not isinstance(sums, Tensor) or (sums.dim() == 0 and world.size == 1):
+        return sums
+    if sums.numel() == world.size:
+        return float(sums.view(-1)[world.rank])
+    return float(sums.sum()) if world.rank == 0 else 0.0
 
 
 def _has_cuda() -> bool:
@@ -115,13 +135,37 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def read_together(path: Path, world: World) -> dict[str, Any] | None:
+    """The checkpoint that the first rank finds, on every rank; None where there is none."""
+    content, problem = b"", ""
+    if world.rank == 0 and path.exists():
+        try:
+            read(path)
+            content = path.read_bytes()
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    size, problem = world.broadcast_object([len(content), problem])
+    if problem:
+        raise ValueError(problem)
+    if not size:
+        return None
+    received = torch.frombuffer(bytearray(content or size), dtype=torch.uint8)
+    world.broadcast_tensors([received])
+    return parse(received.numpy().tobytes(), path)
+
+
 def read(path: Path) -> dict[str, Any]:
     """A checkpoint, after its checksum was compared; nothing in it is executed."""
     try:
-        with path.open("rb") as file:
-            header, payload = file.readline(200), file.read()
+        content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path} ({error.strerror or error}): check the path") from error
+    return parse(content, path)
+
+
+def parse(content: bytes, path: Path) -> dict[str, Any]:
+    """The bytes of a checkpoint file."""
+    header, _, payload = content.partition(b"\n")
     words = header.split()
     if len(words) != 3 or words[0] != _MAGIC:
         raise ValueError(f"{path} is not a hopline checkpoint: remove it, or choose another folder with out=")
@@ -166,15 +210,70 @@ def _shape(shape: list[int] | None) -> str:
     return "missing" if shape is None else f"{'x'.join(map(str, shape)) or 'a scalar'}"
 
 
-class Clock:
-    """When the next checkpoint is due: so many seconds after the last."""
+class Checkpoints:
+    """When a run's checkpoints are written, and when a signal ends it; a context that holds the signals.
 
-    def __init__(self, every_s: float) -> None:
-        self.every_s = every_s
-        self.restart()
+    All ranks take part in each; the first one writes. Without a folder nothing is written and signals do what they do.
+    """
 
-    def restart(self) -> None:
+    def __init__(self, folder: Path | None, settings: TrainSettings, world: World) -> None:
+        self.path = None if folder is None else folder / FILE
+        self.settings, self.world = settings, world
+        self.signals = Signals()
         self.last = time.monotonic()
 
-    def is_due(self) -> bool:
-        return time.monotonic() - self.last >= self.every_s
+    def __enter__(self) -> Self:
+        self.signals = Signals()
+        if self.path is not None:
+            self.signals.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self.path is not None:
+            self.signals.__exit__(kind, error, where)
+
+    def resume(self, trainer: Trainer, run: Run) -> None:
+        """Put the trainer where the folder's checkpoint is, if there is one and it is asked for."""
+        if self.path is None or not self.settings.resume:
+            return
+        state = read_together(self.path, self.world)
+        if state is None:
+            return
+        check_identity(state["identity"], trainer.identity(), self.path)
+        restore(trainer, run, state)
+        at = trainer.position
+        trainer.say(f"going on from {self.path}: epoch {at.epoch}, {at.seeds:,} of {trainer.num_seeds:,} seeds done")
+
+    @contextmanager
+    def between_steps(self) -> Generator[None, None, None]:
+        """A signal waits for the end of the step it comes in; elsewhere the last checkpoint has everything."""
+        self.signals.at_once = False
+        self.last = time.monotonic()
+        try:
+            yield
+        finally:
+            self.signals.at_once = True
+
+    def write_if_due(self, trainer: Trainer, run: Run) -> None:
+        """By the first rank's clock, or because some rank got a signal: all of them together."""
+        due = self.world.rank == 0 and time.monotonic() - self.last >= self.settings.checkpoint_s
+        received = self.signals.received or 0
+        if self.world.size > 1:
+            due, received = (int(value) for value in self.world.most([float(due), float(received)]))
+            self.signals.received = received or None
+        if due or received:
+            self.write(trainer, run)
+
+    def write(self, trainer: Trainer, run: Run) -> None:
+        """Write where we are, and end here if a signal asked for it."""
+        if self.path is None:
+            return
+        with trace.span("checkpoint"):
+            state = snapshot(trainer, run)
+            if self.world.rank == 0:
+                write(self.path, state)
+        self.last = time.monotonic()
+        if self.signals.received is not None:
+            raise Interrupted(self.signals.received)

@@ -51,6 +51,8 @@ def train(
         done = run.train(override(config, settings))
     except Interrupted as signal:
         raise _Ended(signal) from None  # typer would make one and the same status of every interruption
+    if done.rank > 0:  # torchrun and srun start this command once per rank
+        return None
     valid = "no validation split" if math.isnan(done.valid) else f"valid {done.metric} {done.valid:.4f}"
     test = "no test split" if math.isnan(done.test) else f"test {done.metric} {done.test:.4f} (exact)"
     print(f"best epoch {done.best_epoch}: {valid}, {test}")

@@ -20,9 +20,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """A context in which a first signal is noted, and a second one raises at once.
+    """A context in which a first signal is noted, and a Ctrl-C after it raises at once.
 
-    While `at_once` is set, the first raises too: where nothing would be lost. Only the main thread gets signals, so
+    Launchers may send the same notice twice, which means no more than once. While `at_once` is set, the first raises too: where nothing would be lost. Only the main thread gets signals, so
     elsewhere this does nothing.
     """
 
@@ -46,6 +46,6 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None or self.at_once:
+        if self.at_once or (self.received is not None and number == signal.SIGINT):
             raise Interrupted(number)
-        self.received = number
+        self.received = self.received or number

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -20,8 +19,9 @@ from hopline.memory import reuse_freed_memory
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import Whole, as_walkable
 from hopline.pipeline import Pipeline, Stage
-from hopline.sampling import NeighborSampler, check_fanouts, seed_batches
+from hopline.sampling import NeighborSampler, check_fanouts, seed_batches, share_of
 from hopline.validate import check_fields
+from hopline.world import World
 
 TrainStep = Callable[[nn.Module, Batch], Tensor]
 """(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
@@ -43,6 +43,8 @@ class Job:
     device: torch.device = torch.device("cpu")
     bf16: bool = False
     """Whether forward runs under bfloat16 autocast."""
+    world: World = field(default_factory=World.alone)
+    """The processes that train together."""
 
 
 def supervised(task: str, num_classes: int) -> TrainStep:
@@ -68,6 +70,11 @@ class Unit(ABC):
     size: int
     """How many training examples it covers."""
 
+    @property
+    def total_size(self) -> int:
+        """How many the units of all ranks in this place cover together."""
+        return self.size
+
     @abstractmethod
     def forward_backward(self, total: int) -> Tensor:
         """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss."""
@@ -79,8 +86,11 @@ class Unit(ABC):
 class Work(Protocol):
     """A method bound to a job."""
 
-    def units(self, epoch: int, done: int = 0) -> Iterator[Unit]:
-        """The units of an epoch (counted from 1), in order, after the first `done`; the same epoch gives the same."""
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        """The units of an epoch (counted from 1), in order; the same epoch gives the same units again.
+
+        done, examples: how many units, which trained how many examples over all ranks, had their turn already.
+        """
         ...
 
 
@@ -106,8 +116,14 @@ class BatchUnit(Unit):
     def size(self) -> int:  # type: ignore[override]
         return self.batch.num_seeds
 
+    @property
+    def total_size(self) -> int:
+        return self.batch.num_seeds if self.batch.total_seeds is None else self.batch.total_seeds
+
     def forward_backward(self, total: int) -> Tensor:
         job = self.job
+        if not self.size:  # fewer seeds were left than there are ranks
+            return torch.zeros((), device=job.device)
         with torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16), trace.span("forward"):
             loss = job.train_step(job.model, self.batch)
         with trace.span("backward"):
@@ -122,7 +138,7 @@ class Sampled(Method):
     fanouts: tuple[int, ...] = (15, 10, 5)
     """In-edges taken per node and layer, the seeds' own first; -1 takes all."""
     batch_size: int = 1024
-    """Seeds per batch."""
+    """Seeds per batch and rank."""
     replace: bool = False
     """Draw neighbours with replacement."""
     layout: Literal["block"] = "block"
@@ -162,7 +178,9 @@ class Sampled(Method):
         if self.scale_sums and isinstance(job.model, Whole):
             raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
         job.model.check_blocks()
-        return SampledWork(job, self.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model))
+        loader = self.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model)
+        loader.rank, loader.size, loader.num_cores = job.world.rank, job.world.size, job.world.num_cores
+        return SampledWork(job, loader)
 
     def loader(
         self,
@@ -190,8 +208,8 @@ class SampledWork:
     job: Job
     loader: Loader
 
-    def units(self, epoch: int, done: int = 0) -> Iterator[Unit]:
-        with closing(self.loader.epoch(epoch, done)) as batches:
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
                 yield BatchUnit(self.job, batch)
 
@@ -215,40 +233,46 @@ class Loader:
         here = device.type == "cpu"  # the kernels that read a table themselves are the CPU's
         self.keeps_handle = here and model is not None and "x" in data.tables and model.keeps_handle(data.tables["x"])
         self.model = model
+        self.rank, self.size = 0, 1  # of the ranks that share each step's seeds
+        self.num_cores = num_cores()
         self._next_epoch = 1
         reuse_freed_memory()
 
     def __len__(self) -> int:
-        full, rest = divmod(self.ids.numel(), self.method.batch_size)
+        full, rest = divmod(self.ids.numel(), self.method.batch_size * self.size)
         return full + (rest > 0 and not self.method.drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         return self.epoch(epoch)
 
-    def epoch(self, epoch: int, done: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch, counted from 1, after the first `done`: the same for any number of workers."""
+    def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch, counted from 1: the same for any number of workers.
+
+        After `done` batches of `seeds_done` seeds it goes on, also where these were batches of another size.
+        """
         stages = [Stage("sample", self._sample), Stage("gather", self._gather), Stage("move", self._move)]
-        workers, look_ahead = resolve_workers(self.method)
+        workers, look_ahead = resolve_workers(self.method, self.num_cores)
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
         epoch_key = ops.derive_key(self.seed, epoch)
         seeds = seed_batches(
             self.ids,
-            self.method.batch_size,
+            self.method.batch_size * self.size,
             epoch_key,
             shuffle=self.method.shuffle,
             drop_last=self.method.drop_last,
+            done=seeds_done,
         )
-        steps = itertools.islice(enumerate(seeds), done, None)
-        return pipeline.run((s, ops.derive_key(epoch_key, step)) for step, s in steps)
+        return pipeline.run((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds, start=done))
 
     def _sample(self, request: tuple[Tensor, int]) -> Batch:
-        seeds, key = request
+        all_seeds, key = request
+        seeds = share_of(all_seeds, self.rank, self.size)
         blocks = self.sampler.sample(seeds, key)
         if self.method.scale_sums:
             blocks = tuple(replace(block, scale_sums=True) for block in blocks)
         trace.count("edges.sampled", sum(b.num_edges for b in blocks))
-        return Batch(seeds, blocks, None, None, key=key)
+        return Batch(seeds, blocks, None, None, key=key, total_seeds=all_seeds.numel())
 
     def _gather(self, batch: Batch) -> Batch:
         handles = {name: Rows(table, batch.input_ids) for name, table in self.data.tables.items()}
@@ -265,8 +289,8 @@ class Loader:
         return batch.to(self.device)
 
 
-def resolve_workers(method: Sampled) -> tuple[int, int]:
+def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:
     """(workers, look_ahead) with "auto" replaced: preparing threads give way to training, so there is one per core."""
-    workers = min(8, num_cores()) if method.workers == "auto" else method.workers
+    workers = min(8, num_cores) if method.workers == "auto" else method.workers
     look_ahead = 2 * max(1, workers) if method.look_ahead == "auto" else method.look_ahead
     return workers, look_ahead

@@ -8,14 +8,14 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hopline import checkpoint, infer
-from hopline.callbacks import Run
+from hopline import checkpoint, infer, launch
+from hopline.callbacks import EpochEnd, Evaluation, Run
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.edges import EdgeOptions
@@ -24,15 +24,19 @@ from hopline.data.npz import from_npz
 from hopline.data.ogb import from_ogb_folder, is_ogb_folder
 from hopline.data.store import is_dataset, verify
 from hopline.data.tabular import Columns, from_csv
+from hopline.launch import LaunchSettings
 from hopline.methods import Sampled
 from hopline.models import ModelSpec, make_model
 from hopline.settings import TrainSettings
+from hopline.sharing import share
 from hopline.spec import from_dict, to_dict
+from hopline.trace import RegionStatistics
 from hopline.trainer import Trainer
+from hopline.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(TrainSettings):
+class RunConfig(TrainSettings, LaunchSettings):
     """A whole run: what `hopline train` takes as key=value."""
 
     data: str = "demo"
@@ -51,6 +55,10 @@ class RunConfig(TrainSettings):
     """The run folder; runs/NAME-TIME by default."""
     weights: Path | None = None
     """Weights to begin with: a `state_dict` file of the same model, PyG's own or one of `hopline export`."""
+
+    def __post_init__(self) -> None:
+        TrainSettings.__post_init__(self)
+        LaunchSettings.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +102,42 @@ def train(config: RunConfig) -> Run:
     path = Path(config.data).expanduser()
     if is_dataset(path) or path.is_file():  # `hopline infer` may be called from another folder
         config = dataclasses.replace(config, data=str(path.resolve()))
-    data = _open(config)
+    places = {f.name: getattr(config, f.name) for f in dataclasses.fields(LaunchSettings)}
+    done = launch.run(train_rank, LaunchSettings(**places), to_dict(config), device=config.device)
+    return done if isinstance(done, Run) else _from_plain(done)
+
+
+def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
+    """One rank's part of a run; with several of them, what is left of the run as plain data."""
+    config = from_dict(RunConfig, stored)
+    data = _open_together(config, world)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data)
     if config.weights is not None:
         load_weights(model, config.weights)
-    out = config.out or _run_folder(data.name, config)
+    out = config.out or Path(world.broadcast_object(str(_run_folder(data.name, config))))
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
-    trainer = Trainer(model, data, config.method, out=out, config=to_dict(config), **settings)
-    return trainer.fit()
+    trainer = Trainer(model, data, config.method, out=out, config=to_dict(config), world=world, **settings)
+    done = trainer.fit()
+    return done if world.size == 1 else dataclasses.asdict(done) | {"folder": str(out)}
+
+
+def _from_plain(done: dict[str, Any]) -> Run:
+    """A run that came from another process."""
+    kinds = {"history": EpochEnd, "evaluations": Evaluation, "stages": RegionStatistics}
+    fields = {**done, "folder": Path(done["folder"])}
+    for name, kind in kinds.items():
+        fields[name] = [kind(**entry) for entry in done[name]]
+    return Run(**fields)
+
+
+def _open_together(config: RunConfig, world: World) -> Dataset:
+    """The run's dataset, one copy of it per host; what has to be downloaded or converted is so once."""
+    data = _open(config) if world.local_rank == 0 else None
+    mapped = world.broadcast_object(data is not None and data.folder is not None)  # all hosts wait for the first rank
+    if not mapped:
+        return share(data, world)
+    return data if data is not None else _open(config)
 
 
 def _run_folder(name: str, config: RunConfig) -> Path:
@@ -123,7 +158,8 @@ def _run_folder(name: str, config: RunConfig) -> Path:
 
 def _without(config: RunConfig) -> RunConfig:
     """The settings that make it the same run, whatever it shows and wherever it is."""
-    return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0)
+    places = {f.name: f.default for f in dataclasses.fields(LaunchSettings)}
+    return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **places)
 
 
 def export(folder: Path, file: Path, config: ExportConfig) -> Path:

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,9 @@ from hopline.callbacks import (
     StepEnd,
     WriteReport,
 )
-from hopline.checkpoint import Clock, Position
-from hopline.cores import num_cores
+from hopline.checkpoint import Checkpoints, Position
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
-from hopline.interrupt import Interrupted, Signals
 from hopline.methods import Job, Method, Sampled, TrainStep, Unit, supervised
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
@@ -38,6 +36,7 @@ from hopline.report import Report
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings, find_device
 from hopline.spec import to_dict
+from hopline.world import World
 
 TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
 """(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
@@ -71,6 +70,7 @@ class Trainer:
         test_step: TestStep | None = None,
         out: Path | str | None = None,
         config: dict[str, Any] | None = None,
+        world: World | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(data, Dataset):
@@ -78,7 +78,8 @@ class Trainer:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         self.settings = TrainSettings(**settings)
-        self.device = find_device(self.settings.device)
+        self.device = find_device(self.settings.device) if world is None else world.device
+        self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
         self.data = data
         self.method = method if method is not None else Sampled()
@@ -97,6 +98,7 @@ class Trainer:
             seed=self.settings.seed,
             device=self.device,
             bf16=self.settings.precision == "bf16",
+            world=self.world,
         )
         self.num_seeds = self.job.train_ids.numel()
         if self.settings.patience is not None and not self._has("valid"):
@@ -107,14 +109,14 @@ class Trainer:
         self.num_steps = 0
         self.position = Position()
         self._report: Report | None = None
-        self._signals = Signals()
-        self._clock = Clock(self.settings.checkpoint_s)
+        self._checkpoints = Checkpoints(self.out, self.settings, self.world)
 
     # ---- the loop
 
     def fit(self) -> Run:
         """Train, keep the best weights in the model, and test them."""
-        run, timers, counters = Run(metric=self.metric, folder=self.out), trace.Timers(), trace.Counters()
+        run = Run(metric=self.metric, folder=self.out, rank=self.world.rank)
+        timers, counters = trace.Timers(), trace.Counters()
         with ExitStack() as stack:
             keep = self._start(stack, timers, counters)
             try:
@@ -132,7 +134,7 @@ class Trainer:
         self.optimizer = self.make_optimizer()
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
         self._call("on_fit_start")
-        self._resume(run)
+        self._checkpoints.resume(self, run)
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
             if self.stop_reason is not None:
                 break
@@ -145,16 +147,20 @@ class Trainer:
             self.schedule.step(value, evaluated=due)
             timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
             self.position = Position(epoch=epoch + 1)
-            self._checkpoint(run)
+            self._checkpoints.write(self, run)
         run.reason = self.stop_reason or f"all {self.settings.epochs} epochs are trained"
         run.finished = True
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, int]:
         """One optimizer step over some units: (mean loss, seeds)."""
-        total = sum(unit.size for unit in units)
+        total = sum(unit.total_size for unit in units)
         self.optimizer.zero_grad(set_to_none=True)
+        if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
+            torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
         with self._threads(usual=self.usual_loss):
             loss = torch.stack([unit.forward_backward(total) for unit in units]).sum() / total
+            with trace.span("exchange"):
+                self.world.sum_gradients(self.model.parameters())
             with trace.span("optimizer"):
                 if self.settings.clip_norm is not None:
                     nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
@@ -167,19 +173,21 @@ class Trainer:
         self.job.model.train()
         self.model.train()
         at, started = self.position, time.perf_counter() - self.position.seconds
-        with self._between_steps(), closing(_groups(self._units(epoch), self.settings.accumulate)) as groups:
+        with (
+            self._checkpoints.between_steps(),
+            closing(_groups(self._units(epoch), self.settings.accumulate)) as groups,
+        ):
             for group in groups:
                 loss, size = self.step(group)
                 at.loss_sum, at.seeds, at.units = at.loss_sum + loss * size, at.seeds + size, at.units + len(group)
                 at.seconds = time.perf_counter() - started
                 self.num_steps += 1
                 self._call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
-                if self._clock.is_due() or self._signals.received is not None:
-                    self._checkpoint(run)
-            self._checkpoint(run)
+                self._checkpoints.write_if_due(self, run)
+            self._checkpoints.write(self, run)
         if not at.seeds:
             raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
-        mean_loss = float(at.loss_sum) / at.seeds
+        mean_loss = self.world.sum([float(at.loss_sum)])[0] / at.seeds
         if not math.isfinite(mean_loss):
             raise ValueError(
                 f"the loss became {mean_loss} in epoch {epoch}: lower lr=, set clip_norm=, and check the features by "
@@ -202,7 +210,7 @@ class Trainer:
         """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
         model = self.job.model
         if usual and self.device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
-            return ops.own_threads(min(torch.get_num_threads(), num_cores(), MOST_THREADS))
+            return ops.own_threads(min(torch.get_num_threads(), self.world.num_cores, MOST_THREADS))
         return nullcontext()
 
     # ---- evaluation
@@ -235,7 +243,8 @@ class Trainer:
     def _evaluated(self, epoch: int, split: str, exact: bool) -> Evaluation:
         started = time.perf_counter()
         with trace.span("evaluate"):
-            found = self.evaluate(split, exact=exact)
+            found = self.evaluate(split, exact=exact) if self.world.rank == 0 else {}
+            found = self.world.broadcast_object(found)
         if not found:
             raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
         self.metric = next(iter(found))
@@ -259,7 +268,7 @@ class Trainer:
 
     def say(self, text: str) -> None:
         """A line for the person watching, and for the run's log."""
-        if self.settings.show:
+        if self.settings.show and self.world.rank == 0:
             print(text, flush=True)
         if self._report is not None:
             self._report.note(text)
@@ -275,8 +284,8 @@ class Trainer:
         self.active = [*self.callbacks]
         if self.settings.patience is not None:
             self.active.append(EarlyStop(self.settings.patience))
-        if self.out is not None:
-            self._signals = stack.enter_context(Signals())
+        stack.enter_context(self._checkpoints)
+        if self.out is not None and self.world.rank == 0:
             goes_on = self.settings.resume and (self.out / checkpoint.FILE).exists()
             if (self.out / "metrics.jsonl").exists() and not self.settings.resume:
                 raise ValueError(
@@ -288,9 +297,9 @@ class Trainer:
             stack.callback(setattr, self, "_report", None)
             stack.enter_context(trace.listen(self._report))
             self.active.append(WriteReport(self._report))
-        if self.settings.show:
+        if self.settings.show and self.world.rank == 0:
             self.active.append(ShowProgress())
-        keep = KeepWeights(self.out)
+        keep = KeepWeights(self.out if self.world.rank == 0 else None)
         self.active.append(keep)
         stack.enter_context(trace.listen(timers))
         stack.enter_context(trace.listen(counters))
@@ -305,41 +314,11 @@ class Trainer:
         described = self._describe()
         return checkpoint.identity(self.model, self.data, described["method"], described["train"])
 
-    def _resume(self, run: Run) -> None:
-        path = None if self.out is None else self.out / checkpoint.FILE
-        if path is None or not self.settings.resume or not path.exists():
-            return
-        state = checkpoint.read(path)
-        checkpoint.check_identity(state["identity"], self.identity(), path)
-        checkpoint.restore(self, run, state)
-        at = self.position
-        self.say(f"going on from {path}: epoch {at.epoch}, {at.seeds:,} of {self.num_seeds:,} seeds done")
-
-    @contextmanager
-    def _between_steps(self) -> Generator[None, None, None]:
-        """A signal waits for the end of the step it comes in; elsewhere the last checkpoint has everything."""
-        self._signals.at_once = False
-        self._clock.restart()
-        try:
-            yield
-        finally:
-            self._signals.at_once = True
-
-    def _checkpoint(self, run: Run) -> None:
-        """Write where we are, and end here if a signal asked for it."""
-        if self.out is None:
-            return
-        with trace.span("checkpoint"):
-            checkpoint.write(self.out / checkpoint.FILE, checkpoint.snapshot(self, run))
-        self._clock.restart()
-        if self._signals.received is not None:
-            raise Interrupted(self._signals.received)
-
     def _units(self, epoch: int) -> Generator[Unit, None, None]:
         """The units of the epoch that are not done yet."""
         done = self.position.units
         if "done" in inspect.signature(self.work.units).parameters:
-            units, skipped = self.work.units(epoch, done), 0
+            units, skipped = self.work.units(epoch, done, self.position.seeds), 0
         else:  # a method that cannot begin in the middle: what is done is prepared again and left out
             units, skipped = self.work.units(epoch), done
         try:

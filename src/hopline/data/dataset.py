@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,8 @@ class Dataset:
     """Number of classes, or of labels in the multi-label task."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Where the dataset comes from, in plain JSON values."""
+    folder: Path | None = None
+    """The folder whose files it maps; processes that open it share one copy. None for one made in memory."""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

@@ -91,6 +91,7 @@ def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
     except (ValueError, KeyError) as error:
         reason = f"the array {error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"The arrays of {path} do not fit together ({reason}): {ADVICE}.") from error
+    dataset.folder = path
     return dataset.with_split(split)
 
 

@@ -1,0 +1,175 @@
+"""Which of several processes this one is, as torchrun or Slurm's srun say in the environment."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+SPECIAL_STEPS = 0xFFFFFFF0
+"""Slurm numbers from here on the steps that are no srun: a batch script, an interactive shell."""
+FIRST_PORT, NUM_PORTS = 12_000, 20_000
+"""Ports made from a Slurm job's number: above those of services, below those the system gives away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One task among those a launcher started."""
+
+    launcher: str
+    """"torchrun" or "srun"."""
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    """Tasks on this host."""
+    node: int
+    num_nodes: int
+    address: str
+    port: int
+    has_store: bool = False
+    """Whether the launcher itself keeps the store in which ranks meet."""
+    key: str = ""
+    """What tells this start from earlier ones at the same address."""
+
+
+def detect(environ: Mapping[str, str]) -> Place | None:
+    """Where a launcher has put this process; None when it is alone, as in a Slurm allocation without srun."""
+    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _torchrun(environ)
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and _number(environ, "SLURM_STEP_ID") < SPECIAL_STEPS:
+        return _srun(environ)
+    return None
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place | None:
+    advice = "start with torchrun, which sets them all, or unset RANK, WORLD_SIZE and LOCAL_RANK"
+    rank, size, local_rank = (_number(environ, name, advice) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    local_size = _number(environ, "LOCAL_WORLD_SIZE", advice)
+    _below("RANK", rank, "WORLD_SIZE", size)
+    _below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+    if local_size > size:
+        raise ValueError(f"LOCAL_WORLD_SIZE is {local_size} but WORLD_SIZE only {size}: {advice}")
+    if size == 1:
+        return None
+    port = _number(environ, "MASTER_PORT", advice)
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"MASTER_PORT is {port}: it must be between 1 and 65535")
+    return Place(
+        launcher="torchrun",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node=_number(environ, "GROUP_RANK", default=rank // local_size),
+        num_nodes=_number(environ, "GROUP_WORLD_SIZE", default=-(-size // local_size)),
+        address=_text(environ, "MASTER_ADDR", advice),
+        port=port,
+        has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        key=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
+
+
+def _srun(environ: Mapping[str, str]) -> Place | None:
+    total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    rank, size, local_rank, node = (
+        _number(environ, name) for name in ("SLURM_PROCID", total, "SLURM_LOCALID", "SLURM_NODEID")
+    )
+    _below("SLURM_PROCID", rank, total, size)
+    if size == 1:
+        return None
+    name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    hosts = expand_hosts(_text(environ, name), name)
+    counts = _tasks_per_node(environ, total, size, len(hosts))
+    _below("SLURM_NODEID", node, name, len(counts))
+    _below("SLURM_LOCALID", local_rank, "the number of tasks on this node", counts[node])
+    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
+    return Place(
+        launcher="srun",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=counts[node],
+        node=node,
+        num_nodes=len(counts),
+        # A host's own name may mean nothing to it, and one host needs no name.
+        address=hosts[0] if len(counts) > 1 else "127.0.0.1",
+        port=FIRST_PORT + (job * 7 + step) % NUM_PORTS,
+        key=f"{job}.{step}",
+    )
+
+
+def _tasks_per_node(environ: Mapping[str, str], total: str, size: int, num_hosts: int) -> list[int]:
+    """How many tasks run on each node of the step."""
+    if "SLURM_STEP_TASKS_PER_NODE" in environ:
+        name = "SLURM_STEP_TASKS_PER_NODE"
+        counts = list(_repeated(environ[name], name))
+    elif "SLURM_NTASKS_PER_NODE" in environ:
+        name = "SLURM_NTASKS_PER_NODE"
+        most = _number(environ, name)
+        counts = [max(0, min(most, size - node * most)) for node in range(num_hosts)]
+    elif num_hosts in (1, size):
+        return [size // num_hosts] * num_hosts
+    else:
+        raise ValueError("SLURM_STEP_TASKS_PER_NODE is missing: start with srun --ntasks-per-node=N")
+    if sum(counts) != size:
+        raise ValueError(f"{name} is {environ[name]!r}, {sum(counts)} tasks in all, but {total} is {size}")
+    if len(counts) > num_hosts:
+        raise ValueError(f"{name} is {environ[name]!r}, {len(counts)} nodes, but the list of nodes has {num_hosts}")
+    return counts
+
+
+def _repeated(text: str, name: str) -> Iterator[int]:
+    """The numbers in Slurm's "2(x3),1"."""
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise ValueError(f"{name} is {text!r}, which is not of the form 2(x3),1")
+        yield from itertools.repeat(int(match[1]), int(match[2] or 1))
+
+
+def expand_hosts(text: str, name: str) -> list[str]:
+    """The hosts in Slurm's "node[001-003,7],other"; `name` is what an error calls the list."""
+    if text.count("[") != text.count("]") or not re.fullmatch(r"[\w.\[\],\s-]+", text):
+        raise ValueError(f"{name} is {text!r}, which is not a list of hosts such as node[1-3],other")
+    hosts: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text.strip()):  # commas outside of brackets
+        pieces = re.split(r"\[([^\[\]]*)\]", part.strip())  # plain text and ranges, alternating
+        choices = [list(_numbers(p, text, name)) if k % 2 else [p] for k, p in enumerate(pieces)]
+        found = ["".join(choice) for choice in itertools.product(*choices)]
+        if "" in found or any("[" in host or "]" in host for host in found):
+            raise ValueError(f"{name} is {text!r}, which is not a list of hosts such as node[1-3],other")
+        hosts += found
+    return hosts
+
+
+def _numbers(ranges: str, text: str, name: str) -> Iterator[str]:
+    """The numbers in "001-003,7", with their leading zeros."""
+    for part in ranges.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"{name} is {text!r}: its range {part!r} cannot be read")
+        yield from (f"{n:0{len(match[1])}d}" for n in range(int(match[1]), int(match[2] or match[1]) + 1))
+
+
+def _text(environ: Mapping[str, str], name: str, advice: str = "start with srun") -> str:
+    if not environ.get(name, "").strip():
+        raise ValueError(f"the environment variable {name} is missing: {advice}")
+    return environ[name].strip()
+
+
+def _number(
+    environ: Mapping[str, str], name: str, advice: str = "start with srun", *, default: int | None = None
+) -> int:
+    if default is not None and name not in environ:
+        return default
+    text = _text(environ, name, advice)
+    if not text.isdecimal():
+        raise ValueError(f"the environment variable {name} is {text!r}, which is not a whole number: {advice}")
+    return int(text)
+
+
+def _below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value >= limit:
+        raise ValueError(f"{name} is {value}, which does not go with {limit_name} = {limit}: count from 0")

@@ -1,0 +1,217 @@
+"""What the ranks do in the tests of several processes; also a program, which `python -m tests.launched` starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hopline.data import planted
+from hopline.data.dataset import Dataset
+from hopline.launch import LaunchSettings, run
+from hopline.sharing import share
+from hopline.world import PeerError, World
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMP_NUM_THREADS")
+
+
+def tiny() -> Dataset:
+    """A planted graph that is made at once."""
+    return planted(num_nodes=200, num_edges=900, num_classes=3, num_features=5, num_train=60, num_valid=40)
+
+
+def gradient(rank: int, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A gradient that differs between ranks; whole numbers, so that sums are exact in any order."""
+    values = torch.arange(torch.Size(shape).numel()).view(shape) % 7 - 3
+    return (values * (rank + 1) + position).to(dtype)
+
+
+def check_gradients(world: World) -> None:
+    """Some gradients on all ranks, one on a single rank, one on none, several types, a bucket's worth and more."""
+    last = world.size - 1
+    shapes = [(3, 4), (5,), (2, 2), (1,), (4,), (3000, 1200), (1500, 2000), (), (6,)]
+    dtypes = [torch.float32] * 9
+    dtypes[2], dtypes[4] = torch.float64, torch.bfloat16
+    holders = {1: [last], 3: [], 6: [0]}  # all the others are held by every rank
+    parameters = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    for k, parameter in enumerate(parameters):
+        if world.rank in holders.get(k, range(world.size)):
+            parameter.grad = gradient(world.rank, k, shapes[k], dtypes[k])
+    parameters[5].grad = gradient(world.rank, 5, (1200, 3000), torch.float32).t()  # not contiguous
+    kept = [parameter.grad for parameter in parameters]
+    world.sum_gradients(iter([*parameters, frozen]))
+    assert frozen.grad is None
+    for k, parameter in enumerate(parameters):
+        ranks = holders.get(k, range(world.size))
+        if not ranks:
+            assert parameter.grad is None
+            continue
+        shape = shapes[k] if k != 5 else (1200, 3000)
+        expected = sum((gradient(r, k, shape, dtypes[k]) for r in ranks), torch.zeros(shape, dtype=dtypes[k]))
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == dtypes[k]
+        assert torch.equal(parameter.grad, expected if k != 5 else expected.t()), k
+        assert kept[k] is None or kept[k] is parameter.grad  # in place
+    model = nn.Linear(300, 300)
+    sums = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(world.rank)
+        model.weight.grad = torch.randn(300, 300, generator=generator)
+        world.sum_gradients(model.parameters())
+        sums.append(model.weight.grad.clone())
+    assert torch.equal(sums[0], sums[1])  # bit by bit, from run to run
+    first = sums[0].clone()
+    world.broadcast_tensors([first])
+    assert torch.equal(first, sums[0])  # and on every rank
+
+
+def check_words(world: World) -> None:
+    """Numbers, flags, objects and tensors."""
+    assert world.sum([1, world.rank, 0.1]) == [world.size, sum(range(world.size)), sum([0.1] * world.size)]
+    assert world.sum([]) == []
+    assert world.any(world.rank == world.size - 1)
+    assert not world.any(False)
+    value = {"a": (1, 2.5), "b": None, "c": "Übung", "d": [True], "big": "x" * 100_000}
+    for src in (0, world.size - 1):
+        got = world.broadcast_object(value if world.rank == src else object(), src=src)
+        assert got == value | {"a": [1, 2.5]}
+    assert world.broadcast_object("" if world.rank == 0 else 1) == ""
+    try:
+        world.broadcast_object({1, 2})
+    except ValueError as error:
+        assert "broadcast numbers" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a set was broadcast")
+    tensors = [torch.arange(6.0).view(2, 3).t(), torch.ones(3, dtype=torch.bool), torch.tensor(7), torch.empty(0)]
+    tensors += [torch.full((5,), 1.5, dtype=torch.bfloat16), nn.Parameter(torch.ones(4))]
+    expected = [t.detach().clone() for t in tensors]
+    if world.rank != 0:
+        for tensor in tensors:
+            tensor.data.zero_()
+    world.broadcast_tensors(tensors)
+    assert all(torch.equal(a.detach(), b) for a, b in zip(tensors, expected, strict=True))
+    world.barrier()
+
+
+def same_dataset(found: Dataset, made: Dataset) -> bool:
+    tensors = [(d.graph.indptr, d.graph.indices, d.x[torch.arange(len(d.x))], d.labels) for d in (found, made)]
+    splits = [[*d.splits.items(), *(i for s in d.alternatives for i in s.items())] for d in (found, made)]
+    return (
+        all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+        and all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(*splits, strict=True))
+        and len(found.alternatives) == len(made.alternatives)
+    )
+
+
+def check_sharing(world: World) -> None:
+    """One copy for all ranks of a host; nothing stays in the folders of shared memory or temporary files."""
+    made = tiny()
+    swapped = {"train": made.splits["test"], "test": made.splits["train"]}
+    several = replace(made, alternatives=(swapped, made.splits))
+    for dataset in (made, several.with_split(0), several.with_split(1)):
+        found = share(dataset if world.local_rank == 0 else None, world)
+        assert same_dataset(found, dataset)
+        assert (found is dataset) == (world.local_size == 1)
+        if world.local_size > 1:
+            maps = Path("/proc/self/maps").read_text()
+            assert "(deleted)" in next(line for line in maps.splitlines() if "hopline-shared-" in line)
+    if world.local_size > 1:
+        for wrong in (None, replace(made, meta={"not": object()})):
+            try:
+                share(wrong if world.local_rank == 0 else None, world)
+            except (ValueError, TypeError):
+                continue
+            raise AssertionError("shared what cannot be")
+
+
+def everything(world: World, folder: str, data: bool = True) -> dict[str, Any]:
+    """Check all that ranks do together, and write down where this one sits."""
+    check_words(world)
+    check_gradients(world)
+    if data:
+        check_sharing(world)
+    seat = {k: getattr(world, k) for k in ("rank", "size", "local_rank", "local_size", "node", "timeout_s")}
+    seat |= {"threads": torch.get_num_threads(), "num_cores": world.num_cores, "pid": os.getpid()}
+    (Path(folder) / f"seat{world.rank}").write_text(json.dumps(seat))
+    return {"size": world.size}
+
+
+def everything_then_death(world: World, folder: str, victim: int) -> None:
+    """Check everything; then one rank is killed, and the others write down what they learn."""
+    everything(world, folder)
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    for _ in range(2):  # a world that has lost a rank says so again
+        try:
+            world.sum([1.0])
+        except PeerError as error:
+            text = json.dumps({"error": str(error), "seconds": time.monotonic() - start})
+            (Path(folder) / f"lost{world.rank}").write_text(text)
+    world.barrier()
+
+
+def stay(world: World, folder: str) -> None:
+    """Say that this rank runs, then wait to be ended."""
+    world.barrier()
+    (Path(folder) / f"running{world.rank}").write_text(str(os.getpid()))
+    try:
+        time.sleep(60)
+    finally:
+        (Path(folder) / f"ended{world.rank}").write_text("by a signal")
+
+
+def fail(world: World) -> None:
+    """Fail in rank 1, while the others wait for it."""
+    if world.rank == 1:
+        raise ValueError("batch_size is too large: give batch_size=10")
+    world.barrier()
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment for a subprocess: no launcher's variables but these."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    return plain | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"} | changes
+
+
+@contextmanager
+def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes by command and environment, all of which are gone afterwards."""
+    processes = [
+        subprocess.Popen(c, env=dict(e), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for c, e in commands
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate(timeout=20)
+
+
+def program(*arguments: str) -> list[str]:
+    return [sys.executable, "-W", "error::UserWarning", "-m", "tests.launched", *arguments]
+
+
+def main(name: str, devices: str, timeout_s: str, *args: str) -> None:
+    known = {f.__name__: f for f in (everything, everything_then_death, stay, fail)}
+    plain = [int(a) if a.isdecimal() else a for a in args]
+    settings = LaunchSettings(devices=int(devices), timeout_s=float(timeout_s))
+    print(run(known[name], settings, *plain))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

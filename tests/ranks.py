@@ -1,0 +1,74 @@
+"""What several ranks do in tests: started by launch.run, by torchrun, or alone with the union of their batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+import hopline as hl
+from hopline.callbacks import Callback, StepEnd
+from hopline.launch import LaunchSettings, run
+from hopline.world import World
+from tests.runs import small
+
+BATCH = 12
+"""Seeds of a step over all ranks: divisible by 1, 2 and 3. 150 training nodes make 12 steps and a half."""
+
+
+class KillRank(Callback):
+    """One rank dies without a word."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if trainer.world.rank == self.rank and step.step == self.step and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(world: World, kind: str, out: str | None = None, **changes: Any) -> dict[str, Any]:
+    """Losses, metrics and weights of a run whose step is BATCH seeds, however many ranks share it."""
+    data = small(num_train=changes.pop("num_train", 150))
+    data = dataclasses.replace(data, tables={"x": hl.TensorTable(data.x.read(torch.arange(len(data.x))).double())})
+    torch.manual_seed(3)
+    convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
+    model = hl.nn.GNN([convs(8, 8), convs(8, 4)], dropout=0.4).double()
+    method = hl.Sampled(fanouts=(3, 2), batch_size=BATCH // world.size, workers=1)
+    kill = changes.pop("kill", None)
+    settings = {"epochs": 2, "show": False, "accumulate": 2, "checkpoint_s": 0.0, "resume": out is not None} | changes
+    callbacks = [] if kill is None else [KillRank(*kill)]
+    trainer = hl.Trainer(model, data, method, world=world, out=out, callbacks=callbacks, **settings)
+    done = trainer.fit()
+    return {
+        "losses": [epoch.loss for epoch in done.history],
+        "metrics": [evaluation.metrics for evaluation in done.evaluations],
+        "weights": {name: tensor.flatten().tolist() for name, tensor in model.state_dict().items()},
+        "size": world.size,
+    }
+
+
+def train_each(world: World, kinds: list[str], out: str | None, changes: dict[str, Any]) -> dict[str, Any]:
+    found = {kind: train(world, kind, out, **changes) for kind in kinds}
+    awkward = {str(n): train(world, "sage", num_train=n)["losses"] for n in (1, 2, 13)} if out is None else {}
+    return {"kinds": found, "awkward": awkward}
+
+
+def main() -> None:
+    """Under torchrun: FILE gets what the first rank found."""
+    file, out, kinds, changes = sys.argv[1], sys.argv[2] or None, json.loads(sys.argv[3]), json.loads(sys.argv[4])
+    found = run(train_each, LaunchSettings(timeout_s=20), kinds, out, changes)
+    if int(os.environ["RANK"]) == 0:
+        Path(file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
