@@ -22,8 +22,8 @@ class Interrupted(KeyboardInterrupt):
 class Signals:
     """A context in which a first signal is noted, and a Ctrl-C after it raises at once.
 
-    Launchers may send the same notice twice, which means no more than once. While `at_once` is set, the first raises too: where nothing would be lost. Only the main thread gets signals, so
-    elsewhere this does nothing.
+    Launchers may send the same notice twice, which means no more than once. While `at_once` is set, the first raises
+    too: where nothing would be lost. Only the main thread gets signals, so elsewhere this does nothing.
     """
 
     def __init__(self) -> None:
