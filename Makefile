@@ -4,12 +4,15 @@ BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format clean bench-peers test-slurm
+.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-faults test-soak
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run all tests"
 	@echo "make check   ruff (format and lint) and pyright"
 	@echo "make format  let ruff rewrite the files"
+	@echo "make test-faults  kill runs in many ways and see that they go on (some minutes)"
+	@echo "make test-soak   300 epochs, and again with random kills: memory, files and threads do not grow"
+	@echo "make test-hosts  two hosts of network namespaces, and a link that is cut (root, Linux)"
 	@echo "make test-slurm  train by sbatch on a Slurm cluster of one node, made for the test (root, Debian)"
 	@echo "make bench-peers  environments of the libraries that benchmarks compare with"
 	@echo "make clean   remove compiled kernels and caches"
@@ -56,6 +59,15 @@ bench-peers: $(INSTALLED) .venv-dgl/.installed .venv-pyg/.installed
 
 test-slurm: $(INSTALLED)
 	PYTHON=$(BIN)/python bash tests/slurm/run.sh
+
+test-hosts: $(INSTALLED)
+	PYTHON=$(BIN)/python bash tests/hosts/run.sh
+
+test-soak: $(INSTALLED)
+	PYTHONPATH=. $(BIN)/python -m tests.soak
+
+test-faults: $(INSTALLED)
+	$(BIN)/python tests/faults.py
 
 clean:
 	find src tests -name '*.nb[ic]' -delete

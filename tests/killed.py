@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ def train(folder: Path, kind: str) -> None:
     hl.Trainer(model, data, method, out=folder, show=False, resume=True, checkpoint_s=0.0, **settings).fit()
 
 
-def in_child(folder: Path, kind: str, kill_after_s: float | None) -> bool:
+def in_child(folder: Path, kind: str, kill_after_s: float | None, train: Callable[[Path, str], None] = train) -> bool:
     """Whether the child reached the end of training."""
     child = os.fork()
     if child == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import hopline as hl
 from hopline import checkpoint
 from hopline.callbacks import Callback, EpochEnd, StepEnd
+from hopline.settings import TrainSettings
+from hopline.world import World
 from tests.runs import sage, small
 
 STATE = {"weights": torch.arange(5.0), "epoch": 3, "names": ["a", "b"]}
@@ -240,3 +243,19 @@ def test_within_an_epoch_the_clock_decides(tmp_path: Path, monkeypatch: pytest.M
     job.callbacks.append(Wait())
     job.fit()
     assert written == [2, 3, 0]  # after eight seconds, at the end of the steps, and after the evaluation
+
+
+def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) -> None:
+    class Two(World):
+        """As if there were another rank, which knows of no signal; ours comes during the exchange."""
+
+        def most(self, values: Any) -> list[float]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return list(values)
+
+    world = Two.alone()
+    world.size = 2
+    checkpoints = checkpoint.Checkpoints(tmp_path, TrainSettings(checkpoint_s=60), world)
+    with checkpoints, checkpoints.between_steps():
+        checkpoints.write_if_due(None, None)  # type: ignore[arg-type]
+        assert checkpoints.signals.received == signal.SIGTERM

@@ -262,7 +262,8 @@ class Checkpoints:
         received = self.signals.received or 0
         if self.world.size > 1:
             due, received = (int(value) for value in self.world.most([float(due), float(received)]))
-            self.signals.received = received or None
+            if received:  # else one that came during the exchange must not be forgotten
+                self.signals.received = received
         if due or received:
             self.write(trainer, run)
 

@@ -17,10 +17,12 @@ from hopline import run
 from hopline.data.names import names
 from hopline.data.store import verify as verify_folder
 from hopline.interrupt import Interrupted
+from hopline.launch import RankError
 from hopline.pipeline import StageError
 from hopline.recipes import RECIPES
 from hopline.report import write_html
 from hopline.spec import field_docs, nearest, override
+from hopline.world import PeerError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -193,6 +195,8 @@ def _sentence(error: BaseException) -> tuple[str, int]:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}: check the path, its permissions and the free space", 2
     text = str(error) or type(error).__name__
+    if isinstance(error, PeerError | RankError):
+        return text, 1
     if isinstance(error, ValueError | OSError):
         return text, 2
     return f"{type(error).__name__}: {text} (run again with --debug for the traceback)", 1

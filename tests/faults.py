@@ -1,0 +1,132 @@
+"""Faults injected into real runs of the command, what was lost, and how long recovery took: `make test-faults`.
+
+Writes the table of docs/reliability.md. Every run is compared with one that was never interrupted: the losses of all
+epochs and the last weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- made by make test-faults -->", "<!-- end -->"
+EPOCHS = 30
+SETTINGS = [f"epochs={EPOCHS}", "model.hidden=16", "method.batch_size=256", f"evaluate_every={EPOCHS}"]
+
+Fault = Callable[[psutil.Process], None]
+
+
+def send(number: int) -> Fault:
+    return lambda process: process.send_signal(number)
+
+
+def kill_a_rank(process: psutil.Process) -> None:
+    """The youngest child: spawned ranks start in their order."""
+    ranks = [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
+    max(ranks, key=lambda child: child.create_time()).kill()
+
+
+FAULTS: dict[str, tuple[int, Fault]] = {
+    "`kill -9`": (1, send(signal.SIGKILL)),
+    "Ctrl-C": (1, send(signal.SIGINT)),
+    "SIGTERM": (1, send(signal.SIGTERM)),
+    "SIGUSR1 (Slurm's notice)": (1, send(signal.SIGUSR1)),
+    "`kill -9` of one of 2 ranks": (2, kill_a_rank),
+    "`kill -9` of the parent of 2 ranks": (2, send(signal.SIGKILL)),
+    "SIGTERM to the parent of 2 ranks": (2, send(signal.SIGTERM)),
+}
+"""What happens to a run of so many ranks, in the middle of an epoch."""
+
+
+def start(out: Path, ranks: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "hopline", "train", "demo", *SETTINGS]
+    command += ["timeout_s=20", "checkpoint_s=0.2", "resume=true", f"devices={ranks}", f"out={out}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def results(out: Path) -> dict[str, Any]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    weights = torch.load(out / "last.pt", weights_only=True)
+    return {
+        "losses": {line["epoch"]: line["loss"] for line in lines if line["event"] == "epoch"},
+        "weights": {name: tensor.tolist() for name, tensor in weights.items()},
+    }
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], what: str) -> float:
+    """Seconds until something holds."""
+    started = time.monotonic()
+    while not holds():
+        if process.poll() is not None and not holds():
+            raise SystemExit(f"the run ended before {what}: {process.communicate()[1][-2000:]}")
+        if time.monotonic() - started > 120:
+            process.kill()
+            raise SystemExit(f"{what} took over two minutes")
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def count(file: Path, text: str) -> int:
+    return file.read_text().count(text) if file.exists() else 0
+
+
+def inject(name: str, ranks: int, fault: Fault, out: Path, whole: dict[str, Any]) -> str:
+    """One row of the table."""
+    run = start(out, ranks)
+    wait_until(lambda: count(out / "metrics.jsonl", '"event": "epoch"') >= 5, run, "five epochs")
+    time.sleep(0.05)
+    family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    fault(family[0])
+    started = time.monotonic()
+    _, errors = run.communicate(timeout=60)
+    psutil.wait_procs(family, timeout=20)
+    ended_s = time.monotonic() - started
+    left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    if left or run.returncode == 0:
+        raise SystemExit(f"{name}: {left} still run, status {run.returncode}")
+    before = count(out / "run.log", "going on from")
+    again = start(out, ranks)
+    back_s = wait_until(lambda: count(out / "run.log", "going on from") > before, again, "going on")
+    if again.wait(timeout=180):
+        raise SystemExit(f"{name}: the second start failed: {again.communicate()[1]}")
+    if results(out) != whole:
+        raise SystemExit(f"{name}: the run that went on differs from one that was never interrupted")
+    said = (errors.strip().splitlines() or ["nothing"])[-1].removeprefix("error: ").split(":")[0]
+    print(f"{name}: ended after {ended_s:.1f} s, went on after {back_s:.1f} s", flush=True)
+    return f"| {name} | {run.returncode} | {said} | {ended_s:.1f} | nothing | {back_s:.1f} |"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        home, wholes, rows = Path(folder), {}, []
+        for number, (name, (ranks, fault)) in enumerate(FAULTS.items()):
+            if ranks not in wholes:
+                run = start(home / f"whole{ranks}", ranks)
+                if run.wait(timeout=180):
+                    raise SystemExit(f"the run without a fault failed: {run.communicate()[1]}")
+                wholes[ranks] = results(home / f"whole{ranks}")
+            rows.append(inject(name, ranks, fault, home / f"run{number}", wholes[ranks]))
+    titles = ["fault, in the middle of an epoch", "status", "it says", "all processes gone after, s", "lost"]
+    head = f"| {' | '.join([*titles, 'going on after, s'])} |"
+    table = "\n".join([BEGIN, "", head, "|---|---|---|---|---|---|", *rows, "", END])
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + table + rest.partition(END)[2])
+    print(f"written to {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
