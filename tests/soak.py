@@ -1,4 +1,4 @@
-"""300 epochs in one process, and again with random kills: memory, open files and threads must not grow; `make test-soak`."""
+"""300 epochs in one process, and again with random kills: memory, files and threads must not grow; `make test-soak`."""
 
 from __future__ import annotations
 
@@ -62,9 +62,8 @@ def main() -> None:
         early, late = seen[SETTLED : SETTLED + WINDOW], seen[-WINDOW:]
         rss = [statistics.median(entry["rss"] for entry in part) for part in (early, late)]
         growth = rss[1] / rss[0]
-        print(
-            f"{EPOCHS} epochs in {whole_s:.0f} s: resident {rss[0] / 2**20:.1f} -> {rss[1] / 2**20:.1f} MiB ({growth:.3f})"
-        )
+        sizes = " -> ".join(f"{size / 2**20:.1f}" for size in rss)
+        print(f"{EPOCHS} epochs in {whole_s:.0f} s: resident {sizes} MiB ({growth:.3f})")
         for what in ("files", "threads"):
             print(f"{what}: {sorted({entry[what] for entry in seen[SETTLED:]})}")
         moments, kills = random.Random(3), 0

@@ -174,7 +174,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(changes: dict[str, Any],
 
 def test_workers_and_look_ahead_may_change(tmp_path: Path) -> None:
     trainer(tmp_path / "run", epochs=1).fit()
-    trainer(tmp_path / "run", resume=True, method=hl.Sampled(fanouts=(3, 2), batch_size=16, workers=2)).fit()
+    other = hl.Sampled(fanouts=(3, 2), batch_size=16, workers=2, look_ahead=3)
+    assert trainer(tmp_path / "run", resume=True, method=other).fit().epochs == 3
 
 
 def test_a_method_that_cannot_begin_in_the_middle_goes_on_too(tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ def test_where_nothing_would_be_lost_the_first_raises() -> None:
 def test_what_was_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        with Signals():
+        with Signals() as signals:
             os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.received is None
     finally:
         signal.signal(signal.SIGUSR1, before)
 
