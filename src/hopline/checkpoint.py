@@ -140,8 +140,8 @@ def read_together(path: Path, world: World) -> dict[str, Any] | None:
     content, problem = b"", ""
     if world.rank == 0 and path.exists():
         try:
-            read(path)
             content = path.read_bytes()
+            parse(content, path)  # what is damaged is not sent around
         except (OSError, ValueError) as error:
             problem = str(error)
     size, problem = world.broadcast_object([len(content), problem])
