@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import pytest
@@ -100,8 +100,8 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
     keep.on_epoch_end(trainer, None)  # type: ignore[arg-type]
     before = (tmp_path / "last.pt").read_bytes()
 
-    def full(weights: Any, path: Path) -> None:
-        path.write_bytes(b"half")
+    def full(weights: Any, file: BinaryIO) -> None:
+        file.write(b"half")
         raise error
 
     monkeypatch.setattr(torch, "save", full)

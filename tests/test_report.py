@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hopline import report as module
-from hopline.report import Report, render_html, write_atomic, write_html
+from hopline.report import Report, render_html, write_html
 from hopline.trace import Span, count, listen, span
 
 
@@ -167,21 +167,19 @@ def test_the_page_is_rebuilt_from_the_files_alone(tmp_path: Path):
     assert "loss, epoch 1: 0.5" in page
 
 
-def test_atomic_writes_keep_the_old_file_and_leave_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "a.json"
-    write_atomic(path, "older")
-    with open(path) as reader:
-        write_atomic(path, "old")
-        assert reader.read() == "older", "who has it open reads on undisturbed"
+def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    Report(tmp_path, {}).close()
+    before = (tmp_path / "report.html").read_text()
 
     def full(_: int) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", full)
+    names = sorted(os.listdir(tmp_path))
     with pytest.raises(OSError, match="full"):
-        write_atomic(path, "new")
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a.json"]
+        write_html(tmp_path)
+    assert (tmp_path / "report.html").read_text() == before
+    assert sorted(os.listdir(tmp_path)) == names
 
 
 def test_threads_write_whole_lines(tmp_path: Path):

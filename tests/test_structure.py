@@ -26,6 +26,7 @@ ROWS = [
         "heart",
         "place",
         "report_svg",
+        "files",
     ],
     ["graph", "batch", "schedule", "world", "report_html"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
+from hopline.files import replacing
 from hopline.progress import Progress, progress
 from hopline.report import Report
 from hopline.trace import RegionStatistics
@@ -173,12 +173,10 @@ class KeepWeights(Callback):
     def _save(self, name: str, weights: dict[str, Any]) -> None:
         if self.folder is None:
             return
-        unfinished = self.folder / f"{name}.unfinished"
         try:
-            torch.save(weights, unfinished)
-            os.replace(unfinished, self.folder / name)
+            with replacing(self.folder / name) as file:
+                torch.save(weights, file)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-            unfinished.unlink(missing_ok=True)
             raise ValueError(f"cannot write {self.folder / name}: {error}; free space or choose out=") from error
 
 
@@ -191,7 +189,8 @@ class ShowProgress(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         parameters = sum(p.numel() for p in trainer.model.parameters())
-        trainer.say(f"{trainer.data!r}; {parameters:,} parameters; {type(trainer.method).__name__}")
+        ranks = f"; {trainer.world.size} ranks" if trainer.world.size > 1 else ""
+        trainer.say(f"{trainer.data!r}; {parameters:,} parameters; {type(trainer.method).__name__}{ranks}")
         if "split" in trainer.data.meta:
             trainer.say(f"split: {trainer.data.meta['split']}")
         if not ops.kernel_cache().exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from hopline import trace
 from hopline.callbacks import EpochEnd, Evaluation, Run
+from hopline.files import replacing
 from hopline.interrupt import Interrupted, Signals
 from hopline.report import versions
 from hopline.settings import TrainSettings
@@ -109,30 +109,15 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
     torch.save({"format": FORMAT, "versions": versions(), **state}, buffer)
     payload = buffer.getvalue()
     header = b"%s %s %d\n" % (_MAGIC, hashlib.sha256(payload).hexdigest().encode(), len(payload))
-    unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with unfinished.open("wb") as file:
+        with replacing(path) as file:
             file.write(header)
             file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync_folder(path.parent)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         reason = error.strerror or str(error)
         raise ValueError(
             f"cannot write {path} ({reason}): free some space, or choose another folder with out="
         ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until a renamed file is on the disk under its new name."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_together(path: Path, world: World) -> dict[str, Any] | None:
@@ -244,7 +229,10 @@ class Checkpoints:
         check_identity(state["identity"], trainer.identity(), self.path)
         restore(trainer, run, state)
         at = trainer.position
-        trainer.say(f"going on from {self.path}: epoch {at.epoch}, {at.seeds:,} of {trainer.num_seeds:,} seeds done")
+        ranks, now = state["position"]["loss_sum"].numel(), self.world.size
+        change = "" if now == ranks else f"; now {now} rank{'s' * (now > 1)}, before {ranks}"
+        done = f"{at.seeds:,} of {trainer.num_seeds:,} seeds done"
+        trainer.say(f"going on from {self.path}: epoch {at.epoch}, {done}{change}")
 
     @contextmanager
     def between_steps(self) -> Generator[None, None, None]:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hopline import report_html, spec
+from hopline.files import replacing
 from hopline.trace import Span
 
 MAX_SPANS = 200_000
@@ -86,7 +87,7 @@ class Report:
             | {"num_spans": len(spans), "num_dropped_spans": num_dropped}
         )
         trace = chrome_trace(spans, self._start_s) | {"otherData": {"num_dropped_spans": num_dropped}}
-        write_atomic(self.folder / "trace.json", json.dumps(trace))
+        write_text(self.folder / "trace.json", json.dumps(trace))
         write_html(self.folder)
 
     def __enter__(self) -> Self:
@@ -116,13 +117,13 @@ class Report:
         # The run is not over any more.
         records = [record for record in records if record.get("event") not in ("end", "close")]
         # Written again from what could be read, so that half a line of a killed run does not spoil the next.
-        write_atomic(metrics, "".join(json.dumps(record) + "\n" for record in records))
+        write_text(metrics, "".join(json.dumps(record) + "\n" for record in records))
         self._earlier_s = max((float(record.get("elapsed_s") or 0) for record in records), default=0.0)
         if not resume:
-            write_atomic(self.folder / "run.log", "")
+            write_text(self.folder / "run.log", "")
             for stale in ("trace.json", "report.html"):
                 (self.folder / stale).unlink(missing_ok=True)
-        write_atomic(self.folder / "config.json", json.dumps(_plain(describe(config)), indent=2) + "\n")
+        write_text(self.folder / "config.json", json.dumps(_plain(describe(config)), indent=2) + "\n")
 
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,18 +203,11 @@ def render_html(folder: Path) -> str:
 def write_html(folder: Path) -> Path:
     """Write the page of a run into its folder again, and return where it is."""
     path = Path(folder) / "report.html"
-    write_atomic(path, render_html(folder))
+    write_text(path, render_html(folder))
     return path
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that readers, also after a crash, see the old text or the new and never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_text(path: Path, text: str) -> None:
+    """Put a text in place of a file in one step."""
+    with replacing(path) as file:
+        file.write(text.encode())

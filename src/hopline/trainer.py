@@ -29,6 +29,7 @@ from hopline.callbacks import (
 from hopline.checkpoint import Checkpoints, Position
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
+from hopline.files import remove_unfinished
 from hopline.methods import Job, Method, Sampled, TrainStep, Unit, supervised
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
@@ -291,8 +292,7 @@ class Trainer:
                 raise ValueError(
                     f"{self.out} holds a run already: go on with it by resume=true, or choose another folder with out="
                 )
-            for unfinished in self.out.glob("*.unfinished"):  # of a run that was killed while it wrote
-                unfinished.unlink()
+            remove_unfinished(self.out)
             self._report = stack.enter_context(Report(self.out, self.config, resume=goes_on))
             stack.callback(setattr, self, "_report", None)
             stack.enter_context(trace.listen(self._report))

@@ -89,7 +89,7 @@ def stop(*_):
 
 owner, name, replacement = {
     "write": (writer.ArrayWriter, "append", stop),
-    "sync": (writer, "_sync_folder", stop),
+    "sync": (writer, "sync_folder", stop),
     "swap": (writer, "_swap", stop),
     "between": (writer.Path, "rename", rename_once),
     "after": (writer.shutil, "rmtree", remove),

@@ -21,6 +21,7 @@ from torch import Tensor
 from hopline.data import manifest as manifests
 from hopline.data.arrays import ArrayWriter, checksum_text, dtype_name, file_bytes
 from hopline.data.manifest import ArrayEntry, Manifest
+from hopline.files import sync_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HOST = re.sub(r"[^A-Za-z0-9]", "_", platform.node()) or "host"
@@ -111,7 +112,7 @@ class FolderWriter:
                 file.write(manifests.to_json(manifest))
                 file.flush()
                 os.fsync(file.fileno())
-            _sync_folder(self.temporary)
+            sync_folder(self.temporary)
             _swap(self.temporary, self.folder)
 
 
@@ -140,18 +141,8 @@ def _swap(new: Path, target: Path) -> None:
     if target.exists():
         target.rename(backup)
     new.rename(target)
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
     shutil.rmtree(backup, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_stale(folder: Path) -> None:
