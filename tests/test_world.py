@@ -109,8 +109,31 @@ def test_a_port_in_use_is_named(local: bool):
 
 def test_ranks_that_mean_different_sizes_are_refused():
     store = serve("127.0.0.1", 0, 5, local=True)
-    store.set("hopline//seat/0", json.dumps([3, 0, []]))
+    store.set("hopline//seat/0", json.dumps([3, 0, [], ""]))
     with pytest.raises(
         ValueError, match="rank 0 was started as one of 3 and rank 1 as one of 2: give the same devices="
     ):
         join(store.port)
+
+
+@pytest.mark.parametrize("other", ["GPU-1", "GPU-2"])
+def test_two_ranks_of_nccl_on_one_gpu_are_refused_before_they_try(other: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hopline.world._gpu_of", lambda device: "GPU-1")
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+
+    def start(*args: object, **settings: object) -> None:
+        raise MemoryError("the exchange would begin")
+
+    monkeypatch.setattr("torch.distributed.init_process_group", start)
+    store = serve("127.0.0.1", 0, 5, local=True)
+    store.set("hopline//seat/0", json.dumps([2, 0, [], other]))
+    seat = Seat(
+        rank=1, size=2, local_rank=1, local_size=2, device="cuda:0", backend="nccl", timeout_s=1, port=store.port
+    )
+    kind, message = (
+        (ValueError, r"ranks 0 and 1 have the same GPU \(GPU-1\), .*: start one process per GPU .* backend=gloo")
+        if other == "GPU-1"
+        else (MemoryError, "would begin")
+    )
+    with pytest.raises(kind, match=message):
+        World.join(seat)

@@ -257,21 +257,33 @@ def _stores(seat: Seat) -> tuple[dist.Store, dist.Store]:
 
 
 def _share_of_cores(seat: Seat, store: dist.Store) -> int:
-    """Cores for this rank, having compared with those that may run on the same ones; checks that all mean one size."""
+    """Cores for this rank beside those that may run on the same ones, after all ranks were compared."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    own = json.dumps([seat.size, seat.node, cores])
-    store.set(f"seat/{seat.rank}", own)
-    seats = [bytes(value).decode() for value in store.multi_get([f"seat/{r}" for r in range(seat.size)])]
-    for rank, other in enumerate(seats):
-        if json.loads(other)[0] != seat.size:
+    gpu = _gpu_of(seat.device) if seat.backend == "nccl" else ""
+    store.set(f"seat/{seat.rank}", json.dumps([seat.size, seat.node, cores, gpu]))
+    seats = [json.loads(bytes(v).decode()) for v in store.multi_get([f"seat/{r}" for r in range(seat.size)])]
+    first_with: dict[str, int] = {}
+    for rank, (size, _, _, gpu) in enumerate(seats):
+        if size != seat.size:
             raise ValueError(
-                f"rank {rank} was started as one of {json.loads(other)[0]} and rank {seat.rank} as one of {seat.size}: "
+                f"rank {rank} was started as one of {size} and rank {seat.rank} as one of {seat.size}: "
                 "give the same devices= on every host"
             )
-    share = max(1, num_cores() // seats.count(own))
+        if gpu and (other := first_with.setdefault(gpu, rank)) != rank:
+            raise ValueError(
+                f"ranks {other} and {rank} have the same GPU ({gpu}), which nccl cannot share: start one process per "
+                "GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), or give backend=gloo"
+            )
+    beside = sum(other[1:3] == [seat.node, cores] for other in seats)
+    share = max(1, num_cores() // beside)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share)
     return share
+
+
+def _gpu_of(device: str) -> str:
+    """What tells a GPU from all others, whatever its number is among those that a process may see."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _backend_environment(seat: Seat) -> dict[str, str]:
