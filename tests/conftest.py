@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run here, on CPU tensors
 
 LONG_LIVED = ("hopline-ops",)
 """Threads that live as long as the process by design."""

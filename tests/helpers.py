@@ -22,6 +22,10 @@ from hopline.sampling import NeighborSampler
 from hopline.tables import TensorTable
 
 
+KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the Triton kernels are tested: on a GPU, or in Triton's interpreter."""
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

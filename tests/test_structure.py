@@ -30,7 +30,7 @@ ROWS = [
     ],
     ["graph", "batch", "schedule", "world", "report_html"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings"],
-    ["data", "callbacks", "launch"],
+    ["data", "callbacks", "launch", "trees"],
     ["methods", "infer", "models", "checkpoint", "sharing"],
     ["trainer"],
     ["run", "doctor"],
@@ -45,7 +45,7 @@ ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 ONLY_IN = {
     "numba": ("ops/cpu.py", "ops/cpu_core.py", "ops/cpu_pages.py", "ops/cpu_reduce.py", "ops/cpu_synthetic.py"),
     "llvmlite": ("ops/cpu_core.py", "ops/cpu_pages.py"),
-    "triton": ("ops/gpu.py",),
+    "triton": ("ops/gpu",),
     "torch_geometric": ("nn/", "data/", "models.py"),
     "typer": ("cli.py",),
     "pickle": (),

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from hopline.ops import cpu, cpu_core, cpu_linear, cpu_pages, cpu_reduce, reference
+from hopline.ops import cpu, cpu_core, cpu_linear, cpu_pages, cpu_reduce, cpu_tree, reference
 from hopline.ops.cpu import IdMap
 from hopline.ops.cpu_core import serial_here, start_threads
 from hopline.ops.random import derive_key, permutation
-from hopline.ops.reference import Neighbors
+from hopline.ops.reference import Children, Neighbors
+from hopline.ops.slots import Slots
 
 __all__ = [
+    "Children",
     "IdMap",
     "Neighbors",
+    "Slots",
     "derive_key",
     "gather_rows",
     "group_edges",
@@ -29,6 +34,7 @@ __all__ = [
     "relabel",
     "row_positions",
     "sample_neighbors",
+    "sample_tree",
     "self_loops",
     "serial_here",
     "start_threads",
@@ -42,6 +48,21 @@ def sample_neighbors(
 ) -> Neighbors:
     """Up to `fanout` in-edges of each node, drawn from its keyed sequence; -1 takes all of them in order."""
     return (cpu if _on_cpu(nodes) else reference).sample_neighbors(indptr, indices, nodes, fanout, key, replace)
+
+
+def sample_tree(
+    indptr: Tensor,
+    indices: Tensor,
+    seeds: Tensor,
+    slots: Slots,
+    key: int | Tensor,
+    replace: bool = False,
+    with_edges: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(nodes, counts, edge_ids) of the trees of `seeds`: see `hopline.batch.Tree`. A seed of -1 has an empty tree."""
+    return (cpu_tree if _on_cpu(seeds) else _gpu("gpu_tree")).sample_tree(
+        indptr, indices, seeds, slots, key, replace, with_edges
+    )
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,6 +131,11 @@ def own_threads(threads: int) -> Generator[None, None, None]:
 def kernel_cache() -> Path:
     """The folder in which Numba keeps this package's compiled kernels."""
     return Path(str(cpu._take.stats.cache_path))
+
+
+def _gpu(module: str) -> Any:
+    """A module of Triton kernels, imported when the first tensor on a GPU asks for it."""
+    return importlib.import_module(f"hopline.ops.{module}")
 
 
 def _on_cpu(ids: Tensor) -> bool:

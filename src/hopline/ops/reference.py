@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hopline.ops.random import bounded, draw
+from hopline.ops.slots import Slots
 
 
 class Neighbors(NamedTuple):
@@ -46,10 +48,69 @@ def sample_neighbors(
     degrees = indptr[nodes + 1] - starts
     counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
     width = int(counts.max()) if counts.numel() else 0
-    picks = torch.zeros(nodes.numel(), width, dtype=torch.int64, device=nodes.device)
+    picks = _picks(degrees, nodes, width, key, replace)
+    taken = torch.arange(width, device=nodes.device) < counts[:, None]
+    edge_ids = (starts[:, None] + picks)[taken]
+    return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices[edge_ids], edge_ids)
+
+
+class Children(NamedTuple):
+    """Neighbours drawn for the slots of a tree, each slot by itself."""
+
+    ids: Tensor
+    """[num_slots, fanout], dtype of the graph's indices: the source nodes, -1 where a slot has fewer."""
+    counts: Tensor
+    """[num_slots] int32: how many there are; they come first."""
+    edge_ids: Tensor
+    """[num_slots, fanout] int64: positions in the graph's edge arrays, 0 where there is none."""
+
+
+def sample_children(
+    indptr: Tensor, indices: Tensor, nodes: Tensor, slots: Tensor, fanout: int, key: int, replace: bool = False
+) -> Children:
+    """Up to `fanout` in-edges of the node at each slot, drawn as in `sample_neighbors` but by the slot's id.
+
+    nodes: -1 where a slot is empty; slots: [n] int64.
+    """
+    there = nodes >= 0
+    at = nodes.long().clamp(min=0)
+    starts = indptr[at]
+    degrees = torch.where(there, indptr[at + 1] - starts, 0)
+    counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
+    picks = _picks(degrees, slots, fanout, key, replace)
+    taken = torch.arange(fanout, device=nodes.device) < counts[:, None]
+    edge_ids = torch.where(taken, starts[:, None] + picks, 0)
+    ids = indices[edge_ids] if indices.numel() else edge_ids.to(indices.dtype)
+    return Children(torch.where(taken, ids, -1), counts.int(), edge_ids)
+
+
+def sample_tree(
+    indptr: Tensor,
+    indices: Tensor,
+    seeds: Tensor,
+    slots: Slots,
+    key: int,
+    replace: bool = False,
+    with_edges: bool = False,
+    draw: Callable[..., Children] = sample_children,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(nodes, counts, edge_ids) of the trees of `seeds`, hop by hop."""
+    nodes, counts, edge_ids = [seeds.to(indices.dtype)], [], []
+    for hop, fanout in enumerate(slots.fanouts):
+        here = slots.ids(seeds.device)[slots.offsets[hop] : slots.offsets[hop + 1]]
+        children = draw(indptr, indices, nodes[-1], here, fanout, key, replace)
+        nodes.append(children.ids.view(-1))
+        counts.append(children.counts)
+        edge_ids.append(children.edge_ids.view(-1))
+    return torch.cat(nodes), torch.cat(counts), torch.cat(edge_ids) if with_edges else None
+
+
+def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: bool) -> Tensor:
+    """[n, width] int64: for each id the first `width` of its keyed sequence of positions below its degree."""
+    picks = torch.zeros(draw_ids.numel(), width, dtype=torch.int64, device=draw_ids.device)
     swapped_from, swapped_in = torch.full_like(picks, -1), torch.full_like(picks, -1)
     for j in range(width):
-        raw = draw(key, nodes, j)
+        raw = draw(key, draw_ids, j)
         if replace:
             picks[:, j] = bounded(raw, degrees)
             continue
@@ -59,9 +120,7 @@ def sample_neighbors(
             at_target = torch.where(swapped_from[:, i] == target, swapped_in[:, i], at_target)
             at_j = torch.where(swapped_from[:, i] == j, swapped_in[:, i], at_j)
         picks[:, j], swapped_from[:, j], swapped_in[:, j] = at_target, target, at_j
-    taken = torch.arange(width, device=nodes.device) < counts[:, None]
-    edge_ids = (starts[:, None] + picks)[taken]
-    return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices[edge_ids], edge_ids)
+    return picks
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
