@@ -1,0 +1,132 @@
+"""Triton kernels of the two tiers: one gather that takes each row from where it is, and a count per row."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hopline.ops.gpu_core import is_interpreted
+
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""What rows are copied as: the widest that divides a row, so one kernel serves every dtype."""
+MAX_COLUMNS = 256
+"""Words of a row that a program takes at a time."""
+BLOCK_WORDS = 2048
+"""Words a program has under way: 16 KiB of rows cover the way to the host and back."""
+COUNT_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_rows", "num_counters"])
+def _gather_tiers(
+    hot_ptr,
+    cold_ptr,
+    place_ptr,
+    ids_ptr,
+    counts_ptr,
+    out_ptr,
+    num_ids,
+    num_rows,
+    num_counters,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALL_HOT: tl.constexpr,
+    HAS_COLD: tl.constexpr,
+    COUNTS: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = at < num_ids
+    ids = tl.load(ids_ptr + at, mask=inside, other=-1).to(tl.int64)
+    present = (ids >= 0) & (ids < num_rows)
+    slots = ids
+    if not ALL_HOT:
+        slots = tl.load(place_ptr + ids, mask=present, other=-1).to(tl.int64)
+    hit = present & (slots >= 0)
+    readable = hit
+    first = hot_ptr + slots * WIDTH
+    if HAS_COLD:
+        readable = present
+        first = tl.where(hit, first, cold_ptr + ids * WIDTH)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        wide = (column < WIDTH)[None, :]
+        words = tl.load(first[:, None] + column[None, :], mask=readable[:, None] & wide, other=0)
+        tl.store(out_ptr + at[:, None] * WIDTH + column[None, :], words, mask=inside[:, None] & wide)
+    if COUNTS:
+        mine = counts_ptr + 2 * (tl.program_id(0) % num_counters)
+        num_hits = tl.sum(hit.to(tl.int64))
+        tl.atomic_add(mine, num_hits, sem="relaxed")
+        tl.atomic_add(mine + 1, tl.sum(present.to(tl.int64)) - num_hits, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_rows"])
+def _count_ids(seen_ptr, ids_ptr, num_ids, num_rows, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + at, mask=at < num_ids, other=-1).to(tl.int64)
+    one = tl.full([BLOCK], 1, tl.int32)
+    tl.atomic_add(seen_ptr + ids, one, mask=(ids >= 0) & (ids < num_rows), sem="relaxed")
+
+
+def gather_tiers(
+    hot: Tensor, cold: Tensor | None, place: Tensor | None, ids: Tensor, counts: Tensor | None = None
+) -> Tensor:
+    """As `ops.tiers.gather_tiers`, in one launch that waits for nothing; ids beyond the rows give zeros too."""
+    assert place is None or place.dtype == torch.int32
+    out = torch.empty((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
+    if not out.numel():
+        return out
+    assert hot.is_contiguous()
+    assert ids.is_contiguous()
+    assert cold is None or cold.is_contiguous()
+    row_bytes = out.element_size() * out[0].numel()
+    word = _word(row_bytes, hot, cold, out)
+    width = row_bytes // word.itemsize
+    columns = min(MAX_COLUMNS, triton.next_power_of_2(width))
+    block = BLOCK_WORDS * 32 if is_interpreted() else BLOCK_WORDS  # an interpreted program costs the same at any size
+    rows = max(1, min(block // columns, triton.next_power_of_2(ids.numel())))
+    source = out if hot.numel() == 0 else hot  # an empty tensor has no address
+    with _on(ids.device):
+        _gather_tiers[(triton.cdiv(ids.numel(), rows),)](
+            _words(source, word),
+            _words(source if cold is None else cold, word),
+            ids if place is None else place,
+            ids,
+            ids if counts is None else counts,
+            _words(out, word),
+            ids.numel(),
+            hot.size(0) if place is None else place.numel(),
+            1 if counts is None else counts.size(0),
+            WIDTH=width,
+            ROWS=rows,
+            COLUMNS=columns,
+            ALL_HOT=place is None,
+            HAS_COLD=cold is not None,
+            COUNTS=counts is not None,
+        )
+    return out
+
+
+def count_ids(seen: Tensor, ids: Tensor) -> None:
+    """As `ops.tiers.count_ids`."""
+    if ids.numel():
+        with _on(ids.device):
+            grid = (triton.cdiv(ids.numel(), COUNT_BLOCK),)
+            _count_ids[grid](seen, ids.contiguous(), ids.numel(), seen.numel(), BLOCK=COUNT_BLOCK)
+
+
+def _word(row_bytes: int, *tensors: Tensor | None) -> torch.dtype:
+    starts = [t.data_ptr() for t in tensors if t is not None and t.numel()]
+    return next(w for w in WORDS if not any(n % w.itemsize for n in (row_bytes, *starts)))
+
+
+def _words(rows: Tensor, word: torch.dtype) -> Tensor:
+    return rows.reshape(-1).view(torch.uint8).view(word) if rows.numel() else rows
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """A kernel runs on the current device, which need not be that of its tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,60 @@
+"""Rows that lie in two places: copies of the hot ones near the kernels, all of them further away."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+COUNTERS = 64
+"""Rows of a counter tensor [COUNTERS, 2]: programs add to different ones, since one place would be fought over."""
+
+
+def new_counts(device: torch.device | str) -> Tensor:
+    """[COUNTERS, 2] int64 zeros: hits and misses, to be summed over the first dimension when somebody asks."""
+    return torch.zeros(COUNTERS, 2, dtype=torch.int64, device=device)
+
+
+def gather_tiers(
+    hot: Tensor, cold: Tensor | None, place: Tensor | None, ids: Tensor, counts: Tensor | None = None
+) -> Tensor:
+    """The rows of `ids` [n]: hot[place[id]] where that is a slot, else cold[id]; zeros where the id is -1.
+
+    hot [num_hot, ...]; cold [num_rows, ...], on a GPU pinned host memory; place [num_rows] int32 with -1 for cold rows,
+    None where every row is hot and stands at its own id. counts: `new_counts()`, to which hits and misses are added.
+    """
+    if ids.device.type == "cpu":
+        return gather_tiers_reference(hot, cold, place, ids, counts)
+    from hopline.ops import gpu_tiers  # Triton is imported by those who use it only
+
+    return gpu_tiers.gather_tiers(hot, cold, place, ids, counts)
+
+
+def count_ids(seen: Tensor, ids: Tensor) -> None:
+    """seen[id] += 1 for every id [n] but -1; seen [num_rows] int32."""
+    if ids.device.type == "cpu":
+        present = ids[ids >= 0].long()
+        seen.index_add_(0, present, torch.ones_like(present, dtype=seen.dtype))
+        return
+    from hopline.ops import gpu_tiers
+
+    gpu_tiers.count_ids(seen, ids)
+
+
+def gather_tiers_reference(
+    hot: Tensor, cold: Tensor | None, place: Tensor | None, ids: Tensor, counts: Tensor | None = None
+) -> Tensor:
+    """`gather_tiers` in plain torch: the definition."""
+    num_rows = hot.size(0) if place is None else place.numel()
+    if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_rows:
+        raise IndexError(f"a row id is outside 0 .. {num_rows - 1}")
+    rows = torch.zeros((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
+    present = ids >= 0
+    slots = torch.where(present, ids.long() if place is None else place[ids.long()].long(), -1)
+    hit = slots >= 0
+    miss = present & ~hit
+    rows[hit] = hot[slots[hit]]
+    if cold is not None:
+        rows[miss] = cold[ids[miss].long()]
+    if counts is not None:
+        counts[0] += torch.stack([hit.sum(), miss.sum()])
+    return rows

@@ -1,0 +1,102 @@
+"""Host memory that a GPU reads in place: registered where it is, not copied."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAPPED, READ_ONLY = 1 | 2, 8
+"""cudaHostRegister's flags: for every device of the process and readable by kernels; and for memory we may only read."""
+_REGISTERED = "_hopline_registered"
+"""Where a tensor keeps its registration, which must live as long as it does."""
+
+_live: weakref.WeakValueDictionary[tuple[int, int], Registration] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class Registration:
+    """A range of memory that the driver has locked; given back when nobody holds this any more."""
+
+    def __init__(self, tensor: Tensor, cudart: Any) -> None:
+        start, _ = _span(tensor)
+        # The finalizer holds the storage: the memory cannot be freed while it is registered.
+        undo = weakref.finalize(self, _unregister, cudart, start, tensor.untyped_storage())
+        undo.atexit = False
+
+
+def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """`tensor` itself, its memory registered so that kernels read it; views made of it later do not keep it so.
+
+    copy: where the memory cannot be registered, as a memory-mapped file often cannot, give a pinned copy in RAM
+    instead of an error.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here, so no memory can be pinned for one: use device='cpu'")
+    if tensor.device.type != "cpu" or tensor.numel() == 0 or hasattr(tensor, _REGISTERED):
+        return tensor
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    reason = register(tensor)
+    if reason is None:
+        return tensor
+    if not copy:
+        raise ValueError(
+            f"this memory cannot be pinned where it is ({reason}), as is usual for a file that is mapped into memory: "
+            "pass host_cache='all' to copy it into pinned memory, or host_cache='2G' to keep its hottest rows in RAM"
+        )
+    ours = torch.empty_like(tensor)  # torch's pin_memory() would round the size up to a power of two
+    ours.copy_(tensor)
+    reason = register(ours)
+    if reason is not None:
+        raise ValueError(f"the system refuses to pin {ours.nbytes} bytes ({reason}): raise `ulimit -l`, or pin less")
+    return ours
+
+
+def register(tensor: Tensor, cudart: Any = None) -> str | None:
+    """Register a contiguous tensor's memory for as long as the tensor lives; None, or why it was refused."""
+    span = _span(tensor)
+    with _lock:
+        known = _live.get(span)
+        if known is None:
+            if cudart is None:
+                if tensor.is_pinned():
+                    return None  # somebody else's, who keeps it so
+                cudart = torch.cuda.cudart()
+            reason = _try(cudart, *span)
+            if reason is not None:
+                return reason
+            _live[span] = known = Registration(tensor, cudart)
+    setattr(tensor, _REGISTERED, known)
+    return None
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _try(cudart: Any, start: int, num_bytes: int) -> str | None:
+    reason = ""
+    for flags in (MAPPED, MAPPED | READ_ONLY):
+        error = int(cudart.cudaHostRegister(start, num_bytes, flags))
+        if error == 0:
+            return None
+        reason = f"CUDA error {error}"
+        _forget_error()
+    return reason
+
+
+def _unregister(cudart: Any, start: int, storage: torch.UntypedStorage) -> None:
+    if int(cudart.cudaHostUnregister(start)):
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """CUDA keeps a refused call's error for whoever asks next, which is the next kernel's launch: let that be ours."""
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hopline.ops.tiers import count_ids, gather_tiers, new_counts
+from tests.helpers import randint, randn
+
+ROWS = randn(40, 3)
+
+
+def test_hot_rows_come_from_the_cache_and_the_rest_from_below() -> None:
+    hot_ids = torch.tensor([7, 0, 39])
+    place = torch.full((40,), -1, dtype=torch.int32)
+    place[hot_ids] = torch.arange(3, dtype=torch.int32)
+    ids = torch.cat([randint(0, 40, 50), hot_ids])
+    marked = -ROWS[hot_ids]  # so that one sees where a row came from
+    counts = new_counts("cpu")
+    found = gather_tiers(marked, ROWS, place, ids, counts)
+    is_hot = torch.isin(ids, hot_ids)
+    assert torch.equal(found, torch.where(is_hot[:, None], -ROWS[ids], ROWS[ids]))
+    assert counts.sum(0).tolist() == [int(is_hot.sum()), int((~is_hot).sum())]
+
+
+def test_an_empty_slot_gives_zeros_and_counts_nothing() -> None:
+    counts = new_counts("cpu")
+    found = gather_tiers(ROWS, None, None, torch.tensor([5, -1, 2]), counts)
+    assert torch.equal(found, torch.stack([ROWS[5], torch.zeros(3, dtype=ROWS.dtype), ROWS[2]]))
+    assert counts.sum(0).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("bad", [-2, 40])
+def test_an_id_that_is_not_there_raises(bad: int) -> None:
+    with pytest.raises(IndexError, match=r"outside 0 \.\. 39"):
+        gather_tiers(ROWS, None, None, torch.tensor([bad]))
+
+
+def test_accesses_are_counted_by_row() -> None:
+    seen = torch.zeros(5, dtype=torch.int32)
+    count_ids(seen, torch.tensor([3, 3, -1, 0]))
+    count_ids(seen, torch.tensor([3], dtype=torch.int32))
+    assert seen.tolist() == [1, 0, 0, 3, 0]
+
+
+def test_on_the_cpu_no_kernel_of_the_gpu_is_imported() -> None:
+    code = (
+        "import sys, torch, hopline; from hopline.ops.tiers import gather_tiers; "
+        "gather_tiers(torch.ones(3, 2), None, None, torch.tensor([1])); assert not [m for m in sys.modules if m.startswith('hopline.ops.gpu')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
