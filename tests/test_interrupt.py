@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hopline import checkpoint
@@ -60,10 +61,10 @@ def test_in_another_thread_nothing_is_installed() -> None:
     assert found == [signal.getsignal(signal.SIGTERM)]
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(
-        [sys.executable, "-m", "hopline", *TRAIN],
+        [sys.executable, "-W", "ignore", "-m", "hopline", *TRAIN, *settings],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -103,3 +104,75 @@ def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: 
         assert not list((tmp_path / "run").glob("*.unfinished"))
         epochs = (tmp_path / "run" / "metrics.jsonl").read_text().count('"event": "epoch"')
     assert (tmp_path / "run" / "run.log").read_text().count("going on from") == 2
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["one rank", "everyone"])
+def test_a_notice_sent_to_ranks_themselves_leaves_a_checkpoint_too(everyone: bool, tmp_path: Path) -> None:
+    process = start(tmp_path, "devices=2", "timeout_s=20")
+    try:
+        wait_for_epochs(tmp_path, 2, process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in family if "spawn_main" in " ".join(child.cmdline())]
+        assert len(ranks) == 2
+        for each in [process, *ranks] if everyone else ranks[1:]:
+            each.send_signal(signal.SIGUSR1)
+        sent = time.monotonic()
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert time.monotonic() - sent < 10
+    assert process.returncode == 128 + signal.SIGUSR1, errors
+    assert "interrupted by SIGUSR1" in errors
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    position = checkpoint.read(tmp_path / "run" / checkpoint.FILE)["position"]
+    assert position["epoch"] >= 2
+    assert position["loss_sum"].numel() == 2  # all ranks took part
+    assert not list((tmp_path / "run").glob("*.unfinished"))
+
+
+SLOW = """
+import os, time
+from pathlib import Path
+from torch import nn
+
+class Slow(nn.Module):
+    steps = 0
+
+    def __init__(self, data):
+        super().__init__()
+        self.linear = nn.Linear(data.num_features, data.num_classes)
+
+    def forward(self, x, edge_index):
+        self.steps += 1
+        if self.steps == 3:
+            Path(f"slow-{os.getpid()}").touch()
+            time.sleep(60)
+        return self.linear(x)
+
+def make(spec, data):
+    return Slow(data)
+"""
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_second_ctrl_c_ends_a_step_that_takes_long(devices: int, tmp_path: Path) -> None:
+    (tmp_path / "slow_model.py").write_text(SLOW)
+    process = start(tmp_path, "model=slow_model:make", f"devices={devices}")
+    try:
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("slow-*"))) < devices and time.monotonic() < until and process.poll() is None:
+            time.sleep(0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for the end of the step
+            process.wait(timeout=1)
+        process.send_signal(signal.SIGINT)
+        sent = time.monotonic()
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - sent < 3
+        assert not psutil.wait_procs(family, timeout=2)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT, errors
+    assert "interrupted by SIGINT" in errors
+    assert "Traceback" not in errors

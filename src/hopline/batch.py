@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hopline.ops.slots import Slots
-
 if TYPE_CHECKING:
     from hopline.graph import Graph
 
@@ -131,6 +129,13 @@ class Block:
         parts = tuple(part.to(device, non_blocking) for part in self.parts)
         return replace(self, src_ids=self.src_ids.to(device, non_blocking=non_blocking), parts=parts)
 
+    def tensors(self) -> list[Tensor | None]:
+        """What it holds."""
+        found: list[Tensor | None] = [self.src_ids]
+        for part in self.parts:
+            found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
+        return found
+
     def scaling_sums(self, wanted: bool) -> Block:
         """The same block, with or without sums scaled up."""
         return replace(self, scale_sums=wanted)
@@ -176,108 +181,6 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Tree:
-    """The trees of some seeds: the node at every slot, slots that no neighbour was drawn for being empty."""
-
-    slots: Slots
-    """How they are numbered."""
-    nodes: Tensor
-    """[num_slots] the node at each slot, -1 where it is empty; dtype of the graph's indices."""
-    counts: Tensor
-    """[slots with children] int32: how many of each one's children are there; they are the first ones."""
-    edge_ids: Tensor | None = None
-    """[num_slots - num_seeds] int64: each child's position in the graph's edge arrays, 0 where there is none."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Tree:
-        if self.nodes.device == device:
-            return self
-        known = self.__dict__.setdefault("_moved", {})  # the blocks of a batch share one tree
-        if device not in known:
-            known[device] = Tree(
-                self.slots,
-                self.nodes.to(device, non_blocking=non_blocking),
-                self.counts.to(device, non_blocking=non_blocking),
-                None if self.edge_ids is None else self.edge_ids.to(device, non_blocking=non_blocking),
-            )
-        return known[device]
-
-
-class TreeBlock(Block):
-    """One layer's edges in the tree layout: the destinations are hops 0 .. `hop`, the sources reach one hop further.
-
-    Every source but the seeds is the child of one destination. No edge leads out of an empty slot.
-    """
-
-    def __init__(
-        self,
-        tree: Tree,
-        hop: int,
-        graph: Graph | None = None,
-        key: int | Tensor | None = None,
-        scale_sums: bool = False,
-    ) -> None:
-        fields = {"tree": tree, "hop": hop, "graph": graph, "key": key, "scale_sums": scale_sums, "parts": ()}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "num_dst", tree.slots.up_to(hop))
-
-    tree: Tree
-    hop: int
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> TreeBlock:
-        return TreeBlock(self.tree.to(device, non_blocking), self.hop, self.graph, self.key, self.scale_sums)
-
-    def scaling_sums(self, wanted: bool) -> TreeBlock:
-        return TreeBlock(self.tree, self.hop, self.graph, self.key, wanted)
-
-    @property
-    def num_src(self) -> int:
-        return self.tree.slots.up_to(self.hop + 1)
-
-    @property
-    def counts(self) -> Tensor:
-        """[num_dst] int32: how many of each destination's children are there."""
-        return self.tree.counts[: self.num_dst]
-
-    @property
-    def present(self) -> Tensor:
-        """[num_src] bool: which slots are not empty."""
-        return self.tree.nodes[: self.num_src] >= 0
-
-    @cached_property
-    def src_ids(self) -> Tensor:  # type: ignore[override]
-        """[num_src] int64 global node ids; 0 at empty slots, so that rows can be read for them."""
-        return self.tree.nodes[: self.num_src].long().clamp(min=0)
-
-    @property
-    def src_keys(self) -> Tensor:
-        return self.tree.slots.ids(self.tree.nodes.device)[: self.num_src]
-
-    @property
-    def num_edges(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def part(self) -> Part:
-        """The edges that are there, for convs that do not know trees. On a GPU this waits for the device."""
-        return self._compact
-
-    @cached_property
-    def _compact(self) -> Part:
-        counts = self.counts.long()
-        indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        first = self.tree.slots.first_children(counts.device)[: self.num_dst].long()
-        shift = torch.repeat_interleave(first - indptr[:-1], counts)
-        src_idx = torch.arange(int(indptr[-1]), device=counts.device) + shift
-        if self.tree.edge_ids is None:
-            return Part(indptr, src_idx.int())
-        edge_ids = self.tree.edge_ids[src_idx - self.tree.slots.num_seeds]
-        arrays = {} if self.graph is None else self.graph.edge
-        edge = {name: rows[edge_ids.to(rows.device)].to(counts.device) for name, rows in arrays.items()}
-        return Part(indptr, src_idx.int(), edge, edge_ids)
-
-
-@dataclass(frozen=True, eq=False)
 class Batch:
     """Seeds, the blocks that lead to them, and handles to the rows they need."""
 
@@ -313,6 +216,11 @@ class Batch:
     @property
     def input_ids(self) -> Tensor:
         return self.blocks[0].src_ids
+
+    @property
+    def input_keys(self) -> Tensor:
+        """What random draws at the input rows are keyed by: their ids, or their slots in a tree."""
+        return self.blocks[0].src_keys
 
     @property
     def num_seeds(self) -> int:
@@ -364,12 +272,7 @@ class Batch:
 def _tensors(batch: Batch) -> list[Tensor]:
     found = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
     for block in batch.blocks:
-        if isinstance(block, TreeBlock):
-            found += [block.tree.nodes, block.tree.counts, block.tree.edge_ids] if block.hop == 0 else []
-            continue
-        found.append(block.src_ids)
-        for part in block.parts:
-            found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
+        found += block.tensors()
     if isinstance(batch.x, ReducedRows):
         found.append(batch.x.beside)
     return [t for t in found if isinstance(t, Tensor)]

@@ -81,6 +81,8 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
     Where processes are started here, `function` must be importable, `args` plain data, and the result goes through
     JSON. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is passed on to them once.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent ends its ranks, unless it is killed itself
+        _end_with_parent(os.getppid())
     place = detect(os.environ)
     count = _devices_here(settings, place, device)
     seat = _first_seat(settings, place, count, device)
@@ -296,8 +298,10 @@ def _failure(failed: Sequence[_Child], received: Sequence[int]) -> BaseException
     """The error to raise: that of the rank that failed first, not of those that failed because it did."""
     told = [child for child in failed if "error" in child.said and child.said["kind"] != PeerError.__name__]
     killed = [child for child in failed if "error" not in child.said and not child.ended_by_us]
-    if received and not told:
-        return Interrupted(received[0])
+    # Some launchers send their notice to the ranks themselves.
+    noticed = [child.process.exitcode - 128 for child in failed if child.process.exitcode - 128 in SIGNALS]
+    if not told and (received or len(noticed) == len(failed)):
+        return Interrupted([*received, *noticed][0])
     child = (told or killed or list(failed))[0]
     code = child.process.exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

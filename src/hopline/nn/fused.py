@@ -7,7 +7,6 @@ root weight, normalisation of the output, bias) is PyG's own code and the conv i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
 
     weight, loops = gcn_weights(conv, block, dtype)
     if conv.normalize:
-        block = replace(block, scale_sums=False)  # the factor is in the weights
+        block = block.scaling_sums(False)  # the factor is in the weights
 
     def propagate(b: Block, x: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
         out = _reduce(x, b, how, weight, dtype)

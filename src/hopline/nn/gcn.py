@@ -45,7 +45,8 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
     if not add_loops:
         return weight.to(dtype), None
     if graph.self_loops.numel():  # they are in `loop`
-        weight = weight.masked_fill(part.edge_index[0] == part.edge_index[1], 0)
+        src, dst = block.src_ids[part.edge_index]  # in a tree one node has several places
+        weight = weight.masked_fill(src == dst, 0)
     own = loop[: block.num_dst] * inverse[: block.num_dst].square()
     return weight.to(dtype), own.to(dtype)
 

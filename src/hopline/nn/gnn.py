@@ -19,8 +19,9 @@ from hopline import ops
 from hopline.batch import Batch, Block, Readable, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
 from hopline.nn.fused import is_fused, is_linear, project, read_ahead, reads_rows
-from hopline.nn.norm import check_norm, make_norm, running_statistics
+from hopline.nn.norm import check_norm, empty_rows_left_out, make_norm, running_statistics
 from hopline.nn.rows import typed
+from hopline.tree import TreeBlock
 
 INPUT = -1
 """The place of the input dropout among the layers' keys."""
@@ -166,8 +167,8 @@ class GNN(nn.Module):
         for norm in self.norms:
             check_norm(norm)
 
-    def encode(self, x: Rows | Tensor, ids: Tensor, key: int | None) -> State:
-        """Input rows to the first layer's state. ids: [n] their node ids; key: of this step's draws."""
+    def encode(self, x: Rows | Tensor, ids: Tensor, key: int | Tensor | None) -> State:
+        """Input rows to the first layer's state. ids: [n] what their draws are keyed by; key: of this step's draws."""
         if self.training and self.input_dropout:
             x = self._drop(self._typed(x), self.input_dropout, ids, key, INPUT)
         if self.encoder is not None:
@@ -181,7 +182,11 @@ class GNN(nn.Module):
 
     def layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l` on a block: the state of its sources to the state of its destinations."""
-        with running_statistics([self.convs[l], self.norms[l]], only_if=block.num_dst == 1):
+        present = block.present if isinstance(block, TreeBlock) and self.training else None
+        with (
+            running_statistics([self.convs[l], self.norms[l]], only_if=block.num_dst == 1),
+            empty_rows_left_out([self.convs[l], self.norms[l]], present),
+        ):
             return self._layer(l, state, block)
 
     def _layer(self, l: int, state: State, block: Block) -> State:
@@ -200,7 +205,7 @@ class GNN(nn.Module):
             if self.residual and tuple(h.shape[1:]) == tuple(state.h.shape[1:]):
                 own = state.h.head(dst) if isinstance(state.h, Rows) else state.h[:dst]
                 h = h + self._typed(own)
-            h = self._drop(h, self.dropout, block.dst_ids, block.key, l)
+            h = self._drop(h, self.dropout, block.src_keys[:dst], block.key, l)
         jk = None
         if self.keeps_jk:
             jk = h if state.jk is None else torch.cat([state.jk[:dst], h], dim=1)
@@ -218,7 +223,7 @@ class GNN(nn.Module):
         """Outputs for the batch's seeds: [num_seeds, ...]."""
         if len(batch.blocks) != self.num_layers:
             raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
-        state = self.encode(batch.input_rows, batch.input_ids, batch.key)
+        state = self.encode(batch.input_rows, batch.input_keys, batch.key)
         for l, block in enumerate(batch.blocks):
             state = self.layer(l, state, block)
         return self.decode(state)
@@ -229,12 +234,12 @@ class GNN(nn.Module):
         h = self.norms[l](h)
         return self.act(h) if self.act is not None and not self.act_first else h
 
-    def _drop(self, h: Tensor, p: float, ids: Tensor, key: int | None, place: int) -> Tensor:
+    def _drop(self, h: Tensor, p: float, ids: Tensor, key: int | Tensor | None, place: int) -> Tensor:
         if not self.training or p == 0:
             return h
         if key is None:
             return torch.nn.functional.dropout(h, p)
-        return ops.keyed_dropout(h, p, ops.derive_key(key, place), ids)
+        return ops.keyed_dropout(h, p, ops.place_key(key, place), ids)
 
     def _typed(self, rows: Rows | Tensor) -> Tensor:
         return typed(rows, next((p.dtype for p in self.parameters()), torch.float32))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import norm as pyg_norm
 
 _OVER_NODES = (
@@ -54,3 +57,53 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
     finally:
         for norm in norms:
             norm.train()
+
+
+def empty_rows_left_out(modules: Iterable[nn.Module], present: Tensor | None) -> AbstractContextManager[Any]:
+    """Batch norms, also those inside convs, take their statistics from the rows that are there while this lasts."""
+    if present is None or not any(isinstance(m, nn.BatchNorm1d) for module in modules for m in module.modules()):
+        return nullcontext()
+    return _OverPresentRows(present)
+
+
+class _OverPresentRows(TorchFunctionMode):
+    """Replaces `batch_norm` on rows of which only some are there; shapes stay as they are."""
+
+    def __init__(self, present: Tensor) -> None:
+        super().__init__()
+        self.present = present
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.batch_norm:
+            return _batch_norm(self.present[: args[0].size(0)], *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _batch_norm(
+    present: Tensor,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, False)
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    there = present[:, None].to(exact.dtype)
+    count = there.sum().clamp(min=1)
+    mean = (exact * there).sum(0) / count
+    var = ((exact - mean).square() * there).sum(0) / count
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((var * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
+    out = (exact - mean) * (var + eps).rsqrt()
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype)

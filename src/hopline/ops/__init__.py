@@ -13,7 +13,7 @@ from torch import Tensor
 from hopline.ops import cpu, cpu_core, cpu_linear, cpu_pages, cpu_reduce, cpu_tree, reference
 from hopline.ops.cpu import IdMap
 from hopline.ops.cpu_core import serial_here, start_threads
-from hopline.ops.random import derive_key, permutation
+from hopline.ops.random import derive_key, permutation, place_key
 from hopline.ops.reference import Children, Neighbors
 from hopline.ops.slots import Slots
 
@@ -30,6 +30,7 @@ __all__ = [
     "keyed_dropout",
     "own_threads",
     "permutation",
+    "place_key",
     "reduce_edges",
     "relabel",
     "row_positions",

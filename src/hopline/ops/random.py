@@ -34,6 +34,21 @@ def derive_key(seed: int, *parts: int) -> int:
     return _signed(state)
 
 
+PLACES = 32
+"""How many places of a step a device's keys are made for: the input, the layers, the encoder."""
+
+
+def place_key(key: int | Tensor, place: int) -> int | Tensor:
+    """The key of the draws at one place of a step, -1 being the input.
+
+    On a device `key` is [1 + PLACES] int64: the step's own, and those of the places from -1 on, made in one kernel.
+    """
+    if isinstance(key, int):
+        return derive_key(key, place)
+    assert place + 1 < PLACES, "too many layers for the keys of a step"
+    return key[place + 2 : place + 3]
+
+
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift: torch's `>>` on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hopline import ops
-from hopline.batch import Tree, TreeBlock
 from hopline.graph import Graph
 from hopline.ops.slots import Slots
 from hopline.sampling import check_fanouts, check_ids
+from hopline.tree import Tree, TreeBlock
 
 
 class TreeSampler:

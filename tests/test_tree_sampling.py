@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hopline.ops import derive_key
-from hopline.trees import TreeSampler
+from hopline.tree_sampling import TreeSampler
 from tests.helpers import random_graph
 
 
