@@ -27,11 +27,13 @@ ROWS = [
         "place",
         "report_svg",
         "files",
+        "handles",
+        "dlpack",
     ],
     ["graph", "batch", "schedule", "world", "report_html"],
     ["tree"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings"],
-    ["data", "callbacks", "launch", "tree_sampling"],
+    ["data", "callbacks", "launch", "interop", "tree_sampling"],
     ["methods", "infer", "models", "checkpoint", "sharing"],
     ["trainer"],
     ["run", "doctor"],
@@ -131,7 +133,7 @@ def test_every_unit_test_has_its_module():
     extra = {"test_structure.py", "test_tiny.py", "test_examples.py", "test_documents.py", "test_results.py"}
     for test in (ROOT / "tests").rglob("test_*.py"):
         relative = str(test.relative_to(ROOT / "tests"))
-        assert relative in modules | extra or relative.startswith(("equivalence/", "ops/test_ops.py")), relative
+        assert relative in modules | extra or relative.startswith(("equivalence/", "interop/", "ops/test_ops.py")), relative
 
 
 def test_nothing_is_unpickled():

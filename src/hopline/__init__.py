@@ -1,6 +1,6 @@
 """hopline trains any PyTorch Geometric model on a graph that does not fit."""
 
-from hopline import infer, metrics, nn
+from hopline import infer, interop, metrics, nn
 from hopline.batch import Batch, Block, Part, Rows
 from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
 from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, verify
@@ -50,6 +50,7 @@ __all__ = [
     "from_pyg",
     "from_scipy",
     "infer",
+    "interop",
     "metrics",
     "nn",
     "open",

@@ -1,0 +1,150 @@
+"""Arrays of other frameworks over the memory of torch tensors, and the other way round: by DLPack, without a copy."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNED_BYTES = 64
+"""JAX copies CPU memory that is not aligned to this, and TensorFlow ends the process when it computes with it."""
+
+
+def from_any(array: Any) -> Tensor:
+    """A tensor over the memory of any framework's array; lists and numbers become a new one."""
+    if isinstance(array, Tensor):
+        return array
+    if isinstance(array, list | tuple | range | int | float | np.generic):
+        return torch.as_tensor(array)
+    kind = f"{type(array).__module__.split('.')[0]}'s {type(array).__name__}"
+    try:
+        if isinstance(array, np.ndarray):
+            with warnings.catch_warnings():
+                # Torch cannot mark a tensor as read-only and says so; tables and graphs are not written in place.
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                return torch.from_numpy(array)
+        if hasattr(array, "__dlpack__"):
+            return torch.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{kind} cannot be shared with torch ({error}): pass a plain array of numbers") from error
+    if hasattr(array, "read_value"):
+        raise TypeError(f"{kind} is a variable: pass its value, variable.read_value()")
+    raise TypeError(f"{kind} is no array that can be shared (it has no __dlpack__): pass one, or a list of numbers")
+
+
+def to_numpy(tensor: Tensor) -> Any:
+    """A NumPy array over the tensor's memory."""
+    _check(tensor, "NumPy")
+    if tensor.device.type != "cpu":
+        raise ValueError("NumPy arrays are in host memory: type tensor.cpu() first, which copies, or use to_cupy")
+    return _shared_as("NumPy", tensor, lambda: tensor.numpy())
+
+
+def to_jax(tensor: Tensor) -> Any:
+    """A JAX array over the tensor's memory, which must not be written any more: JAX takes it for constant."""
+    jax = _module("jax")
+    _check(tensor, "JAX", aligned=True)
+    if tensor.dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128) and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"JAX would copy {tensor.dtype} to 32 bits: type jax.config.update('jax_enable_x64', True) at the start, "
+            "or give 32 bits, by tensor.int() or tensor.float(); a Sampler does so with index_dtype=torch.int32"
+        )
+    return _shared_as("JAX", tensor, lambda: jax.dlpack.from_dlpack(tensor, copy=False))
+
+
+def to_tensorflow(tensor: Tensor) -> Any:
+    """A TensorFlow tensor over the tensor's memory."""
+    tensorflow = _module("tensorflow")
+    _check(tensor, "TensorFlow", aligned=True)
+    if tensor.is_cuda:
+        if not tensorflow.config.list_physical_devices("GPU"):
+            raise ValueError("this TensorFlow sees no GPU: type tensor.cpu() first, which copies")
+        torch.cuda.current_stream(tensor.device).synchronize()  # it does not ask for a stream
+    convert = tensorflow.experimental.dlpack.from_dlpack
+    return _shared_as("TensorFlow", tensor, lambda: convert(torch.utils.dlpack.to_dlpack(tensor)))
+
+
+def to_paddle(tensor: Tensor) -> Any:
+    """A Paddle tensor over the tensor's memory."""
+    paddle = _module("paddle")
+    _check(tensor, "Paddle")
+    if tensor.is_cuda:
+        if not paddle.is_compiled_with_cuda():
+            raise ValueError("this Paddle has no CUDA: type tensor.cpu() first, which copies")
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return _shared_as("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)))
+
+
+def to_cupy(tensor: Tensor) -> Any:
+    """A CuPy array over the tensor's memory, which must be on a GPU."""
+    cupy = _module("cupy")
+    _check(tensor, "CuPy")
+    if not tensor.is_cuda:
+        raise ValueError("CuPy arrays are on a GPU: type tensor.cuda() first, which copies, or use to_numpy")
+    return _shared_as("CuPy", tensor, lambda: cupy.from_dlpack(tensor))
+
+
+FRAMEWORKS: dict[str, Callable[[Tensor], Any]] = {
+    "torch": lambda tensor: tensor,
+    "numpy": to_numpy,
+    "jax": to_jax,
+    "tensorflow": to_tensorflow,
+    "paddle": to_paddle,
+    "cupy": to_cupy,
+}
+
+
+def to(tensor: Tensor, framework: str) -> Any:
+    """The tensor as an array of the named framework, over the same memory."""
+    return converter(framework)(tensor)
+
+
+def converter(framework: str) -> Callable[[Tensor], Any]:
+    """The function that makes the framework's arrays."""
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"there is no framework {framework!r} here: choose from {', '.join(FRAMEWORKS)}")
+    return FRAMEWORKS[framework]
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        install = "cupy-cuda13x (or 12x)" if name == "cupy" else "'hopline[interop]'"
+        raise ImportError(f"{name} cannot be imported ({error}): pip install {install}") from error
+
+
+def _check(tensor: Tensor, framework: str, *, aligned: bool = False) -> None:
+    """Refuse what cannot be shared as it is, and say what to type."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"this is a {type(tensor).__name__}: type from_any(array) first, which makes a tensor of it")
+    problem = ""
+    if tensor.requires_grad:
+        problem = "requires a gradient, which does not cross frameworks: type tensor.detach() first"
+    elif tensor.layout != torch.strided:
+        problem = "is sparse: type tensor.to_dense() first, or share its indices and values"
+    elif not tensor.is_contiguous():
+        problem = "is not contiguous: type tensor.contiguous() first, which copies"
+    elif aligned and tensor.numel() and not tensor.is_cuda and tensor.data_ptr() % ALIGNED_BYTES:
+        problem = f"does not start at a multiple of {ALIGNED_BYTES} bytes: type tensor.clone() first, which copies"
+    if problem:
+        raise ValueError(f"{framework} cannot share this tensor: it {problem}")
+
+
+def _shared_as(framework: str, tensor: Tensor, convert: Callable[[], Any]) -> Any:
+    try:
+        return convert()
+    except Exception as error:  # each framework has its own
+        message = f"{framework} cannot share a tensor of {tensor.dtype} on {tensor.device} ({error})"
+        raise ValueError(f"{message}: type tensor.float(), .int() or .cpu() first, which copies") from error
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where it cannot be shared with all frameworks: NumPy aligns less than torch."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNED_BYTES else tensor

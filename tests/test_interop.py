@@ -1,0 +1,275 @@
+"""A sampler and a feature store alone: what they give, and what another process gets of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import hopline as hl
+from hopline import interop
+from hopline.interop import Features, Sample, Sampler
+from tests.runs import small
+
+
+@pytest.fixture
+def data() -> hl.Dataset:
+    return small()
+
+
+def equal(one: Sample, other: Sample) -> bool:
+    pairs = [(one.n_id, other.n_id)]
+    for a, b in zip(one.adjs, other.adjs, strict=True):
+        pairs += [(a.edge_index, b.edge_index), (a.e_id, b.e_id)]
+    return all(torch.equal(interop.from_any(a), interop.from_any(b)) for a, b in pairs)
+
+
+def test_a_sample_is_what_pygs_old_sampler_gave(data: hl.Dataset):
+    seeds = data.splits["train"][:20]
+    n_id, batch_size, adjs = Sampler(data, (5, 3)).sample(seeds)
+    assert batch_size == 20
+    assert torch.equal(n_id[:20], seeds)
+    assert n_id.unique().numel() == n_id.numel()
+    assert adjs[0].size[0] == n_id.numel()
+    assert adjs[0].size[1] == adjs[1].size[0]
+    assert adjs[1].size[1] == 20
+    for (edge_index, e_id, size), fanout in zip(adjs, (3, 5), strict=True):
+        source, target = edge_index
+        assert edge_index.dtype == torch.int64
+        assert int(target.max()) < size[1]
+        assert int(torch.bincount(target).max()) <= fanout
+        assert torch.equal(data.graph.indices[e_id].long(), n_id[source])
+        edge_target = torch.bucketize(e_id, data.graph.indptr, right=True) - 1
+        assert torch.equal(edge_target, n_id[target])
+
+
+def test_every_call_draws_anew_and_equal_steps_draw_the_same(data: hl.Dataset):
+    seeds = torch.arange(50)
+    sampler = Sampler(data.graph, [4], seed=3)
+    first, second = sampler.sample(seeds), sampler.sample(seeds)
+    assert not equal(first, second)
+    assert sampler.step == 2
+    sampler.step = 1
+    assert equal(sampler.sample(seeds), second)
+    assert equal(Sampler(data, (4,), seed=3).sample(seeds), first)
+    assert not equal(Sampler(data, (4,), seed=4).sample(seeds), first)
+
+
+def test_fanouts_can_be_changed_between_calls(data: hl.Dataset):
+    sampler, seeds = Sampler(data, (2,)), torch.arange(30)
+    assert len(sampler.sample(seeds).adjs) == 1
+    sampler.fanouts = [-1, 2]
+    outer, inner = sampler.sample(seeds).adjs
+    assert inner.edge_index.size(1) == int(data.graph.in_degrees(seeds).sum())
+    assert int(torch.bincount(outer.edge_index[1]).max()) == 2
+    with pytest.raises(ValueError, match="fan-out"):
+        sampler.fanouts = (0,)
+    assert sampler.fanouts == (-1, 2)
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, torch.Tensor.int, torch.Tensor.numpy])
+def test_seeds_may_be_any_array(data: hl.Dataset, kind: Any):
+    seeds = torch.tensor([3, 1, 2])
+    expected = Sampler(data, (4, 4)).sample(seeds)
+    assert equal(Sampler(data, (4, 4)).sample(kind(seeds)), expected)
+
+
+def test_samples_come_in_the_framework_and_type_asked_for(data: hl.Dataset):
+    sampler = Sampler(data, (4, 4), to="numpy", index_dtype=torch.int32)
+    n_id, _, adjs = sampler.sample([1, 2])
+    arrays = [n_id, *(array for adj in adjs for array in adj[:2])]
+    assert all(isinstance(array, np.ndarray) and array.dtype == np.int32 for array in arrays)
+    assert all(array.ctypes.data % 64 == 0 for array in arrays if array.size)
+    assert np.array_equal(Sampler(data, (4, 4)).sample([1, 2]).n_id, n_id)
+    again = Sample(n_id, 2, adjs).to("torch")
+    assert again.n_id.data_ptr() == n_id.ctypes.data
+    assert equal(again, Sample(n_id, 2, adjs))
+
+
+def test_what_a_sampler_cannot_take_says_so(data: hl.Dataset, monkeypatch: pytest.MonkeyPatch):
+    sampler = Sampler(data, (4,))
+    with pytest.raises(ValueError, match="distinct"):
+        sampler.sample([1, 1])
+    with pytest.raises(ValueError, match="not a node"):
+        sampler.sample([400])
+    with pytest.raises(ValueError, match="mask"):
+        sampler.sample(torch.ones(400, dtype=torch.bool))
+    with pytest.raises(TypeError, match="interop.graph"):
+        Sampler([1, 2], (4,))
+    with pytest.raises(ValueError, match="choose from"):
+        Sampler(data, (4,), to="theano")
+    with pytest.raises(ValueError, match="index_dtype"):
+        Sampler(data, (4,), index_dtype=torch.int16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device"):
+        Sampler(data, (4,), device="cuda")
+
+
+def test_many_threads_draw_each_step_once(data: hl.Dataset):
+    seeds = torch.arange(60)
+    alone = Sampler(data, (3, 3))
+    expected = {tuple(alone.sample(seeds).adjs[1].e_id.tolist()) for _ in range(12)}
+    sampler, found = Sampler(data, (3, 3)), set()
+
+    def work() -> None:
+        for _ in range(3):
+            found.add(tuple(sampler.sample(seeds).adjs[1].e_id.tolist()))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_features_take_ids_of_any_kind_and_share_the_array():
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    features = interop.table(rows)
+    assert features.storage().data_ptr() == rows.ctypes.data  # type: ignore[union-attr]
+    for ids in ([2, 0], np.array([2, 0]), torch.tensor([2, 0], dtype=torch.int32)):
+        assert features[ids].tolist() == rows[[2, 0]].tolist()
+    assert interop.table(torch.from_numpy(rows), to="numpy")[[1]].tolist() == rows[[1]].tolist()
+    features.write([0], np.full((1, 3), 5, dtype=np.float32))
+    assert rows[0].tolist() == [5, 5, 5]
+    assert (features.shape, len(features), features.dtype) == ((4, 3), 4, torch.float32)
+    with pytest.raises(IndexError):
+        features[[4]]
+
+
+def test_features_are_a_table_like_any_other(data: hl.Dataset):
+    table = interop.table(data.x)
+    assert table.below is data.x
+    ids = torch.arange(5)
+    assert torch.equal(table.read(ids), data.x.read(ids))
+    assert table.num_bytes == data.x.num_bytes
+    assert table.read_csr(ids) is None
+
+
+def test_a_graph_shares_its_arrays_and_a_scipy_matrix_its_own():
+    indptr, indices = np.array([0, 1, 3]), np.array([1, 0, 1], dtype=np.int32)
+    graph = interop.graph(indptr, indices, {"weight": np.ones(3)})
+    assert graph.indptr.data_ptr() == indptr.ctypes.data
+    assert graph.indices.data_ptr() == indices.ctypes.data
+    assert list(graph.edge) == ["weight"]
+    with pytest.raises(ValueError, match="graph_from_edges"):
+        interop.graph(indptr)
+
+
+def test_scipy_matrices_are_edges_from_row_to_column():
+    sparse = pytest.importorskip("scipy.sparse")
+    matrix = sparse.csr_array(np.array([[0, 1, 0], [0, 0, 1], [0, 1, 0]]))
+    for form in (matrix, matrix.tocsc()):
+        assert interop.graph(form).edge_index().tolist() == [[0, 2, 1], [1, 1, 2]]
+    columns = matrix.tocsc()
+    assert interop.graph(columns).indices.data_ptr() == columns.indices.ctypes.data
+    with pytest.raises(ValueError, match="square"):
+        interop.graph(matrix[:2])
+    assert interop.table(matrix)[[2]].tolist() == [[0, 1, 0]]
+
+
+def test_edges_of_any_framework_become_a_graph():
+    edges = np.array([[0, 1, 2, 0], [2, 0, 0, 1]])
+    graph = interop.graph_from_edges(edges, num_nodes=4, edge={"time": [5, 6, 7, 8]})
+    assert graph.edge_index().tolist() == [[1, 2, 0, 0], [0, 0, 1, 2]]
+    assert graph.edge["time"].tolist() == [6, 7, 8, 5]
+    assert interop.graph_from_edges(edges).num_nodes == 3
+    assert interop.graph_from_edges(torch.empty(2, 0, dtype=torch.int64)).num_nodes == 0
+    with pytest.raises(ValueError, match="ids go from 0 to 1"):
+        interop.graph_from_edges(edges, num_nodes=2)
+    with pytest.raises(ValueError, match="sources first"):
+        interop.graph_from_edges(edges.T)
+
+
+def test_a_batch_becomes_a_plain_dict(data: hl.Dataset):
+    batch = next(iter(hl.Sampled(fanouts=(3, 2), batch_size=32).loader(data, "train")))
+    plain = interop.batch_to(batch, "numpy")
+    assert isinstance(plain, dict)
+    assert np.array_equal(plain["n_id"], batch.input_ids)
+    assert np.array_equal(plain["seeds"], batch.seeds)
+    assert np.array_equal(plain["x"], data.x.read(batch.input_ids))
+    assert np.array_equal(plain["y"], batch.labels)
+    for one, block in zip(plain["blocks"], batch.blocks, strict=True):
+        assert np.array_equal(one["edge_index"], block.edge_index)
+        assert one["size"] == (block.num_src, block.num_dst)
+    sample = Sampler(data, (3,)).sample([1, 2])
+    assert isinstance(interop.batch_to(sample, "numpy"), Sample)
+
+
+def other(pipe: Any, sampler: Sampler, features: Features) -> None:
+    """Another process: samples, then says what it reads where it is told to look."""
+    pipe.send(sampler.sample(torch.arange(40)).to("numpy"))
+    while (place := pipe.recv()) is not None:
+        pipe.send((int(sampler.graph.indices[place]), features[[place]].tolist()))
+
+
+def test_another_process_gets_the_same_memory_by_a_small_pickle():
+    data = small(num_nodes=20_000, num_edges=400_000)
+    sampler, features = Sampler(data, (5, 5), seed=1), interop.table(data.x)
+    expected = sampler.sample(torch.arange(40))
+    sampler.step = 0
+    assert len(pickle.dumps((sampler, features))) < 4_000
+    assert data.graph.num_bytes > 1_000_000
+    context: Any = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=other, args=(there, sampler, features))
+    process.start()
+    assert equal(here.recv(), expected)
+    sampler.graph.indices[7] = 123  # written here, after the other process has opened it
+    features.write([7], torch.full((1, data.num_features), 0.5))
+    here.send(7)
+    assert here.recv() == (123, [[0.5] * data.num_features])
+    here.send(None)
+    process.join(20)
+    interop.release()
+
+
+def test_a_graph_and_a_table_are_copied_once_and_a_folder_never(data: hl.Dataset, tmp_path: Path):
+    one, two = Sampler(data, (3,)), Sampler(data, (5,))
+    pickle.dumps(one)
+    pickle.dumps(two)
+    assert one.graph is two.graph
+    assert one.graph is interop.shared(data.graph)
+    assert interop.shared(one.graph) is one.graph
+    data.save(tmp_path / "folder")
+    opened = hl.open(str(tmp_path / "folder"))
+    twin = interop.shared(opened.graph)
+    if Path("/proc/self/maps").exists():
+        assert twin.indices.data_ptr() == opened.graph.indices.data_ptr()
+    back = pickle.loads(pickle.dumps(Sampler(opened, (3,))))
+    assert torch.equal(back.graph.indices, data.graph.indices)
+    interop.release()
+
+
+def test_pickling_keeps_every_setting_and_the_step(data: hl.Dataset):
+    sampler = Sampler(data, (3, 2), seed=5, replace=True, to="numpy", index_dtype=torch.int32)
+    sampler.sample([1])
+    back = pickle.loads(pickle.dumps(sampler))
+    assert (back.fanouts, back.seed, back.step, back.framework) == ((3, 2), 5, 1, "numpy")
+    assert equal(back.sample([4, 5]), sampler.sample([4, 5]))
+    interop.release()
+
+
+def test_tables_of_both_kinds_are_shared_with_their_rights():
+    dense = torch.eye(3)
+    tables: list[Any] = [hl.TensorTable(dense, read_only=True), hl.SparseTable.from_dense(dense)]
+    for table in tables:
+        back = pickle.loads(pickle.dumps(interop.shared(table)))
+        assert torch.equal(back.read(torch.arange(3)), dense)
+        with pytest.raises(TypeError, match="read-only"):
+            back.write(torch.tensor([0]), dense[:1])
+    writable = interop.shared(hl.TensorTable(dense))
+    back: Any = pickle.loads(pickle.dumps(writable))
+    back.write(torch.tensor([0]), torch.full((1, 3), 4.0))
+    assert isinstance(writable.rows, Tensor)
+    assert writable.rows[0].tolist() == [4, 4, 4]
+    with pytest.raises(TypeError, match="TensorTable or a SparseTable"):
+        interop.shared({"x": dense})
+    interop.release()
