@@ -86,7 +86,8 @@ def _children_kernel(
     start = tl.load(indptr + node, mask=there, other=0)
     degree = tl.load(indptr + node + 1, mask=there, other=0) - start
     state = first_state(tl.load(key), tl.load(slots + i, mask=inside, other=0))
-    moved_to, moved = (), ()
+    moved_to = ()
+    moved = ()
     count = tl.minimum(degree, FANOUT).to(tl.int32)
     if REPLACE:
         count = tl.where(degree > 0, FANOUT, 0).to(tl.int32)
@@ -147,8 +148,10 @@ def _row_pointers(x, cold, place, row, there, width, TIERED: tl.constexpr):
     """Where each row begins: in the one array of rows, or in the hot or the cold one."""
     if TIERED:
         slot = tl.load(place + row, mask=there, other=-1).to(tl.int64)
-        return tl.where(slot >= 0, x + slot * width, cold + row * width)
-    return x + row * width
+        pointer = tl.where(slot >= 0, x + slot * width, cold + row * width)
+    else:
+        pointer = x + row * width
+    return pointer
 
 
 @triton.jit(do_not_specialize=["num", "first_dst", "first_child"])

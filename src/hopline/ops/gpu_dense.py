@@ -1,0 +1,224 @@
+"""Triton kernels of a hidden layer on a tree, between two aggregations: linear, ReLU, dropout, children's mean.
+
+What a layer's aggregation leaves, [reduced | own] rows A, becomes h = dropout(relu(A W' + b)), and h what the next
+aggregation leaves, in one autograd function. The dropout mask is drawn in the product's epilogue and never stored:
+h > 0 says afterwards where a gradient passes. Where A needs no gradient, as in the first layer, the gradient of h is
+made inside the kernel that needs it and never written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hopline.ops.gpu_core import GOLDEN, first_state, is_interpreted, mix
+from hopline.ops.gpu_tree import reduce_rows
+from hopline.ops.slots import Slots
+
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64
+SPLITS = 64
+"""Ranges of rows whose weight gradients are summed apart: a fixed number, so that the sum is the same every time."""
+
+
+@triton.jit
+def _kept(states, first_column, threshold, R: tl.constexpr, C: tl.constexpr):
+    """[R, C] whether each element is kept: 16 bits a column, four columns a draw, as `reference.keyed_dropout`."""
+    group = (first_column // 4 + tl.arange(0, C // 4) + 1).to(tl.uint64)
+    raw = mix(states[:, None] + group[None, :] * GOLDEN)
+    lane = (tl.arange(0, 4) * 16).to(tl.uint64)
+    bits = ((raw[:, :, None] >> lane[None, None, :]) & 0xFFFF).to(tl.int32)
+    return tl.reshape(bits, (R, C)) >= threshold
+
+
+@triton.jit
+def _product(left, right, total, UPCAST: tl.constexpr):
+    if UPCAST:  # the interpreter multiplies the bits of bfloat16
+        product = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
+    else:
+        product = tl.dot(left, right, total)
+    return product
+
+
+@triton.jit(do_not_specialize=["num"])
+def _hidden_kernel(
+    a, weight, bias, out, ids, key, num, threshold, scale,
+    N: tl.constexpr, K: tl.constexpr, DROP: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = (N + C - 1) // C
+    row = tl.program_id(0) // tiles * R + tl.arange(0, R)
+    first_column = tl.program_id(0) % tiles * C
+    column = first_column + tl.arange(0, C)
+    inside = row < num
+    total = tl.zeros((R, C), tl.float32)
+    left = a + row.to(tl.int64)[:, None] * K + tl.arange(0, D)[None, :]
+    right = weight + column[None, :] * K + tl.arange(0, D)[:, None]
+    for k in range(0, K, D):
+        depth = k + tl.arange(0, D) < K
+        rows = tl.load(left + k, mask=inside[:, None] & depth[None, :], other=0)
+        columns = tl.load(right + k, mask=depth[:, None] & (column < N)[None, :], other=0)
+        total = _product(rows, columns, total, UPCAST)
+    total += tl.load(bias + column, mask=column < N, other=0).to(tl.float32)[None, :]
+    total = tl.maximum(total, 0.0)
+    if DROP:
+        states = first_state(tl.load(key), tl.load(ids + row, mask=inside, other=0))
+        total = tl.where(_kept(states, first_column, threshold, R, C), total * scale, 0.0)
+    target = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (column < N)[None, :])
+
+
+@triton.jit
+def _hidden_gradient(
+    grad, h, nodes, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
+):
+    """The gradient before ReLU and dropout, of rows whose own and reduced gradients stand in `grad`."""
+    ok = (column < N)[None, :]
+    parent = tl.load(parents + row, mask=inside, other=-1).to(tl.int64)
+    there = (parent >= 0) & (tl.load(nodes + row, mask=inside, other=-1) >= 0)
+    total = tl.load(grad + parent[:, None] * (2 * N) + column[None, :], mask=there[:, None] & ok, other=0)
+    total = total.to(tl.float32)
+    if MEAN:
+        total = total / tl.maximum(tl.load(counts + parent, mask=there, other=1), 1).to(tl.float32)[:, None]
+    own = row.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
+    total += tl.load(grad + own, mask=(inside & (row < num_dst))[:, None] & ok, other=0).to(tl.float32)
+    value = tl.load(h + row.to(tl.int64)[:, None] * N + column[None, :], mask=inside[:, None] & ok, other=0)
+    return tl.where(value > 0, total * scale, 0.0)
+
+
+@triton.jit(do_not_specialize=["num", "num_dst"])
+def _gradient_kernel(
+    grad, h, nodes, parents, counts, out, num, num_dst, scale,
+    N: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    inside = row < num
+    total = _hidden_gradient(grad, h, nodes, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+    target = out + row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (column < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num", "num_dst", "rows_per_split"])
+def _weight_kernel(
+    a, grad, h, nodes, parents, counts, sums, bias_sums, num, num_dst, rows_per_split, scale,
+    N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One range of rows: the gradients of weight and bias, that of h being made on the way."""
+    column = tl.program_id(0) * C + tl.arange(0, C)
+    split = tl.program_id(1)
+    depth = tl.arange(0, KP)
+    total = tl.zeros((C, KP), tl.float32)
+    bias_total = tl.zeros((C,), tl.float32)
+    first = split * rows_per_split
+    for r in range(first, tl.minimum(first + rows_per_split, num), R):
+        row = r + tl.arange(0, R)
+        inside = (row < num) & (row < first + rows_per_split)
+        made = _hidden_gradient(grad, h, nodes, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+        rows = tl.load(
+            a + row.to(tl.int64)[:, None] * K + depth[None, :], mask=inside[:, None] & (depth < K)[None, :], other=0
+        )
+        total = _product(tl.trans(made.to(rows.dtype)), rows, total, UPCAST)
+        bias_total += tl.sum(made, 0)
+    target = sums + (split * N + column).to(tl.int64)[:, None] * K + depth[None, :]
+    tl.store(target, total, mask=(column < N)[:, None] & (depth < K)[None, :])
+    tl.store(bias_sums + split * N + column, bias_total, mask=column < N)
+
+
+def dropout_numbers(p: float) -> tuple[int, float]:
+    """(threshold, scale): a column is kept where its 16 bits reach the threshold."""
+    threshold = round(p * 65536)
+    return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+
+
+class _Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        slots: Slots,
+        hop: int,
+        nodes: Tensor,
+        counts: Tensor,
+        how: str,
+        p: float,
+        key: Tensor | None,
+    ) -> Tensor:
+        num, (n, k) = a.size(0), weight.shape
+        w, (threshold, scale) = weight.to(a.dtype), dropout_numbers(p)
+        h = torch.empty(num, n, dtype=a.dtype, device=a.device)
+        ids = slots.ids(a.device)
+        grid = (triton.cdiv(num, BLOCK_ROWS) * triton.cdiv(n, BLOCK_COLUMNS),)
+        _hidden_kernel[grid](
+            a, w, bias, h, ids, ids if key is None else key, num, threshold, scale,
+            n, k, key is not None and p > 0, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, is_interpreted(), num_warps=8, num_stages=3,
+        )  # fmt: skip
+        ctx.plan = (slots, hop, how, scale if key is not None and p > 0 else 1.0)
+        ctx.save_for_backward(a, w, h, nodes, counts)
+        ctx.weight_dtype = weight.dtype
+        return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        slots, hop, how, scale = ctx.plan
+        a, w, h, nodes, counts = ctx.saved_tensors
+        grad, num, (n, k) = grad.contiguous(), a.size(0), w.shape
+        edges = (nodes, slots.parents(a.device), counts)
+        num_dst, mean = slots.up_to(hop), how == "mean"
+        if ctx.needs_input_grad[0]:
+            made = torch.empty_like(h)
+            grid = (triton.cdiv(num, 16), triton.cdiv(n, 128))
+            _gradient_kernel[grid](grad, h, *edges, made, num, num_dst, scale, n, mean, 16, 128)
+            grad_weight = (made.t() @ a).to(ctx.weight_dtype)
+            return made @ w, grad_weight, made.sum(0, dtype=torch.float32).to(ctx.weight_dtype), *[None] * 7
+        splits = min(SPLITS, triton.cdiv(num, 64))
+        sums = torch.empty(splits, n, k, dtype=torch.float32, device=a.device)
+        bias_sums = torch.empty(splits, n, dtype=torch.float32, device=a.device)
+        per_split = triton.cdiv(triton.cdiv(num, splits), 64) * 64
+        _weight_kernel[(triton.cdiv(n, 128), splits)](
+            a, grad, h, *edges, sums, bias_sums, num, num_dst, per_split, scale,
+            n, k, max(16, triton.next_power_of_2(k)), mean, 64, 128, is_interpreted(), num_warps=8,
+        )  # fmt: skip
+        return None, sums.sum(0).to(ctx.weight_dtype), bias_sums.sum(0).to(ctx.weight_dtype), *[None] * 7
+
+
+MOST_DEPTH = 512
+"""The widest A whose gradient-free weight gradient fits into one program."""
+
+
+def hidden_rows(a: Tensor, weight: Tensor, bias: Tensor, p: float, key: Tensor | None, ids: Tensor) -> Tensor:
+    """dropout(relu(a W' + b)) in plain operations, for whoever wants the rows themselves."""
+    from hopline.ops import keyed_dropout
+
+    h = torch.relu(nn_linear(a, weight, bias))
+    return h if key is None or not p else keyed_dropout(h, p, key, ids)
+
+
+def nn_linear(a: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.nn.functional.linear(a, weight.to(a.dtype), bias.to(a.dtype))
+
+
+def hidden_then_reduce(
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    slots: Slots,
+    hop: int,
+    nodes: Tensor,
+    counts: Tensor,
+    how: str,
+    p: float,
+    key: Tensor | None,
+) -> Tensor:
+    """[reduced | own] rows of dropout(relu(a W' + b)), `a` having a row for each slot up to hop + 1; sum or mean."""
+    out = _Hidden.apply(a, weight, bias, slots, hop, nodes, counts, how, p, key)
+    assert isinstance(out, Tensor)
+    return out
