@@ -9,8 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from hopline.data import synthetic
 from hopline.data.dataset import Dataset
+from hopline.data.names import open_dataset
 from hopline.data.store import verify
-from hopline.data.synthetic import BUILT_IN, Planted, built_in, planted
+from hopline.data.synthetic import BUILT_IN, Planted, built_in, made_on, planted
+from tests.helpers import KERNEL_DEVICE
 
 SMALL = Planted(num_nodes=5000, num_edges=100_000, num_classes=10, num_features=8, num_train=1000, num_valid=500)
 
@@ -55,6 +57,53 @@ def test_the_seed_decides() -> None:
     a, b = planted(SMALL), planted(SMALL, seed=1)
     assert not torch.equal(a.graph.indices[:1000], b.graph.indices[:1000])
     assert not torch.equal(a.splits["train"], b.splits["train"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float16", "homophily": 0.3, "num_test": 0}, {"num_edges": 0}])
+def test_a_device_makes_the_same_graph(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(synthetic, "DEVICE_CHUNK_NODES", 2048)
+    settings = replace(SMALL, **changes)
+    expected = planted(settings)
+    arrays = made_on(torch.device(KERNEL_DEVICE), settings)
+    for name, array in (
+        ("indptr", expected.graph.indptr),
+        ("indices", expected.graph.indices),
+        ("y", expected.labels),
+        ("table.x", expected.x.storage()),
+    ):
+        assert array is not None
+        assert arrays[name].device.type == KERNEL_DEVICE
+        assert arrays[name].dtype == array.dtype
+        assert torch.equal(arrays[name].cpu(), array), name
+    for name, ids in expected.splits.items():
+        assert arrays[f"split.0.{name}"].device.type == "cpu"
+        assert torch.equal(arrays[f"split.0.{name}"], ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_dataset_on_the_gpu(symmetric: bool) -> None:
+    settings = replace(SMALL, symmetric=symmetric)
+    expected, dataset = planted(settings), planted(settings, device="cuda")
+    x = dataset.x.storage()
+    assert x is not None
+    assert {a.device.type for a in (dataset.graph.indptr, dataset.graph.indices, dataset.labels, x)} == {"cuda"}
+    assert torch.equal(dataset.graph.indptr.cpu(), expected.graph.indptr)
+    assert torch.equal(dataset.graph.indices.cpu(), expected.graph.indices)
+    assert torch.equal(x.cpu(), expected.x.read(torch.arange(5000)))
+    assert torch.equal(dataset.labels.cpu(), expected.labels)
+    assert all(torch.equal(ids, expected.splits[name]) for name, ids in dataset.splits.items())
+
+
+def test_a_device_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave out device='cuda' or folder="):
+        planted(SMALL, device="cuda", folder=tmp_path / "d")
+    with pytest.raises(ValueError, match="not a device"):
+        planted(SMALL, device="gpu")
+    with pytest.raises(ValueError, match="not a device"):
+        open_dataset("papers100m-shaped", data_root=tmp_path, scale=0.0001, device="gpu")
 
 
 def test_homophily_is_the_share_of_edges_from_the_own_class() -> None:

@@ -50,7 +50,8 @@ def open_dataset(
     """Open a dataset: a folder, an `.npz` file, a built-in graph, or a name of the data root, PyG or OGB.
 
     What has to be downloaded or made is converted once into the data root. `verify` reads everything first.
-    `options` are those of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...).
+    `options` are those of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With
+    device="cuda" a built-in graph is made in the GPU's memory, and nothing is written.
     """
     root = default_data_root() if data_root is None else Path(data_root).expanduser()
     text = os.fspath(name_or_folder)
@@ -98,9 +99,10 @@ def _checked(dataset: Dataset, check: bool) -> Dataset:
 
 
 def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    device = options.pop("device", "cpu")
     settings = synthetic.built_in(name, options)
-    if name in IN_MEMORY:
-        return _checked(synthetic.planted(settings, name=name), check).with_split(split)
+    if name in IN_MEMORY or device != "cpu":
+        return _checked(synthetic.planted(settings, name=name, device=device), check).with_split(split)
     target = root / _label(name, options)
     if not is_dataset(target):
         synthetic.planted(settings, name=name, folder=target)

@@ -9,7 +9,7 @@ too, so out-degrees have a heavy tail as well. Repeated edges are possible, self
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from hopline.data.writer import FolderWriter
 from hopline.graph import Graph
 from hopline.ops import derive_key
 from hopline.progress import progress
+from hopline.settings import find_device
 from hopline.spec import nearest
 from hopline.tables import TensorTable
 
@@ -37,6 +38,8 @@ FLOOR = 0.02
 """Share of the edges that is spread evenly, so that degrees fall smoothly to the last rank."""
 CHUNK_NODES = 1 << 18
 """Nodes generated at a time."""
+DEVICE_CHUNK_NODES = 1 << 24
+"""Nodes whose splits are found at a time on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,25 +151,28 @@ def planted(
     *,
     name: str = "planted",
     folder: str | os.PathLike[str] | None = None,
+    device: str = "cpu",
     **changes: Any,
 ) -> Dataset:
-    """A planted graph in memory, or written in chunks into a folder; `changes` are fields of `Planted`."""
+    """A planted graph in memory, or written in chunks into a folder; `changes` are fields of `Planted`.
+
+    With device="cuda" the same graph is made on the GPU and stays there, but for its splits; symmetric ones are moved.
+    """
     settings = replace(settings or Planted(), **changes) if changes else settings or Planted()
+    if folder is not None and device != "cpu":
+        raise ValueError(f"A folder is written from the CPU: leave out device={device!r} or folder=.")
+    place = find_device(device)
     meta = {"origin": "synthetic", "settings": {k: v for k, v in vars(settings).items() if v is not None}}
     if settings.symmetric:
         dataset = _symmetric(settings, name, meta)
         if folder is None:
-            return dataset
+            return dataset if place.type == "cpu" else _moved(dataset, place)
         dataset.save(folder)
         return open_folder(folder)
     if folder is not None:
         _write(settings, name, folder, meta)
         return open_folder(folder)
-    parts: dict[str, list[Tensor]] = {}
-    for chunk in _chunks(settings):
-        for array, rows in chunk.items():
-            parts.setdefault(array, []).append(rows)
-    arrays = {array: torch.cat(rows) for array, rows in parts.items()}
+    arrays = _joined(_chunks(settings)) if place.type == "cpu" else made_on(place, settings)
     return Dataset(
         name=name,
         graph=Graph(arrays["indptr"], arrays["indices"]),
@@ -175,6 +181,25 @@ def planted(
         splits={key: arrays[f"split.0.{key}"] for key in ("train", "valid", "test")},
         num_classes=settings.num_classes,
         meta=meta,
+    )
+
+
+def _joined(chunks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {}
+    for chunk in chunks:
+        for array, rows in chunk.items():
+            parts.setdefault(array, []).append(rows)
+    return {array: torch.cat(rows) for array, rows in parts.items()}
+
+
+def _moved(dataset: Dataset, device: torch.device) -> Dataset:
+    graph, x = dataset.graph, dataset.x.storage()
+    assert x is not None
+    return replace(
+        dataset,
+        graph=Graph(graph.indptr.to(device), graph.indices.to(device)),
+        tables={"x": TensorTable(x.to(device))},
+        y=dataset.labels.to(device),
     )
 
 
@@ -220,10 +245,8 @@ def _chunk(settings: Planted, first: int, count: int, num_edges_before: int) -> 
     from hopline.ops.cpu_core import over_ranges
 
     n, classes = settings.num_nodes, settings.num_classes
-    rank_key, edge_key, feature_key, split_key = (
-        np.uint64(derive_key(settings.seed, purpose) % 2**64) for purpose in range(4)
-    )
-    half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
+    rank_key, edge_key, feature_key, split_key = (np.uint64(key % 2**64) for key in _keys(settings))
+    half = np.uint64(_half_bits(n))
     ranks, places, degrees = (np.empty(count, dtype=np.int64) for _ in range(3))
     rows = np.empty((count, settings.num_features), dtype=np.float32)
     means = _class_means(settings)
@@ -254,10 +277,67 @@ def _chunk(settings: Planted, first: int, count: int, num_edges_before: int) -> 
         "table.x": torch.from_numpy(rows).to(DTYPES[settings.dtype]),
         "y": torch.from_numpy(ranks % classes),
     }
-    bounds = np.cumsum([0, *settings.split_sizes])
-    for name, low, high in zip(("train", "valid", "test"), bounds[:-1], bounds[1:], strict=True):
-        chunk[f"split.0.{name}"] = torch.from_numpy(np.flatnonzero((places >= low) & (places < high)) + first)
-    return chunk
+    return chunk | _splits(settings, first, torch.from_numpy(places))
+
+
+def made_on(device: torch.device, settings: Planted) -> dict[str, Tensor]:
+    """The arrays that all chunks together have, made by the kernels of `ops.gpu_synthetic` on their device."""
+    from hopline.ops import gpu_synthetic as kernels
+
+    n, half = settings.num_nodes, _half_bits(settings.num_nodes)
+    rank_key, edge_key, feature_key, split_key = _keys(settings)
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton launches on the current one
+        ranks = kernels.ranks(0, n, rank_key, half, n, device)
+        indptr = torch.zeros(n + 1, dtype=torch.int64, device=device)
+        torch.index_select(_degrees_by_rank(settings).to(device), 0, ranks, out=indptr[1:])
+        indptr[1:].cumsum_(0)
+        sources = kernels.sources(
+            indptr, ranks, rank_key, edge_key, half, settings.num_classes, settings.homophily, index_dtype(n)
+        )
+        assert sources.numel() == settings.num_edges, (sources.numel(), settings.num_edges)
+        y = ranks.remainder_(settings.num_classes)
+        means = torch.from_numpy(_class_means(settings)).to(device)
+        rows = kernels.features(y, means, feature_key, DTYPES[settings.dtype])
+        splits = []
+        for first in range(0, n, DEVICE_CHUNK_NODES):
+            count = min(DEVICE_CHUNK_NODES, n - first)
+            splits.append(_splits(settings, first, kernels.ranks(first, count, split_key, half, n, device)))
+    return {"indptr": indptr, "indices": sources, "table.x": rows, "y": y, **_joined(splits)}
+
+
+def _degrees_by_rank(settings: Planted) -> Tensor:
+    """[num_nodes] int64, on the CPU: float64 powers may differ in their last bit elsewhere."""
+    from hopline.ops import cpu_synthetic as kernels
+    from hopline.ops.cpu_core import over_ranges
+
+    n = settings.num_nodes
+    degrees = np.empty(n, dtype=np.int64)
+
+    def fill(a: int, b: int) -> None:
+        kernels.fill_degrees(np.arange(a, b), n, settings.num_edges, TAIL, CUT, FLOOR, degrees[a:b])
+
+    over_ranges(fill, n, n)
+    return torch.from_numpy(degrees)
+
+
+def _splits(settings: Planted, first: int, places: Tensor) -> dict[str, Tensor]:
+    """Which of the nodes from `first` on are in each split, by their places in the splits' keyed order; on the CPU."""
+    splits, low = {}, 0
+    for name, size in zip(("train", "valid", "test"), settings.split_sizes, strict=True):
+        chosen = (places >= low) & (places < low + size)
+        splits[f"split.0.{name}"] = chosen.nonzero().view(-1).cpu() + first
+        low += size
+    return splits
+
+
+def _keys(settings: Planted) -> list[int]:
+    """The keys of the ranks, the edges, the features and the splits."""
+    return [derive_key(settings.seed, purpose) for purpose in range(4)]
+
+
+def _half_bits(num_nodes: int) -> int:
+    """Half the width of the numbers that the keyed order shuffles: 4**half >= num_nodes."""
+    return max(1, -(-(num_nodes - 1).bit_length() // 2))
 
 
 def _class_means(settings: Planted) -> np.ndarray:
