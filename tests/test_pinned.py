@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def test_two_tensors_over_the_same_memory_are_registered_once() -> None:
     del same
     gc.collect()
     assert not driver.registered
+
+
+def test_a_copy_is_not_registered() -> None:
+    rows = randn(30, 4)
+    assert pinned.register(rows, Driver()) is None
+    assert pinned.is_registered(rows)
+    assert not pinned.is_registered(copy.deepcopy(rows))
 
 
 def test_memory_that_may_only_be_read_is_registered_as_such() -> None:

@@ -10,7 +10,7 @@ from hopline.methods import BatchUnit, Job, Loader, Method, Sampled, Unit
 from hopline.sampling import NeighborSampler
 from hopline.schedule import Schedule
 from hopline.settings import TrainSettings
-from hopline.tables import CachedTable, SparseTable, Table, TensorTable
+from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable, table
 from hopline.trace import Counters, Timers
 from hopline.trainer import Trainer
 
@@ -41,6 +41,7 @@ __all__ = [
     "StepEnd",
     "Table",
     "TensorTable",
+    "TieredTable",
     "Timers",
     "TrainSettings",
     "Trainer",
@@ -54,5 +55,6 @@ __all__ = [
     "metrics",
     "nn",
     "open",
+    "table",
     "verify",
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MAPPED, READ_ONLY = 1 | 2, 8
-"""cudaHostRegister's flags: for every device of the process and readable by kernels; and for memory we may only read."""
+"""cudaHostRegister's flags: readable by the kernels of every device; and where we ourselves may only read."""
 _REGISTERED = "_hopline_registered"
 """Where a tensor keeps its registration, which must live as long as it does."""
 
@@ -28,6 +28,9 @@ class Registration:
         undo = weakref.finalize(self, _unregister, cudart, start, tensor.untyped_storage())
         undo.atexit = False
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the tensor is other memory, which nobody has registered
+
 
 def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """`tensor` itself, its memory registered so that kernels read it; views made of it later do not keep it so.
@@ -37,7 +40,7 @@ def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """
     if not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here, so no memory can be pinned for one: use device='cpu'")
-    if tensor.device.type != "cpu" or tensor.numel() == 0 or hasattr(tensor, _REGISTERED):
+    if tensor.device.type != "cpu" or tensor.numel() == 0 or is_registered(tensor):
         return tensor
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
@@ -73,6 +76,11 @@ def register(tensor: Tensor, cudart: Any = None) -> str | None:
             _live[span] = known = Registration(tensor, cudart)
     setattr(tensor, _REGISTERED, known)
     return None
+
+
+def is_registered(tensor: Tensor) -> bool:
+    """Whether `tensor` was registered here, and so must stay at its address."""
+    return getattr(tensor, _REGISTERED, None) is not None
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """Triton kernels of the two tiers: one gather that takes each row from where it is, and a count per row."""
 
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import contextlib

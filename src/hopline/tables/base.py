@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Tiers(NamedTuple):
+    """Where a kernel finds rows: hot[place[id]] where that is a slot, else cold[id]."""
+
+    hot: Tensor
+    """[num_hot, ...] near the kernel; where `place` is None, all rows by their ids."""
+    cold: Tensor | None
+    """[num_rows, ...] further away, but readable by the kernel; None where there is none such."""
+    place: Tensor | None
+    """[num_rows] int32: each row's slot in `hot`, -1 for the others; None where every row is hot."""
 
 
 class Table(ABC):
@@ -33,6 +45,13 @@ class Table(ABC):
         Kernels that read rows straight into a reduction use it; without it the rows are read first.
         """
         return None
+
+    def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
+        """Memory from which kernels on `device` (by default the table's own) read all rows; None if there is none."""
+        return None
+
+    def end_epoch(self) -> None:  # noqa: B027 - most tables have nothing to say
+        """Called after every epoch: counters are reported, and what was observed in it is put to use."""
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """The rows of `ids` as (indptr [n + 1], columns, values), where they are stored that way."""

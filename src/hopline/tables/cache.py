@@ -7,13 +7,16 @@ from torch import Tensor
 
 from hopline import ops, trace
 from hopline.tables.base import Table
+from hopline.tables.shared import Handle, share
 
 
 class CachedTable(Table):
     """Copies of chosen rows of `below`, read in its place; all other rows come from `below`."""
 
-    def __init__(self, below: Table, hot_ids: Tensor) -> None:
+    def __init__(self, below: Table, hot_ids: Tensor, *, counter: str = "rows.cache") -> None:
+        """counter: under what name, with "_hit" and "_miss" added, reads are counted."""
         self.below = below
+        self.counter = counter
         self.hot = below.read(hot_ids)
         self.slot = torch.full((len(below),), -1, dtype=torch.int32)
         self.slot[hot_ids] = torch.arange(hot_ids.numel(), dtype=torch.int32)
@@ -37,8 +40,8 @@ class CachedTable(Table):
         rows[hit] = self.hot[slot[hit]]
         rows[~hit] = self.below.read(ids[~hit])
         num_hits = int(hit.sum())
-        trace.count("rows.cache_hit", num_hits)
-        trace.count("rows.cache_miss", ids.numel() - num_hits)
+        trace.count(f"{self.counter}_hit", num_hits)
+        trace.count(f"{self.counter}_miss", ids.numel() - num_hits)
         return rows
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
@@ -46,3 +49,15 @@ class CachedTable(Table):
         slot = self.slot[ids].long()
         hit = slot >= 0
         self.hot[slot[hit]] = rows[hit].to(self.dtype)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """To other processes goes a handle: they read the same cache, and the same rows below."""
+        self.hot, hot = share(self.hot)
+        self.slot, slot = share(self.slot)
+        return _open, (self.below, hot, slot, self.counter)
+
+
+def _open(below: Table, hot: Handle, slot: Handle, counter: str) -> CachedTable:
+    table = CachedTable.__new__(CachedTable)
+    table.below, table.hot, table.slot, table.counter = below, hot.open(), slot.open(), counter
+    return table

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.tables.base import Table
+from hopline.tables.base import Table, Tiers
+from hopline.tables.shared import Handle, share
 
 
 class TensorTable(Table):
@@ -34,3 +35,20 @@ class TensorTable(Table):
 
     def storage(self) -> Tensor | None:
         return self.rows if self.rows.is_contiguous() else None
+
+    def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
+        target = self.rows.device if device is None else torch.device(device)
+        # A kernel reads pinned memory of the host as it reads its own.
+        readable = self.rows.device.type == target.type or (self.rows.device.type == "cpu" and self.rows.is_pinned())
+        return Tiers(self.rows, None, None) if readable and self.rows.is_contiguous() else None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """To other processes goes a handle: they read the same memory."""
+        if self.rows.device.type != "cpu":
+            return TensorTable, (self.rows,), {"read_only": self.read_only}
+        self.rows, handle = share(self.rows)
+        return _open, (handle, self.read_only)
+
+
+def _open(handle: Handle, read_only: bool) -> TensorTable:
+    return TensorTable(handle.open(), read_only=read_only or not handle.writable)

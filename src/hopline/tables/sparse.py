@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.tables.base import Table
+from hopline.tables.shared import Handle, share
 
 
 class SparseTable(Table):
@@ -37,6 +38,11 @@ class SparseTable(Table):
     def num_bytes(self) -> int:
         return sum(a.numel() * a.element_size() for a in (self.indptr, self.columns, self.values))
 
+    def to(self, device: torch.device | str) -> SparseTable:
+        """The same rows on a device."""
+        indptr, columns, values = (a.to(device) for a in (self.indptr, self.columns, self.values))
+        return SparseTable(indptr, columns, values, self.num_columns)
+
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The rows of `ids` as (indptr [n + 1], columns, values), without ever making them dense."""
         indptr, positions = ops.row_positions(self.indptr, ids)
@@ -44,7 +50,18 @@ class SparseTable(Table):
 
     def read(self, ids: Tensor) -> Tensor:
         indptr, columns, values = self.read_csr(ids)
-        row = torch.repeat_interleave(torch.arange(ids.numel()), indptr.diff())
-        dense = torch.zeros(ids.numel(), self.num_columns, dtype=self.dtype)
+        row = torch.repeat_interleave(torch.arange(ids.numel(), device=indptr.device), indptr.diff())
+        dense = torch.zeros(ids.numel(), self.num_columns, dtype=self.dtype, device=indptr.device)
         # Repeated entries of one column add up, as they do in every CSR library.
         return dense.index_put_((row, columns.long()), values, accumulate=True)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """To other processes goes a handle: they read the same memory."""
+        (self.indptr, indptr), (self.columns, columns), (self.values, values) = (
+            share(a) for a in (self.indptr, self.columns, self.values)
+        )
+        return _open, (indptr, columns, values, self.num_columns)
+
+
+def _open(indptr: Handle, columns: Handle, values: Handle, num_columns: int) -> SparseTable:
+    return SparseTable(indptr.open(), columns.open(), values.open(), num_columns)

@@ -1,0 +1,94 @@
+"""Which rows will be read most: the ones to keep near.
+
+Sampling walks against the edges: a node is drawn as the source of an in-edge. So what predicts how often its row is
+read is how often it stands in the graph's `indices` (its out-degree), and not how many in-edges it has itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hopline.graph import Graph
+from hopline.ops import cpu_access
+
+LARGEST_TERM = 16.0
+"""A node that is missed with probability exp(-16) counts as always read."""
+CHUNK_EDGES = 1 << 26
+"""Edges handled at a time on a GPU."""
+
+
+def by_degree(graph: Graph) -> Tensor:
+    """All nodes, those first that are the source of most edges: [num_nodes] int64."""
+    ones = torch.ones(graph.num_nodes, dtype=torch.int64, device=graph.indices.device)
+    return hottest(add_to_sources(graph, ones))
+
+
+def by_access(
+    graph: Graph, fanouts: Sequence[int], train_ids: Tensor, batch_size: int = 1024, replace: bool = False
+) -> Tensor:
+    """All nodes, those first that a batch most probably reads: [num_nodes] int64."""
+    return hottest(access_probability(graph, fanouts, train_ids, batch_size, replace))
+
+
+def hottest(score: Tensor) -> Tensor:
+    """Positions by descending score, equal ones in ascending order."""
+    return score.argsort(descending=True, stable=True)
+
+
+def access_probability(
+    graph: Graph, fanouts: Sequence[int], train_ids: Tensor, batch_size: int = 1024, replace: bool = False
+) -> Tensor:
+    """[num_nodes] float32: how probable it is that a batch reads each node's row, had every draw been independent.
+
+    The analysis of SALIENT++ (Kaler et al., 2023), for samples that nest: a node that joined a batch at hop j draws
+    once, as many as the widest of the fan-outs from there on, and the node at the other end of one of its in-edges is
+    drawn with probability min(1, fan-out / in-degree). A node is missed if all its out-edges miss it.
+    """
+    device = graph.indices.device
+    degrees = graph.in_degrees().to(device).clamp(min=1).float()
+    seeds = torch.zeros(graph.num_nodes, device=device)
+    seeds[train_ids.to(device)] = min(1.0, batch_size / max(1, train_ids.numel()))
+    reached, joined = seeds, [seeds]
+    # In whole numbers, so that the sums do not depend on their order; no sum can overflow.
+    scale = 2.0 ** (58 - graph.num_edges.bit_length())
+    for hop in range(1, len(fanouts) + 1):
+        used = torch.zeros_like(seeds)
+        for j, new in enumerate(joined):
+            used += new * _share(degrees, fanouts[j:hop], replace)
+        terms = -torch.log1p(-used.clamp(max=1.0))
+        missed = add_to_sources(graph, (terms.clamp(max=LARGEST_TERM).double() * scale).round().long())
+        now = seeds - (1 - seeds) * torch.expm1(-missed.double() / scale).float()
+        joined.append((now - reached).clamp(min=0))
+        reached = now
+    return reached
+
+
+def _share(degrees: Tensor, fanouts: Sequence[int], replace: bool) -> Tensor:
+    """How probable it is that one given in-edge of a node is among those drawn."""
+    if min(fanouts) < 0:
+        return torch.ones_like(degrees)
+    if replace:
+        return 1 - (1 - 1 / degrees) ** max(fanouts)
+    return (max(fanouts) / degrees).clamp(max=1.0)
+
+
+def add_to_sources(graph: Graph, values: Tensor) -> Tensor:
+    """[num_nodes] int64: at each node the sum of `values` over the nodes that its out-edges reach."""
+    indptr = graph.indptr.to(graph.indices.device)
+    if indptr.device.type == "cpu":
+        return cpu_access.add_to_sources(indptr, graph.indices, values)
+    return add_in_chunks(indptr, graph.indices, values)
+
+
+def add_in_chunks(indptr: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """The same by torch, on any device."""
+    out = torch.zeros_like(values)
+    for first in range(0, indices.numel(), CHUNK_EDGES):
+        sources = indices[first : first + CHUNK_EDGES]
+        edges = torch.arange(first, first + sources.numel(), device=indices.device)
+        destinations = torch.searchsorted(indptr, edges, right=True) - 1
+        out.index_add_(0, sources.long(), values[destinations])
+    return out

@@ -1,0 +1,233 @@
+"""Hot rows on the device, the rest in memory that its kernels read in place, or below that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from hopline import pinned, trace
+from hopline.ops.tiers import count_ids, gather_tiers, new_counts
+from hopline.tables.base import Table, Tiers
+from hopline.tables.order import hottest
+from hopline.tables.shared import Handle, share
+
+PIECE_BYTES = 1 << 26
+"""Rows are brought to the device that many bytes at a time."""
+
+
+class Counts(TypedDict):
+    """How reads went since a table was made."""
+
+    hits: int
+    misses: int
+    hit_bytes: int
+    miss_bytes: int
+
+
+@dataclass
+class _Placed:
+    """The tiers as one device has them. Their tensors are never replaced: a captured graph knows their addresses."""
+
+    tiers: Tiers
+    counts: Tensor
+    seen: Tensor | None
+    """[num_rows] int32: how often each row was read, where that is observed."""
+    reported: tuple[int, int] = (0, 0)
+    """The hits and misses that were reported already."""
+
+
+class TieredTable(Table):
+    """Copies of the rows `hot_ids` (None: of all rows) of `below` on the device that asks; the rest are read below.
+
+    Each device of each process gets its copies at its first read. On CUDA the rows below are pinned where they lie and
+    the kernel reads them itself; rows that cannot be, such as those behind a RAM cache of a file, are read by the host.
+    With ids on another kind of device than the table's, rows come from below and nothing is counted.
+    """
+
+    def __init__(
+        self, below: Table, hot_ids: Tensor | None, device: torch.device | str, *, observe: bool = False
+    ) -> None:
+        """observe: count how often each row is read in the first epoch, and then keep those read most."""
+        self.below = below
+        self.hot_ids = hot_ids
+        self.device = torch.device(device)
+        self.observing = observe and hot_ids is not None
+        self._placed: dict[torch.device, _Placed] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.below.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.below.dtype
+
+    @property
+    def num_hot(self) -> int:
+        return len(self) if self.hot_ids is None else self.hot_ids.numel()
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        places = 0 if self.hot_ids is None else 4 * len(self)
+        return self.num_hot * self.row_bytes + places
+
+    def read(self, ids: Tensor) -> Tensor:
+        if ids.device.type != self.device.type:
+            return self.below.read(ids)
+        placed = self._on(ids.device)
+        tiers = placed.tiers
+        if placed.seen is not None and self.observing:
+            with self._lock:
+                count_ids(placed.seen, ids)
+        if ids.device.type != "cpu" and (tiers.place is None or tiers.cold is not None):
+            return gather_tiers(tiers.hot, tiers.cold, tiers.place, ids, placed.counts)
+        return self._read_by_host(placed, ids)
+
+    def _read_by_host(self, placed: _Placed, ids: Tensor) -> Tensor:
+        """Misses are read below, by the host. On a GPU this waits for the device."""
+        hot, _, place = placed.tiers
+        rows, present = gather_tiers(hot, None, place, ids), ids >= 0
+        num_present, num_missed = int(present.sum()), 0
+        if place is not None:
+            missed = (present & (place[ids.long().clamp(min=0)] < 0)).nonzero().view(-1)
+            num_missed = missed.numel()
+            if num_missed:
+                rows[missed] = self.below.read(ids[missed].cpu()).to(ids.device)
+        with self._lock:  # on the CPU several threads would add to the same counter
+            placed.counts[0] += torch.tensor([num_present - num_missed, num_missed], device=ids.device)
+        return rows
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        self.below.write(ids.cpu(), rows.cpu())
+        for device, placed in self._placed.items():
+            hot, _, place = placed.tiers
+            new, slots = rows.to(device, self.dtype), ids.to(device).long()
+            if place is not None:
+                slots = place[slots].long()
+            hot[slots[slots >= 0]] = new[slots >= 0]
+
+    def storage(self) -> Tensor | None:
+        if self.hot_ids is None or (self.device.type == "cuda" and not self.num_hot):
+            hot, cold, _ = self._on(self.device).tiers
+            return hot if self.hot_ids is None else cold
+        return self.below.storage() if not self.num_hot else None
+
+    def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
+        target = self.device if device is None else torch.device(device)
+        if target.type != self.device.type:
+            return self.below.tiers(target)
+        tiers = self._on(target).tiers
+        return tiers if tiers.place is None or tiers.cold is not None else None
+
+    def counts(self, device: torch.device | str | None = None) -> Tensor:
+        """The counter of a device, for kernels that read the tiers themselves: see `ops.tiers.gather_tiers`."""
+        return self._on(self.device if device is None else torch.device(device)).counts
+
+    def observe(self, ids: Tensor) -> None:
+        """Count reads that a kernel did by itself, for `rebalance`."""
+        placed = self._on(ids.device)
+        if placed.seen is not None and self.observing:
+            count_ids(placed.seen, ids)
+
+    def counters(self) -> Counts:
+        """Hits and misses so far, in this process. On a GPU this waits for the device."""
+        found = [placed.counts.sum(0).tolist() for placed in self._placed.values()]
+        hits, misses = (sum(pair[i] for pair in found) for i in (0, 1))
+        return Counts(hits=hits, misses=misses, hit_bytes=hits * self.row_bytes, miss_bytes=misses * self.row_bytes)
+
+    def report(self) -> None:
+        """Tell who listens (`trace`) of the reads since the last report."""
+        for placed in self._placed.values():
+            now = placed.counts.sum(0).tolist()
+            hits, misses = now[0] - placed.reported[0], now[1] - placed.reported[1]
+            placed.reported = (now[0], now[1])
+            if hits or misses:
+                trace.count("rows.cache_hit", hits)
+                trace.count("rows.cache_miss", misses)
+                trace.count("bytes.from_cache", hits * self.row_bytes)
+                trace.count("bytes.from_host", misses * self.row_bytes)
+
+    def end_epoch(self) -> None:
+        self.report()
+        if self.observing:
+            self.rebalance()
+
+    def rebalance(self) -> None:
+        """Keep the rows that were read most since the table was made, and observe no more.
+
+        Nothing may be reading meanwhile: call it between epochs. Each device keeps what it read most itself.
+        """
+        for placed in self._placed.values():
+            hot, _, place = placed.tiers
+            if placed.seen is None or place is None:
+                continue
+            # Of rows that were read equally often those that are here already stay.
+            chosen = hottest(2 * placed.seen.long() + (place >= 0).long())[: self.num_hot]
+            self._fill(hot, place, chosen.cpu())
+            placed.seen.zero_()
+            self.hot_ids = chosen.cpu()
+        self.observing = False
+
+    def _on(self, device: torch.device) -> _Placed:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        found = self._placed.get(device)
+        if found is None:
+            with self._lock:
+                found = self._placed.get(device) or self._place(device)
+                self._placed[device] = found
+        return found
+
+    def _place(self, device: torch.device) -> _Placed:
+        hot = torch.empty((self.num_hot, *self.shape[1:]), dtype=self.dtype, device=device)
+        if self.hot_ids is None:
+            self._fill(hot, None, torch.arange(len(self)))
+            return _Placed(Tiers(hot, None, None), new_counts(device), None)
+        place = torch.full((len(self),), -1, dtype=torch.int32, device=device)
+        self._fill(hot, place, self.hot_ids.cpu())
+        seen = torch.zeros(len(self), dtype=torch.int32, device=device) if self.observing else None
+        return _Placed(Tiers(hot, self._readable(device), place), new_counts(device), seen)
+
+    def _fill(self, hot: Tensor, place: Tensor | None, hot_ids: Tensor) -> None:
+        for start, ids in _pieces(hot_ids, self.row_bytes):
+            hot[start : start + ids.numel()] = self.below.read(ids).to(hot.device)
+        if place is not None:
+            place.fill_(-1)
+            slots = torch.arange(hot_ids.numel(), dtype=torch.int32, device=place.device)
+            place[hot_ids.to(place.device)] = slots
+
+    def _readable(self, device: torch.device) -> Tensor | None:
+        """The rows below as a kernel on the device reads them."""
+        rows = self.below.storage()
+        if rows is None or device.type == "cpu" or rows.device.type != "cpu":
+            return rows
+        return pinned.pin(rows)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """To other processes goes a handle: the rows below are the same memory, and each fills a cache of its own."""
+        hot_ids = None
+        if self.hot_ids is not None:
+            self.hot_ids, hot_ids = share(self.hot_ids)
+        kind = self.device.type if self.device.type == "cuda" else str(self.device)
+        return _open, (self.below, hot_ids, kind, self.observing)
+
+
+def _open(below: Table, hot_ids: Handle | None, device: str, observe: bool) -> TieredTable:
+    return TieredTable(below, None if hot_ids is None else hot_ids.open(), device, observe=observe)
+
+
+def _pieces(ids: Tensor, row_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    for start in range(0, ids.numel(), step):
+        yield start, ids[start : start + step]

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import pickle
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hopline as hl
+from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
+from hopline.tables.shared import Handle, find_file, share
+from tests.helpers import randn
+from tests.test_pinned import Driver
+
+
+def test_memory_of_this_process_is_copied_once_and_then_known() -> None:
+    rows = randn(50, 3, dtype=torch.bfloat16)
+    assert find_file(rows) is None
+    shared, handle = share(rows)
+    assert torch.equal(shared, rows)
+    again, same = share(shared)
+    assert again is shared
+    assert same == handle
+    opened = handle.open()
+    opened[4] = 7  # in one place, seen in the other
+    assert shared[4].tolist() == [7, 7, 7]
+    assert opened.dtype == torch.bfloat16
+
+
+def test_files_are_deleted_with_the_memory() -> None:
+    shared, handle = share(randn(50, 3))
+    folder = Path(handle.path).parent
+    opened = handle.open()
+    assert folder.exists()
+    del shared
+    gc.collect()
+    assert not folder.exists()
+    assert opened.numel() == 150  # those who have it keep it
+    with pytest.raises(ValueError, match="keep the process that made the table"):
+        handle.open()
+
+
+def test_a_mapped_file_is_its_own_handle(tmp_path: Path) -> None:
+    rows = np.arange(3 << 12, dtype=np.float32).reshape(-1, 3)
+    np.save(tmp_path / "rows.npy", rows)
+    mapped = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r+"))[1000:]
+    handle = find_file(mapped)
+    assert handle is not None
+    assert handle.path == str(tmp_path / "rows.npy")
+    assert torch.equal(handle.open(), torch.from_numpy(rows[1000:]))
+    private = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="c"))
+    assert find_file(private) is None  # what is written there is not in the file
+
+
+def test_nothing_needs_no_file() -> None:
+    _, handle = share(torch.empty(0, 5, dtype=torch.float16))
+    assert handle == Handle("", 0, (0, 5), torch.float16, False)
+    assert handle.open().shape == (0, 5)
+
+
+def test_pinned_memory_cannot_move() -> None:
+    from hopline import pinned
+
+    rows = randn(30, 4)
+    pinned.register(rows, Driver())
+    with pytest.raises(ValueError, match=r"devices=\[0, 1\]"):
+        share(rows)
+
+
+def _tables(folder: Path) -> dict[str, Table]:
+    rows = randn(100, 4, dtype=torch.float32)
+    np.save(folder / "rows.npy", rows.numpy())
+    hot = torch.arange(0, 100, 3)
+    return {
+        "memory": TensorTable(rows),
+        "file": TensorTable(torch.from_numpy(np.load(folder / "rows.npy", mmap_mode="r+")), read_only=True),
+        "cached": CachedTable(TensorTable(rows), hot, counter="rows.host"),
+        "sparse": SparseTable.from_dense(rows),
+        "tiered": TieredTable(TensorTable(rows), hot, "cpu"),
+        "all hot": TieredTable(TensorTable(rows), None, "cpu"),
+        "three tiers": hl.table(folder / "rows.npy", device_cache=160, host_cache=320, order=hot, device="cpu"),
+    }
+
+
+@pytest.mark.parametrize("name", ["memory", "file", "cached", "sparse", "tiered", "all hot", "three tiers"])
+def test_a_pickled_table_is_a_handle(name: str, tmp_path: Path) -> None:
+    table = _tables(tmp_path)[name]
+    sent = pickle.dumps(table)
+    assert len(sent) < 1500
+    received = pickle.loads(sent)
+    assert type(received) is type(table)
+    ids = torch.tensor([99, 0, 5])
+    assert torch.equal(received.read(ids), table.read(ids))
+
+
+def _child(table: TieredTable, pipe: Connection) -> None:
+    assert not table._placed  # filled at the first read
+    ids = torch.arange(10)
+    before = table.read(ids)
+    pipe.send((before.tolist(), table.counters()))
+    pipe.recv()
+    pipe.send(table.read(ids).tolist())
+
+
+def test_a_spawned_process_reads_the_same_memory_through_a_cache_of_its_own() -> None:
+    rows = randn(100, 4, dtype=torch.float32)
+    table = hl.table(rows, device_cache=3 * 16, order=torch.tensor([2, 5, 7]), devices=["cpu", "cpu"])
+    table.read(torch.tensor([1]))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(table, theirs))
+    process.start()
+    try:
+        first, counters = ours.recv()
+        assert first == rows[:10].tolist()
+        assert (counters["hits"], counters["misses"]) == (3, 7)
+        assert (table.counters()["hits"], table.counters()["misses"]) == (0, 1)
+        storage = table.below.storage()
+        assert storage is not None
+        storage[:10] = 1  # below their cache: they see it where they have no copy
+        ours.send("changed")
+        second = torch.tensor(ours.recv())
+        assert second[[0, 1, 3, 4, 6, 8, 9]].eq(1).all()
+        assert torch.equal(second[[2, 5, 7]], rows[[2, 5, 7]])
+    finally:
+        process.join(timeout=60)
+    assert process.exitcode == 0
