@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-faults test-soak
+.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run all tests"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-faults  kill runs in many ways and see that they go on (some minutes)"
 	@echo "make test-soak   300 epochs, and again with random kills: memory, files and threads do not grow"
 	@echo "make test-hosts  two hosts of network namespaces, and a link that is cut (root, Linux)"
+	@echo "make test-elastic  two hosts by torchrun --nnodes 1:2, one of which is lost: the other goes on (Linux)"
 	@echo "make test-slurm  train by sbatch on a Slurm cluster of one node, made for the test (root, Debian)"
 	@echo "make bench-peers  environments of the libraries that benchmarks compare with"
 	@echo "make clean   remove compiled kernels and caches"
@@ -62,6 +63,9 @@ test-slurm: $(INSTALLED)
 
 test-hosts: $(INSTALLED)
 	PYTHON=$(BIN)/python bash tests/hosts/run.sh
+
+test-elastic: $(INSTALLED)
+	PYTHON=$(BIN)/python bash tests/hosts/elastic.sh
 
 test-soak: $(INSTALLED)
 	PYTHONPATH=. $(BIN)/python -m tests.soak

@@ -1,13 +1,14 @@
 """Faults injected into real runs of the command, what was lost, and how long recovery took: `make test-faults`.
 
 Writes the table of docs/reliability.md. Every run is compared with one that was never interrupted: the losses of all
-epochs and the last weights, bit for bit.
+epochs and the last weights, bit for bit; where fewer ranks go on, the losses up to there and the number of seeds.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ FAULTS: dict[str, tuple[int, Fault]] = {
     "SIGTERM to the parent of 2 ranks": (2, send(signal.SIGTERM)),
 }
 """What happens to a run of so many ranks, in the middle of an epoch."""
+ELASTIC = "`kill -9` of one of two agents of `torchrun --nnodes 1:2`"
 
 
 def start(out: Path, ranks: int) -> subprocess.Popen[str]:
@@ -110,6 +112,17 @@ def inject(name: str, ranks: int, fault: Fault, out: Path, whole: dict[str, Any]
     return f"| {name} | {run.returncode} | {said} | {ended_s:.1f} | nothing | {back_s:.1f} |"
 
 
+def lose_a_host() -> str:
+    """The row of a host that is lost under torchrun, which starts the run again by itself: tests/hosts/elastic.sh."""
+    script = ["bash", str(ROOT / "tests" / "hosts" / "elastic.sh")]
+    done = subprocess.run(script, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    times = re.search(r"ended after ([\d.]+) s, and went on alone after ([\d.]+) s", done.stdout)
+    if done.returncode or times is None:
+        raise SystemExit(f"tests/hosts/elastic.sh failed: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+    print(f"{ELASTIC}: {done.stdout.strip().splitlines()[-1]}", flush=True)
+    return f"| {ELASTIC} | 0 | rank 1 stopped answering | {times[1]} | nothing | {times[2]} |"
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         home, wholes, rows = Path(folder), {}, []
@@ -120,6 +133,7 @@ def main() -> None:
                     raise SystemExit(f"the run without a fault failed: {run.communicate()[1]}")
                 wholes[ranks] = results(home / f"whole{ranks}")
             rows.append(inject(name, ranks, fault, home / f"run{number}", wholes[ranks]))
+    rows.append(lose_a_host())
     titles = ["fault, in the middle of an epoch", "status", "it says", "all processes gone after, s", "lost"]
     head = f"| {' | '.join([*titles, 'going on after, s'])} |"
     table = "\n".join([BEGIN, "", head, "|---|---|---|---|---|---|", *rows, "", END])
