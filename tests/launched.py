@@ -174,8 +174,9 @@ def stay(world: World, folder: str) -> None:
         (Path(folder) / f"ended{world.rank}").write_text("by a signal")
 
 
-def fail(world: World) -> None:
-    """Fail in rank 1, while the others wait for it."""
+def fail(world: World, filler: str, length: int) -> None:
+    """Fail in rank 1, while the others wait for it; what was sent along must have come whole."""
+    assert len(filler) == length
     if world.rank == 1:
         raise ValueError("batch_size is too large: give batch_size=10")
     world.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -38,6 +39,20 @@ def test_the_readme_lists_the_methods_that_exist():
     listed = set(re.findall(r"^\| `hl\.(\w+)`", section, flags=re.MULTILINE))
     existing = {name for name in hl.__all__ if isinstance(m := getattr(hl, name), type) and issubclass(m, hl.Method)}
     assert listed == existing - {"Method"}
+
+
+def test_every_test_that_the_reliability_page_names_exists():
+    section = (ROOT / "docs" / "reliability.md").read_text().split("## Defects of earlier systems")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (?!defect|---).*$", section, flags=re.MULTILINE)
+    assert len(rows) >= 25
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", row.split("|")[-2])
+        assert named, f"names no test: {row}"
+        for file, name in named:
+            tree = ast.parse((ROOT / "tests" / file).read_text())
+            functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+            assert name in functions, f"there is no {file}::{name}"
+            assert name.startswith("test_")
 
 
 def test_the_changelog_speaks_of_this_version_or_of_what_is_unreleased():

@@ -236,5 +236,6 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(monkeypatch: pytest.Monk
     with pytest.raises(
         ValueError, match=r"^batch_size is too large: give batch_size=10 \(rank 1 failed with exit code 1"
     ):
-        run(fail, LaunchSettings(devices=2, timeout_s=60))
+        # More than one read of a socket or a pipe brings.
+        run(fail, LaunchSettings(devices=2, timeout_s=60), "x" * 1_000_000, 1_000_000)
     assert time.monotonic() - start < 25

@@ -162,6 +162,16 @@ def test_a_consumer_that_raises_leaves_no_threads() -> None:
     assert not our_threads()
 
 
+def test_waiting_for_a_result_takes_no_processor_time() -> None:
+    def slow(value: int) -> int:
+        time.sleep(0.5)
+        return value
+
+    before = time.thread_time()
+    assert list(Pipeline([Stage("slow", slow)], workers=1).run([1])) == [1]
+    assert time.thread_time() - before < 0.2
+
+
 def test_two_runs_of_one_pipeline_do_not_mix() -> None:
     pipeline = Pipeline([Stage("same", jitter)], workers=2)
     assert list(zip(pipeline.run(range(8)), pipeline.run(range(100, 108)), strict=True)) == [

@@ -49,6 +49,13 @@ def test_trains_exactly_the_epochs_and_evaluates_on_time(epochs: int, every: int
     assert run.reason == f"all {epochs} epochs are trained"
 
 
+def test_fewer_epochs_than_between_evaluations_leave_weights(tmp_path: Path):
+    run = fit(small(), epochs=2, evaluate_every=20, out=tmp_path)
+    assert run.best_epoch == 2
+    best, last = (torch.load(tmp_path / name, weights_only=True) for name in ("best.pt", "last.pt"))
+    assert same_weights(best, last)
+
+
 def test_every_epoch_trains_every_seed_once():
     seen: list[int] = []
 

@@ -84,6 +84,9 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hopline.heart.STALE_S", 0.5)
     monkeypatch.setattr("hopline.heart.BEAT_S", 0.1)
     store = serve("127.0.0.1", 0, 5, local=True)
+    # What ranks of an earlier start left behind is not taken for those of this one.
+    store.set("hopline/earlier/seat/0", json.dumps([2, 0, [], ""]))
+    store.set("hopline/earlier/alive/0", "5 5")
     with pytest.raises(PeerError, match=r"^rank 0 did not start \(rank 1 noticed after \d s"):
         join(store.port)
 

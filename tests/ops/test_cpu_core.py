@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
+import pkgutil
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+from numba.core.dispatcher import Dispatcher
 
+from hopline import ops
 from hopline.ops import cpu_core, random
 from tests.helpers import torch_threads
 
@@ -31,6 +35,16 @@ def _prefetch_all(array, indices):
 
 
 RAW = torch.cat([torch.tensor([0, -1, 2**63 - 1, -(2**63)]), random.draw(2, torch.arange(500), 0)])
+
+
+def test_no_kernel_holds_up_other_threads() -> None:
+    kernels = 0
+    for module in sorted(info.name for info in pkgutil.iter_modules(ops.__path__) if info.name.startswith("cpu")):
+        for name, value in vars(importlib.import_module(f"hopline.ops.{module}")).items():
+            if isinstance(value, Dispatcher):
+                kernels += 1
+                assert value.targetoptions.get("nogil"), f"{module}.{name} keeps Python's lock"
+    assert kernels > 10
 
 
 def test_mix_equals_the_reference() -> None:
