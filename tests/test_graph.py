@@ -73,3 +73,25 @@ def test_a_graph_is_freed_when_nobody_uses_it() -> None:
     del graph
     gc.collect()
     assert gone() is None
+
+
+def test_on_its_own_device_a_graph_stays() -> None:
+    graph = random_graph(weight=True)
+    moved = graph.to("cpu")
+    assert torch.equal(moved.edge_index(), graph.edge_index())
+    assert moved.edge["weight"] is graph.edge["weight"]
+    assert not graph.is_pinned
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pinned", [False, True])
+def test_on_a_gpu(pinned: bool) -> None:
+    graph = random_graph(weight=True, loops=True, dtype=torch.int32)
+    moved = graph.pinned("cuda") if pinned else graph.to("cuda")
+    assert moved.device.type == "cuda"
+    assert moved.is_pinned == pinned
+    assert moved.indices.is_pinned() == pinned
+    assert torch.equal(moved.edge_index().cpu(), graph.edge_index())
+    assert torch.equal(moved.self_loops.cpu(), graph.self_loops)
+    assert torch.equal(moved.in_degrees(torch.tensor([0, 4])), graph.in_degrees(torch.tensor([0, 4])))

@@ -29,12 +29,13 @@ ROWS = [
         "files",
         "handles",
         "dlpack",
+        "pinned",
     ],
     ["graph", "batch", "schedule", "world", "report_html"],
     ["tree"],
-    ["tables", "sampling", "nn", "pipeline", "report", "settings"],
+    ["tables", "sampling", "nn", "pipeline", "report", "settings", "transfer"],
     ["data", "callbacks", "launch", "interop", "tree_sampling"],
-    ["methods", "infer", "models", "checkpoint", "sharing"],
+    ["methods", "infer", "models", "checkpoint", "sharing", "placement"],
     ["trainer"],
     ["run", "doctor"],
     ["recipes"],
@@ -46,7 +47,14 @@ ROWS = [
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 
 ONLY_IN = {
-    "numba": ("ops/cpu.py", "ops/cpu_core.py", "ops/cpu_pages.py", "ops/cpu_reduce.py", "ops/cpu_synthetic.py"),
+    "numba": (
+        "ops/cpu.py",
+        "ops/cpu_access.py",
+        "ops/cpu_core.py",
+        "ops/cpu_pages.py",
+        "ops/cpu_reduce.py",
+        "ops/cpu_synthetic.py",
+    ),
     "llvmlite": ("ops/cpu_core.py", "ops/cpu_pages.py"),
     "triton": ("ops/gpu",),
     "torch_geometric": ("nn/", "data/", "models.py"),
@@ -133,7 +141,9 @@ def test_every_unit_test_has_its_module():
     extra = {"test_structure.py", "test_tiny.py", "test_examples.py", "test_documents.py", "test_results.py"}
     for test in (ROOT / "tests").rglob("test_*.py"):
         relative = str(test.relative_to(ROOT / "tests"))
-        assert relative in modules | extra or relative.startswith(("equivalence/", "interop/", "ops/test_ops.py")), relative
+        assert relative in modules | extra or relative.startswith(("equivalence/", "interop/", "ops/test_ops.py")), (
+            relative
+        )
 
 
 def test_nothing_is_unpickled():

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hopline import ops
+from hopline import ops, pinned
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,26 @@ class Graph:
 
     @property
     def device(self) -> torch.device:
-        return self.indices.device
+        """Where its kernels run: the edges of a pinned graph are read from there, and lie on the host."""
+        return self.indptr.device
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU reads the edges in the host's memory."""
+        return self.indptr.device.type == "cuda" and self.indices.device.type == "cpu"
+
+    def to(self, device: torch.device | str) -> Graph:
+        """The same graph on a device, with its edge arrays."""
+        target = torch.device(device)
+        return Graph(self.indptr.to(target), self.indices.to(target), {n: a.to(target) for n, a in self.edge.items()})
+
+    def pinned(self, device: torch.device | str, *, copy: bool = False) -> Graph:
+        """The same graph for a GPU that reads its edges where they lie on the host; only `indptr` is copied there.
+
+        copy: edges in memory that cannot be pinned, such as a mapped file, are copied into RAM first.
+        """
+        edge = {name: pinned.pin(array, copy=copy) for name, array in self.edge.items()}
+        return Graph(self.indptr.to(device), pinned.pin(self.indices, copy=copy), edge)
 
     @property
     def num_bytes(self) -> int:
@@ -65,10 +84,11 @@ class Graph:
 
     def edge_index(self) -> Tensor:
         """[2, num_edges] int64 in PyG's convention (sources first), sorted by destination."""
-        dst = torch.repeat_interleave(torch.arange(self.num_nodes), self.in_degrees())
-        return torch.stack([self.indices.long(), dst])
+        dst = torch.repeat_interleave(torch.arange(self.num_nodes, device=self.device), self.in_degrees())
+        return torch.stack([self.indices.to(self.device).long(), dst])
 
     @cached_property
     def self_loops(self) -> Tensor:
         """Positions, in `indices`, of the edges from a node to itself: int64, usually none."""
-        return ops.self_loops(self.indptr, self.indices)
+        found = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
+        return found.to(self.device)

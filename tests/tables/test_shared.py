@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import pickle
 from multiprocessing.connection import Connection
@@ -12,54 +11,40 @@ import torch
 
 import hopline as hl
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
-from hopline.tables.shared import Handle, find_file, share
+from hopline.tables.shared import share
 from tests.helpers import randn
 from tests.test_pinned import Driver
 
 
 def test_memory_of_this_process_is_copied_once_and_then_known() -> None:
     rows = randn(50, 3, dtype=torch.bfloat16)
-    assert find_file(rows) is None
-    shared, handle = share(rows)
-    assert torch.equal(shared, rows)
-    again, same = share(shared)
-    assert again is shared
-    assert same == handle
-    opened = handle.open()
-    opened[4] = 7  # in one place, seen in the other
-    assert shared[4].tolist() == [7, 7, 7]
-    assert opened.dtype == torch.bfloat16
+    table = TensorTable(rows)
+    first = pickle.loads(pickle.dumps(table))
+    start = table.rows.data_ptr()
+    second = pickle.loads(pickle.dumps(table))
+    third = pickle.loads(pickle.dumps(first))  # sent on
+    assert start == table.rows.data_ptr() != rows.data_ptr()
+    table.rows[4] = 7  # in one place, seen in all
+    for received in (first, second, third):
+        assert received.read(torch.tensor([4])).tolist() == [[7, 7, 7]]
+        assert torch.equal(received.rows[5:], rows[5:])
 
 
-def test_files_are_deleted_with_the_memory() -> None:
-    shared, handle = share(randn(50, 3))
-    folder = Path(handle.path).parent
-    opened = handle.open()
-    assert folder.exists()
-    del shared
-    gc.collect()
-    assert not folder.exists()
-    assert opened.numel() == 150  # those who have it keep it
-    with pytest.raises(ValueError, match="keep the process that made the table"):
-        handle.open()
+def test_a_mapped_file_stays_where_it_is(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.arange(3 << 12, dtype=np.float32).reshape(-1, 3))
+    mapped = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r+"))
+    table = TensorTable(mapped)
+    received = pickle.loads(pickle.dumps(table))
+    assert table.rows.data_ptr() == mapped.data_ptr()
+    mapped[2] = -1
+    assert received.read(torch.tensor([2])).tolist() == [[-1, -1, -1]]
 
 
-def test_a_mapped_file_is_its_own_handle(tmp_path: Path) -> None:
-    rows = np.arange(3 << 12, dtype=np.float32).reshape(-1, 3)
-    np.save(tmp_path / "rows.npy", rows)
-    mapped = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r+"))[1000:]
-    handle = find_file(mapped)
-    assert handle is not None
-    assert handle.path == str(tmp_path / "rows.npy")
-    assert torch.equal(handle.open(), torch.from_numpy(rows[1000:]))
-    private = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="c"))
-    assert find_file(private) is None  # what is written there is not in the file
-
-
-def test_nothing_needs_no_file() -> None:
-    _, handle = share(torch.empty(0, 5, dtype=torch.float16))
-    assert handle == Handle("", 0, (0, 5), torch.float16, False)
-    assert handle.open().shape == (0, 5)
+def test_rows_that_were_replaced_are_sent_anew() -> None:
+    table = TensorTable(randn(5, 2))
+    pickle.dumps(table)
+    table.rows = torch.ones(5, 2)
+    assert pickle.loads(pickle.dumps(table)).rows.eq(1).all()
 
 
 def test_pinned_memory_cannot_move() -> None:

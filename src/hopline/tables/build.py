@@ -19,7 +19,7 @@ from hopline.tables.base import Table
 from hopline.tables.cache import CachedTable
 from hopline.tables.memory import TensorTable
 from hopline.tables.order import by_access, by_degree
-from hopline.tables.shared import share
+from hopline.tables.shared import send
 from hopline.tables.tiered import TieredTable
 
 ORDERS = ("degree", "access", "observed")
@@ -54,8 +54,8 @@ def table(
     below = _as_table(x)
     if host_cache == "all":
         below = TensorTable(_in_memory(below))
-    if devices is not None and len(devices) > 1:
-        below = _shared(below)
+    if devices is not None and len(devices) > 1 and isinstance(below, TensorTable):
+        send(below, "rows")  # now: pinned memory cannot move
     num_rows, row_bytes = len(below), _row_bytes(below)
     num_device = _num_rows("device_cache", device_cache, num_rows, row_bytes)
     num_host = 0 if host_cache in (None, "all") else _num_rows("host_cache", host_cache, num_rows, row_bytes)
@@ -66,9 +66,8 @@ def table(
     if host_cache not in (None, "all"):
         below = CachedTable(below, ids[num_device:], counter="rows.host")
     storage = below.storage()
-    if target.type == "cuda" and isinstance(below, TensorTable) and storage is not None:
-        # Now, so that one hears of it here if it cannot be; the table keeps the pinned tensor.
-        below = TensorTable(pinned.pin(storage, copy=host_cache == "all"), read_only=below.read_only)
+    if target.type == "cuda" and storage is not None:
+        pinned.pin(storage)  # now, so that one hears of it here if it cannot be
     return TieredTable(below, ids[:num_device].clone(), target, observe=order_is(order, "observed"))
 
 
@@ -129,14 +128,6 @@ def _as_table(x: Any) -> Table:
 def _in_memory(below: Table) -> Tensor:
     storage = below.storage()
     return below.read(torch.arange(len(below))) if storage is None else storage.clone()
-
-
-def _shared(below: Table) -> Table:
-    """The same rows in memory that other processes can open."""
-    storage = below.storage()
-    if not isinstance(below, TensorTable) or storage is None:
-        return below  # its parts are shared when it is sent
-    return TensorTable(share(storage)[0], read_only=below.read_only)
 
 
 def _row_bytes(below: Table) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopline import ops, trace
 from hopline.tables.base import Table
-from hopline.tables.shared import Handle, share
+from hopline.tables.shared import receive, send
 
 
 class CachedTable(Table):
@@ -52,12 +52,5 @@ class CachedTable(Table):
 
     def __reduce__(self) -> tuple[object, ...]:
         """To other processes goes a handle: they read the same cache, and the same rows below."""
-        self.hot, hot = share(self.hot)
-        self.slot, slot = share(self.slot)
-        return _open, (self.below, hot, slot, self.counter)
-
-
-def _open(below: Table, hot: Handle, slot: Handle, counter: str) -> CachedTable:
-    table = CachedTable.__new__(CachedTable)
-    table.below, table.hot, table.slot, table.counter = below, hot.open(), slot.open(), counter
-    return table
+        others = {"below": self.below, "counter": self.counter}
+        return receive, (CachedTable, send(self, "hot", "slot"), others)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.tables.base import Table, Tiers
-from hopline.tables.shared import Handle, share
+from hopline.tables.shared import receive, send
 
 
 class TensorTable(Table):
@@ -46,9 +46,4 @@ class TensorTable(Table):
         """To other processes goes a handle: they read the same memory."""
         if self.rows.device.type != "cpu":
             return TensorTable, (self.rows,), {"read_only": self.read_only}
-        self.rows, handle = share(self.rows)
-        return _open, (handle, self.read_only)
-
-
-def _open(handle: Handle, read_only: bool) -> TensorTable:
-    return TensorTable(handle.open(), read_only=read_only or not handle.writable)
+        return receive, (type(self), send(self, "rows"), {"read_only": self.read_only})

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.tables.base import Table
-from hopline.tables.shared import Handle, share
+from hopline.tables.shared import receive, send
 
 
 class SparseTable(Table):
@@ -57,11 +57,5 @@ class SparseTable(Table):
 
     def __reduce__(self) -> tuple[object, ...]:
         """To other processes goes a handle: they read the same memory."""
-        (self.indptr, indptr), (self.columns, columns), (self.values, values) = (
-            share(a) for a in (self.indptr, self.columns, self.values)
-        )
-        return _open, (indptr, columns, values, self.num_columns)
-
-
-def _open(indptr: Handle, columns: Handle, values: Handle, num_columns: int) -> SparseTable:
-    return SparseTable(indptr.open(), columns.open(), values.open(), num_columns)
+        arrays = send(self, "indptr", "columns", "values")
+        return receive, (SparseTable, arrays, {"num_columns": self.num_columns})

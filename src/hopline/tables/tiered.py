@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from hopline import pinned, trace
+from hopline.handles import SharedArray
 from hopline.ops.tiers import count_ids, gather_tiers, new_counts
 from hopline.tables.base import Table, Tiers
 from hopline.tables.order import hottest
-from hopline.tables.shared import Handle, share
+from hopline.tables.shared import send
 
 PIECE_BYTES = 1 << 26
 """Rows are brought to the device that many bytes at a time."""
@@ -216,15 +217,13 @@ class TieredTable(Table):
 
     def __reduce__(self) -> tuple[object, ...]:
         """To other processes goes a handle: the rows below are the same memory, and each fills a cache of its own."""
-        hot_ids = None
-        if self.hot_ids is not None:
-            self.hot_ids, hot_ids = share(self.hot_ids)
+        hot_ids = None if self.hot_ids is None else send(self, "hot_ids")["hot_ids"]
         kind = self.device.type if self.device.type == "cuda" else str(self.device)
         return _open, (self.below, hot_ids, kind, self.observing)
 
 
-def _open(below: Table, hot_ids: Handle | None, device: str, observe: bool) -> TieredTable:
-    return TieredTable(below, None if hot_ids is None else hot_ids.open(), device, observe=observe)
+def _open(below: Table, hot_ids: SharedArray | None, device: str, observe: bool) -> TieredTable:
+    return TieredTable(below, None if hot_ids is None else hot_ids.tensor, device, observe=observe)
 
 
 def _pieces(ids: Tensor, row_bytes: int) -> Iterator[tuple[int, Tensor]]:
