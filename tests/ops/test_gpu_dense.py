@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from hopline.ops import gpu_dense, gpu_tree, random, reference
+from hopline.ops import gpu_dense, gpu_tree, gpu_tree_reduce, random, reference
 from hopline.ops.slots import Slots
-from tests.helpers import KERNEL_DEVICE, randint, randn
+from tests.helpers import KERNEL_DEVICE, randn
+from tests.ops.test_gpu_tree import csr, on_device
 
 DEVICE = torch.device(KERNEL_DEVICE)
 
@@ -18,25 +19,33 @@ DEVICE = torch.device(KERNEL_DEVICE)
 @pytest.mark.parametrize(("how", "p"), [("mean", 0.0), ("mean", 0.5), ("sum", 0.3)])
 @pytest.mark.parametrize(("n", "k"), [(32, 16), (20, 24)])
 def test_outputs_and_gradients_are_those_of_plain_operations(how: str, p: float, n: int, k: int, needs_input: bool):
-    indptr = torch.arange(0, 41 * 4, 4).to(DEVICE)
-    indices = randint(0, 40, 160).int().to(DEVICE)
     slots, hop = Slots(8, (3, 5)), 0
-    nodes, counts, _ = gpu_tree.sample_tree(indptr, indices, torch.arange(8).to(DEVICE), Slots(8, (3, 5)), 3)
+    nodes, counts, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(8)), slots, 3)  # with empty slots
     num, key = slots.up_to(1), torch.tensor([random.derive_key(3, 1)]).to(DEVICE)
+    inner = gpu_tree.dense(nodes[:num])
+    there = inner.slots[: int(inner.total)].long()
     grads, outs = [], []
     for ours in (True, False):
         dtype = torch.bfloat16 if ours else torch.float32
-        a = randn(num, k).bfloat16().to(DEVICE).to(dtype).requires_grad_(needs_input)
+        by_slot = randn(num, k).bfloat16().to(DEVICE).to(dtype)
+        a = torch.full_like(by_slot, 1e4)  # rows beyond the last must not matter
+        a[: there.numel()] = by_slot[there]
+        a = (a if ours else by_slot).requires_grad_(needs_input)
         weight = randn(n, k, seed=1).bfloat16().float().to(DEVICE).requires_grad_()
         bias = randn(n, seed=2).bfloat16().float().to(DEVICE).requires_grad_()
         if ours:
-            out = gpu_dense.hidden_then_reduce(a, weight, bias, slots, hop, nodes, counts, how, p, key)
+            out = gpu_dense.hidden_then_reduce(a, weight, bias, slots, hop, nodes, counts, inner, how, p, key)
         else:
             h = torch.relu(a @ weight.t() + bias)
             h = reference.keyed_dropout(h, p, int(key), slots.ids(DEVICE)[:num]) if p else h
-            out = gpu_tree.reduce_tree(h, slots, hop, nodes, counts, how, own=True)
+            out = gpu_tree_reduce.reduce_tree(h, slots, hop, nodes, counts, how, own=True)
         (out.float() * randn(*out.shape, seed=5).bfloat16().float().to(DEVICE)).sum().backward()
         outs.append(out.detach().float())
+        if ours and a.grad is not None:
+            assert not a.grad[there.numel() :].any()
+            a.grad = torch.zeros_like(a).index_copy(0, there, a.grad[: there.numel()])
+        elif a.grad is not None:
+            a.grad[nodes[:num] < 0] = 0
         grads.append([t.grad.float() for t in (weight, bias, a) if t.grad is not None])
     assert len(grads[0]) == 2 + needs_input
     for ours, plain in zip([outs[0], *grads[0]], [outs[1], *grads[1]], strict=True):
@@ -50,7 +59,9 @@ def test_the_rows_themselves_are_what_the_fused_layer_reduces():
     counts = torch.full((4,), 2, dtype=torch.int32, device=DEVICE)
     a = randn(12, k).bfloat16().to(DEVICE)
     weight, bias = randn(n, k, seed=1).to(DEVICE).float(), randn(n, seed=2).to(DEVICE).float()
-    out = gpu_dense.hidden_then_reduce(a, weight, bias, slots, 0, nodes, counts, "sum", 0.0, None)
+    out = gpu_dense.hidden_then_reduce(
+        a, weight, bias, slots, 0, nodes, counts, gpu_tree.dense(nodes), "sum", 0.0, None
+    )
     h = torch.relu(gpu_dense.nn_linear(a, weight, bias))
     expected = torch.cat([h[4:].view(4, 2, n).sum(1), h[:4]], dim=1)
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)

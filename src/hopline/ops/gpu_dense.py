@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hopline.ops.gpu_core import GOLDEN, first_state, is_interpreted, mix
-from hopline.ops.gpu_tree import reduce_rows
+from hopline.ops.gpu_tree import Dense
+from hopline.ops.gpu_tree_reduce import reduce_rows
 from hopline.ops.slots import Slots
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64
-SPLITS = 64
+SPLITS = 66
 """Ranges of rows whose weight gradients are summed apart: a fixed number, so that the sum is the same every time."""
 
 
@@ -44,13 +45,16 @@ def _product(left, right, total, UPCAST: tl.constexpr):
     return product
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit
 def _hidden_kernel(
-    a, weight, bias, out, ids, key, num, threshold, scale,
+    a, weight, bias, out, ids, slots, key, total_rows, threshold, scale,
     N: tl.constexpr, K: tl.constexpr, DROP: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    num = tl.load(total_rows)
     tiles: tl.constexpr = (N + C - 1) // C
+    if tl.program_id(0) // tiles * R >= num:
+        return
     row = tl.program_id(0) // tiles * R + tl.arange(0, R)
     first_column = tl.program_id(0) % tiles * C
     column = first_column + tl.arange(0, C)
@@ -66,7 +70,8 @@ def _hidden_kernel(
     total += tl.load(bias + column, mask=column < N, other=0).to(tl.float32)[None, :]
     total = tl.maximum(total, 0.0)
     if DROP:
-        states = first_state(tl.load(key), tl.load(ids + row, mask=inside, other=0))
+        slot = tl.load(slots + row, mask=inside, other=0)
+        states = first_state(tl.load(key), tl.load(ids + slot, mask=inside, other=0))
         total = tl.where(_kept(states, first_column, threshold, R, C), total * scale, 0.0)
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (column < N)[None, :])
@@ -74,38 +79,40 @@ def _hidden_kernel(
 
 @triton.jit
 def _hidden_gradient(
-    grad, h, nodes, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
+    grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
 ):
     """The gradient before ReLU and dropout, of rows whose own and reduced gradients stand in `grad`."""
     ok = (column < N)[None, :]
-    parent = tl.load(parents + row, mask=inside, other=-1).to(tl.int64)
-    there = (parent >= 0) & (tl.load(nodes + row, mask=inside, other=-1) >= 0)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    parent = tl.load(parents + slot, mask=inside, other=-1).to(tl.int64)
+    there = parent >= 0
     total = tl.load(grad + parent[:, None] * (2 * N) + column[None, :], mask=there[:, None] & ok, other=0)
     total = total.to(tl.float32)
     if MEAN:
         total = total / tl.maximum(tl.load(counts + parent, mask=there, other=1), 1).to(tl.float32)[:, None]
-    own = row.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
-    total += tl.load(grad + own, mask=(inside & (row < num_dst))[:, None] & ok, other=0).to(tl.float32)
+    own = slot.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
+    total += tl.load(grad + own, mask=(inside & (slot < num_dst))[:, None] & ok, other=0).to(tl.float32)
     value = tl.load(h + row.to(tl.int64)[:, None] * N + column[None, :], mask=inside[:, None] & ok, other=0)
     return tl.where(value > 0, total * scale, 0.0)
 
 
 @triton.jit(do_not_specialize=["num", "num_dst"])
 def _gradient_kernel(
-    grad, h, nodes, parents, counts, out, num, num_dst, scale,
+    grad, h, slots, parents, counts, total_rows, out, num, num_dst, scale,
     N: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
-    inside = row < num
-    total = _hidden_gradient(grad, h, nodes, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+    inside = row < tl.load(total_rows)
+    total = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & (column < N)[None, :])
+    # Rows beyond the last are written too, as zeros: products run over all of them.
+    tl.store(target, total.to(out.dtype.element_ty), mask=(row < num)[:, None] & (column < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["num", "num_dst", "rows_per_split"])
+@triton.jit(do_not_specialize=["num_dst", "splits"])
 def _weight_kernel(
-    a, grad, h, nodes, parents, counts, sums, bias_sums, num, num_dst, rows_per_split, scale,
+    a, grad, h, slots, parents, counts, total_rows, sums, bias_sums, num_dst, splits, scale,
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -115,11 +122,13 @@ def _weight_kernel(
     depth = tl.arange(0, KP)
     total = tl.zeros((C, KP), tl.float32)
     bias_total = tl.zeros((C,), tl.float32)
+    num = tl.load(total_rows)
+    rows_per_split = tl.cdiv(tl.cdiv(num, splits), R) * R
     first = split * rows_per_split
     for r in range(first, tl.minimum(first + rows_per_split, num), R):
         row = r + tl.arange(0, R)
         inside = (row < num) & (row < first + rows_per_split)
-        made = _hidden_gradient(grad, h, nodes, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+        made = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
         rows = tl.load(
             a + row.to(tl.int64)[:, None] * K + depth[None, :], mask=inside[:, None] & (depth < K)[None, :], other=0
         )
@@ -147,47 +156,45 @@ class _Hidden(torch.autograd.Function):
         hop: int,
         nodes: Tensor,
         counts: Tensor,
+        dense: Dense,
         how: str,
         p: float,
         key: Tensor | None,
     ) -> Tensor:
-        num, (n, k) = a.size(0), weight.shape
+        n, k = weight.shape
         w, (threshold, scale) = weight.to(a.dtype), dropout_numbers(p)
-        h = torch.empty(num, n, dtype=a.dtype, device=a.device)
-        ids = slots.ids(a.device)
-        grid = (triton.cdiv(num, BLOCK_ROWS) * triton.cdiv(n, BLOCK_COLUMNS),)
+        h = torch.empty(a.size(0), n, dtype=a.dtype, device=a.device)
+        ids, drops = slots.ids(a.device), key is not None and p > 0
+        grid = (triton.cdiv(a.size(0), BLOCK_ROWS) * triton.cdiv(n, BLOCK_COLUMNS),)
         _hidden_kernel[grid](
-            a, w, bias, h, ids, ids if key is None else key, num, threshold, scale,
-            n, k, key is not None and p > 0, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, is_interpreted(), num_warps=8, num_stages=3,
+            a, w, bias, h, ids, dense.slots, key if drops else ids, dense.total, threshold, scale,
+            n, k, drops, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, is_interpreted(), num_warps=8, num_stages=3,
         )  # fmt: skip
-        ctx.plan = (slots, hop, how, scale if key is not None and p > 0 else 1.0)
-        ctx.save_for_backward(a, w, h, nodes, counts)
-        ctx.weight_dtype = weight.dtype
-        return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False)
+        ctx.plan = (slots, hop, how, scale if drops else 1.0, weight.dtype)
+        ctx.save_for_backward(a, w, h, counts, *dense)
+        return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False, dense_in=dense.place)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        slots, hop, how, scale = ctx.plan
-        a, w, h, nodes, counts = ctx.saved_tensors
+        slots, hop, how, scale, dtype = ctx.plan
+        a, w, h, counts, place, dense_slots, total = ctx.saved_tensors
         grad, num, (n, k) = grad.contiguous(), a.size(0), w.shape
-        edges = (nodes, slots.parents(a.device), counts)
+        edges = (dense_slots, slots.parents(a.device), counts, total)
         num_dst, mean = slots.up_to(hop), how == "mean"
         if ctx.needs_input_grad[0]:
             made = torch.empty_like(h)
             grid = (triton.cdiv(num, 16), triton.cdiv(n, 128))
             _gradient_kernel[grid](grad, h, *edges, made, num, num_dst, scale, n, mean, 16, 128)
-            grad_weight = (made.t() @ a).to(ctx.weight_dtype)
-            return made @ w, grad_weight, made.sum(0, dtype=torch.float32).to(ctx.weight_dtype), *[None] * 7
-        splits = min(SPLITS, triton.cdiv(num, 64))
-        sums = torch.empty(splits, n, k, dtype=torch.float32, device=a.device)
-        bias_sums = torch.empty(splits, n, dtype=torch.float32, device=a.device)
-        per_split = triton.cdiv(triton.cdiv(num, splits), 64) * 64
-        _weight_kernel[(triton.cdiv(n, 128), splits)](
-            a, grad, h, *edges, sums, bias_sums, num, num_dst, per_split, scale,
-            n, k, max(16, triton.next_power_of_2(k)), mean, 64, 128, is_interpreted(), num_warps=8,
+            grad_weight = (made.t() @ a).to(dtype)
+            return made @ w, grad_weight, made.sum(0, dtype=torch.float32).to(dtype), *[None] * 8
+        sums = torch.empty(SPLITS, n, k, dtype=torch.float32, device=a.device)
+        bias_sums = torch.empty(SPLITS, n, dtype=torch.float32, device=a.device)
+        _weight_kernel[(triton.cdiv(n, 64), SPLITS)](
+            a, grad, h, *edges, sums, bias_sums, num_dst, SPLITS, scale,
+            n, k, max(16, triton.next_power_of_2(k)), mean, 64, 64, is_interpreted(), num_warps=4,
         )  # fmt: skip
-        return None, sums.sum(0).to(ctx.weight_dtype), bias_sums.sum(0).to(ctx.weight_dtype), *[None] * 7
+        return None, sums.sum(0).to(dtype), bias_sums.sum(0).to(dtype), *[None] * 8
 
 
 MOST_DEPTH = 512
@@ -214,11 +221,12 @@ def hidden_then_reduce(
     hop: int,
     nodes: Tensor,
     counts: Tensor,
+    dense: Dense,
     how: str,
     p: float,
     key: Tensor | None,
 ) -> Tensor:
-    """[reduced | own] rows of dropout(relu(a W' + b)), `a` having a row for each slot up to hop + 1; sum or mean."""
-    out = _Hidden.apply(a, weight, bias, slots, hop, nodes, counts, how, p, key)
+    """[reduced | own] rows of dropout(relu(a W' + b)), `a` having a dense row per slot up to hop + 1; sum or mean."""
+    out = _Hidden.apply(a, weight, bias, slots, hop, nodes, counts, dense, how, p, key)
     assert isinstance(out, Tensor)
     return out

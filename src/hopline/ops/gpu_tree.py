@@ -1,4 +1,4 @@
-"""Triton kernels of the tree layout: a step's keys and seeds, drawing children, and reducing them.
+"""Triton kernels of the tree layout: a step's keys and seeds, drawing children, and numbering those that are there.
 
 Shapes follow from the batch size and the fan-outs alone, and nothing is asked of the host, so that a whole step can be
 captured in one CUDA graph.
@@ -6,23 +6,19 @@ captured in one CUDA graph.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hopline.ops import random
 from hopline.ops.gpu_core import GOLDEN, bounded, first_state, key_on, mix
 from hopline.ops.slots import Slots
 
 SLOTS_PER_PROGRAM = 128
-TILE = 2048
-"""Elements of a tile of rows and columns."""
 _NUM_KEYS = tl.constexpr(triton.next_power_of_2(random.PLACES + 1))
-_FIRST_PLACE = -1
 
 # ---- keys and seeds of a step
 
@@ -140,226 +136,33 @@ def sample_tree(
     return nodes, counts, edge_ids if with_edges else None
 
 
-# ---- reducing
+# ---- the slots that are there
 
 
-@triton.jit
-def _row_pointers(x, cold, place, row, there, width, TIERED: tl.constexpr):
-    """Where each row begins: in the one array of rows, or in the hot or the cold one."""
-    if TIERED:
-        slot = tl.load(place + row, mask=there, other=-1).to(tl.int64)
-        pointer = tl.where(slot >= 0, x + slot * width, cold + row * width)
-    else:
-        pointer = x + row * width
-    return pointer
+class Dense(NamedTuple):
+    """The slots that are not empty, numbered one after the other: how many there are, only the device knows."""
+
+    place: Tensor
+    """[num_slots] int32: each slot's number; any where it is empty."""
+    slots: Tensor
+    """[num_slots] int32: the slot of each number, any beyond the last."""
+    total: Tensor
+    """[1] int32: how many there are."""
 
 
-@triton.jit(do_not_specialize=["num", "first_dst", "first_child"])
-def _reduce_kernel(
-    x, cold, place, hits, nodes, weight, out, num, first_dst, first_child,
-    WIDTH: tl.constexpr, FANOUT: tl.constexpr, HOW: tl.constexpr, TABLE: tl.constexpr, TIERED: tl.constexpr,
-    OWN: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Rows of one hop: `x` is a table read by node (in two tiers, if TIERED), or the rows of all slots."""
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.program_id(1) * C + tl.arange(0, C)
-    inside = row < num
-    width_ok = column < WIDTH
-    first = first_child + row.to(tl.int64) * FANOUT
-    lowest = float("-inf") if HOW == "max" else 0.0
-    total = tl.full((R, C), lowest, ACC)
-    count = tl.zeros((R,), tl.int32)
-    hot = tl.zeros((R,), tl.int32)
-    for c in tl.static_range(FANOUT):
-        node = tl.load(nodes + first + c, mask=inside, other=-1).to(tl.int64)
-        there = node >= 0
-        source = node if TABLE else first + c
-        pointer = _row_pointers(x, cold, place, source, there, WIDTH, TIERED)
-        value = tl.load(pointer[:, None] + column[None, :], mask=there[:, None] & width_ok[None, :], other=0).to(ACC)
-        if WEIGHTED:
-            value *= tl.load(weight + first + c, mask=there, other=0).to(ACC)[:, None]
-        if HOW == "max":
-            wins = (value > total) | (value != value)  # NaN must come through, as it does in torch
-            total = tl.where(there[:, None] & wins, value, total)
-        else:
-            total += value
-        count += there.to(tl.int32)
-        if TIERED:
-            hot += (tl.load(place + source, mask=there, other=-1) >= 0).to(tl.int32)
-    if HOW == "mean":
-        total = total / tl.maximum(count, 1).to(ACC)[:, None]
-    if HOW == "max":
-        total = tl.where((count > 0)[:, None], total, 0.0)
-    columns: tl.constexpr = 2 * WIDTH if OWN else WIDTH
-    target = out + (first_dst + row).to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & width_ok[None, :])
-    if OWN:
-        node = tl.load(nodes + first_dst + row, mask=inside, other=-1).to(tl.int64)
-        there = node >= 0
-        source = node if TABLE else (first_dst + row).to(tl.int64)
-        pointer = _row_pointers(x, cold, place, source, there, WIDTH, TIERED)
-        own = tl.load(pointer[:, None] + column[None, :], mask=there[:, None] & width_ok[None, :], other=0)
-        tl.store(target + WIDTH, own.to(out.dtype.element_ty), mask=inside[:, None] & width_ok[None, :])
-        count += there.to(tl.int32)
-        if TIERED:
-            hot += (tl.load(place + source, mask=there, other=-1) >= 0).to(tl.int32)
-    if TIERED:
-        if tl.program_id(1) == 0:
-            tl.atomic_add(hits, tl.sum(hot).to(tl.int64))
-            tl.atomic_add(hits + 1, tl.sum(count - hot).to(tl.int64))
+@triton.jit(do_not_specialize=["num"])
+def _dense_kernel(nodes, upto, place, slots, num, T: tl.constexpr):
+    slot = tl.program_id(0) * T + tl.arange(0, T)
+    there = tl.load(nodes + slot, mask=slot < num, other=-1) >= 0
+    number = tl.load(upto + slot, mask=there, other=1) - 1
+    tl.store(place + slot, number, mask=there)
+    tl.store(slots + number, slot, mask=there)
 
 
-@triton.jit(do_not_specialize=["num_dst"])
-def _ties_kernel(
-    x, nodes, first_children, counts, out, grad, shares, num_dst,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """torch's rule: the edges that reach the maximum share its gradient, with the initial 0 if the maximum is 0."""
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.program_id(1) * C + tl.arange(0, C)
-    inside = row < num_dst
-    ok = inside[:, None] & (column < WIDTH)[None, :]
-    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    most = tl.load(out + at, mask=ok, other=0)
-    ties = (most == 0).to(tl.float32)
-    first = tl.load(first_children + row, mask=inside, other=0).to(tl.int64)
-    count = tl.load(counts + row, mask=inside, other=0)
-    for c in range(tl.max(count)):
-        pointer = x + (first + c)[:, None] * WIDTH + column[None, :]
-        value = tl.load(pointer, mask=ok & (c < count)[:, None], other=float("nan"))
-        ties += (value == most).to(tl.float32)
-    share = tl.load(grad + at, mask=ok, other=0) / tl.maximum(ties, 1)
-    target = shares + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(target, share.to(shares.dtype.element_ty), mask=ok)
-
-
-@triton.jit(do_not_specialize=["num_src", "num_dst"])
-def _spread_kernel(
-    grad, shares, x, most, nodes, parents, counts, weight, out, num_src, num_dst,
-    WIDTH: tl.constexpr, HOW: tl.constexpr, OWN: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Each source has one parent at most: its gradient is read, not summed up."""
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.program_id(1) * C + tl.arange(0, C)
-    inside = row < num_src
-    width_ok = (column < WIDTH)[None, :]
-    columns: tl.constexpr = 2 * WIDTH if OWN else WIDTH
-    parent = tl.load(parents + row, mask=inside, other=-1).to(tl.int64)
-    there = (parent >= 0) & (tl.load(nodes + row, mask=inside, other=-1) >= 0)
-    from_parent = parent[:, None] * columns + column[None, :]
-    if HOW == "max":
-        own_value = tl.load(x + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside[:, None] & width_ok)
-        reached = tl.load(most + from_parent, mask=there[:, None] & width_ok, other=float("nan")) == own_value
-        share = parent[:, None] * WIDTH + column[None, :]
-        total = tl.where(reached, tl.load(shares + share, mask=there[:, None] & width_ok, other=0), 0).to(ACC)
-    else:
-        total = tl.load(grad + from_parent, mask=there[:, None] & width_ok, other=0).to(ACC)
-    if HOW == "mean":
-        total = total / tl.maximum(tl.load(counts + parent, mask=there, other=1), 1).to(ACC)[:, None]
-    if WEIGHTED:
-        total *= tl.load(weight + row, mask=there, other=0).to(ACC)[:, None]
-    if OWN:
-        own = row.to(tl.int64)[:, None] * columns + WIDTH + column[None, :]
-        total += tl.load(grad + own, mask=(row < num_dst)[:, None] & width_ok, other=0).to(ACC)
-    target = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside[:, None] & width_ok)
-
-
-def _tile(width: int) -> tuple[int, int]:
-    """(rows, columns) of a tile."""
-    columns = min(256, triton.next_power_of_2(width))
-    return max(1, min(32, TILE // columns)), columns
-
-
-def _accumulator(dtype: torch.dtype) -> Any:
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def reduce_rows(
-    x: Tensor,
-    slots: Slots,
-    hop: int,
-    nodes: Tensor,
-    how: str,
-    weight: Tensor | None,
-    own: bool,
-    dtype: torch.dtype,
-    table: bool,
-    tiers: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:
-    """[slots up to `hop`, ...]: each slot's children reduced, its own row to their right if asked for.
-
-    x: rows of a table, read by the slots' nodes, or of all slots. tiers: (cold rows, place of each hot row or -1, hits
-    and misses [2] int64), where `x` holds a table's hot rows only.
-    """
-    width = x[0].numel()
-    out = torch.empty(slots.up_to(hop), 2 * width if own else width, dtype=dtype, device=nodes.device)
-    rows, columns = _tile(width)
-    cold, place, hits = tiers or (x, nodes, nodes)
-    for h in range(hop + 1):
-        num = slots.offsets[h + 1] - slots.offsets[h]
-        grid = (triton.cdiv(num, rows), triton.cdiv(width, columns))
-        _reduce_kernel[grid](
-            x, cold, place, hits, nodes, nodes if weight is None else weight, out, num,
-            slots.offsets[h], slots.offsets[h + 1],
-            width, slots.fanouts[h], how, table, tiers is not None, own, weight is not None,
-            _accumulator(x.dtype), rows, columns,
-        )  # fmt: skip
-    return out
-
-
-class _ReduceTree(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, slots: Slots, hop: int, nodes: Tensor, counts: Tensor, how: str, weight: Any, own: bool
-    ) -> Tensor:
-        x = x.contiguous()
-        out = reduce_rows(x, slots, hop, nodes, how, weight, own, x.dtype, table=False)
-        ctx.plan = (slots, hop, how, own, x.shape)
-        is_max = how == "max"
-        ctx.save_for_backward(nodes, counts, weight, x if is_max else None, out if is_max else None)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        slots, hop, how, own, shape = ctx.plan
-        nodes, counts, weight, x, most = ctx.saved_tensors
-        grad, width, device = grad.contiguous(), shape[1:].numel(), nodes.device
-        num_dst, num_src = slots.up_to(hop), slots.up_to(hop + 1)
-        rows, columns = _tile(width)
-        shares = grad
-        if how == "max":
-            shares = torch.empty(num_dst, width, dtype=grad.dtype, device=device)
-            grid = (triton.cdiv(num_dst, rows), triton.cdiv(width, columns))
-            _ties_kernel[grid](
-                x, nodes, slots.first_children(device), counts, most, grad, shares, num_dst,
-                width, grad.size(1), rows, columns,
-            )  # fmt: skip
-        out = torch.empty(shape, dtype=grad.dtype, device=device)
-        grid = (triton.cdiv(num_src, rows), triton.cdiv(width, columns))
-        _spread_kernel[grid](
-            grad, shares, grad if x is None else x, grad if most is None else most, nodes, slots.parents(device),
-            counts, nodes if weight is None else weight, out, num_src, num_dst,
-            width, how, own, weight is not None, _accumulator(grad.dtype), rows, columns,
-        )  # fmt: skip
-        return out, None, None, None, None, None, None, None
-
-
-def reduce_tree(
-    x: Tensor,
-    slots: Slots,
-    hop: int,
-    nodes: Tensor,
-    counts: Tensor,
-    how: str,
-    weight: Tensor | None = None,
-    own: bool = False,
-) -> Tensor:
-    """Rows of all slots up to hop + 1 reduced to those of their parents, differentiable; definition in reference."""
-    assert x.size(0) == slots.up_to(hop + 1), "one row per slot"
-    weight = None if weight is None else weight.contiguous()
-    out = _ReduceTree.apply(x, slots, hop, nodes, counts, how, weight, own)
-    assert isinstance(out, Tensor)
-    return out if own else out.view(-1, *x.shape[1:])
+def dense(nodes: Tensor) -> Dense:
+    """Numbers for the slots of a tree, or of its first hops, that hold a node."""
+    num = nodes.numel()
+    upto = torch.cumsum(nodes >= 0, 0, dtype=torch.int32)
+    place, slots = torch.empty_like(upto), torch.empty_like(upto)
+    _dense_kernel[(triton.cdiv(num, 1024),)](nodes, upto, place, slots, num, 1024)
+    return Dense(place, slots, upto[-1:])
