@@ -1,0 +1,69 @@
+"""Keyed dropout on the GPU (or in Triton's interpreter) against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hopline.ops import gpu_dropout, reference
+from tests.helpers import KERNEL_DEVICE, assert_close, randint, randn
+
+CUDA = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (64,), (3, 5)], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_values_and_gradients_are_those_of_the_reference(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
+    x, ids, key = randn(20, *shape, dtype=dtype), randint(0, 2**50, 20), -(2**63) + 5
+    upstream = randn(20, *shape, seed=2, dtype=dtype)
+    expected = reference.keyed_dropout(x, p, key, ids)
+    expected_grad = reference.keyed_dropout(upstream, p, key, ids)
+    leaf = x.to(KERNEL_DEVICE).requires_grad_()
+    out = gpu_dropout.keyed_dropout(leaf, p, key, ids.to(KERNEL_DEVICE))
+    assert out.dtype == dtype
+    (grad,) = torch.autograd.grad(out, leaf, upstream.to(KERNEL_DEVICE))
+    for ours, theirs in ((out.detach(), expected), (grad, expected_grad)):
+        if dtype == torch.bfloat16 and not CUDA:  # the interpreter cuts what the GPU rounds
+            assert torch.equal(ours == 0, theirs == 0)
+            assert_close(ours, theirs, torch.finfo(dtype).eps)
+        else:
+            assert torch.equal(ours.cpu(), theirs)
+
+
+def test_wide_rows_and_a_key_on_the_device() -> None:
+    x, ids = randn(3, 2501, dtype=torch.float32), torch.tensor([4, 0, 9], dtype=torch.int32)
+    expected = reference.keyed_dropout(x, 0.5, 77, ids)
+    key = torch.tensor([77], device=KERNEL_DEVICE)
+    found = gpu_dropout.keyed_dropout(x.to(KERNEL_DEVICE), 0.5, key, ids.to(KERNEL_DEVICE))
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    x, ids = randn(6, 8).to(KERNEL_DEVICE), torch.arange(8, device=KERNEL_DEVICE)
+    assert torch.equal(
+        gpu_dropout.keyed_dropout(x.t(), 0.5, 1, ids), gpu_dropout.keyed_dropout(x.t().contiguous(), 0.5, 1, ids)
+    )
+
+
+def test_nothing_to_drop() -> None:
+    ids = torch.empty(0, dtype=torch.int64, device=KERNEL_DEVICE)
+    assert gpu_dropout.keyed_dropout(torch.empty(0, 4, device=KERNEL_DEVICE), 0.5, 1, ids).shape == (0, 4)
+    assert gpu_dropout.keyed_dropout(torch.empty(2, 0, device=KERNEL_DEVICE), 0.5, 1, ids.new_zeros(2)).shape == (2, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_dropping_does_not_wait_for_the_device() -> None:
+    x, ids, key = (
+        torch.ones(9, 5, device="cuda", requires_grad=True),
+        torch.arange(9).cuda(),
+        torch.ones(1).long().cuda(),
+    )
+    gpu_dropout.keyed_dropout(x, 0.5, key, ids).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gpu_dropout.keyed_dropout(x, 0.5, key, ids).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hopline.ops import gpu, gpu_errors
+from tests.helpers import KERNEL_DEVICE
+
+
+def test_an_error_is_kept_until_somebody_looks_and_raised_once() -> None:
+    gpu.gather_rows(torch.ones(3, 2, device=KERNEL_DEVICE), torch.tensor([0, 3], device=KERNEL_DEVICE))
+    with pytest.raises(IndexError, match="outside its table"):
+        gpu_errors.check_device_errors()
+    gpu_errors.check_device_errors()
+
+
+def test_a_call_that_waits_anyway_raises_what_was_found_before() -> None:
+    gpu.gather_rows(torch.ones(3, 2, device=KERNEL_DEVICE), torch.tensor([-1], device=KERNEL_DEVICE))
+    number = torch.tensor([5], device=KERNEL_DEVICE)
+    with pytest.raises(IndexError, match="outside its table"):
+        gpu_errors.read_with_errors(number)
+    assert gpu_errors.read_with_errors(number) == 5
