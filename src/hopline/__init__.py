@@ -7,6 +7,7 @@ from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, ve
 from hopline.data import open_dataset as open
 from hopline.graph import Graph
 from hopline.methods import BatchUnit, Job, Loader, Method, Sampled, Unit
+from hopline.placement import Placement
 from hopline.sampling import NeighborSampler
 from hopline.schedule import Schedule
 from hopline.settings import TrainSettings
@@ -33,6 +34,7 @@ __all__ = [
     "Method",
     "NeighborSampler",
     "Part",
+    "Placement",
     "Rows",
     "Run",
     "Sampled",
