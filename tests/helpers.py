@@ -254,7 +254,7 @@ def stock(conv: nn.Module, x: Tensor, block: Block | Graph) -> Tensor:
     """The conv as PyG runs it, on a whole graph or on the square of a block (all its sources as nodes)."""
     if isinstance(block, Graph):
         (block,) = NeighborSampler(block, (-1,)).sample(torch.arange(block.num_nodes), 0)
-    out = conv(x, block.edge_index, **edge_arguments(conv, block, x.dtype))
+    out = conv(x, block.edge_index, **edge_arguments(conv, block.edge, x.dtype))
     return out[: block.num_dst]
 
 

@@ -23,12 +23,24 @@ class Readable(Protocol):
     def dtype(self) -> torch.dtype: ...
     def read(self, ids: Tensor) -> Tensor: ...
     def storage(self) -> Tensor | None: ...
+    def tiers(self, device: torch.device | str | None = None) -> Any: ...
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None: ...
 
 
+class Handle:
+    """Rows that are not there yet: made or read only where a computation has no way to do without them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def read(self) -> Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """A handle to rows of a table: they are read only where a computation has no way to read them itself."""
+class Rows(Handle):
+    """A handle to rows of a table."""
 
     table: Readable
     ids: Tensor
@@ -63,9 +75,9 @@ class ReducedRows(Rows):
         return self.beside[:, self.table.shape[1] :]
 
 
-def as_tensor(rows: Rows | Tensor) -> Tensor:
+def as_tensor(rows: Handle | Tensor) -> Tensor:
     """The rows themselves, read now if they were not yet."""
-    return rows.read() if isinstance(rows, Rows) else rows
+    return rows.read() if isinstance(rows, Handle) else rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,6 +128,16 @@ class TreeBlock(Block):
         return Part(indptr, src_idx.int(), edge, edge_ids)
 
     @property
+    def sampling_factor(self) -> Tensor:
+        assert self.graph is not None
+        return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / self.counts.clamp(min=1)
+
+    @property
+    def edge(self) -> Mapping[str, Tensor]:
+        """By edge, or on a GPU by the slot that each edge comes out of."""
+        return self.child_edges if self.on_gpu else self.part.edge
+
+    @property
     def parents(self) -> Tensor:
         """[num_src] int32: the destination that each source is a child of; -1 at the seeds."""
         return self.tree.slots.parents(self.tree.nodes.device)[: self.num_src]

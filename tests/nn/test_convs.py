@@ -190,7 +190,7 @@ def test_edge_arguments_are_those_the_conv_takes() -> None:
     graph = Graph(graph.indptr, graph.indices, {**graph.edge, "type": torch.zeros(graph.num_edges, dtype=torch.int64)})
     block = batch_of(graph, None, (3,)).blocks[0]
     arguments = {
-        name: set(edge_arguments(conv, block, torch.float32))
+        name: set(edge_arguments(conv, block.edge, torch.float32))
         for name, conv in {
             "sage": pyg.SAGEConv(4, 3),
             "graph": pyg.GraphConv(4, 3),
@@ -206,7 +206,7 @@ def test_edge_arguments_are_those_the_conv_takes() -> None:
         "gat-edges": {"edge_attr"},
         "rgcn": {"edge_type"},
     }
-    assert edge_arguments(pyg.GraphConv(4, 3), block, torch.float32)["edge_weight"].dtype == torch.float32
+    assert edge_arguments(pyg.GraphConv(4, 3), block.edge, torch.float32)["edge_weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["gcn", "graph"])

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from hopline.ops import gpu_tree, gpu_tree_reduce, reference
 from hopline.ops.slots import Slots
+from hopline.ops.tiers import new_counts
 from tests.helpers import KERNEL_DEVICE, randn
 from tests.ops.test_gpu_tree import csr, on_device
 
@@ -64,7 +65,7 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
     place = torch.full((58,), -1, dtype=torch.int32, device=DEVICE)
     hot = torch.arange(0, 58, 3, device=DEVICE)
     place[hot] = torch.arange(hot.numel(), dtype=torch.int32, device=DEVICE)
-    hits = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    hits = new_counts(DEVICE)
     tiers = (table, place, hits) if tiered else None
     x = table[hot] if tiered else table
     out = gpu_tree_reduce.reduce_rows(x, slots, hop, nodes, "mean", None, True, dtype, True, tiers)
@@ -76,7 +77,7 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
         read = torch.cat([nodes[: slots.up_to(hop)], nodes[slots.num_seeds :]])
         read = read[read >= 0].long()
         num_hits = int((place[read] >= 0).sum())
-        assert hits.tolist() == [num_hits, read.numel() - num_hits]
+        assert hits.sum(0).tolist() == [num_hits, read.numel() - num_hits]
 
 
 def test_dense_rows_are_those_of_the_slots_that_are_there():

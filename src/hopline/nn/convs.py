@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hopline.batch import Block, Part, Rows, as_tensor
+from hopline.batch import Block, Handle, Part, as_tensor
 from hopline.graph import Graph
 from hopline.nn.fused import fused, is_fused
 from hopline.nn.rows import typed
+from hopline.tree import TreeBlock
 
 Convention = Literal["fused", "pair", "square"]
 
@@ -30,7 +32,7 @@ EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "ty
 _conventions: WeakKeyDictionary[nn.Module, Convention] = WeakKeyDictionary()
 
 
-def convolve(conv: nn.Module, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
+def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
     """The conv's output for the block's destinations: [num_dst, ...].
 
     h: source rows [num_src, ...] or the handle to them; x0: initial rows, whose first num_dst are the destinations'.
@@ -46,16 +48,37 @@ def convolve(conv: nn.Module, h: Rows | Tensor, block: Block, x0: Tensor | None 
     return _call(conv, convention, h, block, x0)
 
 
-def _call(conv: nn.Module, convention: Convention, h: Rows | Tensor, block: Block, x0: Tensor | None) -> Tensor:
+def _call(conv: nn.Module, convention: Convention, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
     if convention == "fused":
         return fused(conv, h, block, x0 if takes_x0(conv) else None)
     dtype = next((p.dtype for p in conv.parameters()), None) or as_tensor(h).dtype
-    rows = typed(h, dtype)
-    edges = edge_arguments(conv, block, dtype)
+    rows, num_dst = typed(h, dtype), block.num_dst
+    edge_index, edge = _edges_of(block, without_loops=bool(getattr(conv, "add_self_loops", False)))
+    edges = edge_arguments(conv, edge, dtype)
     if convention == "pair":
-        return conv((rows, rows[: block.num_dst]), block.edge_index, **edges)
+        # On a GPU edges out of a tree's empty slots lead to one row more, which is cut off again.
+        own = rows[:num_dst] if not _is_padded(block) else torch.cat([rows[:num_dst], rows[:1]])
+        return conv((rows, own), edge_index, **edges)[:num_dst]
     first = (_padded(x0, rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
-    return conv(rows, *first, block.edge_index, **edges)[: block.num_dst]
+    return conv(rows, *first, edge_index, **edges)[:num_dst]
+
+
+def _is_padded(block: Block) -> bool:
+    return isinstance(block, TreeBlock) and block.on_gpu
+
+
+def _edges_of(block: Block, without_loops: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """(edge_index, edge arrays). In a tree a conv does not see which edges come from the node itself."""
+    if not isinstance(block, TreeBlock):
+        return block.edge_index, block.edge
+    edge_index, edge = block.padded if block.on_gpu else (block.edge_index, block.edge)
+    if not without_loops or block.graph is None or not block.graph.self_loops.numel():
+        return edge_index, edge
+    src, dst = edge_index
+    loops = block.src_ids[src] == block.src_ids[dst.clamp(max=block.num_dst - 1)]
+    if block.on_gpu:
+        return torch.stack([src, torch.where(loops, block.num_dst, dst)]), edge
+    return edge_index[:, ~loops], {name: rows[~loops] for name, rows in edge.items()}
 
 
 def _padded(x0: Tensor, num_rows: int) -> Tensor:
@@ -74,16 +97,16 @@ def _arguments(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
-def edge_arguments(conv: nn.Module, block: Block, dtype: torch.dtype) -> dict[str, Tensor]:
+def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The graph's edge arrays that this conv takes, by argument name."""
     parameters = _arguments(type(conv))
     found = {}
     for argument, name in EDGE_ARGUMENTS.items():
-        wanted = argument in parameters and name in block.edge
+        wanted = argument in parameters and name in edge
         if argument == "edge_attr" and getattr(conv, "edge_dim", 0) is None:
             wanted = False  # the conv was built without edge features
         if wanted:
-            rows = block.edge[name]
+            rows = edge[name]
             found[argument] = rows.to(dtype) if rows.is_floating_point() or name == "weight" else rows
     return found
 
@@ -102,7 +125,7 @@ def find_convention(conv: nn.Module, width: int, block: Block, x0: Tensor | None
     few = _block(graph, 4)
     with torch.no_grad():
         try:
-            edges = edge_arguments(trial, whole, torch.float64)
+            edges = edge_arguments(trial, whole.edge, torch.float64)
             first = (start,) if takes_x0(trial) else ()
             expected = trial(x, *first, whole.edge_index, **edges)[:4]
         except Exception as error:
@@ -150,7 +173,7 @@ def initialise(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> 
             torch.zeros(graph.num_nodes, width, device=device),
             *first,
             whole.edge_index,
-            **edge_arguments(conv, whole, torch.float32),
+            **edge_arguments(conv, whole.edge, torch.float32),
         )
     conv.train(mode)
 

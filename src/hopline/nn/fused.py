@@ -16,9 +16,11 @@ from torch_geometric.nn import GCN2Conv, GCNConv, GINConv, GraphConv, Linear, SA
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
 
 from hopline import ops
-from hopline.batch import Block, ReducedRows, Rows
+from hopline.batch import Block, Handle, ReducedRows, Rows, as_tensor
 from hopline.nn.gcn import gcn_weights
 from hopline.nn.rows import typed
+from hopline.nn.trees import PendingRows, pending_rows, reduce_on_tree
+from hopline.tree import TreeBlock
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
 PLAIN = (SAGEConv, GINConv, GraphConv)
@@ -43,7 +45,7 @@ def reads_rows(conv: Any) -> bool:
     return is_fused(conv) and type(conv) in PLAIN and not getattr(conv, "project", False)
 
 
-def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
+def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
     """`conv` on a block: [num_dst, ...]."""
     how = REDUCE[type(conv.aggr_module)]
     dtype = next(conv.parameters(), torch.empty(0)).dtype
@@ -58,6 +60,11 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
         out = _reduce(x, b, how, weight, dtype)
         return out if loops is None else out + loops[:, None].to(x.dtype) * x[: b.num_dst]
 
+    if isinstance(block, TreeBlock) and block.on_gpu and isinstance(conv, GCNConv):
+        # The product is linear: after the reduction it has a row per destination, before it one per slot.
+        reduced, own = _reduce(h, block, how, weight, dtype, beside_own=True).chunk(2, dim=1)
+        out = conv.lin(reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
+        return out if conv.bias is None else out + conv.bias
     if isinstance(conv, GCN2Conv):
         stand_in = _StandIn(conv, propagate, normalize=False)
         return GCN2Conv.forward(stand_in, typed(h, dtype), x0, block)  # type: ignore[arg-type]
@@ -65,12 +72,17 @@ def fused(conv: Any, h: Rows | Tensor, block: Block, x0: Tensor | None = None) -
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
 
 
-def _plain(conv: Any, h: Rows | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:
+def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:
     """A conv that sends rows, and its destinations' own rows as they are."""
-    source = h if isinstance(h, Rows) and reads_rows(conv) else typed(h, dtype)
-    linears = _linears_of_one_row(conv, source)
-    if linears is None:
-        own = typed(_own_rows(h, block.num_dst), dtype)
+    linears = _linears_of_one_row(conv, h)
+    reads = isinstance(h, Rows) and reads_rows(conv)
+    runs_on = isinstance(h, PendingRows) and linears is not None and how != "max"
+    source = h if reads or runs_on else typed(h, dtype)
+    if linears is None and isinstance(block, TreeBlock) and block.on_gpu:
+        reduced, own = _reduce(source, block, how, block.edge.get("weight"), dtype, beside_own=True).chunk(2, dim=1)
+        stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: reduced)
+    elif linears is None:
+        own = typed(_own_rows(source, block.num_dst), dtype)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
     else:
         # Both products in one: [reduced, own] times the weights side by side. The conv is told of no own rows.
@@ -86,7 +98,19 @@ def _plain(conv: Any, h: Rows | Tensor, block: Block, how: str, dtype: torch.dty
     return type(conv).forward(stand_in, (source, own), block)  # type: ignore[arg-type]
 
 
-def _linears_of_one_row(conv: Any, source: Rows | Tensor) -> tuple[str, str] | None:
+def deferred(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any) -> PendingRows | None:
+    """A conv followed by ReLU and dropout on a tree on a GPU, left to the next layer's kernel; None where it cannot."""
+    if not isinstance(block, TreeBlock) or not is_fused(conv) or getattr(conv, "normalize", False) or block.edge:
+        return None
+    linears = _linears_of_one_row(conv, h)
+    if linears is None:
+        return None
+    of_reduced, of_own = (getattr(conv, name) for name in linears)
+    weight = torch.cat([of_reduced.weight, of_own.weight], dim=1)
+    return pending_rows(h, block, REDUCE[type(conv.aggr_module)], weight, of_reduced.bias, p, key)
+
+
+def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:
     """Names of the linear layers of reduced and of own rows, where both take the same rows and nothing listens."""
     names = LINEARS.get(type(conv))
     if (
@@ -112,11 +136,11 @@ def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
     return ReducedRows(rows.table, rows.ids, beside, how)
 
 
-def _own_rows(h: Rows | Tensor, num_dst: int) -> Rows | Tensor:
+def _own_rows(h: Handle | Tensor, num_dst: int) -> Rows | Tensor:
     """The destinations' own rows, which are the first."""
     if isinstance(h, ReducedRows):
         return h.own
-    return h.head(num_dst) if isinstance(h, Rows) else h[:num_dst]
+    return h.head(num_dst) if isinstance(h, Rows) else as_tensor(h)[:num_dst]
 
 
 def is_linear(module: Any) -> bool:
@@ -136,9 +160,11 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
 
 
 def _reduce(
-    rows: Rows | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype, beside_own: bool = False
+    rows: Handle | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype, beside_own: bool = False
 ) -> Tensor:
     """Each destination's reduced rows, with its own to their right where asked for."""
+    if isinstance(block, TreeBlock) and block.on_gpu:
+        return reduce_on_tree(rows, block, how, weight, dtype, beside_own)
     part = block.part
     if isinstance(rows, ReducedRows) and weight is None and rows.how == how:
         return rows.beside if beside_own else rows.reduced
@@ -150,7 +176,7 @@ def _reduce(
         if stored is not None and stored.dtype == dtype and not ops.is_cold(stored, rows.ids):
             own = rows.ids[: block.num_dst] if beside_own else None
             return ops.reduce_edges(stored, part.indptr, ops.gather_rows(rows.ids, part.src_idx), how, weight, own)
-        rows = typed(rows, dtype)
+    rows = typed(rows, dtype) if isinstance(rows, Handle) else rows
     own = torch.arange(block.num_dst, device=rows.device) if beside_own else None
     return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight, own)
 

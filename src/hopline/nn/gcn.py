@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hopline.batch import Block
 from hopline.graph import Graph
+from hopline.tree import TreeBlock
 
 
 class _Weights(NamedTuple):
@@ -30,22 +31,27 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
     """(weight of each edge, weight of each destination's own row) for a GCN-like conv."""
     if not conv.normalize:
         return block.edge.get("weight"), None
-    graph, part = block.graph, block.part
+    graph = block.graph
     assert graph is not None
     add_loops = bool(conv.add_self_loops)
     # PyG applies `improved` only where edge weights are given.
     fill = 2.0 if getattr(conv, "improved", False) and "weight" in graph.edge else 1.0
     degree, loop = _degrees(graph, block.src_ids, add_loops, fill)
-    inverse = degree.pow(-0.5)
-    inverse[degree == 0] = 0
-    counts = part.indptr.diff()
-    weight = inverse[part.src_idx] * torch.repeat_interleave(inverse[: block.num_dst] * block.sampling_factor, counts)
+    inverse = torch.where(degree == 0, 0, degree.pow(-0.5))
+    by_dst = inverse[: block.num_dst] * block.sampling_factor
+    src_ids = block.src_ids
+    if isinstance(block, TreeBlock) and block.on_gpu:  # by the slot that an edge comes out of
+        parents = block.parents.clamp(min=0).long()
+        weight, src, dst = inverse * by_dst[parents], src_ids, src_ids[parents]
+    else:
+        part = block.part
+        weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff())
+        src, dst = src_ids[part.edge_index]  # in a tree one node has several places
     if "weight" in block.edge:
         weight = weight * block.edge["weight"]
     if not add_loops:
         return weight.to(dtype), None
     if graph.self_loops.numel():  # they are in `loop`
-        src, dst = block.src_ids[part.edge_index]  # in a tree one node has several places
         weight = weight.masked_fill(src == dst, 0)
     own = loop[: block.num_dst] * inverse[: block.num_dst].square()
     return weight.to(dtype), own.to(dtype)

@@ -16,9 +16,9 @@ from torch_geometric.nn import GCNConv, JumpingKnowledge
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline import ops
-from hopline.batch import Batch, Block, Readable, Rows, as_tensor
+from hopline.batch import Batch, Block, Handle, Readable, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
-from hopline.nn.fused import is_fused, is_linear, project, read_ahead, reads_rows
+from hopline.nn.fused import deferred, is_fused, is_linear, project, read_ahead, reads_rows
 from hopline.nn.norm import check_norm, empty_rows_left_out, make_norm, running_statistics
 from hopline.nn.rows import typed
 from hopline.tree import TreeBlock
@@ -31,8 +31,8 @@ INPUT = -1
 class State:
     """What a layer hands to the next: a few per-node tensors."""
 
-    h: Rows | Tensor
-    """[n, width] hidden rows of the current nodes, or the handle to the input rows."""
+    h: Handle | Tensor
+    """[n, width] hidden rows of the current nodes, or the handle to input rows, or to rows not computed yet."""
     x0: Tensor | None = None
     """[n, width] rows after the encoder, where a layer uses them again."""
     jk: Tensor | None = None
@@ -192,6 +192,12 @@ class GNN(nn.Module):
     def _layer(self, l: int, state: State, block: Block) -> State:
         dst = block.num_dst
         x0 = None if state.x0 is None else state.x0[:dst]
+        if self._is_plain(l):
+            p = self.dropout if self.training else 0.0
+            key = None if block.key is None or not p else ops.place_key(block.key, l)
+            pending = deferred(self.convs[l], state.h, block, p, key)
+            if pending is not None:
+                return State(pending)
         h = convolve(self.convs[l], state.h, block, x0)
         if self.initial_residual and x0 is not None and not takes_x0(self.convs[l]):
             if h.shape != x0.shape:
@@ -203,13 +209,19 @@ class GNN(nn.Module):
         if l < self.num_layers - 1 or self.acts_last:
             h = self._after_conv(l, h)
             if self.residual and tuple(h.shape[1:]) == tuple(state.h.shape[1:]):
-                own = state.h.head(dst) if isinstance(state.h, Rows) else state.h[:dst]
+                own = state.h.head(dst) if isinstance(state.h, Rows) else as_tensor(state.h)[:dst]
                 h = h + self._typed(own)
             h = self._drop(h, self.dropout, block.src_keys[:dst], block.key, l)
         jk = None
         if self.keeps_jk:
             jk = h if state.jk is None else torch.cat([state.jk[:dst], h], dim=1)
         return State(h, x0, jk)
+
+    def _is_plain(self, l: int) -> bool:
+        """Whether a hidden layer is a conv, ReLU and dropout, and nothing else."""
+        relu = self.act in (torch.relu, torch.nn.functional.relu) or type(self.act) is nn.ReLU
+        more = self.residual or self.keeps_jk or self._uses_x0 or type(self.norms[l]) is not nn.Identity
+        return relu and not more and l < self.num_layers - 1
 
     def decode(self, state: State) -> Tensor:
         """The last layer's state to the output."""
@@ -241,7 +253,7 @@ class GNN(nn.Module):
             return torch.nn.functional.dropout(h, p)
         return ops.keyed_dropout(h, p, ops.place_key(key, place), ids)
 
-    def _typed(self, rows: Rows | Tensor) -> Tensor:
+    def _typed(self, rows: Handle | Tensor) -> Tensor:
         return typed(rows, next((p.dtype for p in self.parameters()), torch.float32))
 
 

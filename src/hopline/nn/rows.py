@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hopline.batch import Rows, as_tensor
+from hopline.batch import Handle, as_tensor
 
 
-def typed(rows: Rows | Tensor, dtype: torch.dtype) -> Tensor:
+def typed(rows: Handle | Tensor, dtype: torch.dtype) -> Tensor:
     """The rows themselves; stored features are brought to the model's precision, whole numbers are left alone.
 
     Under autocast hidden rows come in half precision on purpose: what has a gradient is left as it is.

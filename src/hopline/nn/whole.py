@@ -39,7 +39,7 @@ class Whole(nn.Module):
     def on_block(self, x: Tensor, block: Block) -> Tensor:
         """Outputs for all nodes of a square block."""
         dtype = next(self.module.parameters(), x).dtype
-        return self.module(typed(x, dtype), block.edge_index, **edge_arguments(self.module, block, dtype))
+        return self.module(typed(x, dtype), block.edge_index, **edge_arguments(self.module, block.edge, dtype))
 
 
 def as_walkable(model: nn.Module) -> GNN | Whole:

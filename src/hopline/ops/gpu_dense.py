@@ -79,13 +79,13 @@ def _hidden_kernel(
 
 @triton.jit
 def _hidden_gradient(
-    grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
+    grad, h, slots, nodes, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
 ):
     """The gradient before ReLU and dropout, of rows whose own and reduced gradients stand in `grad`."""
     ok = (column < N)[None, :]
     slot = tl.load(slots + row, mask=inside, other=0)
     parent = tl.load(parents + slot, mask=inside, other=-1).to(tl.int64)
-    there = parent >= 0
+    there = (parent >= 0) & (tl.load(nodes + slot, mask=inside, other=-1) >= 0)
     total = tl.load(grad + parent[:, None] * (2 * N) + column[None, :], mask=there[:, None] & ok, other=0)
     total = total.to(tl.float32)
     if MEAN:
@@ -98,13 +98,13 @@ def _hidden_gradient(
 
 @triton.jit(do_not_specialize=["num", "num_dst"])
 def _gradient_kernel(
-    grad, h, slots, parents, counts, total_rows, out, num, num_dst, scale,
+    grad, h, slots, nodes, parents, counts, total_rows, out, num, num_dst, scale,
     N: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = row < tl.load(total_rows)
-    total = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+    total = _hidden_gradient(grad, h, slots, nodes, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
     # Rows beyond the last are written too, as zeros: products run over all of them.
     tl.store(target, total.to(out.dtype.element_ty), mask=(row < num)[:, None] & (column < N)[None, :])
@@ -112,7 +112,7 @@ def _gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_dst", "splits"])
 def _weight_kernel(
-    a, grad, h, slots, parents, counts, total_rows, sums, bias_sums, num_dst, splits, scale,
+    a, grad, h, slots, nodes, parents, counts, total_rows, sums, bias_sums, num_dst, splits, scale,
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def _weight_kernel(
     for r in range(first, tl.minimum(first + rows_per_split, num), R):
         row = r + tl.arange(0, R)
         inside = (row < num) & (row < first + rows_per_split)
-        made = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+        made = _hidden_gradient(grad, h, slots, nodes, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
         rows = tl.load(
             a + row.to(tl.int64)[:, None] * K + depth[None, :], mask=inside[:, None] & (depth < K)[None, :], other=0
         )
@@ -171,16 +171,16 @@ class _Hidden(torch.autograd.Function):
             n, k, drops, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, is_interpreted(), num_warps=8, num_stages=3,
         )  # fmt: skip
         ctx.plan = (slots, hop, how, scale if drops else 1.0, weight.dtype)
-        ctx.save_for_backward(a, w, h, counts, *dense)
+        ctx.save_for_backward(a, w, h, nodes, counts, dense.slots, dense.total)
         return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False, dense_in=dense.place)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         slots, hop, how, scale, dtype = ctx.plan
-        a, w, h, counts, place, dense_slots, total = ctx.saved_tensors
+        a, w, h, nodes, counts, dense_slots, total = ctx.saved_tensors
         grad, num, (n, k) = grad.contiguous(), a.size(0), w.shape
-        edges = (dense_slots, slots.parents(a.device), counts, total)
+        edges = (dense_slots, nodes, slots.parents(a.device), counts, total)
         num_dst, mean = slots.up_to(hop), how == "mean"
         if ctx.needs_input_grad[0]:
             made = torch.empty_like(h)
@@ -195,22 +195,6 @@ class _Hidden(torch.autograd.Function):
             n, k, max(16, triton.next_power_of_2(k)), mean, 64, 64, is_interpreted(), num_warps=4,
         )  # fmt: skip
         return None, sums.sum(0).to(dtype), bias_sums.sum(0).to(dtype), *[None] * 8
-
-
-MOST_DEPTH = 512
-"""The widest A whose gradient-free weight gradient fits into one program."""
-
-
-def hidden_rows(a: Tensor, weight: Tensor, bias: Tensor, p: float, key: Tensor | None, ids: Tensor) -> Tensor:
-    """dropout(relu(a W' + b)) in plain operations, for whoever wants the rows themselves."""
-    from hopline.ops import keyed_dropout
-
-    h = torch.relu(nn_linear(a, weight, bias))
-    return h if key is None or not p else keyed_dropout(h, p, key, ids)
-
-
-def nn_linear(a: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.nn.functional.linear(a, weight.to(a.dtype), bias.to(a.dtype))
 
 
 def hidden_then_reduce(

@@ -6,6 +6,7 @@ captured in one CUDA graph.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -166,3 +167,10 @@ def dense(nodes: Tensor) -> Dense:
     place, slots = torch.empty_like(upto), torch.empty_like(upto)
     _dense_kernel[(triton.cdiv(num, 1024),)](nodes, upto, place, slots, num, 1024)
     return Dense(place, slots, upto[-1:])
+
+
+@lru_cache(maxsize=8)
+def by_slot(num: int, device: torch.device) -> Dense:
+    """Rows that stand by slot, empty ones included, as if they were dense."""
+    same = torch.arange(num, dtype=torch.int32, device=device)
+    return Dense(same, same, torch.full((1,), num, dtype=torch.int32, device=device))

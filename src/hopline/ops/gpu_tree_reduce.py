@@ -44,7 +44,7 @@ def _reduce_kernel(
     x, cold, tier, hits, nodes, weight, out, in_place, out_place, num, first_dst, first_child,
     WIDTH: tl.constexpr, FANOUT: tl.constexpr, HOW: tl.constexpr, TABLE: tl.constexpr, TIERED: tl.constexpr,
     DENSE_IN: tl.constexpr, DENSE_OUT: tl.constexpr, OWN: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """Rows of one hop: `x` is a table read by node (in two tiers, if TIERED), or has a row per slot (or dense)."""
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -94,10 +94,11 @@ def _reduce_kernel(
         count += there.to(tl.int32)
         if TIERED:
             hot += (tl.load(tier + source, mask=there, other=-1) >= 0).to(tl.int32)
-    if TIERED:  # noqa: SIM102 - decided when the kernel is compiled, the other when it runs
+    if TIERED:
         if tl.program_id(1) == 0:
-            tl.atomic_add(hits, tl.sum(hot).to(tl.int64))
-            tl.atomic_add(hits + 1, tl.sum(count - hot).to(tl.int64))
+            mine = hits + 2 * (tl.program_id(0) % COUNTERS)
+            tl.atomic_add(mine, tl.sum(hot).to(tl.int64), sem="relaxed")
+            tl.atomic_add(mine + 1, tl.sum(count - hot).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_dst"])
@@ -183,8 +184,8 @@ def reduce_rows(
 ) -> Tensor:
     """[slots up to `hop`, ...]: each slot's children reduced, its own row to their right if asked for.
 
-    x: rows of a table, read by the slots' nodes, or of all slots. tiers: (cold rows, place of each hot row or -1, hits
-    and misses [2] int64), where `x` holds a table's hot rows only. dense_in, dense_out: `Dense.place`, where rows are
+    x: rows of a table, read by the slots' nodes, or of all slots. tiers: (cold rows, place of each hot row or -1,
+    counters of hits and misses as `ops.tiers.new_counts`), where `x` holds a table's hot rows only. dense_in, dense_out: `Dense.place`, where rows are
     kept only for slots that are there.
     """
     width = x[0].numel()
@@ -199,7 +200,7 @@ def reduce_rows(
             nodes if dense_in is None else dense_in, nodes if dense_out is None else dense_out,
             num, slots.offsets[h], slots.offsets[h + 1],
             width, slots.fanouts[h], how, table, tiers is not None, dense_in is not None, dense_out is not None,
-            own, weight is not None, _accumulator(x.dtype), rows, columns,
+            own, weight is not None, _accumulator(x.dtype), rows, columns, 1 if tiers is None else hits.size(0),
         )  # fmt: skip
     return out
 

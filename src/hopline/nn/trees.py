@@ -1,0 +1,116 @@
+"""Layers on trees on a GPU: children's rows reduced in one kernel, and hidden layers that run into the next one.
+
+Shapes never depend on what was drawn, and nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.batch import Block, Handle, Rows
+from hopline.nn.rows import typed
+from hopline.ops import on_tree
+from hopline.tree import TreeBlock
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def is_tree_on_gpu(block: Block) -> bool:
+    return isinstance(block, TreeBlock) and block.on_gpu
+
+
+def reduce_on_tree(
+    rows: Handle | Tensor,
+    block: TreeBlock,
+    how: str,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+    beside_own: bool,
+    dense: Any = None,
+) -> Tensor:
+    """Each destination's reduced children, with its own row to their right where asked for.
+
+    weight: by the slot that an edge comes out of. dense: `gpu_tree.Dense`, to write rows only for slots that are there.
+    """
+    tree = block.tree
+    if how == "sum" and block.scale_sums:
+        factor = block.sampling_factor.to(dtype)[block.parents.clamp(min=0).long()]
+        weight = factor if weight is None else weight * factor
+    if isinstance(rows, PendingRows) and weight is None and beside_own and how != "max":
+        return rows.reduced(block, how)
+    tiers = rows.table.tiers(tree.nodes.device) if isinstance(rows, Rows) else None
+    if isinstance(rows, Rows) and tiers is not None and tiers.hot.is_contiguous():
+        cold = None
+        if tiers.place is not None:
+            rows.table.observe(tree.nodes)  # type: ignore[attr-defined]
+            cold = (tiers.cold, tiers.place, rows.table.counts(tree.nodes.device))  # type: ignore[attr-defined]
+        x, kind = tiers.hot, compute_dtype(dtype)
+        return on_tree.reduce_table(x, tree.slots, block.hop, tree.nodes, how, weight, beside_own, kind, cold, dense)
+    return on_tree.reduce_tree(
+        typed(rows, dtype), tree.slots, block.hop, tree.nodes, tree.counts, how, weight, beside_own
+    )
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision that a product of float32 parameters runs in."""
+    autocast = torch.is_autocast_enabled("cuda") and dtype == torch.float32
+    return torch.get_autocast_dtype("cuda") if autocast else dtype
+
+
+@dataclass(frozen=True, eq=False)
+class PendingRows(Handle):
+    """Hidden rows dropout(relu(a W' + b)) that the next layer's kernel makes, reduces and forgets."""
+
+    a: Tensor
+    """[num_dst, 2 * width] what the layer's aggregation left, a row for each slot as `dense` numbers them."""
+    weight: Tensor
+    bias: Tensor
+    block: TreeBlock
+    """The layer's own block."""
+    dense: Any
+    p: float
+    key: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.block.num_dst, self.weight.size(0))
+
+    def reduced(self, block: TreeBlock, how: str) -> Tensor:
+        """[reduced | own] rows for the next layer's destinations."""
+        tree = block.tree
+        return on_tree.hidden_then_reduce(
+            self.a, self.weight, self.bias, tree.slots, block.hop, tree.nodes, tree.counts, self.dense, how, self.p,
+            self.key,
+        )  # fmt: skip
+
+    def read(self) -> Tensor:
+        place = torch.where(self.block.present[: self.block.num_dst], self.dense.place, 0)
+        h = torch.relu(torch.nn.functional.linear(self.a[place.long()], self.weight, self.bias))
+        if self.key is None or not self.p:
+            return h
+        return ops.keyed_dropout(h, self.p, self.key, self.block.src_keys[: self.block.num_dst])
+
+
+def pending_rows(
+    h: Handle | Tensor, block: Block, how: str, weight: Tensor, bias: Tensor | None, p: float, key: Any
+) -> PendingRows | None:
+    """A hidden layer of [reduced | own] rows on a tree, left to the next layer; None where it cannot be."""
+    dtype = compute_dtype(weight.dtype)
+    if not isinstance(block, TreeBlock) or not block.on_gpu or dtype not in HALVES or how == "max":
+        return None
+    if block.scale_sums or weight.size(1) > on_tree.MOST_DEPTH or not (key is None or isinstance(key, Tensor)):
+        return None
+    num_dst, device = block.num_dst, block.tree.nodes.device
+    reads = isinstance(h, Rows) and h.table.tiers(device) is not None
+    if isinstance(h, Tensor) and h.dtype != dtype:
+        h = h.to(dtype)
+    # Most slots are in the outermost hops, whose layer reads the table: empty ones are left out there.
+    dense = on_tree.dense_slots(block.tree.nodes[:num_dst]) if reads else on_tree.slots_as_dense(num_dst, device)
+    a = reduce_on_tree(h, block, how, None, weight.dtype, True, dense.place if reads else None)
+    bias = torch.zeros(weight.size(0), device=device) if bias is None else bias
+    return PendingRows(a.to(dtype), weight, bias, block, dense, p, key)

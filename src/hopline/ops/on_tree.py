@@ -1,0 +1,58 @@
+"""What a tree's kernels on a GPU offer to models; Triton is imported when the first of them is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline.ops.slots import Slots
+
+MOST_DEPTH = 512
+"""The widest [reduced | own] rows that `hidden_then_reduce` takes."""
+
+
+def _kernels(name: str) -> Any:
+    return importlib.import_module(f"hopline.ops.gpu_{name}")
+
+
+def next_step(state: Tensor, order: Tensor, batch_size: int, first: int, seeds_per_step: int) -> tuple[Tensor, Tensor]:
+    """Seeds and keys of the next step: see `gpu_tree.next_step`."""
+    return _kernels("tree").next_step(state, order, batch_size, first, seeds_per_step)
+
+
+def dense_slots(nodes: Tensor) -> Any:
+    """Numbers for the slots that hold a node: `gpu_tree.Dense`."""
+    return _kernels("tree").dense(nodes)
+
+
+def slots_as_dense(num: int, device: torch.device) -> Any:
+    """All slots numbered as they are."""
+    return _kernels("tree").by_slot(num, device)
+
+
+def reduce_tree(
+    x: Tensor, slots: Slots, hop: int, nodes: Tensor, counts: Tensor, how: str, weight: Tensor | None, own: bool
+) -> Tensor:
+    """Rows of a tree's slots reduced to their parents', differentiable: see `gpu_tree_reduce.reduce_tree`."""
+    return _kernels("tree_reduce").reduce_tree(x, slots, hop, nodes, counts, how, weight, own)
+
+
+def reduce_table(
+    x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str, weight: Tensor | None, own: bool, dtype: torch.dtype,
+    tiers: tuple[Tensor, Tensor, Tensor] | None, dense_out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The same with rows read straight from a table: see `gpu_tree_reduce.reduce_rows`."""
+    return _kernels("tree_reduce").reduce_rows(
+        x, slots, hop, nodes, how, weight, own, dtype, table=True, tiers=tiers, dense_out=dense_out
+    )
+
+
+def hidden_then_reduce(
+    a: Tensor, weight: Tensor, bias: Tensor, slots: Slots, hop: int, nodes: Tensor, counts: Tensor, dense: Any,
+    how: str, p: float, key: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """A hidden layer and the next one's aggregation in one: see `gpu_dense.hidden_then_reduce`."""
+    return _kernels("dense").hidden_then_reduce(a, weight, bias, slots, hop, nodes, counts, dense, how, p, key)
