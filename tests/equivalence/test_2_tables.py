@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopline.tables import CachedTable, SparseTable, Table, TensorTable
+from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
 from tests.helpers import randint, randn
 
 NUM_ROWS = 60
@@ -32,6 +32,14 @@ def cached(below: Callable[[Tensor, Path], Table], num_hot: int) -> Callable[[Te
     return make
 
 
+def tiered(below: Callable[[Tensor, Path], Table], num_hot: int | None) -> Callable[[Tensor, Path], Table]:
+    def make(rows: Tensor, folder: Path) -> Table:
+        hot = None if num_hot is None else randint(0, NUM_ROWS, num_hot, seed=num_hot).unique()
+        return TieredTable(below(rows, folder), hot, "cpu")
+
+    return make
+
+
 def sparse(rows: Tensor, folder: Path) -> Table:
     return SparseTable.from_dense(rows)
 
@@ -45,8 +53,18 @@ WRITABLE: dict[str, Callable[[Tensor, Path], Table]] = {
     "cache-of-everything": cached(mapped, 10_000),
     "cache-over-cache-over-mapped": cached(cached(mapped, 40), 10),
     "three-caches": cached(cached(cached(in_memory, 5), 20), 3),
+    "tiers-over-memory": tiered(in_memory, 20),
+    "tiers-over-mapped": tiered(mapped, 20),
+    "nothing-hot": tiered(mapped, 0),
+    "everything-hot": tiered(mapped, None),
+    "tiers-over-cache-over-mapped": tiered(cached(mapped, 20), 10),
 }
-STACKS = {**WRITABLE, "sparse": sparse, "cache-over-sparse": cached(sparse, 20)}
+STACKS = {
+    **WRITABLE,
+    "sparse": sparse,
+    "cache-over-sparse": cached(sparse, 20),
+    "tiers-over-sparse": tiered(sparse, 20),
+}
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -77,7 +95,7 @@ def test_reads_after_writes(name: str, tmp_path: Path) -> None:
         below = table
         while True:  # every tier holds the new rows, not only the uppermost
             assert torch.equal(below.read(everything), rows)
-            if not isinstance(below, CachedTable):
+            if not isinstance(below, CachedTable | TieredTable):
                 break
             below = below.below
     if name == "cache-over-mapped":

@@ -73,6 +73,14 @@ def test_everything_hot_needs_no_places() -> None:
     assert gpu_tiers.gather_tiers(rows, None, None, ids[:0]).shape == (0, 5)
 
 
+def test_the_order_of_reading_changes_nothing() -> None:
+    rows = randn(NUM_ROWS, 6)
+    hot, place = tiers(rows, 50)
+    ids = torch.cat([randint(0, NUM_ROWS, 70), torch.tensor([-1])]).to(KERNEL_DEVICE)
+    found = gpu_tiers.gather_tiers(hot, readable(rows), place, ids, None, ids.argsort())
+    assert torch.equal(found, gpu_tiers.gather_tiers(hot, readable(rows), place, ids))
+
+
 def test_several_programs_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tiers, "BLOCK_WORDS", 8)
     rows = randn(NUM_ROWS, 64)

@@ -60,3 +60,26 @@ def test_an_id_that_is_not_there_raises(bad: int) -> None:
 def test_a_mask_is_not_a_list_of_ids() -> None:
     with pytest.raises(ValueError, match="1-D"):
         TensorTable(randn(4, 2))[torch.tensor([True, False, True, True])]
+
+
+def test_kernels_read_all_rows_from_one_place() -> None:
+    rows = randn(4, 2)
+    table = TensorTable(rows)
+    for device in (None, "cpu"):
+        tiers = table.tiers(device)
+        assert tiers is not None
+        assert tiers.hot is rows
+        assert tiers.cold is None
+        assert tiers.place is None
+    assert table.tiers("cuda") is None  # a GPU does not read memory that is not pinned
+    assert TensorTable(rows.T).tiers() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_reads_pinned_rows_and_its_own() -> None:
+    rows = randn(4, 2)
+    for table in (TensorTable(rows.pin_memory()), TensorTable(rows.cuda())):
+        tiers = table.tiers("cuda")
+        assert tiers is not None
+        assert tiers.hot is table.rows

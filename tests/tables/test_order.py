@@ -61,7 +61,16 @@ def test_torch_and_numba_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
 def test_degree_is_that_of_sources() -> None:
     graph = graph_of(torch.tensor([2, 2, 1, 2]), torch.tensor([0, 1, 0, 0]), 4)
-    assert order.by_degree(graph).tolist() == [2, 1, 0, 3]
+    assert order.out_degrees(graph).tolist() == [0, 1, 3, 0]
+    assert order.hottest(order.out_degrees(graph), 4).tolist() == [2, 1, 0, 3]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 99, 100])
+def test_the_hottest_are_those_of_a_stable_sort(count: int) -> None:
+    score = randint(0, 12, 100)  # with many ties
+    expected = score.argsort(descending=True, stable=True)[:count]
+    assert torch.equal(order.hottest(score, count), expected)
+    assert torch.equal(order.hottest(score.float(), count), expected)
 
 
 def test_better_orders_hit_more() -> None:

@@ -19,6 +19,7 @@ MAX_COLUMNS = 256
 """Words of a row that a program takes at a time."""
 BLOCK_WORDS = 2048
 """Words a program has under way: 16 KiB of rows cover the way to the host and back."""
+NUM_WARPS = 4
 COUNT_BLOCK = 1024
 
 
@@ -28,6 +29,7 @@ def _gather_tiers(
     cold_ptr,
     place_ptr,
     ids_ptr,
+    order_ptr,
     counts_ptr,
     out_ptr,
     num_ids,
@@ -39,9 +41,12 @@ def _gather_tiers(
     ALL_HOT: tl.constexpr,
     HAS_COLD: tl.constexpr,
     COUNTS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = at < num_ids
+    if ORDERED:
+        at = tl.load(order_ptr + at, mask=inside, other=0).to(tl.int64)
     ids = tl.load(ids_ptr + at, mask=inside, other=-1).to(tl.int64)
     present = (ids >= 0) & (ids < num_rows)
     slots = ids
@@ -74,9 +79,17 @@ def _count_ids(seen_ptr, ids_ptr, num_ids, num_rows, BLOCK: tl.constexpr):
 
 
 def gather_tiers(
-    hot: Tensor, cold: Tensor | None, place: Tensor | None, ids: Tensor, counts: Tensor | None = None
+    hot: Tensor,
+    cold: Tensor | None,
+    place: Tensor | None,
+    ids: Tensor,
+    counts: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
-    """As `ops.tiers.gather_tiers`, in one launch that waits for nothing; ids beyond the rows give zeros too."""
+    """As `ops.tiers.gather_tiers`, in one launch that waits for nothing; ids beyond the rows give zeros too.
+
+    order: a permutation of the positions in `ids`, in which they are read.
+    """
     assert place is None or place.dtype == torch.int32
     out = torch.empty((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
     if not out.numel():
@@ -97,6 +110,7 @@ def gather_tiers(
             _words(source if cold is None else cold, word),
             ids if place is None else place,
             ids,
+            ids if order is None else order,
             ids if counts is None else counts,
             _words(out, word),
             ids.numel(),
@@ -108,6 +122,8 @@ def gather_tiers(
             ALL_HOT=place is None,
             HAS_COLD=cold is not None,
             COUNTS=counts is not None,
+            ORDERED=order is not None,
+            num_warps=NUM_WARPS,
         )
     return out
 

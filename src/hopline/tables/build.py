@@ -18,7 +18,7 @@ from hopline.spec import parse_size
 from hopline.tables.base import Table
 from hopline.tables.cache import CachedTable
 from hopline.tables.memory import TensorTable
-from hopline.tables.order import by_access, by_degree
+from hopline.tables.order import access_probability, hottest, out_degrees
 from hopline.tables.shared import send
 from hopline.tables.tiered import TieredTable
 
@@ -177,9 +177,9 @@ def _hottest(
             f"the table has {num_rows} rows for the {graph.num_nodes} nodes of the graph: give the right one"
         )
     if order != "access":
-        return by_degree(graph)[:count].cpu()
+        return hottest(out_degrees(graph), count).cpu()
     if fanouts is None or train_ids is None:
         raise ValueError(
             "order='access' needs fanouts and train_ids: pass fanouts=(15, 10, 5), train_ids=splits['train']"
         )
-    return by_access(graph, fanouts, train_ids, batch_size)[:count].cpu()
+    return hottest(access_probability(graph, fanouts, train_ids, batch_size), count).cpu()

@@ -20,22 +20,21 @@ CHUNK_EDGES = 1 << 26
 """Edges handled at a time on a GPU."""
 
 
-def by_degree(graph: Graph) -> Tensor:
-    """All nodes, those first that are the source of most edges: [num_nodes] int64."""
-    ones = torch.ones(graph.num_nodes, dtype=torch.int64, device=graph.indices.device)
-    return hottest(add_to_sources(graph, ones))
+def out_degrees(graph: Graph) -> Tensor:
+    """[num_nodes] int64: of how many edges each node is the source."""
+    return add_to_sources(graph, torch.ones(graph.num_nodes, dtype=torch.int64, device=graph.indices.device))
 
 
-def by_access(
-    graph: Graph, fanouts: Sequence[int], train_ids: Tensor, batch_size: int = 1024, replace: bool = False
-) -> Tensor:
-    """All nodes, those first that a batch most probably reads: [num_nodes] int64."""
-    return hottest(access_probability(graph, fanouts, train_ids, batch_size, replace))
-
-
-def hottest(score: Tensor) -> Tensor:
-    """Positions by descending score, equal ones in ascending order."""
-    return score.argsort(descending=True, stable=True)
+def hottest(score: Tensor, count: int) -> Tensor:
+    """[count] int64: the positions of the highest scores, in descending order; of equal ones the first."""
+    if not 0 < count < score.numel():
+        return score.argsort(descending=True, stable=True)[:count]
+    # Only what is kept is sorted, and what is kept does not depend on how topk breaks ties.
+    least = score.topk(count, sorted=False).values.min()
+    above = (score > least).nonzero().view(-1)
+    level = (score == least).nonzero().view(-1)[: count - above.numel()]
+    chosen = torch.cat([above, level])
+    return chosen[score[chosen].argsort(descending=True, stable=True)]
 
 
 def access_probability(

@@ -174,7 +174,7 @@ class TieredTable(Table):
             if placed.seen is None or place is None:
                 continue
             # Of rows that were read equally often those that are here already stay.
-            chosen = hottest(2 * placed.seen.long() + (place >= 0).long())[: self.num_hot]
+            chosen = hottest(2 * placed.seen.long() + (place >= 0).long(), self.num_hot)
             self._fill(hot, place, chosen.cpu())
             placed.seen.zero_()
             self.hot_ids = chosen.cpu()
