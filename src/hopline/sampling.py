@@ -34,6 +34,7 @@ def seed_batches(
 class NeighborSampler:
     """Seeds to blocks: each layer's destinations get up to `fanout` in-edges each; usable from many threads.
 
+    Blocks are made where the graph is, and on the seeds' GPU if it is in pinned host memory.
     `fanouts[0]` is at the seeds. A node's sample depends on (key, node) alone, and its sample at a smaller fan-out is
     part of the one at a larger, so a node that is a destination in several layers has nested neighbour lists.
     """
@@ -46,32 +47,43 @@ class NeighborSampler:
         self.edge_ids = edge_ids
         self._local = threading.local()
 
-    def sample(self, seeds: Tensor, key: int) -> tuple[Block, ...]:
+    def sample(self, seeds: Tensor, key: int | Tensor) -> tuple[Block, ...]:
         """One block per layer in the order of computation: the last one's destinations are the seeds."""
+        seeds = _beside(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
-        id_map = self._id_map()
+        id_map = self._id_map(seeds.device)
+        hops: list[Block] = []
         try:
             id_map.add(seeds)
             if id_map.size != seeds.numel():
                 raise ValueError("the seeds of a batch must be distinct: pass each node id once")
-            hops = [self._hop(id_map, fanout, key) for fanout in self.fanouts]
+            dst_ids = id_map.ids()
+            for fanout in self.fanouts:
+                hops.append(self._hop(id_map, dst_ids, fanout, key))
+                dst_ids = hops[-1].src_ids
         finally:
             id_map.clear()
         return tuple(reversed(hops))
 
-    def _hop(self, id_map: ops.IdMap, fanout: int, key: int) -> Block:
-        graph, dst_ids = self.graph, id_map.ids()
+    def _hop(self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor) -> Block:
+        graph = self.graph
         found = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, key, self.replace)
         src_idx = id_map.add(found.ids)
         edge = {name: ops.gather_rows(array, found.edge_ids) for name, array in graph.edge.items()}
         part = Part(found.indptr, src_idx, edge, found.edge_ids if self.edge_ids else None)
         return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key)
 
-    def _id_map(self) -> ops.IdMap:
+    def _id_map(self, device: torch.device) -> ops.AnyIdMap:
         """A map of this thread's own: threads that prepare batches share no state."""
-        if not hasattr(self._local, "id_map"):
-            self._local.id_map = ops.IdMap(self.graph.num_nodes)
-        return self._local.id_map
+        maps: dict[torch.device, ops.AnyIdMap] = self._local.__dict__.setdefault("id_maps", {})
+        if device not in maps:
+            maps[device] = ops.new_id_map(self.graph.num_nodes, device)
+        return maps[device]
+
+
+def _beside(graph: Graph, nodes: Tensor) -> Tensor:
+    """Nodes on the graph's GPU; a graph in host memory is read from where the nodes are."""
+    return nodes if graph.device.type == "cpu" else nodes.to(graph.device)
 
 
 def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
@@ -83,10 +95,11 @@ def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
 
 def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
     """`nodes` and all their in-neighbours, each once: int64."""
+    nodes = _beside(graph, nodes)
     found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
-    if found.ids.numel() and not 0 <= int(found.ids.min()) <= int(found.ids.max()) < graph.num_nodes:
+    if not _all_inside(found.ids, graph.num_nodes):
         raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
-    marked = torch.zeros(graph.num_nodes, dtype=torch.bool)
+    marked = torch.zeros(graph.num_nodes, dtype=torch.bool, device=nodes.device)
     marked[nodes] = True
     marked[found.ids.long()] = True
     return marked.nonzero().view(-1)
@@ -99,8 +112,15 @@ def check_ids(ids: Tensor, num_nodes: int) -> None:
             f"node ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}: "
             "turn a mask into ids by mask.nonzero().view(-1)"
         )
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
+    if not _all_inside(ids, num_nodes):
         raise ValueError(f"an id is not a node: ids go from 0 to {num_nodes - 1}")
+
+
+def _all_inside(ids: Tensor, num_nodes: int) -> bool:
+    if ids.numel() == 0:
+        return True
+    lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # a GPU is waited for once
+    return lowest >= 0 and highest < num_nodes
 
 
 def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:

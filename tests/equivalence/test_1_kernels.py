@@ -1,4 +1,6 @@
-"""Identity 1: reference = Numba for the same key, bit for bit, over random graphs, keys and shapes."""
+"""Identity 1: reference = Numba = Triton for the same key, bit for bit, over random graphs, keys and shapes."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -8,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopline.ops import cpu, cpu_reduce, reference
-from tests.helpers import randint, randn
+from hopline import ops
+from hopline.batch import Batch
+from hopline.graph import Graph
+from hopline.ops import cpu, cpu_reduce, gpu, gpu_dropout, gpu_map, gpu_reduce, reference
+from hopline.sampling import NeighborSampler, in_neighborhood
+from tests.helpers import KERNEL_DEVICE, assert_same_batches, randint, randn, random_graph
 
 ROUNDS = range(60)
+GPU_ROUNDS = ROUNDS if torch.cuda.is_available() else range(8)
+"""An interpreted kernel takes long."""
 
 
 def random_csr(draw: random.Random) -> tuple[Tensor, Tensor]:
@@ -87,3 +95,123 @@ def test_dropout(seed: int) -> None:
     ids = randint(0, draw.choice([5, 2**50]), x.size(0), seed=seed)
     arguments = (x, draw.choice([0.0, 1.0, draw.random()]), random_key(draw), ids)
     assert_same((cpu_reduce.keyed_dropout(*arguments),), (reference.keyed_dropout(*arguments),))
+
+
+def on_gpu(*values: object) -> list:
+    return [v.to(KERNEL_DEVICE) if isinstance(v, Tensor) else v for v in values]
+
+
+def assert_same_from_gpu(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert all(ours.device.type == KERNEL_DEVICE for ours in found)
+    assert_same(tuple(ours.cpu() for ours in found), expected)
+
+
+@pytest.mark.parametrize("seed", GPU_ROUNDS)
+def test_sampling_on_the_gpu(seed: int) -> None:
+    draw = random.Random(seed)
+    indptr, indices = random_csr(draw)
+    nodes = randint(0, indptr.numel() - 1, draw.choice([0, 1, 5, 400]), seed=seed)
+    for fanout in (-1, 1, draw.randrange(3, 20), draw.choice([40, 100])):
+        for replace in (False, True) if fanout > 0 else (False,):
+            arguments = (indptr, indices, nodes, fanout, random_key(draw), replace)
+            assert_same_from_gpu(gpu.sample_neighbors(*on_gpu(*arguments)), cpu.sample_neighbors(*arguments))
+    assert_same_from_gpu(gpu.row_positions(*on_gpu(indptr, nodes)), cpu.row_positions(indptr, nodes))
+
+
+@pytest.mark.parametrize("seed", GPU_ROUNDS)
+def test_relabelling_gathering_and_grouping_on_the_gpu(seed: int) -> None:
+    draw = random.Random(seed)
+    top = draw.choice([3, 100, 10**6, 2**40])
+    seeds = randint(0, top, draw.choice([0, 1, 50]), seed=seed).unique()
+    neighbors = randint(0, top, draw.choice([0, 1, 700]), seed=seed + 1)
+    assert_same_from_gpu(gpu.relabel(*on_gpu(seeds, neighbors)), cpu.relabel(seeds, neighbors))
+
+    dtype = draw.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8])
+    rows = (50 * randn(30, draw.randrange(1, 20), seed=seed)).to(dtype)
+    ids = randint(0, 30, draw.choice([0, 1, 99]), seed=seed)
+    assert_same_from_gpu((gpu.gather_rows(*on_gpu(rows, ids)),), (cpu.gather_rows(rows, ids),))
+
+    keys, groups = randint(0, 9, draw.choice([0, 1, 300]), seed=seed), 9 + draw.randrange(3)
+    assert_same_from_gpu(gpu.group_edges(*on_gpu(keys, groups)), cpu.group_edges(keys, groups))
+    indptr, indices = random_csr(draw)
+    assert_same_from_gpu((gpu.self_loops(*on_gpu(indptr, indices)),), (cpu.self_loops(indptr, indices),))
+
+
+@pytest.mark.parametrize("seed", GPU_ROUNDS)
+def test_reductions_and_dropout_on_the_gpu(seed: int) -> None:
+    draw = random.Random(seed)
+    indptr, indices = random_csr(draw)
+    shape = draw.choice([(), (1,), (5,), (33,), (2, 3)])
+    # Whole numbers below 2**53: sums are exact in any order, and the order of a GPU's is another.
+    rows = randint(-99, 99, (indptr.numel() - 1) * torch.Size(shape).numel(), seed=seed).double().view(-1, *shape)
+    weight = draw.choice([None, randint(-9, 9, indices.numel(), seed=seed + 1).double()])
+    for how in ("sum", "mean", "max"):
+        arguments = (rows, indptr, indices, how, weight)
+        assert_same_from_gpu((gpu_reduce.reduce_edges(*on_gpu(*arguments)),), (cpu_reduce.reduce_edges(*arguments),))
+    x = randn(draw.choice([0, 1, 60]), *shape, seed=seed, dtype=draw.choice([torch.float32, torch.float64]))
+    ids = randint(0, draw.choice([5, 2**50]), x.size(0), seed=seed)
+    arguments = (x, draw.choice([0.0, 1.0, draw.random()]), random_key(draw), ids)
+    assert_same_from_gpu((gpu_dropout.keyed_dropout(*on_gpu(*arguments)),), (cpu_reduce.keyed_dropout(*arguments),))
+
+
+@pytest.fixture
+def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, have the ops choose its kernels for tensors on the CPU."""
+    if KERNEL_DEVICE == "cpu":
+        monkeypatch.setattr(ops, "_twin", lambda ids, on_cpu, on_gpu: ops._gpu(on_gpu))
+        monkeypatch.setattr(ops, "new_id_map", gpu_map.DeviceIdMap)
+
+
+def moved(graph: Graph) -> Graph:
+    edge = {name: array.to(KERNEL_DEVICE) for name, array in graph.edge.items()}
+    return Graph(graph.indptr.to(KERNEL_DEVICE), graph.indices.to(KERNEL_DEVICE), edge)
+
+
+@pytest.mark.parametrize("fanouts", [(4,), (3, 2), (-1, 2)], ids=str)
+@pytest.mark.parametrize("replace", [False, True], ids=["distinct", "replace"])
+def test_blocks_from_the_gpu_are_those_of_the_cpu(
+    fanouts: tuple[int, ...], replace: bool, request: pytest.FixtureRequest
+) -> None:
+    fanouts = tuple(abs(f) for f in fanouts) if replace else fanouts
+    graph = random_graph(weight=True, attr=3, loops=True, dtype=torch.int32)
+    requests = [(torch.tensor([0, 49, 11, 30]), 3), (torch.arange(20, 25), 3), (torch.empty(0).long(), 3)]
+
+    def batches(sampler: NeighborSampler) -> list[Batch]:
+        return [Batch(seeds, sampler.sample(seeds, key), None, None, key=key) for seeds, key in requests]
+
+    expected = batches(NeighborSampler(graph, fanouts, replace=replace))
+    request.getfixturevalue("kernels_of_the_gpu")
+    for found, theirs in zip(batches(NeighborSampler(moved(graph), fanouts, replace=replace)), expected, strict=True):
+        blocks = tuple(block.to(torch.device("cpu")) for block in found.blocks)
+        assert_same_batches(Batch(found.seeds, blocks, None, None, key=found.key), theirs)
+
+
+@pytest.mark.usefixtures("kernels_of_the_gpu")
+def test_a_sampler_on_the_gpu_refuses_what_one_on_the_cpu_refuses() -> None:
+    sampler = NeighborSampler(moved(random_graph()), (2,))
+    for bad, message in (([3, 50], "from 0 to 49"), ([3, -1], "from 0 to 49"), ([3, 4, 3], "distinct")):
+        with pytest.raises(ValueError, match=message):
+            sampler.sample(torch.tensor(bad, device=KERNEL_DEVICE), 1)
+    assert sampler.sample(torch.tensor([4, 3], device=KERNEL_DEVICE), 1)[0].dst_ids.tolist() == [4, 3]
+    broken = moved(Graph(torch.tensor([0, 2, 2]), torch.tensor([1, 9])))
+    with pytest.raises(ValueError, match="out of range"):
+        NeighborSampler(broken, (-1, -1)).sample(torch.tensor([0], device=KERNEL_DEVICE), 1)
+
+
+@pytest.mark.usefixtures("kernels_of_the_gpu")
+def test_the_neighbourhood_on_the_gpu() -> None:
+    graph, nodes = random_graph(), torch.tensor([0, 3, 3])
+    assert torch.equal(in_neighborhood(moved(graph), nodes.to(KERNEL_DEVICE)).cpu(), in_neighborhood(graph, nodes))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_in_pinned_memory_is_sampled_from_the_gpu() -> None:
+    graph = random_graph(weight=True, dtype=torch.int32)
+    pinned = Graph(graph.indptr.pin_memory(), graph.indices.pin_memory(), graph.edge)
+    seeds = torch.tensor([0, 49, 11])
+    expected = NeighborSampler(graph, (4, -1)).sample(seeds, 3)
+    found = NeighborSampler(pinned, (4, -1)).sample(seeds.cuda(), 3)
+    assert all(block.src_ids.is_cuda for block in found)
+    on_cpu = tuple(block.to(torch.device("cpu")) for block in found)
+    assert_same_batches(Batch(seeds, on_cpu, None, None, key=3), Batch(seeds, expected, None, None, key=3))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +13,12 @@ import torch
 
 from hopline import ops
 from hopline.ops import cpu, cpu_reduce, reference
+from hopline.ops.sorted_map import SortedIdMap
 
 ONE = torch.tensor([0])
 POINTERS = torch.tensor([0, 1])
 ROWS = torch.ones(1, 2)
+SAMPLE = (torch.tensor([0, 9]), torch.arange(9), ONE, 3)
 CALLS: dict[str, tuple[Callable[..., Any], Any, tuple]] = {
     "sample_neighbors": (ops.sample_neighbors, cpu, (POINTERS, ONE, ONE, 1, 5)),
     "row_positions": (ops.row_positions, cpu, (POINTERS, ONE)),
@@ -34,6 +39,40 @@ def test_ids_on_the_cpu_choose_the_numba_kernel(name: str, monkeypatch: pytest.M
     assert function(*arguments) == "numba"
     monkeypatch.setattr(ops, "_on_cpu", lambda t: False)
     assert function(*arguments) == "reference"
+
+
+@pytest.mark.parametrize(("has_triton", "expected"), [(True, "hopline.ops.gpu_map"), (False, "hopline.ops.reference")])
+def test_ids_on_a_gpu_choose_the_triton_kernel_if_triton_is_there(
+    has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_has_triton", lambda: has_triton)
+    there = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
+    assert ops._twin(there, cpu, "gpu_map").__name__ == expected  # type: ignore[arg-type]
+
+
+def test_an_id_map_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(ops.new_id_map(9, torch.device("cpu")), ops.IdMap)
+    assert type(ops.new_id_map(9, torch.device("meta"))) is SortedIdMap
+    monkeypatch.setattr(ops, "_has_triton", lambda: False)
+    monkeypatch.setattr(ops, "SortedIdMap", lambda num_nodes, device: (num_nodes, device))
+    assert ops.new_id_map(9, torch.device("cuda")) == (9, torch.device("cuda"))
+
+
+def test_a_key_in_a_tensor_is_a_key() -> None:
+    key = torch.tensor([5])
+    for found, expected in zip(ops.sample_neighbors(*SAMPLE, key), ops.sample_neighbors(*SAMPLE, 5), strict=True):
+        assert torch.equal(found, expected)
+    x, ids = torch.ones(9, 3), torch.arange(9)
+    assert torch.equal(ops.keyed_dropout(x, 0.5, key, ids), ops.keyed_dropout(x, 0.5, 5, ids))
+
+
+def test_no_triton_kernel_is_imported_until_it_is_needed() -> None:
+    """PyG may import Triton itself, by way of torch's compiler."""
+    code = (
+        "import sys, hopline, hopline.ops as ops; ops.check_device_errors();"
+        "assert not [name for name in sys.modules if name.startswith('hopline.ops.gpu')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_device_of_the_ids_decides_and_not_that_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:

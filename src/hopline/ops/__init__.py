@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hopline.ops import cpu, cpu_core, cpu_linear, cpu_pages, cpu_reduce, cpu_tree, reference
@@ -16,18 +19,22 @@ from hopline.ops.cpu_core import serial_here, start_threads
 from hopline.ops.random import derive_key, permutation, place_key
 from hopline.ops.reference import Children, Neighbors
 from hopline.ops.slots import Slots
+from hopline.ops.sorted_map import SortedIdMap
 
 __all__ = [
+    "AnyIdMap",
     "Children",
     "IdMap",
     "Neighbors",
     "Slots",
+    "check_device_errors",
     "derive_key",
     "gather_rows",
     "group_edges",
     "is_cold",
     "kernel_cache",
     "keyed_dropout",
+    "new_id_map",
     "own_threads",
     "permutation",
     "place_key",
@@ -42,13 +49,19 @@ __all__ = [
 ]
 
 REDUCTIONS = ("sum", "mean", "max")
+AnyIdMap = IdMap | SortedIdMap
+"""A map from node ids to consecutive ones, on some device: `add`, `ids`, `clear`, `size`."""
 
 
 def sample_neighbors(
-    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
+    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, replace: bool = False
 ) -> Neighbors:
-    """Up to `fanout` in-edges of each node, drawn from its keyed sequence; -1 takes all of them in order."""
-    return (cpu if _on_cpu(nodes) else reference).sample_neighbors(indptr, indices, nodes, fanout, key, replace)
+    """Up to `fanout` in-edges of each node, drawn from its keyed sequence; -1 takes all of them in order.
+
+    For nodes on a GPU the graph may be there too or in pinned host memory, which is read in place.
+    """
+    module = _twin(nodes, cpu, "gpu")
+    return module.sample_neighbors(indptr, indices, nodes, fanout, _key(nodes, key), replace)
 
 
 def sample_tree(
@@ -61,24 +74,41 @@ def sample_tree(
     with_edges: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(nodes, counts, edge_ids) of the trees of `seeds`: see `hopline.batch.Tree`. A seed of -1 has an empty tree."""
-    return (cpu_tree if _on_cpu(seeds) else _gpu("gpu_tree")).sample_tree(
-        indptr, indices, seeds, slots, key, replace, with_edges
-    )
+    module = _twin(seeds, cpu_tree, "gpu_tree")
+    return module.sample_tree(indptr, indices, seeds, slots, _key(seeds, key), replace, with_edges)
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr, positions) of all entries of the given rows of a CSR structure, row after row."""
-    return (cpu if _on_cpu(nodes) else reference).row_positions(indptr, nodes)
+    return _twin(nodes, cpu, "gpu").row_positions(indptr, nodes)
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
     """(ids, idx): the distinct nodes, seeds first, then by first occurrence; and each neighbour's place there."""
-    return (cpu if _on_cpu(neighbors) else reference).relabel(seeds, neighbors)
+    return _twin(neighbors, cpu, "gpu").relabel(seeds, neighbors)
 
 
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
-    """rows[ids] for any dtype."""
-    return (cpu if _on_cpu(ids) else reference).gather_rows(rows, ids)
+    """rows[ids] for any dtype; for ids on a GPU an id out of range raises later, by `check_device_errors`."""
+    return _twin(ids, cpu, "gpu").gather_rows(rows, ids)
+
+
+def new_id_map(num_nodes: int, device: torch.device) -> AnyIdMap:
+    """A map for the node ids of one thread's batches on a device."""
+    if device.type == "cpu":
+        return IdMap(num_nodes)
+    if device.type == "cuda" and _has_triton():
+        return _gpu("gpu_map").DeviceIdMap(num_nodes, device)
+    return SortedIdMap(num_nodes, device)
+
+
+def check_device_errors() -> None:
+    """Raise what GPU kernels found wrong (an id out of range) since somebody looked; waits for the device.
+
+    Kernels cannot raise and never follow such an id. Sampling looks too, since it waits for the device anyway.
+    """
+    if errors := sys.modules.get("hopline.ops.gpu_errors"):
+        errors.check_device_errors()
 
 
 def is_cold(rows: Tensor, ids: Tensor) -> bool:
@@ -88,12 +118,12 @@ def is_cold(rows: Tensor, ids: Tensor) -> bool:
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr, order): a stable grouping of edges by key."""
-    return (cpu if _on_cpu(keys) else reference).group_edges(keys, num_groups)
+    return _twin(keys, cpu, "gpu").group_edges(keys, num_groups)
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
     """Positions, in `indices`, of the edges from a node to itself."""
-    return (cpu if _on_cpu(indices) else reference).self_loops(indptr, indices)
+    return _twin(indices, cpu, "gpu").self_loops(indptr, indices)
 
 
 def reduce_edges(
@@ -111,12 +141,12 @@ def reduce_edges(
     """
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
-    return (cpu_reduce if _on_cpu(src_idx) else reference).reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+    return _twin(src_idx, cpu_reduce, "gpu_reduce").reduce_edges(rows, indptr, src_idx, reduce, weight, own)
 
 
-def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
-    return (cpu_reduce if _on_cpu(x) else reference).keyed_dropout(x, p, key, ids)
+    return _twin(x, cpu_reduce, "gpu_dropout").keyed_dropout(x, p, _key(x, key), ids)
 
 
 @contextmanager
@@ -137,6 +167,23 @@ def kernel_cache() -> Path:
 def _gpu(module: str) -> Any:
     """A module of Triton kernels, imported when the first tensor on a GPU asks for it."""
     return importlib.import_module(f"hopline.ops.{module}")
+
+
+def _twin(ids: Tensor, on_cpu: Any, on_gpu: str) -> Any:
+    """The module whose functions work where the ids are."""
+    if _on_cpu(ids):
+        return on_cpu
+    return _gpu(on_gpu) if ids.is_cuda and _has_triton() else reference
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _key(ids: Tensor, key: int | Tensor) -> int | Tensor:
+    """Numba takes keys as numbers; asking a GPU for one would wait for it."""
+    return int(key) if _on_cpu(ids) else key
 
 
 def _on_cpu(ids: Tensor) -> bool:
