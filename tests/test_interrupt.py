@@ -64,7 +64,7 @@ def test_in_another_thread_nothing_is_installed() -> None:
 def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "hopline", *TRAIN, *settings],
+        [sys.executable, "-m", "hopline", *TRAIN, *settings],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

@@ -65,6 +65,7 @@ wait_for "restart from the checkpoint" "grep -q 'going on from .*; now 1 rank, b
 back=$(since "$killed")
 grep -h -o "going on from .*" "$work/log-first" | sed "s|$work/||"
 wait "$first" || fail "the agent that was left ended with status $?"
+first="" second=""
 ps -eo args | grep -F "out=$work" | grep -v grep && fail "processes are left"
 
 "$python" - "$work" $epochs << 'CHECK'
