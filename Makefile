@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak
+.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak test-interop
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run all tests"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-hosts  two hosts of network namespaces, and a link that is cut (root, Linux)"
 	@echo "make test-elastic  two hosts by torchrun --nnodes 1:2, one of which is lost: the other goes on (Linux)"
 	@echo "make test-slurm  train by sbatch on a Slurm cluster of one node, made for the test (root, Debian)"
+	@echo "make test-interop  JAX, TensorFlow, Paddle and GammaGL beside torch, in an environment of their own (6 GB)"
 	@echo "make bench-peers  environments of the libraries that benchmarks compare with"
 	@echo "make clean   remove compiled kernels and caches"
 
@@ -57,6 +58,18 @@ format: $(INSTALLED)
 	touch $@
 
 bench-peers: $(INSTALLED) .venv-dgl/.installed .venv-pyg/.installed
+
+# The other frameworks, in an environment of their own: 6 GB, and they want other versions of small packages.
+.venv-interop/.installed: pyproject.toml constraints.txt
+	test -x .venv-interop/bin/python || $(PYTHON) -m venv .venv-interop
+	.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e '.[interop,scipy]' pytest
+	-.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt tensorlayerx gammagl
+	touch $@
+
+test-interop: .venv-interop/.installed
+	.venv-interop/bin/python -m pytest -rsP --durations=0 tests/interop tests/test_interop.py tests/test_dlpack.py tests/test_handles.py
 
 test-slurm: $(INSTALLED)
 	PYTHON=$(BIN)/python bash tests/slurm/run.sh

@@ -108,7 +108,7 @@ def test_types_and_devices_that_a_framework_lacks_are_named(monkeypatch: pytest.
         to_numpy(torch.ones(2, device="meta"))
     narrow = types.SimpleNamespace(config=types.SimpleNamespace(jax_enable_x64=False))
     monkeypatch.setattr(dlpack, "_module", lambda name: narrow)
-    with pytest.raises(ValueError, match="index_dtype=torch.int32"):
+    with pytest.raises(ValueError, match=r"index_dtype=torch\.int32"):
         to_jax(torch.arange(2))
     with pytest.raises(ValueError, match=r"tensor.cuda\(\)"):
         to_cupy(torch.ones(2))

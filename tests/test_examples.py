@@ -39,9 +39,9 @@ def test_an_example_has_less_than_40_lines_that_are_not_blank(name: str):
     assert lines[-2] == 'if __name__ == "__main__":'
 
 
-def test_every_example_is_run_here():
-    here = Path(__file__).read_text()
-    assert all(f'example("{name}"' in here for name in NAMES)
+def test_every_example_is_run_here_or_with_its_framework():
+    here, there = Path(__file__).read_text(), (FOLDER.parent / "tests" / "interop" / "test_examples.py").read_text()
+    assert all(f'example("{name}"' in here or f'"{name}": ' in there for name in NAMES)
 
 
 def test_own_callback_stops_at_its_loss(graph: str, monkeypatch: pytest.MonkeyPatch):

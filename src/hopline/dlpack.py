@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 ALIGNED_BYTES = 64
 """JAX copies CPU memory that is not aligned to this, and TensorFlow ends the process when it computes with it."""
@@ -66,7 +67,7 @@ def to_tensorflow(tensor: Tensor) -> Any:
             raise ValueError("this TensorFlow sees no GPU: type tensor.cpu() first, which copies")
         torch.cuda.current_stream(tensor.device).synchronize()  # it does not ask for a stream
     convert = tensorflow.experimental.dlpack.from_dlpack
-    return _shared_as("TensorFlow", tensor, lambda: convert(torch.utils.dlpack.to_dlpack(tensor)))
+    return _shared_as("TensorFlow", tensor, lambda: convert(to_dlpack(tensor)))
 
 
 def to_paddle(tensor: Tensor) -> Any:
@@ -77,7 +78,7 @@ def to_paddle(tensor: Tensor) -> Any:
         if not paddle.is_compiled_with_cuda():
             raise ValueError("this Paddle has no CUDA: type tensor.cpu() first, which copies")
         torch.cuda.current_stream(tensor.device).synchronize()
-    return _shared_as("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)))
+    return _shared_as("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(to_dlpack(tensor)))
 
 
 def to_cupy(tensor: Tensor) -> Any:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hopline import ops
 from hopline.batch import Batch, Block, as_tensor
@@ -100,15 +101,17 @@ class Sampler:
         device: torch.device | str | None = None,
         to: str = "torch",
         index_dtype: torch.dtype = torch.int64,
+        pad: bool = False,
     ) -> None:
         """data: a graph or a dataset. device: where to sample, if not where the graph is. to: framework of the samples.
 
         index_dtype: of all ids in a sample; torch.int32 is what JAX takes as it is when it is not set to 64 bits.
+        pad: give all samples of as many seeds one shape, for compilers: see `_padded`.
         """
         found = data if isinstance(data, Graph) else getattr(data, "graph", None)
         if not isinstance(found, Graph):
             raise TypeError(f"a Sampler takes a graph or a dataset, not {type(data).__name__}: see interop.graph")
-        check_fanouts(fanouts, replace)
+        _check_fanouts(fanouts, replace, pad)
         converter(to)
         _check_index_dtype(index_dtype, found)
         self.graph: Graph = found
@@ -118,7 +121,7 @@ class Sampler:
         self.device = _device(device, found)
         self.framework = to
         self.index_dtype = index_dtype
-        self._replace = replace
+        self._replace, self._pad = replace, pad
         self._fanouts = tuple(fanouts)
         self._neighbors: NeighborSampler | None = None
         self._lock = threading.Lock()
@@ -130,7 +133,7 @@ class Sampler:
 
     @fanouts.setter
     def fanouts(self, fanouts: Sequence[int]) -> None:
-        check_fanouts(fanouts, self._replace)
+        _check_fanouts(fanouts, self._replace, self._pad)
         with self._lock:
             self._fanouts = tuple(fanouts)
             if self._neighbors is not None:
@@ -147,7 +150,10 @@ class Sampler:
             neighbors = self._neighbors
         blocks = neighbors.sample(ids, ops.derive_key(self.seed, step))
         n_id = aligned(blocks[0].src_ids.to(self.index_dtype))
-        return Sample(n_id, ids.numel(), [self._adj(block) for block in blocks]).to(self.framework)
+        sample = Sample(n_id, ids.numel(), [self._adj(block) for block in blocks])
+        if self._pad:
+            sample = _padded(sample, neighbors.fanouts, self.graph.num_nodes)
+        return sample.to(self.framework)
 
     def _adj(self, block: Block) -> Adj:
         part = block.part
@@ -161,13 +167,39 @@ class Sampler:
             if self.graph is not twin and self.graph.device.type == "cpu":
                 self.graph, self._neighbors = twin, None
         settings = {"seed": self.seed, "replace": self._replace, "device": str(self.device), "to": self.framework}
-        return _open_sampler, (twin, self._fanouts, self.step, settings | {"index_dtype": self.index_dtype})
+        settings |= {"index_dtype": self.index_dtype, "pad": self._pad}
+        return _open_sampler, (twin, self._fanouts, self.step, settings)
 
 
 def _open_sampler(graph: Graph, fanouts: Sequence[int], step: int, settings: dict[str, Any]) -> Sampler:
     sampler = Sampler(graph, fanouts, **settings)
     sampler.step = step
     return sampler
+
+
+def _padded(sample: Sample, fanouts: Sequence[int], num_nodes: int) -> Sample:
+    """The sample filled up to the most that its fan-outs allow.
+
+    Nodes are filled up with node 0, and edges with ones from source 0 to a destination behind the last: JAX's segment
+    ops leave those out, elsewhere give the segment op one destination more and drop it.
+    """
+    edges, nodes = [], [sample.batch_size]
+    for fanout in fanouts:
+        edges.append(nodes[-1] * fanout)
+        nodes.append(min(nodes[-1] * (1 + fanout), max(num_nodes, nodes[0])))
+    adjs = []
+    for layer, adj in enumerate(reversed(sample.adjs)):
+        missing, size = (0, edges[layer] - adj.e_id.numel()), (nodes[layer + 1], nodes[layer])
+        source, target = adj.edge_index
+        edge_index = torch.stack([pad(source, missing), pad(target, missing, value=size[1])])
+        adjs.append(Adj(edge_index, pad(adj.e_id, missing), size))
+    return Sample(pad(sample.n_id, (0, nodes[-1] - sample.n_id.numel())), sample.batch_size, adjs[::-1])
+
+
+def _check_fanouts(fanouts: Sequence[int], replace: bool, pad: bool) -> None:
+    check_fanouts(fanouts, replace)
+    if pad and -1 in fanouts:
+        raise ValueError("pad=True needs to know how many neighbours there can be: give a number in place of -1")
 
 
 def _check_index_dtype(dtype: torch.dtype, graph: Graph) -> None:

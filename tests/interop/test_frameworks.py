@@ -1,0 +1,28 @@
+"""Every framework that is installed, on the CPU; `make test-interop` installs them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.interop.checks import CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("framework", ["numpy", "jax", "tensorflow", "paddle"])
+def test_framework(framework: str, check: str):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: type make test-interop")
+    print(framework, check, run("-m", "tests.interop.checks", framework, check).strip())
