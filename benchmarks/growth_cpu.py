@@ -146,7 +146,7 @@ def memory_of_training(folder: Path) -> None:
     model = 4 * sum(p.numel() * p.element_size() for p in job.model.parameters())  # weights, gradients, two moments
     known = {t.untyped_storage().data_ptr() for t in (batch.x.beside, *job.model.parameters())}  # type: ignore[union-attr]
     activations = sum(size for place, size in kept.items() if place not in known)
-    from hopline.methods import resolve_workers
+    from hopline.loader import resolve_workers
 
     ahead = resolve_workers(job.method, job.world.num_cores)[1] + 1  # type: ignore[arg-type]
     due = data.num_bytes + ahead * batch.num_bytes + activations + model

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch_geometric.nn import GCNConv, GraphNorm, SAGEConv
 
 from hopline.batch import Batch, Rows
-from hopline.methods import BatchUnit, Job, Method, Sampled, Unit
+from hopline.methods import Method, Sampled
 from hopline.nn import GNN, as_walkable
 from hopline.pipeline import StageError
 from hopline.tables import SparseTable, TensorTable
+from hopline.work import BatchUnit, Job, Unit
 from tests.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
 from tests.runs import small
 
@@ -51,7 +52,7 @@ def job_of(model: nn.Module, **changes: Any) -> Job:
         ({"fanouts": (5, 0)}, "fan-out"),
         ({"fanouts": (5, -1), "replace": True}, "replace=True"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"layout": "tree"}, "layout must be 'block', not 'tree'"),
+        ({"layout": "bush"}, "layout must be 'auto' or 'block' or 'tree'"),
         ({"workers": -1}, "workers must be 'auto' or a number from 0, not -1"),
         ({"workers": "many"}, "workers must be a whole number or 'auto'"),
         ({"look_ahead": 0}, "look_ahead must be 'auto' or a number from 1, not 0"),

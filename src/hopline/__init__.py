@@ -6,7 +6,8 @@ from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, St
 from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, verify
 from hopline.data import open_dataset as open
 from hopline.graph import Graph
-from hopline.methods import BatchUnit, Job, Loader, Method, Sampled, Unit
+from hopline.loader import Loader
+from hopline.methods import Method, Sampled
 from hopline.placement import Placement
 from hopline.sampling import NeighborSampler
 from hopline.schedule import Schedule
@@ -14,6 +15,7 @@ from hopline.settings import TrainSettings
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable, table
 from hopline.trace import Counters, Timers
 from hopline.trainer import Trainer
+from hopline.work import BatchUnit, Job, Unit
 
 __version__ = "0.1.0"
 

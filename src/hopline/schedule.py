@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, StepLR
 
@@ -86,4 +87,7 @@ class Scheduler:
         elif self._by_epoch is not None:
             self._by_epoch.step()
             for group in self.optimizer.param_groups:  # StepLR knows no floor
-                group["lr"] = max(group["lr"], self.floor)
+                if isinstance(group["lr"], Tensor):  # where a captured step reads it
+                    group["lr"].clamp_(min=self.floor)
+                else:
+                    group["lr"] = max(group["lr"], self.floor)

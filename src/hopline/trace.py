@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,42 @@ class _Timed:
 _SILENT = _Silent()
 
 
-def span(name: str) -> AbstractContextManager[None]:
-    """Time the body of a `with` statement under a name, if anyone listens."""
-    return _Timed(name) if _listeners else _SILENT
+class _DeviceTimed:
+    """A span of a GPU's work, between two events on its stream; how long it was is asked later, all at once."""
+
+    __slots__ = ("name", "start", "start_s")
+    pending: ClassVar[list[tuple[str, float, str, Any, Any]]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.start_s, self.start = time.perf_counter(), torch.cuda.Event(enable_timing=True)
+        self.start.record()
+
+    def __exit__(self, *error: object) -> None:
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self.pending.append((self.name, self.start_s, threading.current_thread().name, self.start, end))
+
+
+def span(name: str, device: torch.device | None = None) -> AbstractContextManager[None]:
+    """Time the body of a `with` statement under a name, if anyone listens.
+
+    device: whose work is timed. A GPU's spans are reported by `end_device_spans`, so that nothing waits for it here.
+    """
+    if not _listeners:
+        return _SILENT
+    return _DeviceTimed(name) if device is not None and device.type == "cuda" else _Timed(name)
+
+
+def end_device_spans() -> None:
+    """Report the spans of GPUs that have ended; waits for their work."""
+    ended, _DeviceTimed.pending[:] = list(_DeviceTimed.pending), []
+    for name, start_s, thread, start, end in ended:
+        end.synchronize()
+        for listener in _listeners:
+            listener.on_span(Span(name, start_s, start.elapsed_time(end) / 1e3, thread))
 
 
 def count(name: str, amount: float) -> None:

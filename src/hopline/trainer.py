@@ -30,19 +30,21 @@ from hopline.checkpoint import Checkpoints, Position
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.files import remove_unfinished
-from hopline.methods import Job, Method, Sampled, TrainStep, Unit, supervised
+from hopline.methods import Method, Sampled
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.report import Report
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings, find_device
 from hopline.spec import to_dict
+from hopline.update import Update, make_optimizer
+from hopline.work import Job, TrainStep, Unit, supervised
 from hopline.world import World
 
 TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
 """(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
 
-STAGES = ("sample", "gather", "move", "forward", "backward", "optimizer")
+STAGES = ("sample", "gather", "move", "forward", "backward", "step", "optimizer")
 """Spans that can be the slowest stage; `wait` is the training thread waiting for the first three."""
 
 
@@ -100,6 +102,7 @@ class Trainer:
             device=self.device,
             bf16=self.settings.precision == "bf16",
             world=self.world,
+            say=self.say,
         )
         self.num_seeds = self.job.train_ids.numel()
         if self.settings.patience is not None and not self._has("valid"):
@@ -133,6 +136,7 @@ class Trainer:
 
     def _loop(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:
         self.optimizer = self.make_optimizer()
+        self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
         self._call("on_fit_start")
         self._checkpoints.resume(self, run)
@@ -159,13 +163,11 @@ class Trainer:
         if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
         with self._threads(usual=self.usual_loss):
-            loss = torch.stack([unit.forward_backward(total) for unit in units]).sum() / total
+            losses = [unit.forward_backward(total) for unit in units]
+            loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) / total
             with trace.span("exchange"):
                 self.world.sum_gradients(self.model.parameters())
-            with trace.span("optimizer"):
-                if self.settings.clip_norm is not None:
-                    nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
-                self.optimizer.step()
+            self.update()
         for unit in units:
             unit.commit()
         return loss, total
@@ -189,6 +191,9 @@ class Trainer:
         if not at.seeds:
             raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
         mean_loss = self.world.sum([float(at.loss_sum)])[0] / at.seeds
+        trace.end_device_spans()
+        for table in self.data.tables.values():
+            table.end_epoch()
         if not math.isfinite(mean_loss):
             raise ValueError(
                 f"the loss became {mean_loss} in epoch {epoch}: lower lr=, set clip_norm=, and check the features by "
@@ -199,7 +204,7 @@ class Trainer:
         return EpochEnd(
             epoch=epoch,
             loss=mean_loss,
-            lr=self.optimizer.param_groups[0]["lr"],
+            lr=float(self.optimizer.param_groups[0]["lr"]),
             seconds=seconds,
             seeds_per_s=at.seeds / seconds,
             slowest_stage=max(STAGES, key=lambda name: stages.get(name, 0.0)),
@@ -275,9 +280,8 @@ class Trainer:
             self._report.note(text)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         s = self.settings
-        return kinds[s.optimizer](self.model.parameters(), lr=s.lr, weight_decay=s.weight_decay)
+        return make_optimizer(s.optimizer, list(self.model.parameters()), s.lr, s.weight_decay)
 
     def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
         """Open the report and set up the run's own callbacks."""

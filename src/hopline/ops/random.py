@@ -64,7 +64,9 @@ def mix(z: Tensor) -> Tensor:
 def draw(key: int, nodes: Tensor, position: Tensor | int) -> Tensor:
     """Draw number `position` of each node's sequence: int64 bit patterns, broadcast over both."""
     state = mix(nodes.long() ^ key)
-    return mix(state + (position + 1) * torch.tensor(_signed(GOLDEN), device=nodes.device))
+    if isinstance(position, int):
+        return mix(state + _signed((position + 1) * GOLDEN & _MASK))
+    return mix(state + (position + 1) * _signed(GOLDEN))
 
 
 def bounded(raw: Tensor, limit: Tensor) -> Tensor:
@@ -73,6 +75,6 @@ def bounded(raw: Tensor, limit: Tensor) -> Tensor:
     return _shift_right(high * limit + _shift_right(low * limit, 32), 32)
 
 
-def permutation(key: int, size: int) -> Tensor:
+def permutation(key: int, size: int, device: torch.device | str = "cpu") -> Tensor:
     """A random order of 0 .. size - 1 that depends on the key alone: int64."""
-    return torch.argsort(draw(key, torch.arange(size), 0), stable=True)
+    return torch.argsort(draw(key, torch.arange(size, device=device), 0), stable=True)

@@ -1,0 +1,198 @@
+"""Sampled training on a GPU as one CUDA graph per step: sampling, gathering, forward, loss and backward.
+
+The epoch's order, the step's number and its keys are on the device, so replaying the graph is all a step takes. What
+cannot be captured runs as it is, on the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops, trace
+from hopline.batch import Batch
+from hopline.loader import Loader
+from hopline.ops import on_tree
+from hopline.tree import TreeRows
+from hopline.tree_sampling import TreeSampler
+from hopline.work import BatchUnit, Job, Unit, autocast
+
+WARM_UP_STEPS = 3
+"""Steps run before capture: kernels are compiled and libraries set up in them."""
+
+
+class DeviceBatches:
+    """Batches in the tree layout, made on the GPU from what is there."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        assert isinstance(loader.sampler, TreeSampler)
+        self.sampler = loader.sampler
+        device = loader.device
+        self.ids = loader.ids.to(device)
+        self.order = torch.empty_like(self.ids)
+        self.state = torch.zeros(3, dtype=torch.int64, device=device)  # as `on_tree.next_step` reads it
+
+    def start(self, epoch: int, done: int, seeds_done: int) -> None:
+        """Stand at a place of an epoch."""
+        key = ops.derive_key(self.loader.seed, epoch)
+        if self.loader.method.shuffle:
+            torch.index_select(self.ids, 0, ops.permutation(key, self.ids.numel(), self.ids.device), out=self.order)
+        else:
+            self.order.copy_(self.ids)
+        for place, value in enumerate((key, done, seeds_done)):
+            self.state[place].fill_(value)
+
+    def next(self, num_seeds: int, first: int, total: int) -> Batch:
+        """The next step's batch: `num_seeds` of its `total` seeds, from the `first` on."""
+        seeds, keys = on_tree.next_step(self.state, self.order, num_seeds, first, total)
+        blocks = self.sampler.sample(seeds, keys, first)
+        if self.loader.method.scale_sums:
+            blocks = tuple(block.scaling_sums(True) for block in blocks)
+        rows = {name: TreeRows(table, blocks[0]) for name, table in self.loader.data.tables.items()}
+        x: TreeRows | Tensor | None = rows.pop("x", None)
+        if x is not None and not self.loader.keeps_handle:
+            x = x.table.read(x.ids.cpu()).to(self.loader.device)
+        return Batch(seeds, blocks, x, self.loader.labels(seeds), rows, keys, total)
+
+
+class CapturedWork:
+    """Sampled training of one job on one GPU."""
+
+    def __init__(self, job: Job, loader: Loader) -> None:
+        self.job, self.loader = job, loader
+        self.batches = DeviceBatches(loader)
+        self.step: CapturedStep | None = None
+        self.tried = False
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        loader = self.loader
+        size = loader.method.batch_size
+        per_step, left = size * loader.size, loader.ids.numel() - examples
+        self.batches.start(epoch, done, examples)
+        if left >= per_step and not self.tried:
+            self.tried = True
+            self.step = capture(self.job, self.batches, size, loader.rank * size, per_step)
+        for _ in range(left // per_step):
+            if self.step is not None:
+                yield CapturedUnit(self.step, size, per_step)
+            else:
+                yield BatchUnit(self.job, self.batches.next(size, loader.rank * size, per_step))
+        rest = left % per_step
+        if rest and not loader.method.drop_last:
+            first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
+            yield BatchUnit(self.job, self.batches.next(stop - first, first, rest))
+
+
+@dataclass
+class CapturedUnit(Unit):
+    """One replay of a captured step."""
+
+    step: CapturedStep
+    size: int
+    total: int
+
+    @property
+    def total_size(self) -> int:
+        return self.total
+
+    def forward_backward(self, total: int) -> Tensor:
+        with trace.span("step", self.step.job.device):
+            return self.step.replay(total)
+
+
+def capture(job: Job, batches: DeviceBatches, size: int, first: int, per_step: int) -> CapturedStep | None:
+    """A captured step, or None and a line that says why there is none."""
+    step = CapturedStep(job, batches, size, first, per_step)
+    try:
+        step.capture()
+    except Exception as error:
+        for parameter in step.parameters:
+            parameter.grad = None
+        reason = " ".join(str(error).split())[:200]
+        job.say(f"steps are not captured in a CUDA graph, they run one kernel after the other: {reason}")
+        return None
+    return step
+
+
+class CapturedStep:
+    """Everything from the seeds to the gradients of a full batch, as a CUDA graph."""
+
+    def __init__(self, job: Job, batches: DeviceBatches, size: int, first: int, per_step: int) -> None:
+        self.job, self.batches = job, batches
+        self.size, self.first, self.per_step = size, first, per_step
+        self.parameters = [p for p in job.module.parameters() if p.requires_grad]
+        self.share = torch.ones((), device=job.device)  # of the step's seeds, by which its gradient is weighted
+        self.total = size
+        self.graph = torch.cuda.CUDAGraph()
+
+    def capture(self) -> None:
+        job = self.job
+        stream = torch.cuda.Stream(job.device)
+        stream.wait_stream(torch.cuda.current_stream(job.device))
+        with _unchanged(job.module, self.batches.state, job.device), torch.cuda.stream(stream):
+            self._run()  # compiles, and asks the host whatever is asked only once
+            with _no_waiting():
+                for _ in range(WARM_UP_STEPS - 1):
+                    self._run()
+            self._forget_gradients()
+            with torch.cuda.graph(self.graph, stream=stream):
+                self.loss = self._run()
+            self.gradients = [p.grad for p in self.parameters]
+            self._forget_gradients()
+        torch.cuda.current_stream(job.device).wait_stream(stream)
+
+    def _run(self) -> Tensor:
+        self._forget_gradients()
+        job, batch = self.job, self.batches.next(self.size, self.first, self.per_step)
+        with autocast(job):
+            loss = job.train_step(job.model, batch)
+        (loss * self.share).backward()
+        return loss.detach() * self.size
+
+    def replay(self, total: int) -> Tensor:
+        """Add this step's share of the gradient; the summed loss of its seeds."""
+        if total != self.total:
+            self.share.fill_(self.size / total)
+            self.total = total
+        before = [p.grad for p in self.parameters]
+        # What an earlier unit left in the graph's own memory would be written over.
+        kept = [g.clone() if g is not None and g is own else g for g, own in zip(before, self.gradients, strict=True)]
+        self.graph.replay()
+        for parameter, earlier, own in zip(self.parameters, kept, self.gradients, strict=True):
+            parameter.grad = own if earlier is None or own is None else earlier + own
+        return self.loss.clone()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Within, an operation that waits for the device raises: such a step cannot be captured."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _unchanged(module: nn.Module, state: Tensor, device: torch.device) -> Iterator[None]:
+    """What warming up changes is put back: running statistics, the place in the epoch, torch's generator."""
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    place, random_state = state.clone(), torch.cuda.get_rng_state(device)
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        torch.cuda.set_rng_state(random_state, device)
+        state.copy_(place)
+        for buffer, before in buffers:
+            buffer.data.copy_(before)

@@ -1,0 +1,160 @@
+"""Batches of a dataset, prepared ahead: sample, gather, move."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from hopline import ops, trace
+from hopline.batch import Batch, Block, Readable, Rows
+from hopline.cores import num_cores
+from hopline.data.dataset import Dataset
+from hopline.memory import reuse_freed_memory
+from hopline.nn.gnn import GNN
+from hopline.nn.whole import Whole
+from hopline.pipeline import Pipeline, Stage
+from hopline.sampling import NeighborSampler, seed_batches, share_of
+from hopline.tables import Table
+from hopline.transfer import Mover
+from hopline.tree import TreeBlock, TreeRows
+from hopline.tree_sampling import TreeSampler
+
+if TYPE_CHECKING:
+    from hopline.methods import Sampled
+
+
+class Loader:
+    """Batches of a dataset, prepared ahead: sample, gather, move. Iterating gives epoch after epoch."""
+
+    def __init__(
+        self,
+        data: Dataset,
+        ids: Tensor,
+        method: Sampled,
+        seed: int,
+        device: torch.device,
+        model: GNN | Whole | None,
+    ) -> None:
+        if ids.numel() == 0:
+            raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
+        self.data, self.ids, self.method, self.seed, self.device = data, ids, method, seed, device
+        self.on_gpu = data.graph.indptr.device.type != "cpu"
+        self.layout = resolve_layout(method, data, device, model)
+        kind = TreeSampler if self.layout == "tree" else NeighborSampler
+        self.sampler = kind(data.graph, method.fanouts, replace=method.replace)
+        self.keeps_handle = self._keeps_handle(model)
+        self.model = model
+        self.rank, self.size = 0, 1  # of the ranks that share each step's seeds
+        self.num_cores = num_cores()
+        self._next_epoch = 1
+        reuse_freed_memory()
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.ids.numel(), self.method.batch_size * self.size)
+        return full + (rest > 0 and not self.method.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        return self.epoch(epoch)
+
+    def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch, counted from 1: the same for any number of workers.
+
+        After `done` batches of `seeds_done` seeds it goes on, also where these were batches of another size.
+        """
+        # What a GPU prepares is prepared in its own order: threads would only take turns.
+        workers, look_ahead = (0, 1) if self.on_gpu else resolve_workers(self.method, self.num_cores)
+        mover = Mover(self.device, look_ahead)
+        stages = [Stage("sample", self._sample), Stage("gather", self._gather), Stage("move", mover.move)]
+        pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
+        epoch_key = ops.derive_key(self.seed, epoch)
+        seeds = seed_batches(
+            self.ids,
+            self.method.batch_size * self.size,
+            epoch_key,
+            shuffle=self.method.shuffle,
+            drop_last=self.method.drop_last,
+            done=seeds_done,
+        )
+        requests = ((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds, start=done))
+        with closing(pipeline.run(requests)) as batches:
+            for batch in batches:
+                yield mover.ready(batch)
+
+    def _sample(self, request: tuple[Tensor, int]) -> Batch:
+        all_seeds, key = request
+        first = all_seeds.numel() * self.rank // self.size
+        seeds = share_of(all_seeds, self.rank, self.size)
+        seeds = seeds.to(self.device) if self.on_gpu else seeds
+        if isinstance(self.sampler, TreeSampler):
+            blocks: tuple[Block, ...] = self.sampler.sample(seeds, key, first)
+        else:
+            blocks = self.sampler.sample(seeds, key)
+        if self.method.scale_sums:
+            blocks = tuple(block.scaling_sums(True) for block in blocks)
+        if not self.on_gpu:
+            trace.count("edges.sampled", sum(b.num_edges for b in blocks))
+        return Batch(seeds, blocks, None, None, key=key, total_seeds=all_seeds.numel())
+
+    def _gather(self, batch: Batch) -> Batch:
+        handles = {name: self._handle(table, batch) for name, table in self.data.tables.items()}
+        x: Rows | Tensor | None = handles.pop("x", None)
+        if isinstance(x, Rows) and self.keeps_handle:
+            reads = isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows
+            x = self.model.read_ahead(x, batch.blocks[0]) if reads else x  # type: ignore[union-attr]
+        elif isinstance(x, Rows):
+            x = x.read() if self._is_near(x.table) else x.table.read(x.ids.cpu())
+            trace.count("bytes.gathered", x.numel() * x.element_size())
+        return replace(batch, x=x, y=self.labels(batch.seeds), tables=handles)
+
+    def labels(self, seeds: Tensor) -> Tensor | None:
+        y = self.data.y
+        return None if y is None else ops.gather_rows(y, seeds.to(y.device))
+
+    def _handle(self, table: Table, batch: Batch) -> Rows:
+        block = batch.blocks[0]
+        return TreeRows(table, block) if isinstance(block, TreeBlock) else Rows(table, batch.input_ids)
+
+    def _is_near(self, table: Readable) -> bool:
+        """Whether ids are where the table's kernels are."""
+        return not self.on_gpu or table.tiers(self.device) is not None
+
+    def _keeps_handle(self, model: GNN | Whole | None) -> bool:
+        """Whether rows of the features are best left unread: some kernel of the model reads them itself."""
+        if model is None or "x" not in self.data.tables:
+            return False
+        table = self.data.tables["x"]
+        if self.on_gpu and self.layout == "tree":
+            return self._is_near(table)
+        here = self.device.type == ("cuda" if self.on_gpu else "cpu")
+        return here and self._is_near(table) and model.keeps_handle(table)
+
+
+def resolve_layout(
+    method: Sampled, data: Dataset, device: torch.device, model: GNN | Whole | None
+) -> Literal["block", "tree"]:
+    """ "auto" replaced: trees where a GPU has graph and features, since a step of theirs never asks the host."""
+    if method.layout == "tree" and isinstance(model, Whole):
+        raise ValueError(
+            f"layout=tree needs a model made of layers, and {type(model.module).__name__} is not: use hl.nn.GNN, or "
+            "set layout=block"
+        )
+    if method.layout != "auto":
+        return method.layout
+    x = data.tables.get("x")
+    tiers = None if x is None else x.tiers(device)
+    all_near = data.graph.indptr.device.type == "cuda" and tiers is not None and tiers.place is None
+    near = all_near and tiers is not None and tiers.hot.device.type == "cuda"
+    return "tree" if near and isinstance(model, GNN) and -1 not in method.fanouts else "block"
+
+
+def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:
+    """(workers, look_ahead) with "auto" replaced: preparing threads give way to training, so there is one per core."""
+    workers = min(8, num_cores) if method.workers == "auto" else method.workers
+    look_ahead = 2 * max(1, workers) if method.look_ahead == "auto" else method.look_ahead
+    return workers, look_ahead

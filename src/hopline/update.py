@@ -1,0 +1,75 @@
+"""The optimizer's step: clipping and the update, on a GPU as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hopline import trace
+
+MOST_CAPTURES = 3
+"""Gradients that keep moving about in memory are not worth another graph."""
+
+
+def make_optimizer(kind: str, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """The optimizer of that name; on a GPU its learning rate and its counters are there too, so that it can be captured."""
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    device = parameters[0].device
+    if device.type != "cuda":
+        return kinds[kind](parameters, lr=lr, weight_decay=weight_decay)
+    options = {"fused": True} | ({} if kind == "sgd" else {"capturable": True})
+    rate = torch.tensor(lr, dtype=torch.float32, device=device)
+    return kinds[kind](parameters, lr=rate, weight_decay=weight_decay, **options)
+
+
+class Update:
+    """One optimizer step on the gradients that are there."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, say: Callable[[str], None]
+    ) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
+        self.device = self.parameters[0].device
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.known: list[int] = []
+        self.steps, self.captures = 0, 0
+        rate = optimizer.param_groups[0]["lr"]
+        self.can_capture = self.device.type == "cuda" and isinstance(rate, Tensor) and rate.device.type == "cuda"
+
+    def __call__(self) -> None:
+        with trace.span("optimizer", self.device):
+            self.steps += 1
+            addresses = [0 if p.grad is None else p.grad.data_ptr() for p in self.parameters]
+            if self.graph is not None and addresses == self.known:
+                self.graph.replay()
+                return
+            # The first step makes the optimizer's state; gradients that moved since the last are new each time.
+            moved, self.known = addresses != self.known, addresses
+            if not self.can_capture or self.steps < 2 or moved or self.captures == MOST_CAPTURES:
+                self._run()
+                return
+            self._capture()
+
+    def _run(self) -> None:
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.optimizer.step()
+
+    def _capture(self) -> None:
+        self.captures += 1
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+                self._run()
+        except Exception as error:
+            self.can_capture, self.graph = False, None
+            self.say(f"the optimizer's step is not captured in a CUDA graph: {' '.join(str(error).split())[:200]}")
+            self._run()
+            return
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.graph = graph
+        graph.replay()

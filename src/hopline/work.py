@@ -1,0 +1,121 @@
+"""What a method and the trainer say to each other: a job, and the units of work it is done in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hopline import trace
+from hopline.batch import Batch
+from hopline.data.dataset import Dataset
+from hopline.nn.gnn import GNN
+from hopline.nn.whole import Whole
+from hopline.world import World
+
+TrainStep = Callable[[nn.Module, Batch], Tensor]
+"""(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Job:
+    """What a method needs to know about the run it works for."""
+
+    data: Dataset
+    model: GNN | Whole
+    """The model as the library runs it, called with a batch; shares its parameters with the user's."""
+    module: nn.Module
+    """The user's own model, as it was given."""
+    train_ids: Tensor
+    """[n] int64: nodes to train on."""
+    train_step: TrainStep
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    bf16: bool = False
+    """Whether forward runs under bfloat16 autocast."""
+    world: World = field(default_factory=World.alone)
+    """The processes that train together."""
+    say: Callable[[str], None] = print
+    """Where a line for the person watching goes."""
+
+
+def supervised(task: str, num_classes: int) -> TrainStep:
+    """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
+
+    def train_step(model: nn.Module, batch: Batch) -> Tensor:
+        scores, y = model(batch), batch.labels
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if task == "multi" or scores.size(-1) == 1:
+            return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
+        if scores.size(-1) < num_classes:
+            raise ValueError(
+                f"the model puts out {scores.size(-1)} columns for {num_classes} classes: widen its last layer"
+            )
+        return nn.functional.cross_entropy(scores, y)
+
+    return train_step
+
+
+class Unit(ABC):
+    """A piece of work that ends in gradients: a batch, a sweep over parts, a captured graph."""
+
+    size: int
+    """How many training examples it covers."""
+
+    @property
+    def total_size(self) -> int:
+        """How many the units of all ranks in this place cover together."""
+        return self.size
+
+    @abstractmethod
+    def forward_backward(self, total: int) -> Tensor:
+        """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss."""
+
+    def commit(self) -> None:  # noqa: B027 - most units have nothing to write
+        """Called after the optimizer step: the one place where a unit may write state."""
+
+
+class Work(Protocol):
+    """A method bound to a job."""
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        """The units of an epoch (counted from 1), in order; the same epoch gives the same units again.
+
+        done, examples: how many units, which trained how many examples over all ranks, had their turn already.
+        """
+        ...
+
+
+@dataclass
+class BatchUnit(Unit):
+    """One batch through the job's training step."""
+
+    job: Job
+    batch: Batch
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.batch.num_seeds
+
+    @property
+    def total_size(self) -> int:
+        return self.batch.num_seeds if self.batch.total_seeds is None else self.batch.total_seeds
+
+    def forward_backward(self, total: int) -> Tensor:
+        job = self.job
+        if not self.size:  # fewer seeds were left than there are ranks
+            return torch.zeros((), device=job.device)
+        with autocast(job), trace.span("forward", job.device):
+            loss = job.train_step(job.model, self.batch)
+        with trace.span("backward", job.device):
+            (loss * (self.size / total)).backward()
+        return loss.detach() * self.size
+
+
+def autocast(job: Job) -> torch.autocast:
+    """The precision of the forward pass. Casts are not remembered: in a captured step weights change under them."""
+    return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16, cache_enabled=False)
