@@ -71,6 +71,7 @@ def test_everything_hot_needs_no_places() -> None:
     assert not found[[1, 3]].any()
     assert counts.sum(0).tolist() == [2, 0]
     assert gpu_tiers.gather_tiers(rows, None, None, ids[:0]).shape == (0, 5)
+    assert torch.equal(gpu_tiers.gather_tiers(rows, None, None, ids[::2]), rows[[3, 199]])
 
 
 def test_the_order_of_reading_changes_nothing() -> None:

@@ -114,3 +114,32 @@ def test_a_spawned_process_reads_the_same_memory_through_a_cache_of_its_own() ->
     finally:
         process.join(timeout=60)
     assert process.exitcode == 0
+
+
+def _gpu_child(table: TieredTable, pipe: Connection) -> None:
+    found = table.read(torch.arange(10, device="cuda"))
+    tiers = table.tiers()
+    assert tiers is not None
+    assert tiers.cold is not None
+    assert tiers.cold.is_pinned()
+    pipe.send((found.tolist(), table.counters()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_spawned_process_pins_the_same_memory_for_its_gpu() -> None:
+    rows = randn(5000, 4, dtype=torch.float32)
+    table = hl.table(rows, device_cache=3 * 16, order=torch.tensor([2, 5, 7]), devices=[0, 0])
+    assert torch.equal(table.read(torch.arange(10, device="cuda")).cpu(), rows[:10])
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_gpu_child, args=(table, theirs))
+    process.start()
+    try:
+        assert ours.poll(timeout=100)
+        found, counters = ours.recv()
+        assert found == rows[:10].tolist()
+        assert (counters["hits"], counters["misses"]) == (3, 7)
+    finally:
+        process.join(timeout=60)
+    assert process.exitcode == 0

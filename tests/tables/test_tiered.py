@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -88,6 +89,11 @@ def test_an_id_that_is_not_there_raises(bad: int) -> None:
         tiered().read(torch.tensor([bad]))
 
 
+def test_a_mask_is_not_a_list_of_ids() -> None:
+    with pytest.raises(ValueError, match="1-D"):
+        tiered()[torch.ones(60, dtype=torch.bool)]
+
+
 def test_a_write_reaches_all_tiers() -> None:
     for table in (tiered(), tiered(None)):
         table.read(torch.tensor([0]))
@@ -158,12 +164,15 @@ def test_ids_on_another_device_are_read_below() -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("hot", [None, HOT, HOT[:0]], ids=["all", "some", "none"])
-def test_on_a_gpu(hot: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("sorted_from", [1, 1 << 14])
+def test_on_a_gpu(hot: torch.Tensor | None, sorted_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hopline.tables.tiered.SORTED_FROM", sorted_from)
     table = TieredTable(TensorTable(ROWS.clone()), hot, "cuda", observe=True)
     ids = torch.cat([randint(0, 60, 100), HOT])
     table.read(ids.cuda())
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         found = table.read(ids.cuda(non_blocking=True))
     finally:
         torch.cuda.set_sync_debug_mode("default")

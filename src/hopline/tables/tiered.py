@@ -20,6 +20,8 @@ from hopline.tables.shared import send
 
 PIECE_BYTES = 1 << 26
 """Rows are brought to the device that many bytes at a time."""
+SORTED_FROM = 1 << 14
+"""So many ids are read from the host in ascending order; fewer are not worth a sort."""
 
 
 class Counts(TypedDict):
@@ -84,6 +86,8 @@ class TieredTable(Table):
         return self.num_hot * self.row_bytes + places
 
     def read(self, ids: Tensor) -> Tensor:
+        if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
         if ids.device.type != self.device.type:
             return self.below.read(ids)
         placed = self._on(ids.device)
@@ -92,7 +96,9 @@ class TieredTable(Table):
             with self._lock:
                 count_ids(placed.seen, ids)
         if ids.device.type != "cpu" and (tiers.place is None or tiers.cold is not None):
-            return gather_tiers(tiers.hot, tiers.cold, tiers.place, ids, placed.counts)
+            # With half of the rows here, hardly any read goes to the host.
+            in_order = tiers.cold is not None and 2 * self.num_hot < len(self) and ids.numel() >= SORTED_FROM
+            return gather_tiers(tiers.hot, tiers.cold, tiers.place, ids, placed.counts, in_order)
         return self._read_by_host(placed, ids)
 
     def _read_by_host(self, placed: _Placed, ids: Tensor) -> Tensor:
