@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from hopline.batch import Batch, Block, Part, Readable, Rows
+from hopline.batch import Batch, Block, Part, Readable, Rows, as_tensor
 from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN, State
 from hopline.nn.whole import Whole, as_walkable
@@ -19,6 +19,9 @@ from hopline.tables import TensorTable
 
 CHUNK_EDGES = 1 << 20
 """Edges of one chunk of exact inference."""
+DEVICE_SHARE = 0.25
+"""The part of the free device memory that a layer's hidden rows may take; larger ones are kept on the host."""
+CPU = torch.device("cpu")
 WHOLE_BYTES = 2 << 30
 """A model without layers is run on the whole graph up to this size of its edge matrix."""
 
@@ -35,7 +38,7 @@ def exact(
     """The model's output for `ids` (all nodes by default), over every edge, in evaluation mode: [n, ...].
 
     Each layer is computed for all nodes it is needed at before the next one starts, in chunks of about `chunk_edges`
-    edges; hidden rows are kept in tables on the host.
+    edges; hidden rows are kept in tables, on the host or on a device with room.
     """
     if ids is not None:
         check_ids(ids, data.num_nodes)
@@ -87,11 +90,16 @@ def _whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
             f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is too "
             "large for it: build it as hl.nn.GNN([...convs...]), or set inference=sampled"
         )
-    part = Part(graph.indptr, graph.indices, graph.edge)
-    block = Block(torch.arange(graph.num_nodes), graph.num_nodes, (part,), graph)
-    x = data.x.read(block.src_ids).to(device)
-    moved = Part(part.indptr.to(device), part.src_idx.to(device), {k: v.to(device) for k, v in part.edge.items()})
-    return walk.on_block(x, replace(block, parts=(moved,))).cpu()
+    part = Part(graph.indptr, graph.indices, graph.edge).to(device)
+    block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (part,), graph)
+    return walk.on_block(_read_on(device, data.x, block.src_ids), block).cpu()
+
+
+def _read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
+    """Rows on a device, read there where the table's memory can be."""
+    if device.type != "cpu" and table.tiers(device) is not None:
+        return table.read(ids.to(device))
+    return table.read(ids.cpu()).to(device)
 
 
 @dataclass
@@ -116,21 +124,22 @@ class _Layerwise:
         with progress("inference", total, "rows", enabled=show, brief=True) as bar:
             for l, nodes in enumerate(needed[1:]):
                 last = l == self.model.num_layers - 1
-                new = _NewTables(self.data.num_nodes)
+                new = _NewTables(self.data.num_nodes, self.device)
                 for chunk in self._chunks(nodes):
                     block = full_block(self.sampler, chunk)
                     state = self.model.layer(l, self._state(tables, block), block.to(self.device))
                     new.write(chunk, State(self.model.decode(state)) if last else state)
                     bar.advance(chunk.numel())
                 tables = new.tables()
-        return tables.h.read(torch.arange(self.data.num_nodes) if ids is None else ids)
+        return _read_on(CPU, tables.h, torch.arange(self.data.num_nodes) if ids is None else ids)
 
     def _needed(self, ids: Tensor | None) -> list[Tensor]:
         """Nodes whose rows are needed before each layer, and at the end."""
-        everything = torch.arange(self.data.num_nodes)
+        home = self.data.graph.indptr.device
+        everything = torch.arange(self.data.num_nodes, device=home)
         if ids is None:
             return [everything] * (self.model.num_layers + 1)
-        needed = [torch.unique(ids)]
+        needed = [torch.unique(ids.to(home))]
         for _ in range(self.model.num_layers):
             grown = (
                 needed[0] if needed[0].numel() == everything.numel() else in_neighborhood(self.data.graph, needed[0])
@@ -141,18 +150,18 @@ class _Layerwise:
     def _encode(self, nodes: Tensor) -> _Tables:
         if not self.model.encodes:
             return _Tables(self.data.x)
-        new = _NewTables(self.data.num_nodes)
+        new = _NewTables(self.data.num_nodes, self.device)
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
             new.write(chunk, self.model.encode(self._on_device(Rows(self.data.x, chunk)), chunk, None))
         return new.tables()
 
     def _on_device(self, rows: Rows) -> Rows | Tensor:
         """Rows on another device than the CPU are read and sent; on the CPU a layer may read them itself."""
-        return rows if self.device.type == "cpu" else rows.read().to(self.device)
+        return rows if self.device.type == "cpu" else _read_on(self.device, rows.table, rows.ids)
 
     def _state(self, tables: _Tables, block: Block) -> State:
         """The state a layer needs: all sources' hidden rows, the destinations' own other rows."""
-        others = [None if t is None else t.read(block.dst_ids).to(self.device) for t in (tables.x0, tables.jk)]
+        others = [None if t is None else _read_on(self.device, t, block.dst_ids) for t in (tables.x0, tables.jk)]
         return State(self._on_device(Rows(tables.h, block.src_ids)), *others)
 
     def _chunks(self, nodes: Tensor) -> Iterator[Tensor]:
@@ -168,10 +177,10 @@ class _Layerwise:
 
 
 class _NewTables:
-    """Tables over all nodes that are made when the width of their rows is known."""
+    """Tables over all nodes that are made when the width of their rows is known: on the device where there is room."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self.num_nodes = num_nodes
+    def __init__(self, num_nodes: int, device: torch.device) -> None:
+        self.num_nodes, self.device = num_nodes, device
         self.made: dict[str, TensorTable] = {}
 
     def write(self, ids: Tensor, state: State) -> None:
@@ -179,10 +188,19 @@ class _NewTables:
             rows = getattr(state, name)
             if rows is None:
                 continue
-            rows = rows.read() if isinstance(rows, Rows) else rows
+            rows = as_tensor(rows)
             if name not in self.made:
-                self.made[name] = TensorTable(torch.empty(self.num_nodes, *rows.shape[1:], dtype=rows.dtype))
-            self.made[name].write(ids, rows.cpu())
+                self.made[name] = self._new(rows)
+            table = self.made[name]
+            table.write(ids.to(table.rows.device), rows.to(table.rows.device))
+
+    def _new(self, rows: Tensor) -> TensorTable:
+        shape = (self.num_nodes, *rows.shape[1:])
+        home = CPU
+        if self.device.type == "cuda":
+            needed = torch.Size(shape).numel() * rows.element_size()
+            home = self.device if needed < DEVICE_SHARE * torch.cuda.mem_get_info(self.device)[0] else CPU
+        return TensorTable(torch.empty(shape, dtype=rows.dtype, device=home))
 
     def tables(self) -> _Tables:
         return _Tables(self.made["h"], self.made.get("x0"), self.made.get("jk"))

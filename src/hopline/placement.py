@@ -124,7 +124,7 @@ def _taken(what: str, needed: int, room: int, free: int) -> int:
 
 def place(
     data: Dataset,
-    placement: Placement = Placement(),  # noqa: B008 - frozen
+    placement: Placement = Placement(),
     device: torch.device | str = "cuda",
     *,
     fanouts: Sequence[int] | None = None,

@@ -27,6 +27,7 @@ from hopline.data.tabular import Columns, from_csv
 from hopline.launch import LaunchSettings
 from hopline.methods import Sampled
 from hopline.models import ModelSpec, make_model
+from hopline.placement import Placement
 from hopline.settings import TrainSettings
 from hopline.sharing import share
 from hopline.spec import from_dict, to_dict
@@ -51,6 +52,8 @@ class RunConfig(TrainSettings, LaunchSettings):
     """The model."""
     method: Sampled = Sampled()
     """How to train."""
+    placement: Placement = Placement()
+    """Where a GPU finds graph and features."""
     out: Path | None = None
     """The run folder; runs/NAME-TIME by default."""
     weights: Path | None = None
@@ -117,7 +120,16 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
         load_weights(model, config.weights)
     out = config.out or Path(world.broadcast_object(str(_run_folder(data.name, config))))
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
-    trainer = Trainer(model, data, config.method, out=out, config=to_dict(config), world=world, **settings)
+    trainer = Trainer(
+        model,
+        data,
+        config.method,
+        out=out,
+        config=to_dict(config),
+        world=world,
+        placement=config.placement,
+        **settings,
+    )
     done = trainer.fit()
     return done if world.size == 1 else dataclasses.asdict(done) | {"folder": str(out)}
 

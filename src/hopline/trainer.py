@@ -33,6 +33,7 @@ from hopline.files import remove_unfinished
 from hopline.methods import Method, Sampled
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
+from hopline.placement import Placement, describe, place
 from hopline.report import Report
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings, find_device
@@ -59,7 +60,7 @@ class Trainer:
     (model, data, ids) -> metrics, or by overriding `step`, `evaluate` and `make_optimizer`.
 
     model: a `GNN`, a PyG model, or any module with forward(x, edge_index). out: a folder for the report and the
-    weights, or None. settings: fields of `TrainSettings`.
+    weights, or None. placement: where a GPU finds the data. settings: fields of `TrainSettings`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Trainer:
         out: Path | str | None = None,
         config: dict[str, Any] | None = None,
         world: World | None = None,
+        placement: Placement | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(data, Dataset):
@@ -84,8 +86,8 @@ class Trainer:
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
-        self.data = data
         self.method = method if method is not None else Sampled()
+        self.data = data = self._placed(data, placement)
         self.callbacks = list(callbacks)
         self.test_step = test_step
         self.usual_loss = train_step is None
@@ -138,6 +140,8 @@ class Trainer:
         self.optimizer = self.make_optimizer()
         self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
+        if self.device.type == "cuda":
+            self.say(describe(self.data))
         self._call("on_fit_start")
         self._checkpoints.resume(self, run)
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
@@ -237,7 +241,7 @@ class Trainer:
         if self.data.task == "binary" and scores.size(-1) == 1:
             scores = scores.squeeze(-1)
         name = self.data.metric
-        return {name: metrics.METRICS[name](scores.float(), self.data.y[ids])}
+        return {name: metrics.METRICS[name](scores.float(), self.data.y[ids.to(self.data.y.device)].cpu())}
 
     def _validate(self, epoch: int, run: Run, default: float) -> float:
         if not self._has("valid"):
@@ -345,6 +349,13 @@ class Trainer:
         """One forward pass without gradients gives lazily built layers their parameters before the optimizer asks."""
         if any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters()):
             infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
+
+    def _placed(self, data: Dataset, placement: Placement | None) -> Dataset:
+        """The data where the device reads it fastest; data that is on a GPU already stays as it is."""
+        if self.device.type != "cuda" or (placement is None and data.graph.indptr.device.type == "cuda"):
+            return data
+        drawn = {name: getattr(self.method, name) for name in ("fanouts", "batch_size") if hasattr(self.method, name)}
+        return place(data, placement or Placement(), self.device, **drawn)
 
     def _train_ids(self) -> Tensor:
         if not self._has("train"):

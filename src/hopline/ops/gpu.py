@@ -32,7 +32,7 @@ from hopline.ops.reference import Neighbors
 NODES_AT_ONCE = 128
 """Nodes per program: one per thread."""
 
-UNROLLED_FANOUT = 32
+UNROLLED_FANOUT = 25
 """Up to here a shuffle is unrolled, a register per swap; beyond, a row of registers holds the swaps of a node."""
 
 GATHER_WORDS, GATHER_COLUMNS = 2048, 512
@@ -173,7 +173,7 @@ def sample_neighbors(
             _distinct_kernel[(triton.cdiv(num, NODES_AT_ONCE),)](*arguments, FANOUT=fanout, BLOCK=NODES_AT_ONCE)
         else:
             columns = triton.next_power_of_2(fanout)
-            block = max(1, 4096 // columns)
+            block = max(1, 2048 // columns)
             _distinct_many_kernel[(triton.cdiv(num, block),)](*arguments, fanout, COLUMNS=columns, BLOCK=block)
     return Neighbors(out_indptr, ids, edge_ids)
 

@@ -192,7 +192,7 @@ def _tile(num_rows: int, num_edges: int, width: int) -> tuple[tuple[int, int], d
     columns = min(triton.next_power_of_2(width), COLUMNS_AT_ONCE)
     edges, tile = 16 if num_edges > 4 * num_rows else 8, TILE
     if is_interpreted():  # there, work costs by the number of steps and not by their size
-        edges, tile = 256, 64 * TILE
+        edges, tile = 64, 64 * TILE
     at_once = max(1, tile // (columns * edges))
     grid = (triton.cdiv(num_rows, at_once), triton.cdiv(width, columns))
     return grid, {"DSTS": at_once, "EDGES": edges, "COLUMNS": columns}

@@ -1,0 +1,153 @@
+"""Steps as CUDA graphs: equal to steps that run as they are, and nothing asked of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+import hopline as hl
+from hopline.data import planted
+from hopline.work import BatchUnit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def data_on_gpu(**changes: Any) -> hl.Dataset:
+    settings = {"num_nodes": 4000, "num_edges": 40_000, "num_classes": 5, "num_features": 16, "seed": 1}
+    return planted(**(settings | changes))
+
+
+MODELS = {
+    "sage": lambda i, o: hl.nn.GNN([pyg.SAGEConv(i, 32), pyg.SAGEConv(32, 32), pyg.SAGEConv(32, o)], dropout=0.5),
+    "sage max": lambda i, o: hl.nn.GNN([pyg.SAGEConv(i, 32, aggr="max"), pyg.SAGEConv(32, 32), pyg.SAGEConv(32, o)]),
+    "batch norm": lambda i, o: hl.nn.GNN(
+        [pyg.SAGEConv(i, 32), pyg.SAGEConv(32, 32), pyg.SAGEConv(32, o)], norm="batch"
+    ),
+    "gcn": lambda i, o: hl.nn.GNN([pyg.GCNConv(i, 32), pyg.GCNConv(32, 32), pyg.GCNConv(32, o)], dropout=0.2),
+    "gin": lambda i, o: hl.nn.GNN(
+        [
+            pyg.GINConv(nn.Sequential(nn.Linear(i, 32), nn.BatchNorm1d(32), nn.ReLU())),
+            *[pyg.SAGEConv(32, 32)],
+            pyg.SAGEConv(32, o),
+        ]
+    ),
+    "gat": lambda i, o: hl.nn.GNN([pyg.GATConv(i, 8, heads=4), pyg.GATConv(32, 8, heads=4), pyg.GATConv(32, o)]),
+    "transformer": lambda i, o: hl.nn.GNN([pyg.TransformerConv(i, 32), pyg.SAGEConv(32, 32), pyg.SAGEConv(32, o)]),
+}
+
+
+def trained(
+    name: str, *, captured: bool, precision: str = "float32", epochs: int = 3, **options: Any
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    data = data_on_gpu()
+    model = MODELS[name](data.num_features, data.num_classes)
+    method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
+    trainer = hl.Trainer(model, data, method, epochs=epochs, device="cuda", show=False, precision=precision, **options)
+    if not captured:
+        trainer.work.tried = True  # type: ignore[attr-defined]
+    return trainer, trainer.fit()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_steps_have_the_losses_of_steps_run_as_they_are(name: str):
+    (one, captured), (_, eager) = (trained(name, captured=c, clip_norm=1.0) for c in (True, False))
+    assert one.work.step is not None, "the step was not captured"
+    assert [e.loss for e in captured.history] == pytest.approx([e.loss for e in eager.history], rel=2e-4)
+    assert captured.history[-1].loss < captured.history[0].loss
+
+
+@pytest.mark.parametrize("name", ["sage", "gcn"])
+def test_a_tree_on_the_gpu_trains_as_on_the_cpu(name: str):
+    losses = []
+    for device in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        data = data_on_gpu()
+        model = MODELS[name](data.num_features, data.num_classes).double()
+        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
+        run = hl.Trainer(model, data, method, epochs=2, device=device, show=False).fit()
+        losses.append([e.loss for e in run.history])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-7)
+
+
+def test_bf16_is_close_to_float32_and_uses_the_fused_layers():
+    runs = [trained("sage", captured=True, precision=p)[1] for p in ("bf16", "float32")]
+    assert [e.loss for e in runs[0].history] == pytest.approx([e.loss for e in runs[1].history], rel=2e-2)
+    assert runs[0].test == pytest.approx(runs[1].test, abs=0.03)
+
+
+def test_runs_are_the_same_every_time():
+    runs = [trained("sage", captured=True, precision="bf16")[1] for _ in range(2)]
+    assert [e.loss for e in runs[0].history] == [e.loss for e in runs[1].history]
+
+
+def test_an_epoch_waits_for_nothing_but_its_end():
+    trainer, _ = trained("sage", captured=True, epochs=1)
+    trainer.model.train()
+    units = list(trainer.work.units(2))
+    assert sum(isinstance(unit, BatchUnit) for unit in units) == 1  # the last, which is not full
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for unit in trainer.work.units(2):
+            trainer.step([unit])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_accumulated_units_add_up():
+    runs = [trained("sage", captured=c, accumulate=3)[1] for c in (True, False)]
+    assert [e.loss for e in runs[0].history] == pytest.approx([e.loss for e in runs[1].history], rel=2e-4)
+
+
+def test_what_cannot_be_captured_runs_as_it_is_and_says_so(capsys: pytest.CaptureFixture[str]):
+    data = data_on_gpu()
+    torch.manual_seed(0)
+    model = MODELS["sage"](data.num_features, data.num_classes)
+
+    def waits(model: nn.Module, batch: hl.Batch) -> Tensor:
+        loss = nn.functional.cross_entropy(model(batch), batch.labels)
+        assert loss.item() > 0  # waits for the device
+        return loss
+
+    method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
+    trainer = hl.Trainer(model, data, method, epochs=1, device="cuda", train_step=waits)
+    trainer.fit()
+    assert "steps are not captured in a CUDA graph" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "placement", [{"features": "pinned", "cache": "64KB"}, {"features": "pinned", "graph": "pinned"}]
+)
+def test_data_that_is_not_all_on_the_device_trains_the_same(placement: dict[str, Any]):
+    losses = []
+    for choice in (None, hl.Placement(**placement)):
+        torch.manual_seed(0)
+        data = data_on_gpu()
+        model = MODELS["sage"](data.num_features, data.num_classes)
+        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
+        run = hl.Trainer(model, data, method, epochs=2, device="cuda", show=False, placement=choice).fit()
+        losses.append([e.loss for e in run.history])
+        if choice is not None and "cache" in placement:
+            assert run.history[-1].counters["rows.cache_miss"] > 0
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    "placement", [{}, {"features": "host", "graph": "host"}, {"features": "pinned", "graph": "pinned"}]
+)
+def test_blocks_on_a_gpu_train_as_on_the_cpu(placement: dict[str, Any]):
+    losses = []
+    for device in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        data = data_on_gpu()
+        model = MODELS["sage"](data.num_features, data.num_classes).double()
+        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="block")
+        where = hl.Placement(**placement)
+        run = hl.Trainer(model, data, method, epochs=2, device=device, show=False, placement=where).fit()
+        losses.append([e.loss for e in run.history])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-7)
