@@ -18,7 +18,7 @@ from hopline.sampling import NeighborSampler, in_neighborhood
 from tests.helpers import KERNEL_DEVICE, assert_same_batches, randint, randn, random_graph
 
 ROUNDS = range(60)
-GPU_ROUNDS = ROUNDS if torch.cuda.is_available() else range(8)
+GPU_ROUNDS = ROUNDS if torch.cuda.is_available() else range(5)
 """An interpreted kernel takes long."""
 
 

@@ -38,9 +38,8 @@ def csr(dtype: torch.dtype = torch.int64, num_nodes: int = 60) -> tuple[Tensor, 
 # ---- sampling
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("dtype", "key"), [(torch.int32, 3), (torch.int64, -(2**63))], ids=str)
 @pytest.mark.parametrize("fanout", [1, 2, 5, 15, 33, 70])
-@pytest.mark.parametrize("key", [3, -(2**63)])
 def test_samples_are_those_of_the_reference(dtype: torch.dtype, fanout: int, key: int) -> None:
     indptr, indices = csr(dtype)
     nodes = torch.cat([torch.arange(60), torch.tensor([8, 8, 7])])
@@ -154,7 +153,7 @@ def test_relabelling_nothing_and_what_is_no_node() -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (16,), (2, 5), (1433,)], ids=str)
 def test_rows_of_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (50 * randn(30, *shape)).to(dtype)
-    for ids in (randint(0, 30, 99), randint(0, 30, 99).int(), torch.empty(0, dtype=torch.int64)):
+    for ids in (randint(0, 30, 99)[: 5000 // rows[0].numel()], randint(0, 30, 3).int(), torch.empty(0).long()):
         assert_same((gpu.gather_rows(*on_device(rows, ids)),), (rows[ids.long()],))
 
 

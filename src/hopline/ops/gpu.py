@@ -105,7 +105,7 @@ def _distinct_kernel(
     # All loads before the first store, so that they are in flight together.
     found = ()
     for j in tl.static_range(FANOUT):
-        found = found + (tl.load(indices + start + picks[j], mask=j < degree, other=0),)  # noqa: RUF005
+        found = found + (tl.load(indices + start + picks[j], mask=j < degree, other=0),)
     for j in tl.static_range(FANOUT):
         tl.store(ids + place + j, found[j], mask=j < degree)
         tl.store(edge_ids + place + j, start + picks[j], mask=j < degree)

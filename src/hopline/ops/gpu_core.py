@@ -74,7 +74,7 @@ def shuffled(state, degree, FANOUT: tl.constexpr):
         for i in tl.static_range(j):  # the latest swap into a position says what it holds
             at_target = tl.where(targets[i] == target, moved[i], at_target)
             at_j = tl.where(targets[i] == j, moved[i], at_j)
-        picks, targets, moved = picks + (at_target,), targets + (target,), moved + (at_j,)  # noqa: RUF005
+        picks, targets, moved = picks + (at_target,), targets + (target,), moved + (at_j,)
     return picks
 
 
