@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("TL_BACKEND", "tensorflow")  # or "paddle", "torch"
+os.environ.setdefault("TL_BACKEND", "tensorflow")  # the backend that runs with a current release
 
 import tensorlayerx as tlx  # type: ignore
 import torch

@@ -287,6 +287,6 @@ def test_tables_of_both_kinds_are_shared_with_their_rights():
     back.write(torch.tensor([0]), torch.full((1, 3), 4.0))
     assert isinstance(writable.rows, Tensor)
     assert writable.rows[0].tolist() == [4, 4, 4]
-    with pytest.raises(TypeError, match="TensorTable or a SparseTable"):
+    with pytest.raises(TypeError, match="a graph or a table"):
         interop.shared({"x": dense})
     interop.release()

@@ -102,11 +102,13 @@ class Sampler:
         to: str = "torch",
         index_dtype: torch.dtype = torch.int64,
         pad: bool = False,
+        pinned: bool = False,
     ) -> None:
         """data: a graph or a dataset. device: where to sample, if not where the graph is. to: framework of the samples.
 
         index_dtype: of all ids in a sample; torch.int32 is what JAX takes as it is when it is not set to 64 bits.
         pad: give all samples of as many seeds one shape, for compilers: see `_padded`.
+        pinned: leave the edges in host memory and let the GPU read them there.
         """
         found = data if isinstance(data, Graph) else getattr(data, "graph", None)
         if not isinstance(found, Graph):
@@ -122,6 +124,7 @@ class Sampler:
         self.framework = to
         self.index_dtype = index_dtype
         self._replace, self._pad = replace, pad
+        self._pinned = pinned or (found.device.type == "cuda" and found.indices.device.type == "cpu")
         self._fanouts = tuple(fanouts)
         self._neighbors: NeighborSampler | None = None
         self._lock = threading.Lock()
@@ -145,8 +148,7 @@ class Sampler:
         with self._lock:
             step, self.step = self.step, self.step + 1
             if self._neighbors is None:
-                graph = _moved(self.graph, self.device)
-                self._neighbors = NeighborSampler(graph, self._fanouts, replace=self._replace, edge_ids=True)
+                self._neighbors = NeighborSampler(self._placed(), self._fanouts, replace=self._replace, edge_ids=True)
             neighbors = self._neighbors
         blocks = neighbors.sample(ids, ops.derive_key(self.seed, step))
         n_id = aligned(blocks[0].src_ids.to(self.index_dtype))
@@ -154,6 +156,12 @@ class Sampler:
         if self._pad:
             sample = _padded(sample, neighbors.fanouts, self.graph.num_nodes)
         return sample.to(self.framework)
+
+    def _placed(self) -> Graph:
+        """The graph where it is sampled."""
+        if self.graph.device == self.device:
+            return self.graph
+        return self.graph.pinned(self.device, copy=True) if self._pinned else self.graph.to(self.device)
 
     def _adj(self, block: Block) -> Adj:
         part = block.part
@@ -167,7 +175,7 @@ class Sampler:
             if self.graph is not twin and self.graph.device.type == "cpu":
                 self.graph, self._neighbors = twin, None
         settings = {"seed": self.seed, "replace": self._replace, "device": str(self.device), "to": self.framework}
-        settings |= {"index_dtype": self.index_dtype, "pad": self._pad}
+        settings |= {"index_dtype": self.index_dtype, "pad": self._pad, "pinned": self._pinned}
         return _open_sampler, (twin, self._fanouts, self.step, settings)
 
 
@@ -213,14 +221,7 @@ def _device(device: torch.device | str | None, graph: Graph) -> torch.device:
     asked = graph.device if device is None else torch.device(device)
     if asked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(asked)!r}, but torch sees no CUDA device here: use device='cpu'")
-    return asked
-
-
-def _moved(graph: Graph, device: torch.device) -> Graph:
-    if graph.device == device:
-        return graph
-    edge = {name: rows.to(device) for name, rows in graph.edge.items()}
-    return Graph(graph.indptr.to(device), graph.indices.to(device), edge)
+    return torch.device("cuda", torch.cuda.current_device()) if asked == torch.device("cuda") else asked
 
 
 def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
@@ -291,7 +292,10 @@ class Features(Table):
         return self.below.num_bytes
 
     def __getitem__(self, ids: Any) -> Any:
-        return to(aligned(self.below.read(from_any(ids).reshape(-1))), self.framework)
+        asked, rows = from_any(ids).reshape(-1), self.below.storage()
+        if rows is not None and rows.is_cuda:
+            asked = asked.to(rows.device)
+        return to(aligned(self.below.read(asked)), self.framework)
 
     def read(self, ids: Tensor) -> Tensor:
         return self.below.read(ids)
@@ -305,10 +309,14 @@ class Features(Table):
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         return self.below.read_csr(ids)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if type(self.below) in (TensorTable, SparseTable):
-            self.below = shared(self.below)
-        return Features, (self.below, self.framework)
+    def tiers(self, device: torch.device | str | None = None) -> Any:
+        return self.below.tiers(device)
+
+    def end_epoch(self) -> None:
+        self.below.end_epoch()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Features, (shared(self.below), self.framework)
 
 
 def table(rows: Any, to: str = "torch") -> Features:
@@ -330,52 +338,27 @@ class SharedGraph(Graph):
         return _open_graph, (dict(self.arrays),)
 
 
-class SharedTable(TensorTable):
-    """A dense table whose pickle is a handle."""
-
-    def __init__(self, array: SharedArray, read_only: bool) -> None:
-        super().__init__(array.tensor, read_only=read_only or not array.writable)
-        self.array = array
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return SharedTable, (self.array, self.read_only)
-
-
-class SharedSparseTable(SparseTable):
-    """A table in CSR form whose pickle is a handle."""
-
-    def __init__(self, arrays: Sequence[SharedArray], num_columns: int) -> None:
-        indptr, columns, values = (array.tensor for array in arrays)
-        super().__init__(indptr, columns, values, num_columns)
-        self.arrays = arrays
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return SharedSparseTable, (self.arrays, self.num_columns)
-
-
-_KNOWN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The shared twin of what was shared before, so that a graph or a table is copied once."""
+_TWINS: WeakKeyDictionary[Graph, SharedGraph] = WeakKeyDictionary()
+"""The shared twins of graphs, so that each is copied once."""
 
 
 def shared(what: Any) -> Any:
-    """The same graph or table in memory that processes share: copied once, unless it is mapped from a file already."""
-    if isinstance(what, SharedGraph | SharedTable | SharedSparseTable):
+    """The graph or table in memory that processes share: copied once, unless it is mapped from a file already.
+
+    A graph gets a twin there; a table is the same one, with its rows there. Sending one does the same.
+    """
+    if isinstance(what, Table):
+        what.__reduce__()
         return what
-    if what not in _KNOWN:
-        _KNOWN[what] = _share(what)
-    return _KNOWN[what]
-
-
-def _share(what: Any) -> Any:
-    if isinstance(what, Graph):
-        names = {"indptr": what.indptr, "indices": what.indices}
-        names |= {f"edge.{name}": rows for name, rows in what.edge.items()}
-        return _open_graph({name: share(rows) for name, rows in names.items()})
-    if isinstance(what, TensorTable):
-        return SharedTable(share(what.rows), what.read_only)
-    if isinstance(what, SparseTable):
-        return SharedSparseTable([share(rows) for rows in (what.indptr, what.columns, what.values)], what.num_columns)
-    raise TypeError(f"a {type(what).__name__} cannot be shared: pass a Graph, a TensorTable or a SparseTable")
+    if isinstance(what, SharedGraph):
+        return what
+    if not isinstance(what, Graph):
+        raise TypeError(f"a {type(what).__name__} cannot be shared: pass a graph or a table")
+    if what not in _TWINS:
+        arrays = {"indptr": what.indptr, "indices": what.indices}
+        arrays |= {f"edge.{name}": rows for name, rows in what.edge.items()}
+        _TWINS[what] = _open_graph({name: share(rows) for name, rows in arrays.items()})
+    return _TWINS[what]
 
 
 def _open_graph(arrays: Mapping[str, SharedArray]) -> SharedGraph:
