@@ -10,6 +10,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
+from hopline.captured import no_waiting
 from hopline.data import planted
 from hopline.work import BatchUnit
 
@@ -91,12 +92,9 @@ def test_an_epoch_waits_for_nothing_but_its_end():
     units = list(trainer.work.units(2))
     assert sum(isinstance(unit, BatchUnit) for unit in units) == 1  # the last, which is not full
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for unit in trainer.work.units(2):
             trainer.step([unit])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_accumulated_units_add_up():

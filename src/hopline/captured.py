@@ -6,6 +6,7 @@ cannot be captured runs as it is, on the same batches.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class CapturedStep:
         stream.wait_stream(torch.cuda.current_stream(job.device))
         with _unchanged(job.module, self.batches.state, job.device), torch.cuda.stream(stream):
             self._run()  # compiles, and asks the host whatever is asked only once
-            with _no_waiting():
+            with no_waiting():
                 for _ in range(WARM_UP_STEPS - 1):
                     self._run()
             self._forget_gradients()
@@ -173,10 +174,12 @@ class CapturedStep:
 
 
 @contextmanager
-def _no_waiting() -> Iterator[None]:
+def no_waiting() -> Iterator[None]:
     """Within, an operation that waits for the device raises: such a step cannot be captured."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode does not find everything; the capture does
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

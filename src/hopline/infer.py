@@ -96,7 +96,10 @@ def _whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
 
 
 def _read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
-    """Rows on a device, read there where the table's memory can be."""
+    """Rows on a device, read where the table's memory can be read from."""
+    storage = table.storage()
+    if storage is not None and storage.device.type != "cpu":
+        return table.read(ids.to(storage.device)).to(device)
     if device.type != "cpu" and table.tiers(device) is not None:
         return table.read(ids.to(device))
     return table.read(ids.cpu()).to(device)

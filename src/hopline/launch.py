@@ -198,6 +198,11 @@ class _Child:
     def failed(self) -> bool:
         return not self.alive and self.process.exitcode != 0
 
+    @property
+    def noticed(self) -> bool:
+        """Whether a signal ended it in good order; some launchers send their notice to the ranks themselves."""
+        return not self.alive and self.process.exitcode - 128 in SIGNALS
+
     def listen(self) -> None:
         """Take in what the rank has written: JSON, which is read as text and never unpickled."""
         with contextlib.suppress(EOFError, OSError):
@@ -283,9 +288,9 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
         now = time.monotonic()
         if received and not all(child.ready for child in children):
             deadline = 0.0
-        elif received and deadline == math.inf:
+        elif deadline == math.inf and (received or any(child.noticed for child in children)):
             deadline, last = now + CHECKPOINT_S, signal.SIGKILL
-        elif not received and deadline == math.inf and any(child.failed for child in children):
+        elif deadline == math.inf and any(child.failed for child in children):
             deadline = now + END_S
         if now > deadline:
             for child in alive:
@@ -298,8 +303,7 @@ def _failure(failed: Sequence[_Child], received: Sequence[int]) -> BaseException
     """The error to raise: that of the rank that failed first, not of those that failed because it did."""
     told = [child for child in failed if "error" in child.said and child.said["kind"] != PeerError.__name__]
     killed = [child for child in failed if "error" not in child.said and not child.ended_by_us]
-    # Some launchers send their notice to the ranks themselves.
-    noticed = [child.process.exitcode - 128 for child in failed if child.process.exitcode - 128 in SIGNALS]
+    noticed = [child.process.exitcode - 128 for child in failed if child.noticed]
     if not told and (received or len(noticed) == len(failed)):
         return Interrupted([*received, *noticed][0])
     child = (told or killed or list(failed))[0]

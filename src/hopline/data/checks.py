@@ -166,7 +166,8 @@ def check_training(data: Dataset, splits: Iterable[str]) -> None:
         check_ids(ids, data.num_nodes, f"Split {name!r}")
         if data.y is None or data.y.dim() > 1:
             continue
-        wrong = ids[(data.y[ids] < 0) | (data.y[ids] >= data.num_classes)]
+        labels = data.y[ids.to(data.y.device)].cpu()
+        wrong = ids[(labels < 0) | (labels >= data.num_classes)]
         if wrong.numel():
             raise ValueError(
                 f"node {int(wrong[0])} of split {name!r} has label {int(data.y[wrong[0]])}, but classes go from 0 to "
