@@ -14,9 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of a GPU when it is imported
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import numpy as np
 import psutil
 import pytest
@@ -73,7 +70,11 @@ def values(name: str, device: str) -> None:
     for dtype in (t for t in TYPES if t not in lacking):
         for shape in ((128,), (16, 8), (0, 4), ()):
             tensor = (torch.arange(128)[: torch.Size(shape).numel()].view(shape)).to(getattr(torch, dtype)).to(device)
-            array = interop.to(tensor, name)
+            try:
+                array = interop.to(tensor, name)
+            except ValueError:
+                assert (name, dtype) == ("cupy", "bfloat16")  # which only newer releases of CuPy know
+                continue
             assert tuple(array.shape) == shape, (dtype, array.shape)
             assert dtype in str(array.dtype).lower(), (dtype, array.dtype)
             back = interop.from_any(array)
@@ -81,7 +82,7 @@ def values(name: str, device: str) -> None:
             if tensor.numel():
                 assert pointer(name, array) == back.data_ptr() == tensor.data_ptr(), (dtype, shape)
         if name == "cupy" and dtype == "bfloat16":
-            continue  # it can be shared, but CuPy makes none itself
+            continue
         own = own_array(name, dtype)
         found = interop.from_any(own)
         assert found.data_ptr() == pointer(name, own), dtype
@@ -187,7 +188,7 @@ def answer(pipe: Any, sampler: interop.Sampler, features: interop.Features) -> N
     x = features[sample.n_id]
     pipe.send((type(x).__module__, interop.from_any(sample.n_id).tolist(), interop.from_any(x).cpu().tolist()))
     pipe.recv()
-    pipe.send(interop.from_any(features[[5]]).tolist())
+    pipe.send(interop.from_any(features[torch.tensor([5], device=sampler.device)]).tolist())
 
 
 def process(name: str, device: str) -> None:
@@ -216,5 +217,7 @@ CHECKS: dict[str, Callable[[str, str], None]] = {
 }
 
 if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of a GPU at once
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     framework, check, where = (*sys.argv[1:], "cpu")[:3]
     CHECKS[check](framework, where)
