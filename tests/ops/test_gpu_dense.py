@@ -22,7 +22,7 @@ def test_outputs_and_gradients_are_those_of_plain_operations(how: str, p: float,
     slots, hop = Slots(8, (3, 5)), 0
     nodes, counts, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(8)), slots, 3)  # with empty slots
     num, key = slots.up_to(1), torch.tensor([random.derive_key(3, 1)]).to(DEVICE)
-    inner = gpu_tree.dense(nodes[:num])
+    inner = gpu_tree.dense_rows(nodes[:num], slots.parents(DEVICE))
     there = inner.slots[: int(inner.total)].long()
     grads, outs = [], []
     for ours in (True, False):
@@ -31,12 +31,13 @@ def test_outputs_and_gradients_are_those_of_plain_operations(how: str, p: float,
         a = torch.full_like(by_slot, 1e4)  # rows beyond the last must not matter
         a[: there.numel()] = by_slot[there]
         a = (a if ours else by_slot).requires_grad_(needs_input)
-        weight = randn(n, k, seed=1).bfloat16().float().to(DEVICE).requires_grad_()
+        left = randn(n, k - 6, seed=1).bfloat16().float().to(DEVICE).requires_grad_()
+        right = randn(n, 6, seed=4).bfloat16().float().to(DEVICE).requires_grad_()
         bias = randn(n, seed=2).bfloat16().float().to(DEVICE).requires_grad_()
         if ours:
-            out = gpu_dense.hidden_then_reduce(a, weight, bias, slots, hop, nodes, counts, inner, how, p, key)
+            out = gpu_dense.hidden_then_reduce(a, left, right, bias, slots, hop, nodes, counts, inner, how, p, key)
         else:
-            h = torch.relu(a @ weight.t() + bias)
+            h = torch.relu(a @ torch.cat([left, right], dim=1).t() + bias)
             h = reference.keyed_dropout(h, p, int(key), slots.ids(DEVICE)[:num]) if p else h
             out = gpu_tree_reduce.reduce_tree(h, slots, hop, nodes, counts, how, own=True)
         (out.float() * randn(*out.shape, seed=5).bfloat16().float().to(DEVICE)).sum().backward()
@@ -46,8 +47,8 @@ def test_outputs_and_gradients_are_those_of_plain_operations(how: str, p: float,
             a.grad = torch.zeros_like(a).index_copy(0, there, a.grad[: there.numel()])
         elif a.grad is not None:
             a.grad[nodes[:num] < 0] = 0
-        grads.append([t.grad.float() for t in (weight, bias, a) if t.grad is not None])
-    assert len(grads[0]) == 2 + needs_input
+        grads.append([t.grad.float() for t in (left, right, bias, a) if t.grad is not None])
+    assert len(grads[0]) == 3 + needs_input
     for ours, plain in zip([outs[0], *grads[0]], [outs[1], *grads[1]], strict=True):
         assert ((ours - plain).norm() / plain.norm()).item() < 1e-2
     assert torch.equal(outs[0] == 0, outs[1] == 0)  # the same elements are dropped
@@ -58,9 +59,10 @@ def test_rows_of_empty_slots_get_no_gradient_where_rows_stand_by_slot():
     nodes = torch.tensor([0, 1, 5, -1, -1, 6, 7, -1], dtype=torch.int32, device=DEVICE)
     counts = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
     a = randn(8, 16).bfloat16().to(DEVICE).requires_grad_()
-    weight, bias = randn(16, 16, seed=1).float().to(DEVICE), torch.full((16,), 9.0, device=DEVICE)
-    by_slot = gpu_tree.by_slot(8, DEVICE)
-    out = gpu_dense.hidden_then_reduce(a, weight, bias, slots, 0, nodes, counts, by_slot, "sum", 0.0, None)
+    left, right = randn(2, 16, 8, seed=1).float().to(DEVICE)
+    bias = torch.full((16,), 9.0, device=DEVICE)
+    by_slot = gpu_tree.rows_by_slot(nodes, slots.parents(DEVICE))
+    out = gpu_dense.hidden_then_reduce(a, left, right, bias, slots, 0, nodes, counts, by_slot, "sum", 0.0, None)
     out.float().sum().backward()
     assert a.grad is not None
     assert a.grad.abs().sum(1).bool().tolist() == (nodes >= 0).tolist()

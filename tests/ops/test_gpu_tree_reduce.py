@@ -83,7 +83,7 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
 def test_dense_rows_are_those_of_the_slots_that_are_there():
     slots, hop = Slots(6, (3, 2)), 1
     nodes, _, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(6)), slots, 3)
-    inner = gpu_tree.dense(nodes[: slots.up_to(hop)])
+    inner = gpu_tree.dense_rows(nodes[: slots.up_to(hop)], slots.parents(DEVICE))
     assert inner.slots[: int(inner.total)].tolist() == (nodes[: slots.up_to(hop)] >= 0).nonzero().view(-1).tolist()
     table = randn(58, 10).to(DEVICE)
     plain = (table, slots, hop, nodes, "mean", None, True, table.dtype, True)

@@ -105,9 +105,8 @@ def deferred(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any) ->
     linears = _linears_of_one_row(conv, h)
     if linears is None:
         return None
-    of_reduced, of_own = (getattr(conv, name) for name in linears)
-    weight = torch.cat([of_reduced.weight, of_own.weight], dim=1)
-    return pending_rows(h, block, REDUCE[type(conv.aggr_module)], weight, of_reduced.bias, p, key)
+    pair = (getattr(conv, linears[0]), getattr(conv, linears[1]))
+    return pending_rows(h, block, REDUCE[type(conv.aggr_module)], pair, p, key)
 
 
 def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:

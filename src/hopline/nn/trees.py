@@ -35,7 +35,7 @@ def reduce_on_tree(
 ) -> Tensor:
     """Each destination's reduced children, with its own row to their right where asked for.
 
-    weight: by the slot that an edge comes out of. dense: `gpu_tree.Dense`, to write rows only for slots that are there.
+    weight: by the slot that an edge comes out of. dense: `RowMap.place`, to write rows only for slots that are there.
     """
     tree = block.tree
     if how == "sum" and block.scale_sums:
@@ -67,50 +67,61 @@ class PendingRows(Handle):
     """Hidden rows dropout(relu(a W' + b)) that the next layer's kernel makes, reduces and forgets."""
 
     a: Tensor
-    """[num_dst, 2 * width] what the layer's aggregation left, a row for each slot as `dense` numbers them."""
-    weight: Tensor
+    """[num_dst, 2 * width] what the layer's aggregation left, with the rows that `rows` says."""
+    left: Tensor
+    """[columns, width] the weight of the reduced rows."""
+    right: Tensor
+    """[columns, width] the weight of the own rows."""
     bias: Tensor
     block: TreeBlock
     """The layer's own block."""
-    dense: Any
+    rows: Any
+    """`gpu_tree.RowMap`."""
     p: float
     key: Tensor | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.block.num_dst, self.weight.size(0))
+        return (self.block.num_dst, self.left.size(0))
 
     def reduced(self, block: TreeBlock, how: str) -> Tensor:
         """[reduced | own] rows for the next layer's destinations."""
         tree = block.tree
         return on_tree.hidden_then_reduce(
-            self.a, self.weight, self.bias, tree.slots, block.hop, tree.nodes, tree.counts, self.dense, how, self.p,
-            self.key,
+            self.a, self.left, self.right, self.bias, tree.slots, block.hop, tree.nodes, tree.counts, self.rows, how,
+            self.p, self.key,
         )  # fmt: skip
 
     def read(self) -> Tensor:
-        place = torch.where(self.block.present[: self.block.num_dst], self.dense.place, 0)
-        h = torch.relu(torch.nn.functional.linear(self.a[place.long()], self.weight, self.bias))
+        place = torch.where(self.block.present[: self.block.num_dst], self.rows.place, 0)
+        weight = torch.cat([self.left, self.right], dim=1)
+        h = torch.relu(torch.nn.functional.linear(self.a[place.long()], weight, self.bias))
         if self.key is None or not self.p:
             return h
         return ops.keyed_dropout(h, self.p, self.key, self.block.src_keys[: self.block.num_dst])
 
 
 def pending_rows(
-    h: Handle | Tensor, block: Block, how: str, weight: Tensor, bias: Tensor | None, p: float, key: Any
+    h: Handle | Tensor, block: Block, how: str, linears: tuple[Any, Any], p: float, key: Any
 ) -> PendingRows | None:
-    """A hidden layer of [reduced | own] rows on a tree, left to the next layer; None where it cannot be."""
-    dtype = compute_dtype(weight.dtype)
+    """A hidden layer of [reduced | own] rows on a tree, left to the next layer; None where it cannot be.
+
+    linears: of the reduced rows, with the bias, and of the own ones.
+    """
+    left, right = linears[0].weight, linears[1].weight
+    dtype = compute_dtype(left.dtype)
     if not isinstance(block, TreeBlock) or not block.on_gpu or dtype not in HALVES or how == "max":
         return None
-    if block.scale_sums or weight.size(1) > on_tree.MOST_DEPTH or not (key is None or isinstance(key, Tensor)):
+    if block.scale_sums or 2 * left.size(1) > on_tree.MOST_DEPTH or not (key is None or isinstance(key, Tensor)):
         return None
-    num_dst, device = block.num_dst, block.tree.nodes.device
-    reads = isinstance(h, Rows) and h.table.tiers(device) is not None
+    tree, num_dst = block.tree, block.num_dst
+    reads = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
     if isinstance(h, Tensor) and h.dtype != dtype:
         h = h.to(dtype)
     # Most slots are in the outermost hops, whose layer reads the table: empty ones are left out there.
-    dense = on_tree.dense_slots(block.tree.nodes[:num_dst]) if reads else on_tree.slots_as_dense(num_dst, device)
-    a = reduce_on_tree(h, block, how, None, weight.dtype, True, dense.place if reads else None)
-    bias = torch.zeros(weight.size(0), device=device) if bias is None else bias
-    return PendingRows(a.to(dtype), weight, bias, block, dense, p, key)
+    numbered = on_tree.dense_rows if reads else on_tree.rows_by_slot
+    rows = numbered(tree.nodes[:num_dst], tree.slots.parents(tree.nodes.device))
+    a = reduce_on_tree(h, block, how, None, left.dtype, True, rows.place if reads else None)
+    bias = linears[0].bias
+    bias = torch.zeros(left.size(0), device=a.device) if bias is None else bias
+    return PendingRows(a.to(dtype), left, right, bias, block, rows, p, key)

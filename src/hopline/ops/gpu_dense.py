@@ -17,13 +17,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hopline.ops.gpu_core import GOLDEN, first_state, is_interpreted, mix
-from hopline.ops.gpu_tree import Dense
+from hopline.ops.gpu_tree import RowMap
 from hopline.ops.gpu_tree_reduce import reduce_rows
 from hopline.ops.slots import Slots
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64
 SPLITS = 66
 """Ranges of rows whose weight gradients are summed apart: a fixed number, so that the sum is the same every time."""
+GRADIENT_ROWS = 32
+"""Rows of a program that makes the gradient of h."""
+
+
+@triton.jit
+def _pack_kernel(left, right, out, num, LEFT: tl.constexpr, RIGHT: tl.constexpr, T: tl.constexpr):
+    i = tl.program_id(0) * T + tl.arange(0, T)
+    row, column = i // (LEFT + RIGHT), i % (LEFT + RIGHT)
+    inside, is_left = i < num, column < LEFT
+    value = tl.load(left + row * LEFT + column, mask=inside & is_left, other=0)
+    other = tl.load(right + row * RIGHT + column - LEFT, mask=inside & (column >= LEFT), other=0)
+    tl.store(out + i, tl.where(is_left, value, other).to(out.dtype.element_ty), mask=inside)
+
+
+def _packed(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """[left | right] in another precision."""
+    out = torch.empty(left.size(0), left.size(1) + right.size(1), dtype=dtype, device=left.device)
+    num = out.numel()
+    _pack_kernel[(triton.cdiv(num, 1024),)](left, right, out, num, left.size(1), right.size(1), 1024)
+    return out
 
 
 @triton.jit
@@ -31,9 +51,9 @@ def _kept(states, first_column, threshold, R: tl.constexpr, C: tl.constexpr):
     """[R, C] whether each element is kept: 16 bits a column, four columns a draw, as `reference.keyed_dropout`."""
     group = (first_column // 4 + tl.arange(0, C // 4) + 1).to(tl.uint64)
     raw = mix(states[:, None] + group[None, :] * GOLDEN)
-    lane = (tl.arange(0, 4) * 16).to(tl.uint64)
-    bits = ((raw[:, :, None] >> lane[None, None, :]) & 0xFFFF).to(tl.int32)
-    return tl.reshape(bits, (R, C)) >= threshold
+    halves = tl.join(raw.to(tl.uint32), (raw >> 32).to(tl.uint32))
+    lanes = tl.join((halves & 0xFFFF).to(tl.int32) >= threshold, (halves >> 16).to(tl.int32) >= threshold)
+    return tl.reshape(lanes, (R, C))
 
 
 @triton.jit
@@ -79,40 +99,43 @@ def _hidden_kernel(
 
 @triton.jit
 def _hidden_gradient(
-    grad, h, slots, nodes, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
+    grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
 ):
     """The gradient before ReLU and dropout, of rows whose own and reduced gradients stand in `grad`."""
     ok = (column < N)[None, :]
-    slot = tl.load(slots + row, mask=inside, other=0)
-    parent = tl.load(parents + slot, mask=inside, other=-1).to(tl.int64)
-    there = (parent >= 0) & (tl.load(nodes + slot, mask=inside, other=-1) >= 0)
+    parent = tl.load(parents + row, mask=inside, other=-1).to(tl.int64)
+    there = parent >= 0
     total = tl.load(grad + parent[:, None] * (2 * N) + column[None, :], mask=there[:, None] & ok, other=0)
     total = total.to(tl.float32)
     if MEAN:
         total = total / tl.maximum(tl.load(counts + parent, mask=there, other=1), 1).to(tl.float32)[:, None]
+    # Rows are in the order of their slots: one beyond the destinations' number belongs to none of them.
+    near = inside & (row < num_dst)
+    slot = tl.load(slots + row, mask=near, other=num_dst)
     own = slot.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
-    total += tl.load(grad + own, mask=(inside & (slot < num_dst))[:, None] & ok, other=0).to(tl.float32)
+    total += tl.load(grad + own, mask=(slot < num_dst)[:, None] & ok, other=0).to(tl.float32)
     value = tl.load(h + row.to(tl.int64)[:, None] * N + column[None, :], mask=inside[:, None] & ok, other=0)
     return tl.where(value > 0, total * scale, 0.0)
 
 
 @triton.jit(do_not_specialize=["num", "num_dst"])
 def _gradient_kernel(
-    grad, h, slots, nodes, parents, counts, total_rows, out, num, num_dst, scale,
+    grad, h, slots, parents, counts, total_rows, out, bias_sums, num, num_dst, scale,
     N: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = row < tl.load(total_rows)
-    total = _hidden_gradient(grad, h, slots, nodes, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+    total = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
     # Rows beyond the last are written too, as zeros: products run over all of them.
     tl.store(target, total.to(out.dtype.element_ty), mask=(row < num)[:, None] & (column < N)[None, :])
+    tl.store(bias_sums + tl.program_id(0) * N + column, tl.sum(total, 0), mask=column < N)
 
 
 @triton.jit(do_not_specialize=["num_dst", "splits"])
 def _weight_kernel(
-    a, grad, h, slots, nodes, parents, counts, total_rows, sums, bias_sums, num_dst, splits, scale,
+    a, grad, h, slots, parents, counts, total_rows, sums, bias_sums, num_dst, splits, scale,
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -127,16 +150,33 @@ def _weight_kernel(
     first = split * rows_per_split
     for r in range(first, tl.minimum(first + rows_per_split, num), R):
         row = r + tl.arange(0, R)
-        inside = (row < num) & (row < first + rows_per_split)
-        made = _hidden_gradient(grad, h, slots, nodes, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
-        rows = tl.load(
-            a + row.to(tl.int64)[:, None] * K + depth[None, :], mask=inside[:, None] & (depth < K)[None, :], other=0
-        )
+        inside = row < num
+        made = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
+        place = a + row.to(tl.int64)[:, None] * K + depth[None, :]
+        rows = tl.load(place, mask=inside[:, None] & (depth < K)[None, :], other=0)
         total = _product(tl.trans(made.to(rows.dtype)), rows, total, UPCAST)
         bias_total += tl.sum(made, 0)
     target = sums + (split * N + column).to(tl.int64)[:, None] * K + depth[None, :]
     tl.store(target, total, mask=(column < N)[:, None] & (depth < K)[None, :])
     tl.store(bias_sums + split * N + column, bias_total, mask=column < N)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _sum_kernel(sums, left, right, num, splits, LEFT: tl.constexpr, RIGHT: tl.constexpr, T: tl.constexpr):
+    """[splits, num] summed, its columns given to the two weights they belong to."""
+    i = tl.program_id(0) * T + tl.arange(0, T)
+    total = tl.zeros((T,), tl.float32)
+    place = sums + i
+    for _ in range(splits):
+        total += tl.load(place, mask=i < num, other=0)
+        place += num
+    row, column = i // (LEFT + RIGHT), i % (LEFT + RIGHT)
+    is_left = column < LEFT
+    tl.store(left + row * LEFT + column, total.to(left.dtype.element_ty), mask=(i < num) & is_left)
+    if RIGHT > 0:
+        tl.store(
+            right + row * RIGHT + column - LEFT, total.to(right.dtype.element_ty), mask=(i < num) & (column >= LEFT)
+        )
 
 
 def dropout_numbers(p: float) -> tuple[int, float]:
@@ -145,72 +185,85 @@ def dropout_numbers(p: float) -> tuple[int, float]:
     return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
 
 
+def _summed(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    left, right = (torch.empty(sums.size(1), w, dtype=dtype, device=sums.device) for w in widths)
+    num = sums.size(1) * sum(widths)
+    block = 1024 if is_interpreted() else 128
+    _sum_kernel[(triton.cdiv(num, block),)](sums, left, right, num, sums.size(0), *widths, block)
+    return left, right
+
+
 class _Hidden(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         a: Tensor,
-        weight: Tensor,
+        left: Tensor,
+        right: Tensor,
         bias: Tensor,
         slots: Slots,
         hop: int,
         nodes: Tensor,
         counts: Tensor,
-        dense: Dense,
+        rows: RowMap,
         how: str,
         p: float,
         key: Tensor | None,
     ) -> Tensor:
-        n, k = weight.shape
-        w, (threshold, scale) = weight.to(a.dtype), dropout_numbers(p)
+        w, (threshold, scale) = _packed(left, right, a.dtype), dropout_numbers(p)
+        n, k = w.shape
         h = torch.empty(a.size(0), n, dtype=a.dtype, device=a.device)
         ids, drops = slots.ids(a.device), key is not None and p > 0
         grid = (triton.cdiv(a.size(0), BLOCK_ROWS) * triton.cdiv(n, BLOCK_COLUMNS),)
         _hidden_kernel[grid](
-            a, w, bias, h, ids, dense.slots, key if drops else ids, dense.total, threshold, scale,
+            a, w, bias, h, ids, rows.slots, key if drops else ids, rows.total, threshold, scale,
             n, k, drops, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH, is_interpreted(), num_warps=8, num_stages=3,
         )  # fmt: skip
-        ctx.plan = (slots, hop, how, scale if drops else 1.0, weight.dtype)
-        ctx.save_for_backward(a, w, h, nodes, counts, dense.slots, dense.total)
-        return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False, dense_in=dense.place)
+        ctx.plan = (slots, hop, how, scale if drops else 1.0, (left.size(1), right.size(1)), left.dtype)
+        ctx.save_for_backward(a, w, h, counts, rows.slots, rows.parents, rows.total)
+        return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False, dense_in=rows.place)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        slots, hop, how, scale, dtype = ctx.plan
-        a, w, h, nodes, counts, dense_slots, total = ctx.saved_tensors
+        slots, hop, how, scale, widths, dtype = ctx.plan
+        a, w, h, counts, *rows, total = ctx.saved_tensors
         grad, num, (n, k) = grad.contiguous(), a.size(0), w.shape
-        edges = (dense_slots, nodes, slots.parents(a.device), counts, total)
-        num_dst, mean = slots.up_to(hop), how == "mean"
+        given, num_dst, mean = (*rows, counts, total), slots.up_to(hop), how == "mean"
         if ctx.needs_input_grad[0]:
-            made = torch.empty_like(h)
-            grid = (triton.cdiv(num, 16), triton.cdiv(n, 128))
-            _gradient_kernel[grid](grad, h, *edges, made, num, num_dst, scale, n, mean, 16, 128)
-            grad_weight = (made.t() @ a).to(dtype)
-            return made @ w, grad_weight, made.sum(0, dtype=torch.float32).to(dtype), *[None] * 8
+            made, programs = torch.empty_like(h), triton.cdiv(num, GRADIENT_ROWS)
+            bias_sums = torch.empty(programs, n, 1, dtype=torch.float32, device=a.device)
+            grid = (programs, triton.cdiv(n, 128))
+            _gradient_kernel[grid](grad, h, *given, made, bias_sums, num, num_dst, scale, n, mean, GRADIENT_ROWS, 128)
+            of_left, of_right = (made.t() @ a).to(dtype).split(widths, dim=1)
+            return made @ w, of_left, of_right, _summed(bias_sums, (1, 0), dtype)[0].view(-1), *[None] * 8
         sums = torch.empty(SPLITS, n, k, dtype=torch.float32, device=a.device)
-        bias_sums = torch.empty(SPLITS, n, dtype=torch.float32, device=a.device)
+        bias_sums = torch.empty(SPLITS, n, 1, dtype=torch.float32, device=a.device)
         _weight_kernel[(triton.cdiv(n, 64), SPLITS)](
-            a, grad, h, *edges, sums, bias_sums, num_dst, SPLITS, scale,
+            a, grad, h, *given, sums, bias_sums, num_dst, SPLITS, scale,
             n, k, max(16, triton.next_power_of_2(k)), mean, 64, 64, is_interpreted(), num_warps=4,
         )  # fmt: skip
-        return None, sums.sum(0).to(dtype), bias_sums.sum(0).to(dtype), *[None] * 8
+        return None, *_summed(sums, widths, dtype), _summed(bias_sums, (1, 0), dtype)[0].view(-1), *[None] * 8
 
 
 def hidden_then_reduce(
     a: Tensor,
-    weight: Tensor,
+    left: Tensor,
+    right: Tensor,
     bias: Tensor,
     slots: Slots,
     hop: int,
     nodes: Tensor,
     counts: Tensor,
-    dense: Dense,
+    rows: RowMap,
     how: str,
     p: float,
     key: Tensor | None,
 ) -> Tensor:
-    """[reduced | own] rows of dropout(relu(a W' + b)), `a` having a dense row per slot up to hop + 1; sum or mean."""
-    out = _Hidden.apply(a, weight, bias, slots, hop, nodes, counts, dense, how, p, key)
+    """[reduced | own] rows of dropout(relu(a [left | right]' + b)), for the slots up to `hop`; sum or mean.
+
+    a: rows for the slots up to hop + 1, which `rows` says the places of.
+    """
+    out = _Hidden.apply(a, left, right, bias, slots, hop, nodes, counts, rows, how, p, key)
     assert isinstance(out, Tensor)
     return out

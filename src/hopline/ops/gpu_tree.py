@@ -140,37 +140,54 @@ def sample_tree(
 # ---- the slots that are there
 
 
-class Dense(NamedTuple):
-    """The slots that are not empty, numbered one after the other: how many there are, only the device knows."""
+class RowMap(NamedTuple):
+    """Which slots the rows of a matrix belong to: all of them in order, or only those that are not empty."""
 
     place: Tensor
-    """[num_slots] int32: each slot's number; any where it is empty."""
+    """[num_slots] int32: each slot's row; any where it has none."""
     slots: Tensor
-    """[num_slots] int32: the slot of each number, any beyond the last."""
+    """[num_slots] int32: each row's slot, any beyond the last row."""
+    parents: Tensor
+    """[num_slots] int32: the slot that each row's slot is a child of; -1 at seeds and empty slots."""
     total: Tensor
-    """[1] int32: how many there are."""
+    """[1] int32: how many rows there are; only the device knows."""
 
 
 @triton.jit(do_not_specialize=["num"])
-def _dense_kernel(nodes, upto, place, slots, num, T: tl.constexpr):
+def _dense_kernel(nodes, upto, all_parents, place, slots, parents, num, T: tl.constexpr):
     slot = tl.program_id(0) * T + tl.arange(0, T)
     there = tl.load(nodes + slot, mask=slot < num, other=-1) >= 0
-    number = tl.load(upto + slot, mask=there, other=1) - 1
-    tl.store(place + slot, number, mask=there)
-    tl.store(slots + number, slot, mask=there)
+    row = tl.load(upto + slot, mask=there, other=1) - 1
+    tl.store(place + slot, row, mask=there)
+    tl.store(slots + row, slot, mask=there)
+    tl.store(parents + row, tl.load(all_parents + slot, mask=there, other=-1), mask=there)
 
 
-def dense(nodes: Tensor) -> Dense:
-    """Numbers for the slots of a tree, or of its first hops, that hold a node."""
+@triton.jit(do_not_specialize=["num"])
+def _present_kernel(nodes, all_parents, parents, num, T: tl.constexpr):
+    slot = tl.program_id(0) * T + tl.arange(0, T)
+    there = tl.load(nodes + slot, mask=slot < num, other=-1) >= 0
+    tl.store(parents + slot, tl.load(all_parents + slot, mask=there, other=-1), mask=slot < num)
+
+
+def dense_rows(nodes: Tensor, all_parents: Tensor) -> RowMap:
+    """A row for each slot that holds a node, in their order. nodes: of a tree's first hops."""
     num = nodes.numel()
     upto = torch.cumsum(nodes >= 0, 0, dtype=torch.int32)
-    place, slots = torch.empty_like(upto), torch.empty_like(upto)
-    _dense_kernel[(triton.cdiv(num, 1024),)](nodes, upto, place, slots, num, 1024)
-    return Dense(place, slots, upto[-1:])
+    place, slots, parents = torch.empty(3, num, dtype=torch.int32, device=nodes.device)
+    _dense_kernel[(triton.cdiv(num, 1024),)](nodes, upto, all_parents, place, slots, parents, num, 1024)
+    return RowMap(place, slots, parents, upto[-1:])
+
+
+def rows_by_slot(nodes: Tensor, all_parents: Tensor) -> RowMap:
+    """A row for each slot, empty ones included."""
+    num = nodes.numel()
+    same, total = _counted(num, nodes.device)
+    parents = torch.empty_like(same)
+    _present_kernel[(triton.cdiv(num, 1024),)](nodes, all_parents, parents, num, 1024)
+    return RowMap(same, same, parents, total)
 
 
 @lru_cache(maxsize=8)
-def by_slot(num: int, device: torch.device) -> Dense:
-    """Rows that stand by slot, empty ones included, as if they were dense."""
-    same = torch.arange(num, dtype=torch.int32, device=device)
-    return Dense(same, same, torch.full((1,), num, dtype=torch.int32, device=device))
+def _counted(num: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.arange(num, dtype=torch.int32, device=device), torch.full((1,), num, dtype=torch.int32, device=device)

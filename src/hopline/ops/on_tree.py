@@ -23,14 +23,14 @@ def next_step(state: Tensor, order: Tensor, batch_size: int, first: int, seeds_p
     return _kernels("tree").next_step(state, order, batch_size, first, seeds_per_step)
 
 
-def dense_slots(nodes: Tensor) -> Any:
-    """Numbers for the slots that hold a node: `gpu_tree.Dense`."""
-    return _kernels("tree").dense(nodes)
+def dense_rows(nodes: Tensor, parents: Tensor) -> Any:
+    """Rows for the slots that hold a node only: `gpu_tree.RowMap`."""
+    return _kernels("tree").dense_rows(nodes, parents)
 
 
-def slots_as_dense(num: int, device: torch.device) -> Any:
-    """All slots numbered as they are."""
-    return _kernels("tree").by_slot(num, device)
+def rows_by_slot(nodes: Tensor, parents: Tensor) -> Any:
+    """Rows for all slots as they are: `gpu_tree.RowMap`."""
+    return _kernels("tree").rows_by_slot(nodes, parents)
 
 
 def reduce_tree(
@@ -51,8 +51,8 @@ def reduce_table(
 
 
 def hidden_then_reduce(
-    a: Tensor, weight: Tensor, bias: Tensor, slots: Slots, hop: int, nodes: Tensor, counts: Tensor, dense: Any,
-    how: str, p: float, key: Tensor | None,
+    a: Tensor, left: Tensor, right: Tensor, bias: Tensor, slots: Slots, hop: int, nodes: Tensor, counts: Tensor,
+    rows: Any, how: str, p: float, key: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """A hidden layer and the next one's aggregation in one: see `gpu_dense.hidden_then_reduce`."""
-    return _kernels("dense").hidden_then_reduce(a, weight, bias, slots, hop, nodes, counts, dense, how, p, key)
+    return _kernels("dense").hidden_then_reduce(a, left, right, bias, slots, hop, nodes, counts, rows, how, p, key)
