@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hopline import trace
+from hopline import ops, trace
 
 MOST_CAPTURES = 3
 """Gradients that keep moving about in memory are not worth another graph."""
@@ -15,13 +16,13 @@ MOST_CAPTURES = 3
 
 def make_optimizer(kind: str, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """The optimizer of that name; on a GPU its learning rate and its counters are there too, so that it can be captured."""
-    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     device = parameters[0].device
+    made = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
     if device.type != "cuda":
-        return kinds[kind](parameters, lr=lr, weight_decay=weight_decay)
-    options = {"fused": True} | ({} if kind == "sgd" else {"capturable": True})
+        return made(parameters, lr=lr, weight_decay=weight_decay)  # type: ignore[call-arg]
+    options: dict[str, Any] = {"fused": True} if kind == "sgd" else {"fused": True, "capturable": True}
     rate = torch.tensor(lr, dtype=torch.float32, device=device)
-    return kinds[kind](parameters, lr=rate, weight_decay=weight_decay, **options)
+    return made(parameters, lr=rate, weight_decay=weight_decay, **options)  # type: ignore[call-arg]
 
 
 class Update:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hopline import trace
+from hopline import ops, trace
 from hopline.batch import Batch
 from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN
@@ -48,14 +48,14 @@ def supervised(task: str, num_classes: int) -> TrainStep:
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
         scores, y = model(batch), batch.labels
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if task == "multi" or scores.size(-1) == 1:
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
         if scores.size(-1) < num_classes:
             raise ValueError(
                 f"the model puts out {scores.size(-1)} columns for {num_classes} classes: widen its last layer"
             )
-        return nn.functional.cross_entropy(scores, y)
+        return ops.cross_entropy(scores, y)
 
     return train_step
 

@@ -28,6 +28,7 @@ __all__ = [
     "Neighbors",
     "Slots",
     "check_device_errors",
+    "cross_entropy",
     "derive_key",
     "gather_rows",
     "group_edges",
@@ -35,6 +36,7 @@ __all__ = [
     "kernel_cache",
     "keyed_dropout",
     "new_id_map",
+    "optimizer_class",
     "own_threads",
     "permutation",
     "place_key",
@@ -147,6 +149,23 @@ def reduce_edges(
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
     return _twin(x, cpu_reduce, "gpu_dropout").keyed_dropout(x, p, _key(x, key), ids)
+
+
+def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross entropy of scores [n, classes] of any precision."""
+    if scores.device.type == "cuda" and _has_triton() and scores.dtype != torch.float64:
+        kernels = _gpu("gpu_loss")
+        if 0 < scores.size(1) <= kernels.MOST_CLASSES and scores.size(0):
+            return kernels.cross_entropy(scores, labels)
+    exact = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return torch.nn.functional.cross_entropy(exact, labels)
+
+
+def optimizer_class(name: str, device: torch.device) -> type[torch.optim.Optimizer]:
+    """torch's optimizer of that name, on a GPU with a step in one kernel."""
+    if device.type == "cuda" and _has_triton() and name in ("Adam", "AdamW"):
+        return getattr(_gpu("gpu_adam"), name)
+    return getattr(torch.optim, name)
 
 
 @contextmanager

@@ -1,0 +1,29 @@
+"""Cross entropy against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hopline.ops import gpu_loss
+from tests.helpers import KERNEL_DEVICE, randint, randn
+
+
+@pytest.mark.parametrize(("num", "classes"), [(1, 1), (7, 3), (130, 172), (5, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradient_are_torchs(num: int, classes: int, dtype: torch.dtype):
+    values = (5 * randn(num, classes)).to(dtype).to(KERNEL_DEVICE)
+    labels = randint(0, classes, num).to(KERNEL_DEVICE)
+    found, expected = values.clone().requires_grad_(), values.float().requires_grad_()
+    ours = gpu_loss.cross_entropy(found, labels)
+    theirs = torch.nn.functional.cross_entropy(expected, labels)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    (3 * ours).backward()
+    (3 * theirs).backward()
+    assert found.grad is not None
+    assert expected.grad is not None
+    assert found.grad.dtype == dtype
+    tolerance = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-4}
+    torch.testing.assert_close(found.grad.float(), expected.grad, **tolerance)
