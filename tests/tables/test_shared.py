@@ -99,6 +99,7 @@ def test_a_spawned_process_reads_the_same_memory_through_a_cache_of_its_own() ->
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(table, theirs))
     process.start()
+    theirs.close()  # so that a child that fails ends our waiting
     try:
         first, counters = ours.recv()
         assert first == rows[:10].tolist()
@@ -135,8 +136,8 @@ def test_a_spawned_process_pins_the_same_memory_for_its_gpu() -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=_gpu_child, args=(table, theirs))
     process.start()
+    theirs.close()  # so that a child that fails ends our waiting
     try:
-        assert ours.poll(timeout=100)
         found, counters = ours.recv()
         assert found == rows[:10].tolist()
         assert (counters["hits"], counters["misses"]) == (3, 7)
