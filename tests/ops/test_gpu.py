@@ -89,6 +89,17 @@ def test_node_ids_and_keys_in_other_shapes() -> None:
 
 
 @pytest.mark.parametrize("fanout", [-1, 3])
+def test_ids_that_are_not_contiguous(fanout: int) -> None:
+    indptr, indices = csr()
+    nodes, rows = torch.tensor([7, 1, 3, 0, 58, 2]), randn(60, 3)
+    some = nodes.to(KERNEL_DEVICE)[::2]
+    found = gpu.sample_neighbors(*on_device(indptr, indices), some, fanout, 1)
+    assert_same(found, reference.sample_neighbors(indptr, indices, nodes[::2], fanout, 1))
+    assert_same((gpu.gather_rows(*on_device(rows), some),), (rows[nodes[::2]],))
+    assert gpu.DeviceIdMap(60, some.device).add(some.flip(0)[::2]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("fanout", [-1, 3])
 @pytest.mark.parametrize("bad", [-1, 60, 2**40])
 def test_a_node_that_is_not_there_raises_and_the_next_call_is_right(fanout: int, bad: int) -> None:
     indptr, indices = on_device(*csr())

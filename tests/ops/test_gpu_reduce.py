@@ -176,6 +176,14 @@ def test_an_own_row_that_is_not_there_is_reported() -> None:
         gpu_errors.check_device_errors()
 
 
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_arguments_that_are_not_contiguous(reduce: str) -> None:
+    indptr, src_idx = edges(20, 25, 150)
+    plain = (randn(25, 6), indptr, src_idx, reduce, None, torch.arange(20))
+    spread = [torch.stack([t, t], -1)[..., 0] if isinstance(t, Tensor) else t for t in plain]
+    assert_same_results(run(gpu_reduce, *spread), run(reference, *plain), 1e-12)
+
+
 def test_weights_and_own_rows_must_fit() -> None:
     rows, indptr, src_idx = (t.to(KERNEL_DEVICE) for t in (randn(25, 4), torch.tensor([0, 1]), torch.tensor([1])))
     with pytest.raises(ValueError, match="2 weights for 1 edges"):

@@ -155,6 +155,7 @@ def _replace_kernel(indices, nodes, starts, degrees, out_indptr, key, ids, edge_
 def sample_neighbors(
     indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, replace: bool = False
 ) -> Neighbors:
+    indptr, indices, nodes = indptr.contiguous(), indices.contiguous(), nodes.contiguous()
     check_readable("the graph", indptr, indices)
     if fanout < 0:
         out_indptr, edge_ids = _row_positions(indptr, nodes, indices.numel())
@@ -179,6 +180,7 @@ def sample_neighbors(
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    indptr, nodes = indptr.contiguous(), nodes.contiguous()
     check_readable("the graph", indptr)
     # Positions are not followed here: any row that does not fall fits.
     return _row_positions(indptr, nodes, (1 << 63) - 1)
@@ -236,6 +238,7 @@ def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tenso
         raise IndexError("a row id is outside its table, which is empty")
     if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):
         return rows[ids.long()]
+    ids = ids.contiguous()
     out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype, device=ids.device)
     if out.numel() == 0:
         return out

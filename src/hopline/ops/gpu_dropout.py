@@ -74,6 +74,6 @@ def _apply(x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
 
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     assert ids.numel() == x.size(0), "one node id per row"
-    out = _KeyedDropout.apply(x, p, key_on(x.device, key), ids)
+    out = _KeyedDropout.apply(x, p, key_on(x.device, key), ids.contiguous())
     assert isinstance(out, Tensor)
     return out

@@ -83,10 +83,11 @@ class DeviceIdMap(SortedIdMap):
             raise ValueError("a batch may reach at most 2**31 nodes: make batch_size or the fan-outs smaller")
         if not self.dense:
             return super().add(nodes)
-        num = nodes.numel()
-        idx, places, is_first = torch.empty(3, num, dtype=torch.int32, device=self.device)
+        nodes, num = nodes.contiguous(), nodes.numel()
+        idx = torch.empty(num, dtype=torch.int32, device=self.device)
         if num == 0:
             return idx
+        places, is_first = torch.empty_like(idx), torch.empty_like(idx)
         self._reserve(self.size + num)
         grid = (triton.cdiv(num, BLOCK),)
         with launching(self.device):

@@ -380,7 +380,8 @@ def reduce_edges(
         return _weighted_max(rows, indptr, src_idx, weight, own)
     if weight is not None:
         weight = weight.to(_accumulator(rows.dtype)[0]).contiguous()
-    out = _ReduceEdges.apply(rows, indptr, src_idx, reduce, weight, own)
+    own = None if own is None else own.contiguous()
+    out = _ReduceEdges.apply(rows, indptr.contiguous(), src_idx.contiguous(), reduce, weight, own)
     assert isinstance(out, Tensor)
     return out
 
