@@ -21,7 +21,6 @@ from hopline.nn.convs import edge_arguments
 from hopline.sampling import NeighborSampler
 from hopline.tables import TensorTable
 
-
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where the Triton kernels are tested: on a GPU, or in Triton's interpreter."""
 

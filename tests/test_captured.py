@@ -10,9 +10,8 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.captured import no_waiting
+from hopline.captured import DrawnUnit, no_waiting
 from hopline.data import planted
-from hopline.work import BatchUnit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -90,7 +89,7 @@ def test_an_epoch_waits_for_nothing_but_its_end():
     trainer, _ = trained("sage", captured=True, epochs=1)
     trainer.model.train()
     units = list(trainer.work.units(2))
-    assert sum(isinstance(unit, BatchUnit) for unit in units) == 1  # the last, which is not full
+    assert sum(isinstance(unit, DrawnUnit) for unit in units) == 1  # the last, which is not full
     torch.cuda.synchronize()
     with no_waiting():
         for unit in trainer.work.units(2):

@@ -82,11 +82,11 @@ class CapturedWork:
             if self.step is not None:
                 yield CapturedUnit(self.step, size, per_step)
             else:
-                yield BatchUnit(self.job, self.batches.next(size, loader.rank * size, per_step))
+                yield DrawnUnit(self.job, self.batches, size, loader.rank * size, per_step)
         rest = left % per_step
         if rest and not loader.method.drop_last:
             first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
-            yield BatchUnit(self.job, self.batches.next(stop - first, first, rest))
+            yield DrawnUnit(self.job, self.batches, stop - first, first, rest)
 
 
 @dataclass
@@ -104,6 +104,26 @@ class CapturedUnit(Unit):
     def forward_backward(self, total: int) -> Tensor:
         with trace.span("step", self.step.job.device):
             return self.step.replay(total)
+
+
+@dataclass
+class DrawnUnit(Unit):
+    """A batch that is drawn when its turn comes, since the device counts the steps."""
+
+    job: Job
+    batches: DeviceBatches
+    size: int
+    first: int
+    total: int
+
+    @property
+    def total_size(self) -> int:
+        return self.total
+
+    def forward_backward(self, total: int) -> Tensor:
+        with trace.span("sample", self.job.device):
+            batch = self.batches.next(self.size, self.first, self.total)
+        return BatchUnit(self.job, batch).forward_backward(total)
 
 
 def capture(job: Job, batches: DeviceBatches, size: int, first: int, per_step: int) -> CapturedStep | None:

@@ -43,7 +43,7 @@ class Sampled(Method):
     replace: bool = False
     """Draw neighbours with replacement."""
     layout: Literal["auto", "block", "tree"] = "auto"
-    """`block`: every node once; `tree`: a slot for every draw, so shapes never change; `auto`: tree if a GPU has all."""
+    """`block`: every node once; `tree`: a slot for every draw, shapes never change; `auto`: tree if a GPU has all."""
     shuffle: bool = True
     """Visit the seeds in a new order each epoch."""
     drop_last: bool = False

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from hopline import ops, trace
 
+WARM_UP_STEPS = 2
 MOST_CAPTURES = 3
 """Gradients that keep moving about in memory are not worth another graph."""
 
 
 def make_optimizer(kind: str, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """The optimizer of that name; on a GPU its learning rate and its counters are there too, so that it can be captured."""
+    """The optimizer of that name; on a GPU its learning rate and counters are there too, so that it can be captured."""
     device = parameters[0].device
     made = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
     if device.type != "cuda":
@@ -47,9 +48,9 @@ class Update:
             if self.graph is not None and addresses == self.known:
                 self.graph.replay()
                 return
-            # The first step makes the optimizer's state; gradients that moved since the last are new each time.
+            # The first steps set the optimizer up; gradients that moved since the last step may do so each time.
             moved, self.known = addresses != self.known, addresses
-            if not self.can_capture or self.steps < 2 or moved or self.captures == MOST_CAPTURES:
+            if not self.can_capture or self.steps <= WARM_UP_STEPS or moved or self.captures == MOST_CAPTURES:
                 self._run()
                 return
             self._capture()

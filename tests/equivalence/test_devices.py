@@ -33,7 +33,7 @@ def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = MODELS[name](data.num_features, data.num_classes).double()
-        method = hl.Sampled(fanouts=(5, 5), batch_size=256)
+        method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout="block")
         runs[device] = hl.Trainer(model, data, method, epochs=2, device=device, show=False).fit()
         outputs[device] = hl.infer.exact(model, data, device=device)
     losses = [[epoch.loss for epoch in runs[device].history] for device in ("cpu", "cuda")]

@@ -48,4 +48,4 @@ def test_what_the_kernel_cannot_do_is_left_to_torch():
     for _ in range(2):
         p.grad = torch.ones_like(p)
         optimizer.step()
-    torch.testing.assert_close(p.detach(), before - 0.2, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(p.detach(), before - 0.2, rtol=1e-4, atol=1e-5)

@@ -66,3 +66,21 @@ def test_rows_of_empty_slots_get_no_gradient_where_rows_stand_by_slot():
     out.float().sum().backward()
     assert a.grad is not None
     assert a.grad.abs().sum(1).bool().tolist() == (nodes >= 0).tolist()
+
+
+def test_a_linear_layer_of_two_weights_is_torchs():
+    values = [randn(9, 10), randn(5, 6, seed=1), randn(5, 4, seed=2), randn(5, seed=3)]
+    grads, outs = [], []
+    for ours in (True, False):
+        a, left, right, bias = (v.bfloat16().float().to(DEVICE).requires_grad_() for v in values)
+        if ours:
+            out = gpu_dense.beside_linear(a.bfloat16(), left, right, bias).float()
+        else:
+            out = torch.nn.functional.linear(a, torch.cat([left, right], dim=1), bias)
+        (out * randn(*out.shape, seed=5).bfloat16().float().to(DEVICE)).sum().backward()
+        outs.append(out.detach())
+        grads.append([t.grad for t in (a, left, right, bias)])
+    for found, plain in zip([outs[0], *grads[0]], [outs[1], *grads[1]], strict=True):
+        assert found is not None
+        assert plain is not None
+        assert ((found - plain).norm() / plain.norm()).item() < 1e-2

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from hopline.batch import Block, Handle, Part, as_tensor
 from hopline.graph import Graph
+from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
 from hopline.nn.fused import fused, is_fused
 from hopline.nn.rows import typed
 from hopline.tree import TreeBlock
@@ -32,10 +33,11 @@ EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "ty
 _conventions: WeakKeyDictionary[nn.Module, Convention] = WeakKeyDictionary()
 
 
-def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
+def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
     """The conv's output for the block's destinations: [num_dst, ...].
 
     h: source rows [num_src, ...] or the handle to them; x0: initial rows, whose first num_dst are the destinations'.
+    layer: which of the model's it is, for draws of the conv's own.
     """
     convention = _conventions.get(conv)
     if convention is None or is_fused(conv) != (convention == "fused"):
@@ -45,6 +47,8 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
             f"scale_sums=true needs convs that sum plain rows (SAGEConv, GINConv, GraphConv); {_name(conv)} does not: "
             "set method.scale_sums=false"
         )
+    if is_fused_attention(conv) and is_on_gpu(block):
+        return attention(conv, h, block, layer)
     return _call(conv, convention, h, block, x0)
 
 

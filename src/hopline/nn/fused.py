@@ -19,7 +19,7 @@ from hopline import ops
 from hopline.batch import Block, Handle, ReducedRows, Rows, as_tensor
 from hopline.nn.gcn import gcn_weights
 from hopline.nn.rows import typed
-from hopline.nn.trees import PendingRows, pending_rows, reduce_on_tree
+from hopline.nn.trees import PendingRows, linear_of_both, pending_rows, reduce_on_tree
 from hopline.tree import TreeBlock
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
@@ -78,20 +78,20 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
     reads = isinstance(h, Rows) and reads_rows(conv)
     runs_on = isinstance(h, PendingRows) and linears is not None and how != "max"
     source = h if reads or runs_on else typed(h, dtype)
-    if linears is None and isinstance(block, TreeBlock) and block.on_gpu:
-        reduced, own = _reduce(source, block, how, block.edge.get("weight"), dtype, beside_own=True).chunk(2, dim=1)
+    if linears is None and isinstance(block, TreeBlock) and block.on_gpu and not getattr(conv, "project", False):
+        weight = block.edge.get("weight") if isinstance(conv, GraphConv) else None
+        reduced, own = _reduce(source, block, how, weight, dtype, beside_own=True).chunk(2, dim=1)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: reduced)
     elif linears is None:
         own = typed(_own_rows(source, block.num_dst), dtype)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
     else:
         # Both products in one: [reduced, own] times the weights side by side. The conv is told of no own rows.
-        of_reduced, of_own = (getattr(conv, name) for name in linears)
-        weight, bias, own = torch.cat([of_reduced.weight, of_own.weight], dim=1), of_reduced.bias, None
+        own, pair = None, (getattr(conv, linears[0]), getattr(conv, linears[1]))
         stand_in = _StandIn(
             conv,
             lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype, beside_own=True),
-            **{linears[0]: lambda beside: nn.functional.linear(beside, weight, bias)},
+            **{linears[0]: lambda beside: linear_of_both(beside, pair)},
         )
     if isinstance(conv, GraphConv):
         return type(conv).forward(stand_in, (source, own), block, block.edge.get("weight"))  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from hopline.nn.convs import convolve, takes_x0
 from hopline.nn.fused import deferred, is_fused, is_linear, project, read_ahead, reads_rows
 from hopline.nn.norm import check_norm, empty_rows_left_out, make_norm, running_statistics
 from hopline.nn.rows import typed
-from hopline.tree import TreeBlock
 
 INPUT = -1
 """The place of the input dropout among the layers' keys."""
@@ -182,10 +181,9 @@ class GNN(nn.Module):
 
     def layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l` on a block: the state of its sources to the state of its destinations."""
-        present = block.present if isinstance(block, TreeBlock) and self.training else None
         with (
             running_statistics([self.convs[l], self.norms[l]], only_if=block.num_dst == 1),
-            empty_rows_left_out([self.convs[l], self.norms[l]], present),
+            empty_rows_left_out([self.convs[l], self.norms[l]], block),
         ):
             return self._layer(l, state, block)
 
@@ -198,7 +196,7 @@ class GNN(nn.Module):
             pending = deferred(self.convs[l], state.h, block, p, key)
             if pending is not None:
                 return State(pending)
-        h = convolve(self.convs[l], state.h, block, x0)
+        h = convolve(self.convs[l], state.h, block, x0, l)
         if self.initial_residual and x0 is not None and not takes_x0(self.convs[l]):
             if h.shape != x0.shape:
                 raise ValueError(

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import norm as pyg_norm
 
+from hopline.batch import Block
+from hopline.tree import TreeBlock
+
 _OVER_NODES = (
     pyg_norm.GraphNorm,
     pyg_norm.PairNorm,
@@ -59,11 +62,12 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
             norm.train()
 
 
-def empty_rows_left_out(modules: Iterable[nn.Module], present: Tensor | None) -> AbstractContextManager[Any]:
-    """Batch norms, also those inside convs, take their statistics from the rows that are there while this lasts."""
-    if present is None or not any(isinstance(m, nn.BatchNorm1d) for module in modules for m in module.modules()):
+def empty_rows_left_out(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
+    """Batch norms, also those inside convs, take their statistics from a tree's slots that are not empty."""
+    norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
+    if not isinstance(block, TreeBlock) or next(norms, None) is None:
         return nullcontext()
-    return _OverPresentRows(present)
+    return _OverPresentRows(block.present)
 
 
 class _OverPresentRows(TorchFunctionMode):

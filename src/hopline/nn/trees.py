@@ -62,6 +62,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if autocast else dtype
 
 
+def linear_of_both(beside: Tensor, linears: tuple[Any, Any]) -> Tensor:
+    """The linear layers of reduced and own rows, on both side by side; the first one has the bias."""
+    left, right, bias = linears[0].weight, linears[1].weight, linears[0].bias
+    if beside.is_cuda and beside.dtype in HALVES and bias is not None:
+        return on_tree.beside_linear(beside, left, right, bias)
+    return torch.nn.functional.linear(beside, torch.cat([left, right], dim=1), bias)
+
+
 @dataclass(frozen=True, eq=False)
 class PendingRows(Handle):
     """Hidden rows dropout(relu(a W' + b)) that the next layer's kernel makes, reduces and forgets."""

@@ -1,4 +1,4 @@
-"""Adam as one kernel over all parameters: models of graphs are small, and a launch each would take longer than the work.
+"""Adam as one kernel over all parameters: graph models are small, and a launch each would take longer than the work.
 
 The state is torch's own, so checkpoints go from one to the other.
 """
@@ -20,8 +20,11 @@ COLUMNS = tl.constexpr(7)
 
 
 @triton.jit
-def _adam_kernel(table, lr, log2_beta1, log2_beta2, beta1, beta2, eps, decay, DECOUPLED: tl.constexpr, T: tl.constexpr):
-    """table: by program the addresses of parameter, gradient, both moments and the step, the first element, the count."""
+def _adam_kernel(table, lr, log2_beta1, log2_beta2, new1, new2, eps, decay, DECOUPLED: tl.constexpr, T: tl.constexpr):
+    """table: by program the addresses of parameter, gradient, both moments and step, the first element, the count.
+
+    new1, new2: 1 - beta, which float32 would spoil. The moments move by that share of the gradient.
+    """
     row = table + tl.program_id(0) * COLUMNS
     parameter = tl.load(row).to(tl.pointer_type(tl.float32))
     gradient = tl.load(row + 1).to(tl.pointer_type(tl.float32))
@@ -39,8 +42,8 @@ def _adam_kernel(table, lr, log2_beta1, log2_beta2, beta1, beta2, eps, decay, DE
         g += decay * p
     m = tl.load(first_moment + i, mask=inside, other=0)
     v = tl.load(second_moment + i, mask=inside, other=0)
-    m += (g - m) * (1 - beta1)
-    v = v * beta2 + (1 - beta2) * g * g
+    m += (g - m) * new1
+    v += (g * g - v) * new2
     unbiased1 = 1 - tl.exp2(step * log2_beta1)
     unbiased2 = 1 - tl.exp2(step * log2_beta2)
     p -= rate / unbiased1 * m / (tl.sqrt(v) / tl.sqrt(unbiased2) + eps)
@@ -72,6 +75,8 @@ class _OneKernel:
                 return None
             key = tuple(t.data_ptr() for row in rows for t in row)
             if known.get(number, (None,))[0] != key:
+                if device_is_capturing(parameters[0]):  # a copy from the host would be captured with it
+                    return None
                 known[number] = (key, _table(rows))
             found.append((group, known[number][1], [row[4] for row in rows]))
         return found
@@ -85,7 +90,7 @@ class _OneKernel:
             torch._foreach_add_(steps, 1)
             beta1, beta2 = group["betas"]
             _adam_kernel[(table.size(0),)](
-                table, group["lr"], math.log2(beta1), math.log2(beta2), beta1, beta2, group["eps"],
+                table, group["lr"], math.log2(beta1), math.log2(beta2), 1 - beta1, 1 - beta2, group["eps"],
                 group["weight_decay"], self.decoupled, CHUNK,
             )  # fmt: skip
         return None
@@ -101,6 +106,10 @@ class AdamW(_OneKernel, torch.optim.AdamW):
     """torch's AdamW."""
 
     decoupled = True
+
+
+def device_is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _table(rows: list[tuple[Tensor, ...]]) -> Tensor:

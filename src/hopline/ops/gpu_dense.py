@@ -24,6 +24,8 @@ from hopline.ops.slots import Slots
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64
 SPLITS = 66
 """Ranges of rows whose weight gradients are summed apart: a fixed number, so that the sum is the same every time."""
+WEIGHT_TILE = 128
+"""Rows and columns of a program's part of a weight gradient."""
 GRADIENT_ROWS = 32
 """Rows of a program that makes the gradient of h."""
 
@@ -136,14 +138,14 @@ def _gradient_kernel(
 @triton.jit(do_not_specialize=["num_dst", "splits"])
 def _weight_kernel(
     a, grad, h, slots, parents, counts, total_rows, sums, bias_sums, num_dst, splits, scale,
-    N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One range of rows: the gradients of weight and bias, that of h being made on the way."""
+    """One range of rows: a tile of the gradients of weight and bias, that of h being made on the way."""
     column = tl.program_id(0) * C + tl.arange(0, C)
-    split = tl.program_id(1)
-    depth = tl.arange(0, KP)
-    total = tl.zeros((C, KP), tl.float32)
+    depth = tl.program_id(1) * D + tl.arange(0, D)
+    split = tl.program_id(2)
+    total = tl.zeros((C, D), tl.float32)
     bias_total = tl.zeros((C,), tl.float32)
     num = tl.load(total_rows)
     rows_per_split = tl.cdiv(tl.cdiv(num, splits), R) * R
@@ -158,7 +160,27 @@ def _weight_kernel(
         bias_total += tl.sum(made, 0)
     target = sums + (split * N + column).to(tl.int64)[:, None] * K + depth[None, :]
     tl.store(target, total, mask=(column < N)[:, None] & (depth < K)[None, :])
-    tl.store(bias_sums + split * N + column, bias_total, mask=column < N)
+    if tl.program_id(1) == 0:
+        tl.store(bias_sums + split * N + column, bias_total, mask=column < N)
+
+
+@triton.jit(do_not_specialize=["num"])
+def _column_sums_kernel(rows, out, num, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    column = tl.program_id(0) * C + tl.arange(0, C)
+    total = tl.zeros((R, C), tl.float32)
+    for first in range(0, num, R):
+        row = first + tl.arange(0, R)
+        ok = (row < num)[:, None] & (column < N)[None, :]
+        total += tl.load(rows + row[:, None] * N + column[None, :], mask=ok, other=0).to(tl.float32)
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < N)
+
+
+def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """rows.sum(0) of a few hundred rows, which torch takes its time for."""
+    out = torch.empty(rows.size(1), dtype=dtype, device=rows.device)
+    grid = (triton.cdiv(rows.size(1), 16),)
+    _column_sums_kernel[grid](rows, out, rows.size(0), rows.size(1), 128, 16)
+    return out
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -168,15 +190,13 @@ def _sum_kernel(sums, left, right, num, splits, LEFT: tl.constexpr, RIGHT: tl.co
     total = tl.zeros((T,), tl.float32)
     place = sums + i
     for _ in range(splits):
-        total += tl.load(place, mask=i < num, other=0)
+        total += tl.load(place, mask=i < num, other=0).to(tl.float32)
         place += num
     row, column = i // (LEFT + RIGHT), i % (LEFT + RIGHT)
     is_left = column < LEFT
     tl.store(left + row * LEFT + column, total.to(left.dtype.element_ty), mask=(i < num) & is_left)
-    if RIGHT > 0:
-        tl.store(
-            right + row * RIGHT + column - LEFT, total.to(right.dtype.element_ty), mask=(i < num) & (column >= LEFT)
-        )
+    of_right = right + row * RIGHT + column - LEFT
+    tl.store(of_right, total.to(right.dtype.element_ty), mask=(i < num) & (column >= LEFT))
 
 
 def dropout_numbers(p: float) -> tuple[int, float]:
@@ -232,18 +252,42 @@ class _Hidden(torch.autograd.Function):
         given, num_dst, mean = (*rows, counts, total), slots.up_to(hop), how == "mean"
         if ctx.needs_input_grad[0]:
             made, programs = torch.empty_like(h), triton.cdiv(num, GRADIENT_ROWS)
-            bias_sums = torch.empty(programs, n, 1, dtype=torch.float32, device=a.device)
+            bias_sums = torch.empty(programs, n, dtype=torch.float32, device=a.device)
             grid = (programs, triton.cdiv(n, 128))
             _gradient_kernel[grid](grad, h, *given, made, bias_sums, num, num_dst, scale, n, mean, GRADIENT_ROWS, 128)
-            of_left, of_right = (made.t() @ a).to(dtype).split(widths, dim=1)
-            return made @ w, of_left, of_right, _summed(bias_sums, (1, 0), dtype)[0].view(-1), *[None] * 8
+            of_weights = _summed((made.t() @ a)[None], widths, dtype)
+            return made @ w, *of_weights, _column_sums(bias_sums, dtype), *[None] * 8
         sums = torch.empty(SPLITS, n, k, dtype=torch.float32, device=a.device)
-        bias_sums = torch.empty(SPLITS, n, 1, dtype=torch.float32, device=a.device)
-        _weight_kernel[(triton.cdiv(n, 64), SPLITS)](
+        bias_sums = torch.empty(SPLITS, n, dtype=torch.float32, device=a.device)
+        _weight_kernel[(triton.cdiv(n, WEIGHT_TILE), triton.cdiv(k, WEIGHT_TILE), SPLITS)](
             a, grad, h, *given, sums, bias_sums, num_dst, SPLITS, scale,
-            n, k, max(16, triton.next_power_of_2(k)), mean, 64, 64, is_interpreted(), num_warps=4,
+            n, k, mean, 64, WEIGHT_TILE, WEIGHT_TILE, is_interpreted(), num_warps=8,
         )  # fmt: skip
-        return None, *_summed(sums, widths, dtype), _summed(bias_sums, (1, 0), dtype)[0].view(-1), *[None] * 8
+        return None, *_summed(sums, widths, dtype), _column_sums(bias_sums, dtype), *[None] * 8
+
+
+class _BesideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
+        w = _packed(left, right, a.dtype)
+        ctx.save_for_backward(a, w)
+        ctx.widths, ctx.dtype = (left.size(1), right.size(1)), left.dtype
+        return torch.addmm(bias.to(a.dtype), a, w.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        a, w = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_weights = _summed((grad.t() @ a)[None], ctx.widths, ctx.dtype)
+        return grad @ w, *of_weights, _column_sums(grad, ctx.dtype)
+
+
+def beside_linear(a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
+    """a [left | right]' + bias in the precision of `a`, with few kernels around the products."""
+    out = _BesideLinear.apply(a, left, right, bias)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def hidden_then_reduce(

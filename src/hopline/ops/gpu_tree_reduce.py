@@ -185,8 +185,8 @@ def reduce_rows(
     """[slots up to `hop`, ...]: each slot's children reduced, its own row to their right if asked for.
 
     x: rows of a table, read by the slots' nodes, or of all slots. tiers: (cold rows, place of each hot row or -1,
-    counters of hits and misses as `ops.tiers.new_counts`), where `x` holds a table's hot rows only. dense_in, dense_out: `Dense.place`, where rows are
-    kept only for slots that are there.
+    counters of hits and misses as `ops.tiers.new_counts`), where `x` holds a table's hot rows only. dense_in,
+    dense_out: `RowMap.place`, where rows are kept only for slots that are there.
     """
     width = x[0].numel()
     out = torch.empty(slots.up_to(hop), 2 * width if own else width, dtype=dtype, device=nodes.device)

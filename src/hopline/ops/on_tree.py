@@ -56,3 +56,8 @@ def hidden_then_reduce(
 ) -> Tensor:  # fmt: skip
     """A hidden layer and the next one's aggregation in one: see `gpu_dense.hidden_then_reduce`."""
     return _kernels("dense").hidden_then_reduce(a, left, right, bias, slots, hop, nodes, counts, rows, how, p, key)
+
+
+def beside_linear(a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer of [reduced | own] rows: see `gpu_dense.beside_linear`."""
+    return _kernels("dense").beside_linear(a, left, right, bias)

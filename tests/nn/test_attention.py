@@ -1,0 +1,233 @@
+"""GATConv and GATv2Conv by our kernels against stock PyG: on blocks and trees, with every option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from hopline.batch import Block, Rows
+from hopline.nn import GNN, convs
+from hopline.nn.attention import MOST_CHANNELS, attention, is_fused_attention
+from hopline.nn.convs import convolve
+from hopline.tables import TensorTable
+from hopline.tree import TreeBlock
+from hopline.tree_sampling import TreeSampler
+from tests.helpers import (
+    KERNEL_DEVICE,
+    assert_close,
+    assert_same_gradients,
+    batch_of,
+    generator,
+    randn,
+    random_graph,
+    stock,
+    twin,
+)
+from tests.nn.test_fused import LargestFloats
+
+DEVICE = torch.device(KERNEL_DEVICE)
+SEEDS = torch.tensor([0, 5, 2, 48, 49, 25])
+WIDTH = 6
+
+CONVS: dict[str, Any] = {
+    "gat": lambda: pyg.GATConv(WIDTH, 3, heads=2),
+    "gat-mean": lambda: pyg.GATConv(WIDTH, 4, heads=3, concat=False, negative_slope=0.4),
+    "gat-no-loops": lambda: pyg.GATConv(WIDTH, 3, heads=2, add_self_loops=False),
+    "gat-residual": lambda: pyg.GATConv(WIDTH, 3, heads=2, residual=True),
+    "gat-no-bias": lambda: pyg.GATConv(WIDTH, 3, bias=False),
+    "gat-two-linears": lambda: pyg.GATConv((WIDTH, WIDTH), 3, heads=2),
+    "gatv2": lambda: pyg.GATv2Conv(WIDTH, 3, heads=2),
+    "gatv2-mean": lambda: pyg.GATv2Conv(WIDTH, 4, heads=3, concat=False, negative_slope=0.4),
+    "gatv2-no-loops": lambda: pyg.GATv2Conv(WIDTH, 3, heads=2, add_self_loops=False),
+    "gatv2-shared": lambda: pyg.GATv2Conv(WIDTH, 3, heads=2, share_weights=True),
+    "gatv2-residual": lambda: pyg.GATv2Conv(WIDTH, 3, heads=2, residual=True, bias=False),
+}
+
+
+def conv_of(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return CONVS[name]().to(dtype).to(DEVICE)
+
+
+def block_of() -> Block:
+    return batch_of(random_graph(loops=True), None, (5,), SEEDS).blocks[0].to(DEVICE)
+
+
+def tree_of() -> TreeBlock:
+    """Two hops of sources, some slots being empty."""
+    return TreeSampler(random_graph(loops=True), (4, 3)).sample(SEEDS, 5)[0].to(DEVICE)
+
+
+def on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
+    """Stock PyG on the graph that has a node for every slot, without edges that are self-loops in the real one."""
+    if not isinstance(block, TreeBlock):
+        return stock(conv, x, block)
+    child = ((block.tree.nodes[: block.num_src] >= 0) & (block.parents >= 0)).nonzero().view(-1)
+    src, dst = child, block.parents[child].long()
+    if conv.add_self_loops:
+        other = block.src_ids[src] != block.src_ids[dst]
+        src, dst = src[other], dst[other]
+    return conv(x, torch.stack([src, dst]))[: block.num_dst]
+
+
+def backward(out: Tensor, block: Block) -> None:
+    """Gradients of a random projection of the outputs that are there."""
+    there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else torch.ones(block.num_dst, 1) > 0
+    projection = randn(*out.shape, seed=7).to(out)
+    (out * projection * there.view(-1, 1).to(out)).sum().backward()
+
+
+def assert_equals_stock(name: str, block: Block, dtype: torch.dtype, tolerance: float) -> None:
+    conv = conv_of(name, dtype)
+    other = twin(conv)
+    ours, theirs = (randn(block.num_src, WIDTH, seed=3).to(dtype).to(DEVICE).requires_grad_() for _ in range(2))
+    found, expected = attention(conv, ours, block), on_slots(other, theirs, block)
+    there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else slice(None)
+    assert_close(found[there], expected[there], tolerance)
+    backward(found, block)
+    backward(expected, block)
+    assert_same_gradients(conv, other, tolerance)
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert_close(ours.grad, theirs.grad, tolerance)
+
+
+@pytest.mark.parametrize("name", CONVS)
+@pytest.mark.parametrize("layout", ["block", "tree"])
+def test_outputs_and_gradients_are_those_of_stock_pyg(name: str, layout: str):
+    assert_equals_stock(name, block_of() if layout == "block" else tree_of(), torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2"])
+@pytest.mark.parametrize("layout", ["block", "tree"])
+def test_in_single_precision_too(name: str, layout: str):
+    assert_equals_stock(name, block_of() if layout == "block" else tree_of(), torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["gat", "gat-residual", "gatv2"])
+@pytest.mark.parametrize("layout", ["block", "tree"])
+def test_autocast_is_near_by_relative_norm(name: str, layout: str):
+    block = block_of() if layout == "block" else tree_of()
+    conv = conv_of(name, torch.float32)
+    other = twin(conv)
+    x = randn(block.num_src, WIDTH, seed=3, dtype=torch.float32).to(DEVICE)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        found = attention(conv, x, block)
+    expected = on_slots(other, x, block)
+    assert found.dtype == torch.bfloat16
+    backward(found.float(), block)
+    backward(expected, block)
+    there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else slice(None)
+    assert (found - expected)[there].norm() < 2e-2 * expected[there].norm()
+    for ours, theirs in zip(conv.parameters(), other.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert ours.grad.dtype == torch.float32
+        assert (ours.grad - theirs.grad).norm() < 2e-2 * theirs.grad.norm()
+
+
+def test_nothing_has_a_row_per_edge():
+    block = batch_of(random_graph(60, 6000), None, (-1,)).blocks[0].to(DEVICE)
+    conv = pyg.GATConv(16, 16, heads=2).to(DEVICE)
+    with LargestFloats() as sizes:
+        attention(conv, torch.randn(60, 16, device=DEVICE), block).sum().backward()
+    assert sizes.largest <= 2 * block.num_edges * 2  # the weights and scores of backward, by edge and head
+
+
+@pytest.mark.parametrize("layout", ["block", "tree"])
+def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, monkeypatch: pytest.MonkeyPatch):
+    block, conv, calls = block_of() if layout == "block" else tree_of(), conv_of("gat"), []
+    monkeypatch.setattr(convs, "is_on_gpu", lambda block: True)
+    monkeypatch.setattr(convs, "attention", lambda *given: calls.append(given) or attention(*given))
+    x = randn(50, WIDTH).to(DEVICE)
+    found = convolve(conv, Rows(TensorTable(x), block.src_ids), block, None, 2)
+    assert len(calls) == 1
+    assert calls[0][-1] == 2
+    assert_close(found, attention(conv, x[block.src_ids], block))
+
+
+def test_on_the_cpu_pyg_runs_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(convs, "attention", None)
+    block = batch_of(random_graph(), None, (5,), SEEDS).blocks[0]
+    convolve(conv_of("gat").cpu(), randn(block.num_src, WIDTH), block)
+
+
+def test_what_is_not_fused():
+    assert all(is_fused_attention(make()) for make in CONVS.values())
+    assert not is_fused_attention(pyg.SAGEConv(4, 4))
+    assert not is_fused_attention(pyg.GATConv(4, 4, edge_dim=2))
+    assert not is_fused_attention(pyg.GATConv(4, 4, aggr="mean"))
+    assert not is_fused_attention(pyg.GATConv(4, MOST_CHANNELS + 1))
+    assert not is_fused_attention(type("Other", (pyg.GATConv,), {})(4, 4))
+    for listen in ("register_forward_hook", "register_message_forward_hook", "register_edge_update_forward_hook"):
+        conv = pyg.GATv2Conv(4, 4)
+        handle = getattr(conv, listen)(lambda *given: None)
+        assert not is_fused_attention(conv)
+        handle.remove()
+        assert is_fused_attention(conv)
+
+
+def with_key(block: Block, key: Any) -> Block:
+    if isinstance(block, TreeBlock):
+        return TreeBlock(block.tree, block.hop, block.graph, key)
+    return Block(block.src_ids, block.num_dst, block.parts, block.graph, key)
+
+
+@pytest.mark.parametrize("layout", ["block", "tree"])
+def test_dropout_of_the_weights(layout: str):
+    """Drawn by key and layer, from torch's generator where there is no key, and not at all in evaluation."""
+    block = block_of() if layout == "block" else tree_of()
+    conv = pyg.GATConv(WIDTH, 3, heads=2, dropout=0.5).double().to(DEVICE)
+    x = randn(block.num_src, WIDTH).to(DEVICE)
+    keys = torch.arange(100, 133, device=DEVICE)
+    for key in (7, keys):
+        one = attention(conv, x, with_key(block, key), 0)
+        assert torch.equal(one, attention(conv, x, with_key(block, key), 0))
+        assert not torch.equal(one, attention(conv, x, with_key(block, key), 1))
+    unkeyed = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        unkeyed.append(attention(conv, x, with_key(block, None)))
+    assert torch.equal(unkeyed[0], unkeyed[1])
+    assert not torch.equal(unkeyed[0], unkeyed[2])
+    conv.eval()
+    there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else slice(None)
+    assert_close(attention(conv, x, with_key(block, 7))[there], on_slots(conv, x, block)[there])
+
+
+def test_dropout_keeps_the_expectation():
+    block = block_of()
+    conv = pyg.GATConv(WIDTH, 3, heads=2, dropout=0.3).double().to(DEVICE)
+    x = randn(block.num_src, WIDTH).to(DEVICE)
+    with torch.no_grad():
+        mean = sum(attention(conv, x, with_key(block, key)) for key in range(300)) / 300
+        assert isinstance(mean, Tensor)
+        assert (mean - on_slots(conv.eval(), x, block)).norm() < 0.1 * mean.norm()
+
+
+@pytest.mark.parametrize("layout", ["block", "tree"])
+def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch):
+    """Its gradients pass through kernel after kernel: the same as by PyG's own code on the same batch."""
+    graph, x = random_graph(loops=True), randn(50, WIDTH).to(DEVICE)
+    torch.manual_seed(0)
+    model = GNN([pyg.GATConv(WIDTH, 4, heads=2), pyg.GATv2Conv(8, 4, heads=2), pyg.GATConv(8, 3)]).double().to(DEVICE)
+    other = twin(model)
+    if layout == "block":
+        blocks = batch_of(graph, None, (4, 3, 2), SEEDS).blocks
+    else:
+        blocks = TreeSampler(graph, (4, 3, 2)).sample(SEEDS, 5)
+    blocks = [block.to(DEVICE) for block in blocks]
+    for this, fused in ((model, True), (other, False)):
+        monkeypatch.setattr(convs, "is_on_gpu", lambda block, fused=fused: fused)
+        state = this.encode(x[blocks[0].src_ids], blocks[0].src_keys, None)
+        for l, block in enumerate(blocks):
+            state = this.layer(l, state, block)
+        out = this.decode(state)
+        (out * torch.randn(out.shape, generator=generator(3), dtype=torch.float64).to(DEVICE)).sum().backward()
+    assert_same_gradients(model, other)

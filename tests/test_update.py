@@ -1,0 +1,38 @@
+"""The optimizer's step; on a GPU as a graph (tests/test_captured.py trains with it)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hopline.update import Update, make_optimizer
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_steps_are_torchs_with_clipping(kind: str, device: str):
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(6, 4).to(device), nn.Linear(6, 4).to(device)
+    theirs.load_state_dict(ours.state_dict())
+    update = Update(ours, make_optimizer(kind, list(ours.parameters()), 0.05, 0.01), 0.5, print)
+    plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    optimizer = plain(theirs.parameters(), lr=0.05, weight_decay=0.01)
+    places = [torch.empty_like(p) for p in ours.parameters()]  # gradients that stay where they are are captured
+    for turn in range(8):
+        for p, q, place in zip(ours.parameters(), theirs.parameters(), places, strict=True):
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
+            p.grad = place.copy_(q.grad)
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+        update()
+        if turn == 4:
+            for group in update.optimizer.param_groups:
+                group["lr"] = group["lr"].fill_(0.01) if device == "cuda" else 0.01
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01
+    assert (update.graph is not None) == (device == "cuda")
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
