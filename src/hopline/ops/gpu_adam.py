@@ -15,6 +15,8 @@ from torch import Tensor
 
 CHUNK = 1024
 """Elements of a program."""
+MOST_TABLES = 8
+"""Tables kept: gradients are in the same few places, or somewhere else every time."""
 COLUMNS = tl.constexpr(7)
 """Of the table that says where a program finds its elements."""
 
@@ -61,25 +63,39 @@ class _OneKernel:
 
     def _tables(self) -> list[tuple[dict[str, Any], Tensor, list[Tensor]]] | None:
         """By group where everything is, or None where the kernel cannot be used."""
-        known = self.__dict__.setdefault("_known", {})
         found = []
-        for number, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state.get(p) for p in parameters]
             if not parameters or any(not s for s in states) or not isinstance(group["lr"], Tensor):
                 return None
             rows = [
-                (p, p.grad, s["exp_avg"], s["exp_avg_sq"], s["step"]) for p, s in zip(parameters, states, strict=True)
+                (p, p.grad, s["exp_avg"], s["exp_avg_sq"], s["step"])
+                for p, s in zip(parameters, states, strict=True)
+                if s
             ]
             if any(t.dtype != torch.float32 or not t.is_contiguous() for row in rows for t in row):
                 return None
-            key = tuple(t.data_ptr() for row in rows for t in row)
-            if known.get(number, (None,))[0] != key:
-                if device_is_capturing(parameters[0]):  # a copy from the host would be captured with it
-                    return None
-                known[number] = (key, _table(rows))
-            found.append((group, known[number][1], [row[4] for row in rows]))
+            table = self._table_of(rows)
+            if table is None:
+                return None
+            found.append((group, table, [row[4] for row in rows]))
         return found
+
+    def _table_of(self, rows: list[tuple[Tensor, ...]]) -> Tensor | None:
+        """A table made before for the same addresses, or a new one; None while a graph is captured that would copy it."""
+        known: dict[tuple[int, ...], Tensor] = self.__dict__.setdefault("_known", {})
+        captured: list[Tensor] = self.__dict__.setdefault("_captured", [])
+        key = tuple(t.data_ptr() for row in rows for t in row)
+        if _is_capturing(rows[0][0]):
+            if key in known:
+                captured.append(known[key])  # the graph reads it as long as it lives
+            return known.get(key)
+        if key not in known:
+            while len(known) >= MOST_TABLES:
+                del known[next(iter(known))]
+            known[key] = _table(rows)
+        return known[key]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -108,7 +124,7 @@ class AdamW(_OneKernel, torch.optim.AdamW):
     decoupled = True
 
 
-def device_is_capturing(tensor: Tensor) -> bool:
+def _is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
