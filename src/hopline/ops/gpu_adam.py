@@ -83,7 +83,7 @@ class _OneKernel:
         return found
 
     def _table_of(self, rows: list[tuple[Tensor, ...]]) -> Tensor | None:
-        """A table made before for the same addresses, or a new one; None while a graph is captured that would copy it."""
+        """The table of these addresses; None where a graph is being captured, which would copy a new one every time."""
         known: dict[tuple[int, ...], Tensor] = self.__dict__.setdefault("_known", {})
         captured: list[Tensor] = self.__dict__.setdefault("_captured", [])
         key = tuple(t.data_ptr() for row in rows for t in row)
