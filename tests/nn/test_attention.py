@@ -24,6 +24,7 @@ from tests.helpers import (
     assert_same_gradients,
     batch_of,
     generator,
+    gradients,
     randn,
     random_graph,
     stock,
@@ -113,30 +114,27 @@ def test_in_single_precision_too(name: str, layout: str):
 @pytest.mark.parametrize("name", ["gat", "gat-residual", "gatv2"])
 @pytest.mark.parametrize("layout", ["block", "tree"])
 def test_autocast_is_near_by_relative_norm(name: str, layout: str):
+    """To PyG under autocast: in other precisions scores near 0 take the other side of leaky ReLU."""
     block = block_of() if layout == "block" else tree_of()
     conv = conv_of(name, torch.float32)
     other = twin(conv)
     x = randn(block.num_src, WIDTH, seed=3, dtype=torch.float32).to(DEVICE)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        found = attention(conv, x, block)
-    expected = on_slots(other, x, block)
+        found, expected = attention(conv, x, block), on_slots(other, x, block)
     assert found.dtype == torch.bfloat16
     backward(found.float(), block)
     backward(expected, block)
     there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else slice(None)
-    assert (found - expected)[there].norm() < 2e-2 * expected[there].norm()
-    for ours, theirs in zip(conv.parameters(), other.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert ours.grad.dtype == torch.float32
-        assert (ours.grad - theirs.grad).norm() < 2e-2 * theirs.grad.norm()
+    assert (found - expected)[there].norm() < 1e-2 * expected[there].norm()
+    ours, theirs = (torch.cat([g.flatten() for g in gradients(c).values()]) for c in (conv, other))
+    assert (ours - theirs).norm() < 1e-2 * theirs.norm()
 
 
 def test_nothing_has_a_row_per_edge():
-    block = batch_of(random_graph(60, 6000), None, (-1,)).blocks[0].to(DEVICE)
+    block = batch_of(random_graph(30, 1500), None, (-1,)).blocks[0].to(DEVICE)
     conv = pyg.GATConv(16, 16, heads=2).to(DEVICE)
     with LargestFloats() as sizes:
-        attention(conv, torch.randn(60, 16, device=DEVICE), block).sum().backward()
+        attention(conv, torch.randn(30, 16, device=DEVICE), block).sum().backward()
     assert sizes.largest <= 2 * block.num_edges * 2  # the weights and scores of backward, by edge and head
 
 
@@ -201,16 +199,6 @@ def test_dropout_of_the_weights(layout: str):
     assert_close(attention(conv, x, with_key(block, 7))[there], on_slots(conv, x, block)[there])
 
 
-def test_dropout_keeps_the_expectation():
-    block = block_of()
-    conv = pyg.GATConv(WIDTH, 3, heads=2, dropout=0.3).double().to(DEVICE)
-    x = randn(block.num_src, WIDTH).to(DEVICE)
-    with torch.no_grad():
-        mean = sum(attention(conv, x, with_key(block, key)) for key in range(300)) / 300
-        assert isinstance(mean, Tensor)
-        assert (mean - on_slots(conv.eval(), x, block)).norm() < 0.1 * mean.norm()
-
-
 @pytest.mark.parametrize("layout", ["block", "tree"])
 def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch):
     """Its gradients pass through kernel after kernel: the same as by PyG's own code on the same batch."""
@@ -224,6 +212,7 @@ def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch)
         blocks = TreeSampler(graph, (4, 3, 2)).sample(SEEDS, 5)
     blocks = [block.to(DEVICE) for block in blocks]
     for this, fused in ((model, True), (other, False)):
+        assert isinstance(this, GNN)
         monkeypatch.setattr(convs, "is_on_gpu", lambda block, fused=fused: fused)
         state = this.encode(x[blocks[0].src_ids], blocks[0].src_keys, None)
         for l, block in enumerate(blocks):
