@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +152,39 @@ def test_blocks_on_a_gpu_train_as_on_the_cpu(placement: dict[str, Any]):
         run = hl.Trainer(model, data, method, epochs=2, device=device, show=False, placement=where).fit()
         losses.append([e.loss for e in run.history])
     assert losses[0] == pytest.approx(losses[1], rel=1e-7)
+
+
+def test_two_ranks_on_one_gpu_train_as_one(tmp_path: Path):
+    losses = []
+    for ranks in (1, 2):
+        options = [
+            f"devices={ranks}",
+            "backend=gloo",
+            f"method.batch_size={512 // ranks}",
+            f"out={tmp_path / str(ranks)}",
+        ]
+        command = [sys.executable, "-m", "hopline", "train", "demo", "epochs=1", "device=cuda", "method.layout=tree"]
+        done = subprocess.run([*command, "show=false", *options], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / str(ranks) / "metrics.jsonl").read_text().splitlines()
+        losses.append(next(float(json.loads(line)["loss"]) for line in lines if "loss" in json.loads(line)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "step"])
+def test_a_run_goes_on_from_its_checkpoint(schedule: str, tmp_path: Path):
+    runs = []
+    for parts in ([4], [2, 4]):
+        for number, epochs in enumerate(parts):
+            torch.manual_seed(0)
+            data = data_on_gpu()
+            model = MODELS["sage"](data.num_features, data.num_classes)
+            method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
+            settings = {"epochs": epochs, "device": "cuda", "show": False, "precision": "bf16", "resume": number > 0}
+            plan = (
+                hl.Schedule(name=schedule) if schedule == "constant" else hl.Schedule(name="step", every=1, factor=0.5)
+            )
+            run = hl.Trainer(model, data, method, out=tmp_path / str(len(parts)), schedule=plan, **settings).fit()
+        runs.append(run.history)
+    assert [e.loss for e in runs[1]] == [e.loss for e in runs[0]][-len(runs[1]) :]
+    assert [e.lr for e in runs[1]] == [e.lr for e in runs[0]][-len(runs[1]) :]

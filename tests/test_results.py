@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.models import make_model
@@ -94,3 +96,26 @@ def test_on_the_demo_graph_a_gnn_is_far_above_an_mlp():
     mlp = demo_accuracy(override(recipe, ["model=mlp", "method.fanouts=1,1"]))
     print(f"demo: GNN {gnn:.4f}, MLP {mlp:.4f}")
     assert gnn > mlp + 0.15
+
+
+def sage(data: hl.Dataset, seed: int, layout: Any, fanouts: tuple[int, ...], epochs: int, batch_size: int) -> float:
+    torch.manual_seed(seed)
+    model = hl.nn.GNN([SAGEConv(data.num_features, 32), SAGEConv(32, data.num_classes)], dropout=0.5)
+    method = hl.Sampled(fanouts=fanouts, batch_size=batch_size, layout=layout)
+    settings = {"epochs": epochs, "lr": 0.01, "weight_decay": 5e-4, "seed": seed, "show": False}
+    return hl.Trainer(model, data, method, evaluate_every=5, **settings).fit().test
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "epochs", "batch_size"), [("cora", 15, 32), ("coauthor_physics", 10, 20)])
+def test_trees_blocks_and_whole_neighbourhoods_are_equally_good(
+    real_data: Path, name: str, epochs: int, batch_size: int
+):
+    data = hl.from_npz(real_data / f"{name}.npz").normalized()
+    found = {}
+    for way, layout, fanouts in (("tree", "tree", (8, 8)), ("block", "block", (8, 8)), ("whole", "block", (-1, -1))):
+        found[way] = [sage(data, seed, layout, fanouts, epochs, batch_size) for seed in range(3)]
+    means = {way: statistics.fmean(values) for way, values in found.items()}
+    print(name, {way: (round(means[way], 4), round(statistics.stdev(v), 4)) for way, v in found.items()})
+    spread = max(statistics.stdev(values) for values in found.values())
+    assert max(means.values()) - min(means.values()) < max(0.015, 3 * spread)

@@ -71,6 +71,9 @@ def restore(trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
     """The trainer and the run as they were at a snapshot."""
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
+    for group in trainer.optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # it is read on the device by a captured step
+            group["lr"] = group["lr"].to(trainer.device)
     trainer.schedule.load_state_dict(state["schedule"])
     trainer.position = Position(**state["position"])
     trainer.position.loss_sum = _own_sum(trainer.position.loss_sum, trainer.world)

@@ -196,6 +196,7 @@ class Trainer:
             raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
         mean_loss = self.world.sum([float(at.loss_sum)])[0] / at.seeds
         trace.end_device_spans()
+        ops.check_device_errors()
         for table in self.data.tables.values():
             table.end_epoch()
         if not math.isfinite(mean_loss):
