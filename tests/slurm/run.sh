@@ -19,7 +19,10 @@ finish() {
     for daemon in slurmd slurmctld munged; do
         [ -s "$work/$daemon.pid" ] && kill "$(cat "$work/$daemon.pid")" 2> /dev/null
     done
-    rm -rf "$work"
+    for _ in $(seq 50); do # a daemon that is just ending still writes its state
+        rm -rf "$work" 2> /dev/null && break
+        sleep 0.2
+    done
 }
 trap finish EXIT
 chmod 755 "$work"
