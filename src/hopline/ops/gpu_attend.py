@@ -29,6 +29,8 @@ from hopline.ops.slots import Slots
 TILE = 2048
 """Numbers of source rows that a program has in flight: destinations times edges times columns of one head."""
 EDGES_AT_ONCE = 8
+"""Of one destination; more where destinations of a block have more."""
+MOST_EDGES_AT_ONCE = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +90,20 @@ class _Plan:
         return found
 
 
-def _tile(columns: int, at_once: int = EDGES_AT_ONCE) -> dict[str, int]:
+def _tile(columns: int, edges: int) -> dict[str, int]:
     """R and E: destinations and edges of a tile."""
-    edges = min(EDGES_AT_ONCE, triton.next_power_of_2(at_once))
     # In the interpreter work costs by the number of steps and not by their size.
     tile = 64 * TILE if is_interpreted() else TILE
     edges = min(edges, max(1, tile // columns))
     return {"R": max(1, min(512, tile // (columns * edges))), "E": edges}
+
+
+def _edges_at_once(edges: Edges, num_rows: int) -> int:
+    """For a kernel over so many of the rows; in a block they may have any number of edges."""
+    if edges.slots is not None:
+        return EDGES_AT_ONCE
+    mean = triton.next_power_of_2(triton.cdiv(edges.sources.numel(), num_rows))
+    return min(max(mean, EDGES_AT_ONCE), MOST_EDGES_AT_ONCE)
 
 
 def _exact(x: Tensor) -> torch.dtype:
@@ -113,7 +122,7 @@ class _Attend(torch.autograd.Function):
         exact = out if x.dtype == _exact(x) else torch.empty_like(out, dtype=_exact(x))
         sums = torch.empty(edges.num_dst, plan.heads, dtype=_exact(x), device=x.device)
         constants = plan.constants(x)
-        tile = _tile(constants["CP"])
+        tile = _tile(constants["CP"], _edges_at_once(edges, edges.num_dst))
         with launching(x.device):
             attend_kernel[(triton.cdiv(edges.num_dst, tile["R"]) * plan.heads,)](
                 x, x if own is None else own, att, att if att_own is None else att_own,
@@ -157,11 +166,12 @@ class _Attend(torch.autograd.Function):
 def _launches(edges: Edges, columns: int) -> list[tuple[int, int, int, dict[str, int]]]:
     """(first destination, how many, fan-out, tile): a tree's hops one after the other, a block at once."""
     if edges.slots is None:
-        return [(0, edges.num_dst, 0, _tile(columns))]
-    offsets, fanouts = edges.slots.offsets, edges.slots.fanouts
-    return [
-        (offsets[h], offsets[h + 1] - offsets[h], fanouts[h], _tile(columns, fanouts[h])) for h in range(edges.hop + 1)
-    ]
+        return [(0, edges.num_dst, 0, _tile(columns, _edges_at_once(edges, edges.num_dst)))]
+    offsets, found = edges.slots.offsets, []
+    for hop, fanout in enumerate(edges.slots.fanouts[: edges.hop + 1]):
+        tile = _tile(columns, min(EDGES_AT_ONCE, triton.next_power_of_2(fanout)))
+        found.append((offsets[hop], offsets[hop + 1] - offsets[hop], fanout, tile))
+    return found
 
 
 def _gather(
@@ -173,7 +183,7 @@ def _gather(
     positions = torch.arange(edges.sources.numel(), device=x.device)
     dst_idx = torch.searchsorted(edges.stops, positions, right=True, out_int32=True).clamp(max=edges.num_dst - 1)
     constants = plan.constants(x, with_draws=False)
-    tile = _tile(constants["CP"])
+    tile = _tile(constants["CP"], _edges_at_once(edges, edges.num_src))
     with launching(x.device):
         gather_kernel[(triton.cdiv(edges.num_src, tile["R"]) * plan.heads,)](
             x, own, att, src_indptr, order, dst_idx, per_edge[0], per_edge[1], grad, grad_x,
