@@ -257,3 +257,28 @@ def test_edges_that_do_not_fit_raise_later(damage: str):
     gpu_attend.attend(torch.ones(4, 4, device=DEVICE), None, torch.ones(2, 2, device=DEVICE), None, edges)
     with pytest.raises(IndexError, match="an edge's source is outside"):
         check_device_errors()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("v2", [False, True])
+def test_the_tiles_do_not_matter(layout: str, v2: bool, monkeypatch: pytest.MonkeyPatch):
+    """Many programs, each with several rounds of edges; in the interpreter tiles are large otherwise."""
+    edges = LAYOUTS[layout]()
+    expected = run(attended, inputs(edges, 2, 5, v2, True), edges, True)
+    monkeypatch.setattr(gpu_attend, "_tile", lambda columns, edges: {"R": 16, "E": 4})
+    found = run(gpu_attend.attend, inputs(edges, 2, 5, v2, True), edges, slope=SLOPE)
+    assert_equal(found, expected, 1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(KERNEL_DEVICE == "cpu", reason="no GPU")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_waits_for_the_device(layout: str):
+    edges = LAYOUTS[layout]()
+    given = inputs(edges, 2, 8, False, True, torch.float32)
+    projection = randn(edges.num_dst, 16, dtype=torch.float32).to(DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gpu_attend.attend(*given, edges, p=0.5, key=3).mul(projection).sum().backward()  # type: ignore[arg-type]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
