@@ -158,7 +158,8 @@ class TreeBlock(Block):
             return {}
         num_seeds = self.tree.slots.num_seeds
         edge_ids = nn.functional.pad(self.tree.edge_ids[: self.num_src - num_seeds], (num_seeds, 0))
-        return {name: ops.gather_rows(rows, edge_ids.to(rows.device)) for name, rows in self.graph.edge.items()}
+        device = edge_ids.device
+        return {n: ops.gather_rows(rows, edge_ids.to(rows.device)).to(device) for n, rows in self.graph.edge.items()}
 
 
 class TreeRows(Rows):

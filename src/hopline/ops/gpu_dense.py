@@ -24,8 +24,6 @@ from hopline.ops.slots import Slots
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64
 SPLITS = 66
 """Ranges of rows whose weight gradients are summed apart: a fixed number, so that the sum is the same every time."""
-WEIGHT_TILE = 128
-"""Rows and columns of a program's part of a weight gradient."""
 GRADIENT_ROWS = 32
 """Rows of a program that makes the gradient of h."""
 
@@ -259,9 +257,9 @@ class _Hidden(torch.autograd.Function):
             return made @ w, *of_weights, _column_sums(bias_sums, dtype), *[None] * 8
         sums = torch.empty(SPLITS, n, k, dtype=torch.float32, device=a.device)
         bias_sums = torch.empty(SPLITS, n, dtype=torch.float32, device=a.device)
-        _weight_kernel[(triton.cdiv(n, WEIGHT_TILE), triton.cdiv(k, WEIGHT_TILE), SPLITS)](
+        _weight_kernel[(triton.cdiv(n, 64), triton.cdiv(k, 256), SPLITS)](
             a, grad, h, *given, sums, bias_sums, num_dst, SPLITS, scale,
-            n, k, mean, 64, WEIGHT_TILE, WEIGHT_TILE, is_interpreted(), num_warps=8,
+            n, k, mean, 64, 64, min(256, max(16, triton.next_power_of_2(k))), is_interpreted(), num_warps=4,
         )  # fmt: skip
         return None, *_summed(sums, widths, dtype), _column_sums(bias_sums, dtype), *[None] * 8
 
