@@ -22,7 +22,7 @@ from hopline.nn.trees import compute_dtype
 from hopline.ops.random import PLACES
 from hopline.tree import TreeBlock
 
-MOST_CHANNELS = 1024
+MOST_CHANNELS = 512
 """The widest head that is fused: a program of the kernel holds all columns of one."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -91,11 +91,11 @@ class _Plan:
 
 
 def _tile(columns: int, edges: int) -> dict[str, int]:
-    """R and E: destinations and edges of a tile."""
+    """R and E, destinations and edges of a tile, and the warps that share it: wide heads take many registers."""
     # In the interpreter work costs by the number of steps and not by their size.
     tile = 64 * TILE if is_interpreted() else TILE
     edges = min(edges, max(1, tile // columns))
-    return {"R": max(1, min(512, tile // (columns * edges))), "E": edges}
+    return {"R": max(1, min(512, tile // (columns * edges))), "E": edges, "num_warps": 4 if columns < 256 else 8}
 
 
 def _edges_at_once(edges: Edges, num_rows: int) -> int:
