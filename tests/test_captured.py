@@ -61,8 +61,11 @@ def trained(
 def test_captured_steps_have_the_losses_of_steps_run_as_they_are(name: str):
     (one, captured), (_, eager) = (trained(name, captured=c, clip_norm=1.0) for c in (True, False))
     assert one.work.step is not None, "the step was not captured"
-    assert [e.loss for e in captured.history] == pytest.approx([e.loss for e in eager.history], rel=2e-4)
-    assert captured.history[-1].loss < captured.history[0].loss
+    losses = [[e.loss for e in run.history] for run in (captured, eager)]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-4)
+    # Later ones drift: products may be summed in another order in a graph, and stock convs add up in any order.
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert losses[0][-1] < losses[0][0]
 
 
 @pytest.mark.parametrize("name", ["sage", "gcn"])
