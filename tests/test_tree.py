@@ -55,7 +55,7 @@ def test_a_model_on_a_tree_is_stock_pyg_on_the_graph_of_its_slots(name: str):
     model = GNN([CONVS[name](6, 8), CONVS[name](8, 3)]).double()
     batch = tree_batch(random_graph())
     node, edge_index, _ = expanded(batch)
-    copy = twin(model)
+    copy: Any = twin(model)
     expected = X[node]
     for l, conv in enumerate(copy.convs):
         expected = conv(expected, edge_index)
@@ -95,7 +95,7 @@ def test_batch_norm_leaves_out_empty_slots(inside: bool):
         model = GNN(convs).double()
     else:
         model = GNN([pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)], norm="batch").double()
-    copy = twin(model)
+    copy: Any = twin(model)
     batch = tree_batch(random_graph())
     node, edge_index, present = expanded(batch)
     num_dst = batch.blocks[0].num_dst

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,5 +27,5 @@ def test_loss_and_gradient_are_torchs(num: int, classes: int, dtype: torch.dtype
     assert found.grad is not None
     assert expected.grad is not None
     assert found.grad.dtype == dtype
-    tolerance = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-4}
+    tolerance: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-4}
     torch.testing.assert_close(found.grad.float(), expected.grad, **tolerance)

@@ -21,8 +21,8 @@ def csr(dtype: torch.dtype = torch.int32, most: int = 300) -> tuple[Tensor, Tens
     return indptr, randint(0, degrees.numel(), int(indptr[-1])).to(dtype)
 
 
-def on_device(*tensors: Tensor) -> list[Tensor]:
-    return [t.to(DEVICE) for t in tensors]
+def on_device(indptr: Tensor, indices: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return indptr.to(DEVICE), indices.to(DEVICE), seeds.to(DEVICE)
 
 
 @pytest.mark.parametrize("replace", [False, True])

@@ -48,6 +48,7 @@ def test_accesses_are_counted_by_row() -> None:
 def test_on_the_cpu_no_kernel_of_the_gpu_is_imported() -> None:
     code = (
         "import sys, torch, hopline; from hopline.ops.tiers import gather_tiers; "
-        "gather_tiers(torch.ones(3, 2), None, None, torch.tensor([1])); assert not [m for m in sys.modules if m.startswith('hopline.ops.gpu')]"
+        "gather_tiers(torch.ones(3, 2), None, None, torch.tensor([1])); "
+        "assert not [m for m in sys.modules if m.startswith('hopline.ops.gpu')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,6 +3,8 @@
 The state is torch's own, so checkpoints go from one to the other.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import math

@@ -78,7 +78,7 @@ class _Plan:
         found = {
             "HEADS": self.heads,
             "C": columns,
-            "CP": triton.next_power_of_2(columns),
+            "CP": max(8, triton.next_power_of_2(columns)),
             "V2": self.v2,
             "SLOPE": self.slope,
             "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,

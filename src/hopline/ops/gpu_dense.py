@@ -6,6 +6,8 @@ h > 0 says afterwards where a gradient passes. Where A needs no gradient, as in 
 made inside the kernel that needs it and never written.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -36,6 +36,8 @@ def report(flags, kind: tl.constexpr, wrong):
 
 def error_flags(device: torch.device) -> Tensor:
     """[number of kinds] int32: what kernels on this device found wrong since somebody looked."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if device not in _flags:
         _flags.setdefault(device, torch.zeros(len(_ERRORS), dtype=torch.int32, device=device))
     return _flags[device]

@@ -1,5 +1,7 @@
 """Cross entropy in one kernel each way: logits in any precision are read once, in float32."""
 
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any

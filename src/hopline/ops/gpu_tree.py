@@ -4,6 +4,8 @@ Shapes follow from the batch size and the fan-outs alone, and nothing is asked o
 captured in one CUDA graph.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from functools import lru_cache

@@ -1,5 +1,7 @@
 """Triton kernels that reduce the rows of a tree's slots to their parents', and spread gradients back."""
 
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any
