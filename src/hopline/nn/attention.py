@@ -23,7 +23,7 @@ from hopline.ops.random import PLACES
 from hopline.tree import TreeBlock
 
 IN_USE = False
-"""Whether models run their attention by the kernels. Off: on an H200 gradients differed from stock PyG's in float64 where
+"""Whether models run their attention by the kernels. Off: on an H200 float64 gradients differed from stock PyG's where
 heads had 1 or 4 columns, though not in Triton's interpreter; until that is understood, PyG's own code runs."""
 MOST_CHANNELS = 512
 """The widest head that is fused: a program of the kernel holds all columns of one."""
