@@ -148,6 +148,13 @@ class Block:
             found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
         return found
 
+    def exchange(self, l: int, h: Tensor) -> Tensor:
+        """The destinations' rows after layer `l`, and behind them those of sources that the batch does not own.
+
+        A block that owns all its sources has nothing to add. What comes back is the next layer's input, before dropout.
+        """
+        return h
+
     def scaling_sums(self, wanted: bool) -> Block:
         """The same block, with or without sums scaled up."""
         return replace(self, scale_sums=wanted)
@@ -210,6 +217,8 @@ class Batch:
     """Key of this step's random draws: (seed, epoch, global step)."""
     total_seeds: int | None = None
     """Seeds of this step over all ranks; None where nobody asked."""
+    output_idx: Tensor | None = None
+    """[num_seeds] int64: the seeds among the last block's destinations; None where they are all of them, in order."""
 
     @property
     def labels(self) -> Tensor:
@@ -259,6 +268,7 @@ class Batch:
             x=move(self.x),
             y=move(self.y),
             tables={name: move(rows) for name, rows in self.tables.items()},
+            output_idx=move(self.output_idx),
         )
 
     def union(self) -> Block:

@@ -21,6 +21,7 @@ from hopline.files import replacing
 from hopline.interrupt import Interrupted, Signals
 from hopline.report import versions
 from hopline.settings import TrainSettings
+from hopline.work import Stateful
 from hopline.world import World
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         "history": [asdict(epoch) for epoch in run.history],
         "evaluations": [asdict(evaluation) for evaluation in run.evaluations],
         "callbacks": [[type(callback).__name__, callback.state()] for callback in trainer.active],
+        "work": trainer.work.state_dict() if isinstance(trainer.work, Stateful) else {},
     }
 
 
@@ -88,6 +90,8 @@ def restore(trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
         if kept is not None:
             waiting.remove(kept)
             callback.restore_state(kept[1])
+    if isinstance(trainer.work, Stateful):
+        trainer.work.load_state_dict(state["work"])
     torch.set_rng_state(state["rng"]["cpu"])
     if _has_cuda() and len(state["rng"]["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["rng"]["cuda"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,25 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hopline.batch import Batch
 from hopline.captured import CapturedWork
 from hopline.data.dataset import Dataset
 from hopline.loader import Loader
 from hopline.nn.whole import Whole, as_walkable
 from hopline.sampling import check_fanouts
 from hopline.validate import check_fields
-from hopline.work import BatchUnit, Job, Unit, Work
-
-
-class Method(ABC):
-    """A way to train. Subclasses are frozen settings; `bind` gives what yields the units."""
-
-    @abstractmethod
-    def bind(self, job: Job) -> Work: ...
-
-    def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
-        """Batches for approximate inference at `ids`, in their order; None where only exact inference exists."""
-        return None
+from hopline.work import BatchUnit, Job, Method, Unit, Work
 
 
 @dataclass(frozen=True, kw_only=True)

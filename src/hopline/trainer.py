@@ -162,7 +162,7 @@ class Trainer:
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, int]:
         """One optimizer step over some units: (mean loss, seeds)."""
-        total = sum(unit.total_size for unit in units)
+        total = max(1, sum(unit.total_size for unit in units))
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,25 @@ class Work(Protocol):
         done, examples: how many units, which trained how many examples over all ranks, had their turn already.
         """
         ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Work that remembers something from step to step; it is in the checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Method(ABC):
+    """A way to train. Subclasses are frozen settings; `bind` gives what yields the units."""
+
+    @abstractmethod
+    def bind(self, job: Job) -> Work: ...
+
+    def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
+        """Batches for approximate inference at `ids`, in their order; None where only exact inference exists."""
+        return None
 
 
 @dataclass

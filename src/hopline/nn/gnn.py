@@ -209,10 +209,12 @@ class GNN(nn.Module):
             if self.residual and tuple(h.shape[1:]) == tuple(state.h.shape[1:]):
                 own = state.h.head(dst) if isinstance(state.h, Rows) else as_tensor(state.h)[:dst]
                 h = h + self._typed(own)
-            h = self._drop(h, self.dropout, block.src_keys[:dst], block.key, l)
+        h = block.exchange(l, h)
+        if l < self.num_layers - 1 or self.acts_last:
+            h = self._drop(h, self.dropout, block.src_keys[: h.size(0)], block.key, l)
         jk = None
         if self.keeps_jk:
-            jk = h if state.jk is None else torch.cat([state.jk[:dst], h], dim=1)
+            jk = h[:dst] if state.jk is None else torch.cat([state.jk[:dst], h[:dst]], dim=1)
         return State(h, x0, jk)
 
     def _is_plain(self, l: int) -> bool:
@@ -236,13 +238,18 @@ class GNN(nn.Module):
         state = self.encode(batch.input_rows, batch.input_keys, batch.key)
         for l, block in enumerate(batch.blocks):
             state = self.layer(l, state, block)
-        return self.decode(state)
+        out = self.decode(state)
+        return out if batch.output_idx is None else out[batch.output_idx]
 
     def _after_conv(self, l: int, h: Tensor) -> Tensor:
         if self.act is not None and self.act_first:
             h = self.act(h)
         h = self.norms[l](h)
         return self.act(h) if self.act is not None and not self.act_first else h
+
+    def dropped(self, h: Tensor, ids: Tensor, key: int | Tensor | None, l: int) -> Tensor:
+        """Rows after layer `l` as the next one reads them."""
+        return self._drop(h, self.dropout, ids, key, l)
 
     def _drop(self, h: Tensor, p: float, ids: Tensor, key: int | Tensor | None, place: int) -> Tensor:
         if not self.training or p == 0:

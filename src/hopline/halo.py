@@ -1,0 +1,158 @@
+"""Rows a batch does not own: hidden rows of its neighbours, from tables that earlier batches wrote.
+
+A table holds one layer's rows of all nodes in the order of a partition, so that a part's rows are one slab. Tables are
+written by `commit` alone; reading one that nobody has written yet gives zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline import ops, trace
+from hopline.batch import Block
+
+AGES = (1, 2, 4, 8, 16, 32, 64)
+"""Upper ends of the bins of the staleness histogram, in steps; older rows and those never written have bins too."""
+
+
+class Histories:
+    """Tables of rows per layer boundary, made when the width of their rows is known, and the age of every row.
+
+    dtype: of what is stored, that of the first rows by default. folder: where tables are kept as files, mapped; None
+    keeps them in memory.
+    """
+
+    def __init__(
+        self, num_nodes: int, *, name: str = "h", dtype: torch.dtype | None = None, folder: Path | None = None
+    ) -> None:
+        self.num_nodes, self.name, self.dtype, self.folder = num_nodes, name, dtype, folder
+        self.tables: dict[int, Tensor] = {}
+        self.written = torch.full((num_nodes,), -1, dtype=torch.int64)  # the step of each row's last commit
+        self.step = 0
+
+    def table(self, l: int, like: Tensor) -> Tensor:
+        """The table of layer `l`: [num_nodes, *row_shape], for rows like these."""
+        shape = (self.num_nodes, *like.shape[1:])
+        if l not in self.tables:
+            self.tables[l] = self._new(l, shape, self.dtype or like.dtype)
+        table = self.tables[l]
+        assert table.shape == shape, f"layer {l} has rows of {tuple(table.shape[1:])}, not {tuple(like.shape[1:])}"
+        return table
+
+    def _new(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.folder is None:
+            return torch.zeros(shape, dtype=dtype)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self.name}.{l}.bin"
+        path.unlink(missing_ok=True)
+        count = torch.Size(shape).numel()
+        return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)  # a new file reads as zeros
+
+    def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
+        """The rows at some places of layer `l`, in the precision of `like`."""
+        return ops.gather_rows(self.table(l, like), places).to(like.dtype)
+
+    def write(self, l: int, slabs: Sequence[slice], rows: Tensor) -> None:
+        """Rows of some slabs, one after the other."""
+        table, start = self.table(l, rows), 0
+        for slab in slabs:
+            count = slab.stop - slab.start
+            table[slab] = rows[start : start + count].to(table.dtype)
+            start += count
+
+    def stamp(self, slabs: Sequence[slice], step: int) -> None:
+        """These rows are as of a step."""
+        for slab in slabs:
+            self.written[slab] = step
+
+    def report_ages(self, places: Tensor) -> None:
+        """Count how many steps ago rows that are about to be read were written."""
+        ages = torch.where(self.written[places] < 0, -1, self.step - self.written[places])
+        trace.count("history.rows", places.numel())
+        trace.count("history.never_written", int((ages < 0).sum()))
+        trace.count("history.age_sum", float(ages.clamp(min=0).sum()))
+        low = -1
+        for high in (*AGES, None):
+            inside = (ages > max(low, -1)) if high is None else (ages > low) & (ages <= high)
+            trace.count(f"history.age.{'older' if high is None else f'to_{high}'}", int((inside & (ages >= 0)).sum()))
+            low = high if high is not None else low
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tables.values()) + self.written.nbytes
+
+    def state_dict(self) -> dict[str, Any]:
+        tables = {str(l): table.clone() for l, table in self.tables.items()}
+        return {"tables": tables, "written": self.written.clone(), "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.tables = {}
+        for l, rows in state["tables"].items():
+            self.dtype = self.dtype or rows.dtype
+            self.table(int(l), rows)[:] = rows
+        self.written, self.step = state["written"].clone(), state["step"]
+
+
+class HaloBlock(Block):
+    """All in-edges of a batch's nodes: behind them stand the halo, sources that belong to other parts.
+
+    Between two layers the halo's rows come from a table. What the batch's own rows were is kept for `commit`.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        slabs: Sequence[slice],
+        halo_places: Tensor,
+        histories: Histories | None,
+        last: int,
+        keeps_gradients: bool = False,
+    ) -> None:
+        for name in ("src_ids", "num_dst", "parts", "graph", "key", "scale_sums"):
+            object.__setattr__(self, name, getattr(block, name))
+        kept: dict[int, Tensor] = {}
+        extra = {"slabs": slabs, "halo_places": halo_places, "histories": histories, "last": last}
+        for name, value in {**extra, "own": kept, "keeps_gradients": keeps_gradients}.items():
+            object.__setattr__(self, name, value)
+
+    slabs: Sequence[slice]
+    """The places of its nodes, in their order."""
+    halo_places: Tensor
+    histories: Histories | None
+    """Where halo rows come from; None in a block without any."""
+    last: int
+    """The last layer, after which no rows are needed."""
+    own: dict[int, Tensor]
+    """By layer, the batch's own rows before dropout."""
+    keeps_gradients: bool
+    """Whether gradients of these rows are wanted."""
+
+    def exchange(self, l: int, h: Tensor) -> Tensor:
+        self.own[l] = h
+        if self.keeps_gradients and h.requires_grad:
+            h.retain_grad()
+        if l == self.last or self.histories is None or not self.halo_places.numel():
+            return h
+        return torch.cat([h, self.histories.read(l, self.halo_places, h)])
+
+    def scaling_sums(self, wanted: bool) -> Block:
+        """For one conv: its edges alone."""
+        return Block(self.src_ids, self.num_dst, self.parts, self.graph, self.key, wanted)
+
+    def commits(self) -> Iterator[tuple[int, Tensor]]:
+        """(layer, rows) to write into the tables: all but the last layer's."""
+        for l, rows in self.own.items():
+            if l != self.last:
+                yield l, rows.detach()
+
+
+class RecordedBlock(HaloBlock):
+    """A block whose rows after a layer are only looked at: nothing is read for it, and nothing committed."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__(block, (), torch.empty(0, dtype=torch.int64), None, -1)

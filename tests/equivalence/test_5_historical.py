@@ -1,0 +1,127 @@
+"""Identity 5: with exact tables a historical batch is a part of the full batch, and with tables of gradients its
+gradient too; a sweep over all parts gives these tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+import hopline as hl
+from hopline.batch import Batch, Rows
+from hopline.historical import Historical, HistoricalUnit, HistoricalWork
+from hopline.nn import GNN
+from hopline.sampling import NeighborSampler, full_block
+from hopline.sweep import refresh_gradients
+from hopline.work import Job
+from tests.helpers import assert_same_gradients, dataset_of, randn, random_graph, twin
+
+GRAPH = random_graph(num_nodes=60, num_edges=240, weight=True, loops=True)
+X = randn(60, 6)
+DATA = dataset_of(GRAPH, X)
+
+
+def summed(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(batch), batch.labels)
+
+
+def gcn2(i: int, o: int) -> GNN:
+    convs = [pyg.GCN2Conv(8, 0.1, theta=0.5, layer=l + 1) for l in range(4)]
+    return GNN(convs, jk="last", encoder=nn.Linear(i, 8), head=nn.Linear(8, o))
+
+
+MODELS = {
+    "gcn": lambda i, o: GNN([pyg.GCNConv(i, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, o)]),
+    "gat": lambda i, o: GNN([pyg.GATConv(i, 4, heads=2), pyg.GATConv(8, o, heads=2, concat=False)], act="elu"),
+    "gin": lambda i, o: GNN([pyg.GINConv(nn.Linear(i, 8)), pyg.GINConv(nn.Linear(8, 8)), pyg.GINConv(nn.Linear(8, o))]),
+    "sage": lambda i, o: GNN([pyg.SAGEConv(i, 8), pyg.SAGEConv(8, 12), pyg.SAGEConv(12, o)], norm="layer"),
+    "gcnii": gcn2,
+    "appnp": lambda i, o: GNN(
+        [pyg.SimpleConv("mean") for _ in range(5)],
+        encoder=nn.Linear(i, 8), initial_residual=0.1, act=None, jk="last", head=nn.Linear(8, o),
+    ),
+    "pna": lambda i, o: GNN(
+        [pyg.PNAConv(a, b, ["mean", "max"], ["identity", "amplification"], deg=torch.bincount(GRAPH.in_degrees()))
+         for a, b in ((i, 8), (8, o))]
+    ),
+    "pna jumping": lambda i, o: GNN(
+        [pyg.PNAConv(a, 8, ["mean", "max"], ["identity"], deg=torch.bincount(GRAPH.in_degrees())) for a in (i, 8, 8)],
+        jk="cat", head=nn.Linear(24, o), residual=True,
+    ),
+}  # fmt: skip
+
+
+def work_of(model: GNN, **settings: Any) -> HistoricalWork:
+    method = Historical(**({"num_parts": 5, "parts_per_batch": 2, "partition": "random"} | settings))
+    ids = DATA.splits["train"]
+    return method.bind(Job(data=DATA, model=model, module=model, train_ids=ids, train_step=summed))
+
+
+def full(model: GNN) -> Batch:
+    """All nodes and all edges as one batch; the loss is at the training nodes."""
+    block = full_block(NeighborSampler(GRAPH, (-1,)), torch.arange(60))
+    ids = DATA.splits["train"]
+    assert DATA.y is not None
+    return Batch(ids, (block,) * model.num_layers, Rows(DATA.x, block.src_ids), DATA.y[ids], output_idx=ids)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
+    torch.manual_seed(0)
+    model = MODELS[name](6, 3).double().eval()
+    work = work_of(model)
+    work.refresh()
+    with torch.no_grad():
+        whole = replace(full(model), output_idx=None)
+        expected = model(whole)
+        for made in work.all_batches():
+            found = model(replace(made.batch, output_idx=None))
+            torch.testing.assert_close(found, expected[made.nodes], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("groups", ["fixed", "redrawn"])
+@pytest.mark.parametrize("name", MODELS)
+def test_with_exact_tables_of_gradients_the_summed_gradient_is_that_of_the_full_batch(name: str, groups: Any):
+    torch.manual_seed(0)
+    model = MODELS[name](6, 3).double()
+    copy = twin(model)
+    batch = full(copy)
+    (summed(copy, batch) * batch.num_seeds).backward()
+    work = work_of(model, compensate=True, groups=groups)
+    work.refresh()
+    refresh_gradients(work)
+    for group in work.groups_of(3):
+        HistoricalUnit(work, work.batch(group, None)).forward_backward(1)
+    assert_same_gradients(model, copy, 1e-8)
+
+
+def test_without_compensation_it_is_not():
+    torch.manual_seed(0)
+    model = MODELS["gcn"](6, 3).double()
+    copy = twin(model)
+    batch = full(copy)
+    (summed(copy, batch) * batch.num_seeds).backward()
+    work = work_of(model)
+    work.refresh()
+    for made in work.all_batches():
+        HistoricalUnit(work, made).forward_backward(1)
+    ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, copy))
+    assert 0.02 < float((ours - theirs).norm() / theirs.norm()) < 1
+
+
+def test_every_edge_is_in_one_batch_of_an_epoch():
+    work = work_of(MODELS["gcn"](6, 3))
+    for epoch in (1, 2):
+        seen = []
+        for group in work.groups_of(epoch):
+            block = work.batch(group, None).block
+            seen.append(block.src_ids[block.edge_index])
+        edges = torch.cat(seen, dim=1)
+        expected = GRAPH.edge_index()
+        assert sorted(map(tuple, edges.t().tolist())) == sorted(map(tuple, expected.t().tolist()))
+    assert work.groups_of(1) != work.groups_of(2)
+    assert work.groups_of(1) == work.groups_of(1)

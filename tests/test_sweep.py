@@ -1,0 +1,35 @@
+"""Exact gradients of all nodes at the layer boundaries, against autograd over the whole graph."""
+
+from __future__ import annotations
+
+import torch
+
+from hopline.batch import Batch
+from hopline.sweep import refresh_gradients
+from tests.equivalence.test_5_historical import MODELS, full, summed, work_of
+
+
+def test_gradients_at_the_boundaries_are_autograds():
+    torch.manual_seed(0)
+    model = MODELS["gcn"](6, 3).double()
+    work = work_of(model)
+    work.refresh()
+    refresh_gradients(work)
+
+    batch: Batch = full(model)
+    state = model.encode(batch.input_rows, batch.input_keys, None)
+    rows = []
+    for l, block in enumerate(batch.blocks):
+        state = model.layer(l, state, block)
+        assert isinstance(state.h, torch.Tensor)
+        state.h.retain_grad()
+        rows.append(state.h)
+
+    class Given(torch.nn.Module):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return model.decode(state)[batch.seeds]
+
+    (summed(Given(), batch) * batch.num_seeds).backward()
+    for l, h in enumerate(rows):
+        found = work.gradients.tables[l][work.partition.position]
+        torch.testing.assert_close(found, h.grad, rtol=1e-9, atol=1e-12)
