@@ -6,6 +6,7 @@ from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, St
 from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, verify
 from hopline.data import open_dataset as open
 from hopline.graph import Graph
+from hopline.historical import Historical
 from hopline.loader import Loader
 from hopline.methods import Method, Sampled
 from hopline.placement import Placement
@@ -31,6 +32,7 @@ __all__ = [
     "EpochEnd",
     "Evaluation",
     "Graph",
+    "Historical",
     "Job",
     "Loader",
     "Method",

@@ -24,6 +24,7 @@ from hopline.data.npz import from_npz
 from hopline.data.ogb import from_ogb_folder, is_ogb_folder
 from hopline.data.store import is_dataset, verify
 from hopline.data.tabular import Columns, from_csv
+from hopline.historical import Historical
 from hopline.launch import LaunchSettings
 from hopline.methods import Sampled
 from hopline.models import ModelSpec, make_model
@@ -50,7 +51,7 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Add the reverse of every edge when the dataset is converted; each choice is kept under its own name."""
     model: ModelSpec = ModelSpec()
     """The model."""
-    method: Sampled = Sampled()
+    method: Sampled | Historical = Sampled()
     """How to train."""
     placement: Placement = Placement()
     """Where a GPU finds graph and features."""
@@ -198,6 +199,8 @@ def predict(folder: Path, config: InferConfig) -> Path:
     if config.inference == "exact":
         scores = infer.exact(model, data, ids, show=True)
     else:
+        if not isinstance(settings.method, Sampled):
+            raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
         in_order = dataclasses.replace(settings.method, shuffle=False, drop_last=False)
         scores = infer.sampled(
             model, in_order.loader(data, ids, seed=settings.seed, model=model), num_nodes=ids.numel(), show=True
