@@ -154,5 +154,5 @@ class HaloBlock(Block):
 class RecordedBlock(HaloBlock):
     """A block whose rows after a layer are only looked at: nothing is read for it, and nothing committed."""
 
-    def __init__(self, block: Block) -> None:
-        super().__init__(block, (), torch.empty(0, dtype=torch.int64), None, -1)
+    def __init__(self, block: Block, keeps_gradients: bool = False) -> None:
+        super().__init__(block, (), torch.empty(0, dtype=torch.int64), None, -1, keeps_gradients)

@@ -15,12 +15,12 @@ from torch import Tensor
 from hopline import ops, trace
 from hopline.batch import Batch, Block, Part, Rows
 from hopline.halo import HaloBlock, Histories, RecordedBlock
-from hopline.infer import evaluating
 from hopline.nn.gnn import GNN, State
 from hopline.nn.norm import running_statistics
 from hopline.nn.whole import Whole
 from hopline.partition import Partition, make_partition
 from hopline.sampling import NeighborSampler, full_block
+from hopline.sweep import fill, go_back, measure_bias
 from hopline.validate import check_fields
 from hopline.work import Job, Method, Unit, autocast
 
@@ -51,6 +51,8 @@ class Historical(Method):
     """Epochs from one exact forward pass that fills the tables to the next; none: batches alone write them."""
     compensate: bool = False
     """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
+    measure_bias: bool = False
+    """Report each epoch how far tables and gradient are from exact, as `bias.` counters; takes some epochs' time."""
     lag: int = 0
     """Steps that a commit waits before it is seen: batch t sees the commits of batches up to t - 1 - lag."""
     storage: Literal["model", "float32", "bf16", "fp16"] = "model"
@@ -116,10 +118,10 @@ class Commit:
 class HistoricalWork:
     """Historical training of one job."""
 
-    def __init__(self, job: Job, model: GNN, method: Historical) -> None:
+    def __init__(self, job: Job, model: GNN, method: Historical, partition: Partition | None = None) -> None:
         self.job, self.model, self.method = job, model, method
         graph = job.data.graph
-        self.partition: Partition = make_partition(
+        self.partition = partition or make_partition(
             graph, method.num_parts, how=method.partition, seed=job.seed, cache=_cache_of(job)
         )
         self.sampler = NeighborSampler(graph, (-1,))
@@ -162,11 +164,22 @@ class HistoricalWork:
                 continue  # it had its turn before the run was interrupted
             with trace.span("sample"):
                 made = self.batch(group, ops.derive_key(epoch_key, step))
-            unit = HistoricalUnit(self, made, self._share(step, len(groups)) if self.method.compensate else None)
+            unit = self.unit(made, self._share(step, len(groups)) if self.method.compensate else None)
             if learns:
                 yield unit
             else:  # nothing to learn from, but its neighbours read its rows
                 unit.push_only()
+        if self.method.measure_bias:
+            for name, error in measure_bias(self).items():
+                trace.count(f"bias.{name}", error)
+
+    def exact_twin(self) -> HistoricalWork:
+        """The same parts with all their edges and tables of its own: what this work is compared with."""
+        method = replace(self.method, halo="history", compensate=False, storage="model", folder=None)
+        return HistoricalWork(self.job, self.model, method, self.partition)
+
+    def unit(self, made: HistoricalBatch, share: int | None = None) -> HistoricalUnit:
+        return HistoricalUnit(self, made, share)
 
     def _share(self, step: int, steps: int) -> int:
         """Seeds that a batch stands for where each gives its part of the full gradient: an equal share of all."""
@@ -223,13 +236,14 @@ class HistoricalWork:
     # ---- tables
 
     def refresh(self) -> None:
-        """Fill the tables by an exact forward pass, layer by layer, in evaluation mode."""
+        """Make the tables exact, those of gradients too where there are any."""
         self.settle(0)
-        with trace.span("refresh"), evaluating(self.model):
-            for l in range(self.model.num_layers - 1):
-                for made in self.all_batches():
-                    self.histories.write(l, made.block.slabs, self.layer_at(l, made.block, made.block.src_ids))
-        self.histories.written[:] = self.histories.step
+        fill(self)
+        if self.method.compensate:
+            weights = [(p, p.grad) for p in self.job.module.parameters()]
+            go_back(self)
+            for p, grad in weights:
+                p.grad = grad
 
     def all_batches(self) -> Iterator[HistoricalBatch]:
         """Every node once, without a key: nothing is drawn."""
@@ -307,10 +321,8 @@ class HistoricalUnit(Unit):
         work.settle(work.method.lag)
         work.histories.report_ages(block.halo_places)
         with autocast(job), trace.span("forward"):
-            if self.size:
-                loss = job.train_step(job.model, self.made.batch)
-            else:  # only others' messages
-                loss = job.model(self.made.batch).sum()
+            # A batch without seeds learns from others' messages only.
+            loss = job.train_step(job.model, self.made.batch) if self.size else job.model(self.made.batch).sum()
             objective = loss * self.size
             if work.method.compensate:
                 objective = objective + self._missing_messages()

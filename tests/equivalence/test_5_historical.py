@@ -11,12 +11,11 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-import hopline as hl
 from hopline.batch import Batch, Rows
 from hopline.historical import Historical, HistoricalUnit, HistoricalWork
 from hopline.nn import GNN
 from hopline.sampling import NeighborSampler, full_block
-from hopline.sweep import refresh_gradients
+from hopline.sweep import go_back
 from hopline.work import Job
 from tests.helpers import assert_same_gradients, dataset_of, randn, random_graph, twin
 
@@ -93,7 +92,6 @@ def test_with_exact_tables_of_gradients_the_summed_gradient_is_that_of_the_full_
     (summed(copy, batch) * batch.num_seeds).backward()
     work = work_of(model, compensate=True, groups=groups)
     work.refresh()
-    refresh_gradients(work)
     for group in work.groups_of(3):
         HistoricalUnit(work, work.batch(group, None)).forward_backward(1)
     assert_same_gradients(model, copy, 1e-8)
@@ -125,3 +123,16 @@ def test_every_edge_is_in_one_batch_of_an_epoch():
         assert sorted(map(tuple, edges.t().tolist())) == sorted(map(tuple, expected.t().tolist()))
     assert work.groups_of(1) != work.groups_of(2)
     assert work.groups_of(1) == work.groups_of(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sweep_over_all_parts_gives_the_gradient_of_the_full_batch(name: str):
+    torch.manual_seed(0)
+    model = MODELS[name](6, 3).double()
+    copy = twin(model)
+    batch = full(copy)
+    (summed(copy, batch) * batch.num_seeds).backward()
+    work = work_of(model)
+    work.refresh()
+    go_back(work)
+    assert_same_gradients(model, copy, 1e-9)
