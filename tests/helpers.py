@@ -172,9 +172,14 @@ GNN_OPTIONS: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
     "layer-norm": (_sage(6, 8, 8, 3), {"norm": "layer"}),
     "act-first": (_sage(6, 8, 8, 3), {"norm": "layer", "act_first": True}),
     "residual": (_sage(6, 8, 8, 3), {"residual": True}),
+    "residual-first": (_sage(6, 8, 8, 3), {"residual": True, "residual_first": True, "norm": "layer"}),
     "residual-at-the-input": (_sage(6, 6, 3), {"residual": True}),
     "jk-last": (_sage(6, 8, 8), {"jk": "last", "norm": "batch", "head": nn.Linear(8, 3)}),
     "jk-cat": (_sage(6, 8, 8), {"jk": "cat", "norm": "layer", "head": nn.Linear(16, 3)}),
+    "jk-of-the-encoder": (
+        _sage(8, 8, 8),
+        {"jk": "cat", "jk_encoder": True, "encoder": nn.Linear(6, 8), "head": nn.Linear(24, 3)},
+    ),
     "jk-max": (_sage(6, 8, 8), {"jk": "max", "head": nn.Linear(8, 3)}),
     "jk-lstm": (_sage(6, 8, 8), {"jk": "lstm", "head": nn.Linear(8, 3)}),
     "head": (_sage(6, 8, 8), {"head": nn.Linear(8, 3)}),
@@ -184,6 +189,10 @@ GNN_OPTIONS: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
         {"encoder": nn.Linear(6, 8), "initial_residual": 0.2, "head": nn.Linear(8, 3)},
     ),
     "initial-residual-of-the-input": (_sage(6, 6, 6), {"initial_residual": 0.2}),
+    "appnp": (
+        [pyg.APPNP(K=1, alpha=0.0) for _ in range(3)],
+        {"encoder": mlp(6, 8, 3), "initial_residual": 0.1, "act": None},
+    ),
     "gcn2": (
         [pyg.GCN2Conv(8, 0.1, 0.5, layer).double() for layer in (1, 2, 3)],
         {"encoder": nn.Linear(6, 8), "head": nn.Linear(8, 3), "dropout": 0.5},
@@ -224,15 +233,16 @@ def plain_gnn(model: GNN, x: Tensor, graph: Graph) -> Tensor:
     act = model.act if model.act is not None else lambda v: v
     if model.encoder is not None:
         x = act(model.encoder(x))
-    x0, outputs, last = x, [], len(model.convs) - 1
+    x0, outputs, last = x, [x] * model.jk_encoder, len(model.convs) - 1
     for l, conv in enumerate(model.convs):
         before = x
         x = conv(x, x0, graph.edge_index()) if isinstance(conv, pyg.GCN2Conv) else stock(conv, x, graph)
         if model.initial_residual and not isinstance(conv, pyg.GCN2Conv):
             x = (1 - model.initial_residual) * x + model.initial_residual * x0
         if l < last or model.acts_last:
-            x = model.norms[l](act(x)) if model.act_first else act(model.norms[l](x))
-            x = x + before if model.residual and x.shape == before.shape else x
+            own = before if model.residual and x.shape == before.shape else torch.zeros_like(x)
+            first, after = (own, 0) if model.residual_first else (0, own)
+            x = (model.norms[l](act(x)) + first if model.act_first else act(model.norms[l](x) + first)) + after
         outputs.append(x)
     if hasattr(model, "jk"):
         x = model.jk(outputs)

@@ -158,6 +158,7 @@ def test_early_stopping_remembers_how_long_it_waited(tmp_path: Path) -> None:
         ({"hidden": 6}, "another model: convs.0"),
         ({"seed": 5}, "seed is 0 there and 5 here"),
         ({"lr": 0.5}, "lr is"),
+        ({"weight_decay_rest": 0.5}, "weight_decay_rest is None there and 0.5 here"),
         ({"method": hl.Sampled(fanouts=(3, 2), batch_size=9)}, "method is"),
         ({"data": "other"}, "dataset is"),
     ],

@@ -21,6 +21,7 @@ import hopline as hl
         ({"schedule": "cosine"}, r"schedule must be a Schedule\(...\), not 'cosine'"),
         ({"lr": math.inf}, "lr must be above 0 and finite"),
         ({"weight_decay": -1.0}, "weight_decay must be at least 0"),
+        ({"weight_decay_rest": math.nan}, "weight_decay_rest must be at least 0"),
         ({"seed": 1 << 70}, "seed must be between 0 and"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0"),
         ({"accumulate": 0}, "accumulate must be at least 1"),

@@ -389,6 +389,33 @@ def test_units_commit_after_the_optimizer_step():
     assert order == [("backward", 50), ("backward", 50), ("step", 0), ("commit", 20), ("commit", 30)]
 
 
+@pytest.mark.parametrize("kind", ["gnn", "pyg"])
+def test_the_last_layer_has_a_weight_decay_of_its_own(kind: str):
+    data = small()
+    model = sage(data) if kind == "gnn" else GCN(8, 16, 2, 4)
+    trainer = hl.Trainer(model, data, method(), weight_decay=0.5, weight_decay_rest=0.0)
+    main, rest = trainer.make_optimizer().param_groups
+    assert (main["weight_decay"], rest["weight_decay"]) == (0.5, 0.0)
+    assert [id(p) for p in rest["params"]] == [id(p) for p in model.convs[-1].parameters()]  # type: ignore[index]
+    assert len(main["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+def test_what_has_no_layers_has_no_rest():
+    data = small()
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gcn = GCN(8, 16, 2, 4)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.gcn(x, edge_index)
+
+    trainer = hl.Trainer(Own(), data, method(), weight_decay_rest=0.0)
+    with pytest.raises(ValueError, match="weight_decay_rest= is for the last layer, and Own is not made of layers"):
+        trainer.make_optimizer()
+
+
 def test_a_subclass_can_replace_the_optimizer_and_the_evaluation():
     class Own(hl.Trainer):
         def make_optimizer(self) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hopline.update import Update, make_optimizer
+from hopline.update import Update, make_optimizer, split_decay
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
 
@@ -17,7 +17,7 @@ def test_steps_are_torchs_with_clipping(kind: str, device: str):
     torch.manual_seed(0)
     ours, theirs = nn.Linear(6, 4).to(device), nn.Linear(6, 4).to(device)
     theirs.load_state_dict(ours.state_dict())
-    update = Update(ours, make_optimizer(kind, list(ours.parameters()), 0.05, 0.01), 0.5, print)
+    update = Update(ours, make_optimizer(kind, [(list(ours.parameters()), 0.01)], 0.05), 0.5, print)
     plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     optimizer = plain(theirs.parameters(), lr=0.05, weight_decay=0.01)
     places = [torch.empty_like(p) for p in ours.parameters()]  # gradients that stay where they are are captured
@@ -36,3 +36,27 @@ def test_steps_are_torchs_with_clipping(kind: str, device: str):
     assert (update.graph is not None) == (device == "cuda")
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_the_rest_has_a_weight_decay_of_its_own(kind: str, device: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
+    optimizer = make_optimizer(kind, split_decay(model, model[1].parameters(), 0.5, 0.0), 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert moved == [True, True, False, False]
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    assert device == "cpu" or first.data_ptr() != second.data_ptr()
+
+
+def test_without_one_all_parameters_are_in_one_group():
+    model = nn.Linear(3, 3)
+    optimizer = make_optimizer("adam", split_decay(model, [model.bias], 0.5, None), 0.1)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+    every = make_optimizer("adam", split_decay(model, model.parameters(), 0.5, 0.0), 0.1)
+    assert [(len(group["params"]), group["weight_decay"]) for group in every.param_groups] == [(2, 0.0)]

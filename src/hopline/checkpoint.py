@@ -177,7 +177,7 @@ def identity(model: nn.Module, data: Any, method: Mapping[str, Any], settings: M
         "parameters": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
         "method": {key: value for key, value in method.items() if key not in ("workers", "look_ahead")},
         **{key: settings[key] for key in ("seed", "optimizer", "lr", "weight_decay", "accumulate", "precision")},
-        **{key: settings[key] for key in ("schedule", "clip_norm", "evaluate_every")},
+        **{key: settings[key] for key in ("weight_decay_rest", "schedule", "clip_norm", "evaluate_every")},
     }
 
 

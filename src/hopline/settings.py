@@ -22,6 +22,8 @@ class TrainSettings:
     """Learning rate."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
+    weight_decay_rest: float | None = None
+    """Weight decay of the last conv, or of encoder and head where there are any; as `weight_decay` by default."""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """Optimizer."""
     schedule: Schedule = Schedule()
@@ -56,8 +58,10 @@ class TrainSettings:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be at least 0 and finite, not {self.weight_decay}")
+        for name in ("weight_decay", "weight_decay_rest"):
+            decay = getattr(self, name)
+            if decay is not None and not 0 <= decay < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, not {decay}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
         if not self.checkpoint_s >= 0:

@@ -38,7 +38,7 @@ from hopline.report import Report
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings, find_device
 from hopline.spec import to_dict
-from hopline.update import Update, make_optimizer
+from hopline.update import Update, make_optimizer, split_decay
 from hopline.work import Job, TrainStep, Unit, supervised
 from hopline.world import World
 
@@ -285,8 +285,15 @@ class Trainer:
             self._report.note(text)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        s = self.settings
-        return make_optimizer(s.optimizer, list(self.model.parameters()), s.lr, s.weight_decay)
+        s, rest = self.settings, []
+        if s.weight_decay_rest is not None:
+            if not isinstance(self.job.model, GNN):
+                raise ValueError(
+                    f"weight_decay_rest= is for the last layer, and {type(self.model).__name__} is not made of layers: "
+                    "leave it out, or use hl.nn.GNN or a PyG model such as GCN"
+                )
+            rest = self.job.model.rest_parameters()
+        return make_optimizer(s.optimizer, split_decay(self.model, rest, s.weight_decay, s.weight_decay_rest), s.lr)
 
     def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
         """Open the report and set up the run's own callbacks."""

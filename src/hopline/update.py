@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +15,33 @@ MOST_CAPTURES = 3
 """Gradients that keep moving about in memory are not worth another graph."""
 
 
-def make_optimizer(kind: str, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
+"""Lists of parameters, each with its weight decay."""
+
+
+def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimizer:
     """The optimizer of that name; on a GPU its learning rate and counters are there too, so that it can be captured."""
-    device = parameters[0].device
+    groups: list[dict[str, Any]] = [{"params": list(ps), "weight_decay": decay} for ps, decay in decays if len(ps)]
+    device = groups[0]["params"][0].device
     made = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
     if device.type != "cuda":
-        return made(parameters, lr=lr, weight_decay=weight_decay)  # type: ignore[call-arg]
+        return made(groups, lr=lr)  # type: ignore[call-arg]
     options: dict[str, Any] = {"fused": True} if kind == "sgd" else {"fused": True, "capturable": True}
-    rate = torch.tensor(lr, dtype=torch.float32, device=device)
-    return made(parameters, lr=rate, weight_decay=weight_decay, **options)  # type: ignore[call-arg]
+    for group in groups:  # a rate of its own each, since schedules change them in place, one after the other
+        group["lr"] = torch.tensor(lr, dtype=torch.float32, device=device)
+    return made(groups, lr=groups[0]["lr"], **options)  # type: ignore[call-arg]
+
+
+def split_decay(module: nn.Module, rest: Iterable[nn.Parameter], decay: float, decay_rest: float | None) -> Decays:
+    """The parameters of a module with one weight decay, or with another for the rest."""
+    parameters = list(module.parameters())
+    if decay_rest is None:
+        return [(parameters, decay)]
+    apart = {id(p) for p in rest}
+    return [
+        ([p for p in parameters if id(p) not in apart], decay),
+        ([p for p in parameters if id(p) in apart], decay_rest),
+    ]
 
 
 class Update:

@@ -235,6 +235,19 @@ def test_norms_over_all_nodes_are_refused_by_name(norm: nn.Module) -> None:
 # ---- names and widths
 
 
+def test_the_rest_is_encoder_and_head_or_the_last_conv() -> None:
+    def names(model: GNN) -> set[str]:
+        rest = {id(p) for p in model.rest_parameters()}
+        return {name for name, p in model.named_parameters() if id(p) in rest}
+
+    assert {n.rpartition(".lin_")[0] for n in names(gnn_of("plain"))} == {"convs.2"}
+    assert names(gnn_of("gcn2")) == {"encoder.weight", "encoder.bias", "lin.weight", "lin.bias"}
+    assert names(gnn_of("appnp")) == {"encoder.2.weight", "encoder.2.bias"}
+    seen = as_walkable(pyg.GCN(6, 8, 2, 3))
+    assert isinstance(seen, GNN)
+    assert names(seen) == {"convs.1.bias", "convs.1.lin.weight"}
+
+
 def test_parameter_names_are_pygs_own() -> None:
     theirs = pyg.models.GraphSAGE(6, 8, 2, 3, jk="cat", norm="batch_norm")
     ours = GNN([pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 8)], norm="batch", jk="cat", head=nn.Linear(16, 3))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch_geometric.nn import GCN2Conv, GCNConv, GINConv, GraphConv, Linear, SAGEConv
+from torch_geometric.nn import APPNP, GCN2Conv, GCNConv, GINConv, GraphConv, Linear, SAGEConv
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
 
 from hopline import ops
@@ -27,13 +27,15 @@ PLAIN = (SAGEConv, GINConv, GraphConv)
 """Convs that send rows (times an edge weight) and take a pair of source and destination rows."""
 LINEARS = {SAGEConv: ("lin_l", "lin_r"), GraphConv: ("lin_rel", "lin_root")}
 """Their linear layers: of the reduced rows, with the bias, and of the destinations' own."""
-NORMALISED = (GCNConv, GCN2Conv)
+NORMALISED = (GCNConv, GCN2Conv, APPNP)
 """Convs that send rows times the symmetric degree norm, with self-loops."""
 
 
 def is_fused(conv: Any) -> bool:
     """Exact types only: a subclass may have changed the message."""
     if type(conv) not in (*PLAIN, *NORMALISED):
+        return False
+    if isinstance(conv, APPNP) and (conv.K != 1 or conv.dropout):
         return False
     no_hooks = not (conv._forward_hooks or conv._forward_pre_hooks or conv.explain)
     reductions = REDUCE if type(conv) in PLAIN else (SumAggregation,)
@@ -48,7 +50,7 @@ def reads_rows(conv: Any) -> bool:
 def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
     """`conv` on a block: [num_dst, ...]."""
     how = REDUCE[type(conv.aggr_module)]
-    dtype = next(conv.parameters(), torch.empty(0)).dtype
+    dtype = _dtype_of(conv, h)
     if type(conv) in PLAIN:
         return _plain(conv, h, block, how, dtype)
 
@@ -65,11 +67,21 @@ def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None)
         reduced, own = _reduce(h, block, how, weight, dtype, beside_own=True).chunk(2, dim=1)
         out = conv.lin(reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
         return out if conv.bias is None else out + conv.bias
+    if isinstance(conv, APPNP):  # its one step mixes in own rows, of which a block has fewer than sources
+        rows = typed(h, dtype)
+        return (1 - conv.alpha) * propagate(block, rows) + conv.alpha * rows[: block.num_dst]
     if isinstance(conv, GCN2Conv):
         stand_in = _StandIn(conv, propagate, normalize=False)
         return GCN2Conv.forward(stand_in, typed(h, dtype), x0, block)  # type: ignore[arg-type]
     stand_in = _StandIn(conv, propagate, normalize=False, lin=lambda x: project(conv.lin, x))
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
+
+
+def _dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:
+    """What a conv computes in: that of its parameters, or of its rows where it has none."""
+    known = next((p.dtype for p in conv.parameters()), None)
+    given = h.dtype if isinstance(h, Tensor) else h.table.dtype if isinstance(h, Rows) else torch.float32
+    return known or (given if given.is_floating_point else torch.float32)
 
 
 def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:

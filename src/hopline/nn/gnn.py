@@ -46,9 +46,11 @@ class GNN(nn.Module):
     convs: one per layer. norm: "batch", "layer", None, or a module per conv. act: "relu", ..., a module or None.
     act_first: activation before the norm. dropout: after every activation, drawn from the node's key.
     input_dropout: on the input rows. residual: adds a hidden layer's input to its output where the widths are equal.
-    initial_residual: weight of the encoder's output mixed into every layer (GCN2Conv does it itself).
-    jk: jumping knowledge, "cat", "max", "lstm" or "last". encoder: a Linear before the first conv. head: a module
-    after the last; jumping knowledge needs one.
+    residual_first: before the activation, not after it. initial_residual: weight of the encoder's output mixed into
+    every layer (GCN2Conv does it itself).
+    jk: jumping knowledge, "cat", "max", "lstm" or "last". jk_encoder: it begins with the encoder's rows. encoder: a
+    Linear, or another module of one node's row, before the first conv. head: a module after the last; jumping
+    knowledge needs one.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class GNN(nn.Module):
         dropout: float = 0.0,
         input_dropout: float = 0.0,
         residual: bool = False,
+        residual_first: bool = False,
         initial_residual: float = 0.0,
         jk: str | nn.Module | None = None,
+        jk_encoder: bool = False,
         encoder: nn.Module | None = None,
         head: nn.Module | None = None,
     ) -> None:
@@ -81,9 +85,11 @@ class GNN(nn.Module):
         self.dropout = dropout
         self.input_dropout = input_dropout
         self.residual = residual
+        self.residual_first = residual_first
         self.initial_residual = initial_residual
         self.encoder = encoder
         self.keeps_jk = jk is not None and jk != "last"
+        self.jk_encoder = jk_encoder and self.keeps_jk
         self.acts_last = jk is not None
         if isinstance(jk, nn.Module):
             self.jk = jk
@@ -93,7 +99,7 @@ class GNN(nn.Module):
                 raise ValueError(
                     f"jumping knowledge needs layers of one width, not {sorted(widths)}: use head= for the rest"
                 )
-            self.jk = JumpingKnowledge(jk, out_width(self.convs[0]), len(self.convs))
+            self.jk = JumpingKnowledge(jk, out_width(self.convs[0]), len(self.convs) + self.jk_encoder)
         if head is not None:
             self.lin = head
 
@@ -161,6 +167,18 @@ class GNN(nn.Module):
         """Whether the first layer's state is anything but the input rows themselves (in evaluation)."""
         return self.encoder is not None or self._uses_x0
 
+    def rest_parameters(self) -> list[nn.Parameter]:
+        """Those that may have a weight decay of their own: of encoder and head, or of the last conv.
+
+        Where convs have no parameters, as in APPNP, the last layer is that of the encoder.
+        """
+        ends = [m for m in (self.encoder, getattr(self, "lin", None)) if m is not None]
+        if not any(True for _ in self.convs.parameters()):
+            ends = [m for end in ends for m in end.modules() if next(m.parameters(recurse=False), None) is not None][
+                -1:
+            ]
+        return [p for module in ends or [self.convs[-1]] for p in module.parameters()]
+
     def check_blocks(self) -> None:
         """Refuse, by name, what would not mean the same on a block."""
         for norm in self.norms:
@@ -177,7 +195,8 @@ class GNN(nn.Module):
         x0 = self._typed(x) if self._uses_x0 else None
         if self.encoder is not None:
             x = self._drop(self._typed(x), self.dropout, ids, key, self.num_layers)
-        return State(x if x0 is None or self.encoder is not None else x0, x0)
+        jk = self._typed(x) if self.jk_encoder else None
+        return State(x if x0 is None or self.encoder is not None else x0, x0, jk)
 
     def layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l` on a block: the state of its sources to the state of its destinations."""
@@ -205,10 +224,7 @@ class GNN(nn.Module):
                 )
             h = (1 - self.initial_residual) * h + self.initial_residual * x0
         if l < self.num_layers - 1 or self.acts_last:
-            h = self._after_conv(l, h)
-            if self.residual and tuple(h.shape[1:]) == tuple(state.h.shape[1:]):
-                own = state.h.head(dst) if isinstance(state.h, Rows) else as_tensor(state.h)[:dst]
-                h = h + self._typed(own)
+            h = self._after_conv(l, h, state.h)
         h = block.exchange(l, h)
         if l < self.num_layers - 1 or self.acts_last:
             h = self._drop(h, self.dropout, block.src_keys[: h.size(0)], block.key, l)
@@ -241,11 +257,18 @@ class GNN(nn.Module):
         out = self.decode(state)
         return out if batch.output_idx is None else out[batch.output_idx]
 
-    def _after_conv(self, l: int, h: Tensor) -> Tensor:
+    def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor) -> Tensor:
+        own: Tensor | None = None
+        if self.residual and tuple(h.shape[1:]) == tuple(before.shape[1:]):
+            own = self._typed(before.head(h.size(0)) if isinstance(before, Rows) else as_tensor(before)[: h.size(0)])
         if self.act is not None and self.act_first:
             h = self.act(h)
         h = self.norms[l](h)
-        return self.act(h) if self.act is not None and not self.act_first else h
+        if own is not None and self.residual_first:
+            h = h + own
+        if self.act is not None and not self.act_first:
+            h = self.act(h)
+        return h if own is None or self.residual_first else h + own
 
     def dropped(self, h: Tensor, ids: Tensor, key: int | Tensor | None, l: int) -> Tensor:
         """Rows after layer `l` as the next one reads them."""
