@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak test-interop
+.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run all tests"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-slurm  train by sbatch on a Slurm cluster of one node, made for the test (root, Debian)"
 	@echo "make test-interop  JAX, TensorFlow, Paddle and GammaGL beside torch, in an environment of their own (6 GB)"
 	@echo "make bench-peers  environments of the libraries that benchmarks compare with"
+	@echo "make reproduce-history  published accuracies of historical training, run again (an hour)"
 	@echo "make clean   remove compiled kernels and caches"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -85,6 +86,9 @@ test-soak: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	$(BIN)/python tests/faults.py
+
+reproduce-history: $(INSTALLED)
+	$(BIN)/python benchmarks/reproduce_history.py --data $${HOPLINE_TEST_DATA:-../shared/data}
 
 clean:
 	find src tests -name '*.nb[ic]' -delete

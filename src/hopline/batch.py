@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,15 +28,15 @@ class Readable(Protocol):
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None: ...
 
 
-class Handle:
+class Handle(ABC):
     """Rows that are not there yet: made or read only where a computation has no way to do without them."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]: ...
 
-    def read(self) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
