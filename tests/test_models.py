@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import APPNP, GCNConv
 
 import hopline as hl
 from hopline import infer
@@ -63,6 +63,40 @@ def test_the_aggregation_reaches_the_convs(aggr: str):
         assert {conv.aggr for conv in model.convs} == {aggr}  # type: ignore[union-attr]
 
 
+def test_appnp_is_pygs_own_after_two_linear_layers():
+    data = small()
+    model = build(data, name="appnp", layers=10, alpha=0.2).eval()
+    assert data.y is not None
+    x = model.encoder(data.x[torch.arange(400)])  # type: ignore[operator]
+    expected = APPNP(K=10, alpha=0.2)(x, data.graph.edge_index())
+    torch.testing.assert_close(infer.exact(model, data), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"appnp has no hidden layers: leave out model.jk"):
+        build(data, name="appnp", jk="cat")
+
+
+@pytest.mark.parametrize("name", ["gcn", "pna", "gat"])
+@pytest.mark.parametrize("jk", ["none", "cat", "max"])
+def test_linear_layers_around_the_convs(name: str, jk: str):
+    data = small()
+    model = build(data, name=name, linear=True, jk=jk, norm="batch", residual=True, residual_first=True)
+    assert model.lin.in_features == 8 * (3 if jk == "cat" else 1)  # type: ignore[union-attr]
+    run = fit(data, model, method(), epochs=3)
+    assert losses(run)[-1] < losses(run)[0]
+
+
+def test_options_of_attention_gcnii_and_pna_reach_their_convs():
+    data = small()
+    gat: Any = build(data, name="gat", heads=2, out_heads=3, attention_dropout=0.3, act="elu")
+    first, last = gat.convs
+    assert (first.heads, first.concat, last.heads, last.concat) == (2, True, 3, False)
+    assert (first.dropout, last.dropout) == (0.3, 0.3)
+    two: Any = build(data, name="gcnii", shared_weights=False)
+    one: Any = build(data, name="gcnii")
+    assert (two.convs[0].weight2 is None, one.convs[0].weight2 is None) == (False, True)
+    pna: Any = build(data, name="pna", aggregators=("mean",), scalers=("identity", "amplification"))
+    assert pna.convs[0].aggr_module.scaler == ["identity", "amplification"]
+
+
 def test_an_mlp_ignores_the_edges():
     data = small()
     model = build(data, name="mlp")
@@ -91,6 +125,10 @@ def test_a_dataset_without_labels_is_refused():
     ("settings", "message"),
     [
         ({"hidden": 0}, "must be at least 1"),
+        ({"out_heads": 0}, "model.out_heads must be at least 1, not 0"),
+        ({"attention_dropout": 2.0}, "model.attention_dropout must be between 0 and 1"),
+        ({"aggregators": ("mean", "mode")}, "model.aggregators must be some of mean, .*, not mean, mode"),
+        ({"scalers": ()}, "model.scalers must be some of identity, .*, not none"),
         ({"layers": 0}, "must be at least 1"),
         ({"heads": 0}, "must be at least 1"),
         ({"dropout": 1.5}, r"model.dropout must be between 0 and 1, not 1.5"),

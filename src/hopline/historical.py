@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from hopline import ops, trace
-from hopline.batch import Batch, Block, Part, Rows
+from hopline.batch import Batch, Block, Rows
 from hopline.halo import HaloBlock, Histories, RecordedBlock
 from hopline.nn.gnn import GNN, State
 from hopline.nn.norm import running_statistics
+from hopline.nn.regularise import drop_edges, edges_where, spreads
 from hopline.nn.whole import Whole
 from hopline.partition import Partition, make_partition
 from hopline.sampling import NeighborSampler, full_block
@@ -53,6 +54,12 @@ class Historical(Method):
     """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
     measure_bias: bool = False
     """Report each epoch how far tables and gradient are from exact, as `bias.` counters; takes some epochs' time."""
+    max_batches: int | None = None
+    """Batches of an epoch, all by default; where groups are redrawn, the other parts have their turn in later ones."""
+    edge_dropout: float = 0.0
+    """Share of a batch's edges that is left out in training, drawn anew for each batch."""
+    lipschitz: float = 0.0
+    """Weight of a penalty on how far noise on a layer's input moves its output, since stored rows are not exact."""
     lag: int = 0
     """Steps that a commit waits before it is seen: batch t sees the commits of batches up to t - 1 - lag."""
     storage: Literal["model", "float32", "bf16", "fp16"] = "model"
@@ -69,10 +76,14 @@ class Historical(Method):
             raise ValueError(
                 f"parts_per_batch={self.parts_per_batch} is more than num_parts={self.num_parts}: make it smaller"
             )
-        if self.refresh_every is not None and self.refresh_every < 1:
-            raise ValueError(f"refresh_every must be at least 1 or none, not {self.refresh_every}")
-        if self.lag < 0:
-            raise ValueError(f"lag must be at least 0, not {self.lag}")
+        for name in ("refresh_every", "max_batches"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or none, not {value}")
+        for name in ("lag", "lipschitz"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if not 0 <= self.edge_dropout < 1:
+            raise ValueError(f"edge_dropout must be at least 0 and below 1, not {self.edge_dropout}")
         if self.compensate and self.halo == "drop":
             raise ValueError(
                 "compensate=true adds messages of the halo, which halo=drop leaves out: choose one of them"
@@ -124,7 +135,7 @@ class HistoricalWork:
         self.partition = partition or make_partition(
             graph, method.num_parts, how=method.partition, seed=job.seed, cache=_cache_of(job)
         )
-        self.sampler = NeighborSampler(graph, (-1,))
+        self.sampler = NeighborSampler(graph, (-1,), edge_ids=method.edge_dropout > 0)
         dtype = DTYPES[method.storage]
         self.histories = Histories(graph.num_nodes, dtype=dtype, folder=method.folder)
         self.gradients = Histories(graph.num_nodes, name="gradient", dtype=dtype, folder=method.folder)
@@ -146,7 +157,7 @@ class HistoricalWork:
         groups = [tuple(sorted(group.tolist())) for group in parts.split(method.parts_per_batch)]
         if method.groups == "fixed":
             groups = [groups[i] for i in ops.permutation(key, len(groups)).tolist()]
-        return groups
+        return groups[: method.max_batches]
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         every = self.method.refresh_every
@@ -194,6 +205,9 @@ class HistoricalWork:
         """All in-edges of the group's nodes."""
         nodes = torch.cat([self._nodes_of(part) for part in group])
         plain, later = self._blocks_of(group, nodes)
+        if self.method.edge_dropout and key is not None:
+            plain = drop_edges(plain, self.method.edge_dropout, key)
+            later = None if later is None else drop_edges(later, self.method.edge_dropout, key)
         ptr, position = self.partition.ptr, self.partition.position
         slabs = [slice(int(ptr[part]), int(ptr[part + 1])) for part in group]
         last = self.model.num_layers - 1
@@ -321,9 +335,12 @@ class HistoricalUnit(Unit):
         work.settle(work.method.lag)
         work.histories.report_ages(block.halo_places)
         with autocast(job), trace.span("forward"):
-            # A batch without seeds learns from others' messages only.
-            loss = job.train_step(job.model, self.made.batch) if self.size else job.model(self.made.batch).sum()
+            with spreads(work.model, work.method.lipschitz > 0) as found:
+                # A batch without seeds learns from others' messages only.
+                loss = job.train_step(job.model, self.made.batch) if self.size else job.model(self.made.batch).sum()
             objective = loss * self.size
+            if found:
+                objective = objective + work.method.lipschitz * self.size * torch.stack(found).mean()
             if work.method.compensate:
                 objective = objective + self._missing_messages()
         with trace.span("backward"):
@@ -374,12 +391,8 @@ def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:
 
 def without_halo(block: Block) -> Block:
     """The edges among a block's destinations alone, and no other sources."""
-    part, num_dst = block.part, block.num_dst
-    kept = part.src_idx < num_dst
-    upto = torch.cat([torch.zeros(1, dtype=torch.int64), kept.long().cumsum(0)])
-    edge = {name: rows[kept] for name, rows in part.edge.items()}
-    inner = Part(upto[part.indptr], part.src_idx[kept], edge)
-    return replace(block, src_ids=block.src_ids[:num_dst], parts=(inner,))
+    inner = edges_where(block.part, block.part.src_idx < block.num_dst)
+    return replace(block, src_ids=block.src_ids[: block.num_dst], parts=(inner,))
 
 
 def _cache_of(job: Job) -> Path | None:

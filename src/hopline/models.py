@@ -13,8 +13,12 @@ from torch_geometric import nn as pyg
 
 from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN
+from hopline.nn.norm import make_norm
 from hopline.spec import nearest
 from hopline.validate import check_fields
+
+AGGREGATORS = ("mean", "sum", "min", "max", "std", "var")
+SCALERS = ("identity", "amplification", "attenuation", "linear", "inverse_linear")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,37 +26,58 @@ class ModelSpec:
     """A model by name."""
 
     name: str = "sage"
-    """sage, gcn, gat, gatv2, gin, graphconv, pna, transformer, gcnii, mlp, or package.module:function of your own."""
+    """A model's name, such as sage, gcn, gat, gin, pna, gcnii, appnp or mlp, or package.module:function of your own."""
     hidden: int = 256
     """Width of the hidden layers."""
     layers: int = 3
-    """Number of convs."""
+    """Number of convs; of appnp, steps of propagation."""
     dropout: float = 0.5
-    """Dropout after each hidden layer."""
+    """Dropout after each hidden layer; of appnp, before the second linear layer."""
     input_dropout: float = 0.0
     """Dropout on the input features."""
+    act: Literal["relu", "elu"] = "relu"
+    """Activation after each hidden layer."""
     norm: Literal["none", "batch", "layer"] = "none"
     """Normalisation after each hidden conv."""
     residual: bool = False
     """Add a layer's input to its output where the widths are equal."""
+    residual_first: bool = False
+    """Add it before the activation, not after it."""
+    linear: bool = False
+    """A linear layer before the convs and one after them; jumping knowledge then begins with the first one's rows."""
     jk: Literal["none", "cat", "max", "lstm", "last"] = "none"
     """Jumping knowledge."""
     aggr: Literal["mean", "max", "sum"] = "mean"
     """Aggregation of sage and graphconv."""
     heads: int = 4
     """Attention heads of gat, gatv2 and transformer; `hidden` is their total width."""
+    out_heads: int = 1
+    """Attention heads of the output layer, which are averaged."""
+    attention_dropout: float = 0.0
+    """Dropout on the attention weights."""
     alpha: float = 0.1
-    """Strength of the initial residual of gcnii."""
+    """Strength of the initial residual of gcnii and appnp."""
     theta: float = 0.5
     """Strength of the identity mapping of gcnii."""
+    shared_weights: bool = True
+    """Whether gcnii has one weight for a node's neighbours and its initial row, or two."""
+    aggregators: tuple[str, ...] = ("mean", "min", "max", "std")
+    """Aggregators of pna."""
+    scalers: tuple[str, ...] = ("identity", "amplification", "attenuation")
+    """Degree scalers of pna."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.hidden < 1 or self.layers < 1 or self.heads < 1:
-            raise ValueError("model.hidden, model.layers and model.heads must be at least 1")
-        for name in ("dropout", "input_dropout"):
+        for name in ("hidden", "layers", "heads", "out_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("dropout", "input_dropout", "attention_dropout", "alpha"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"model.{name} must be between 0 and 1, not {getattr(self, name)}")
+        for name, known in (("aggregators", AGGREGATORS), ("scalers", SCALERS)):
+            given = getattr(self, name)
+            if not given or not set(given) <= set(known):
+                raise ValueError(f"model.{name} must be some of {', '.join(known)}, not {', '.join(given) or 'none'}")
 
 
 class Alone(nn.Module):
@@ -73,11 +98,12 @@ MakeConv = Callable[[ModelSpec, Dataset, int, int, bool], nn.Module]
 
 def _attention(kind: Callable[..., nn.Module]) -> MakeConv:
     def make(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bool) -> nn.Module:
+        dropout = spec.attention_dropout
         if last:
-            return kind(width_in, width_out, heads=1)
+            return kind(width_in, width_out, heads=spec.out_heads, concat=False, dropout=dropout)
         if width_out % spec.heads:
             raise ValueError(f"model.hidden={width_out} must be a multiple of model.heads={spec.heads}")
-        return kind(width_in, width_out // spec.heads, heads=spec.heads)
+        return kind(width_in, width_out // spec.heads, heads=spec.heads, dropout=dropout)
 
     return make
 
@@ -89,13 +115,7 @@ def _gin(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bo
 
 def _pna(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bool) -> nn.Module:
     degrees = torch.bincount(data.graph.in_degrees())
-    return pyg.PNAConv(
-        width_in,
-        width_out,
-        aggregators=["mean", "min", "max", "std"],
-        scalers=["identity", "amplification", "attenuation"],
-        deg=degrees,
-    )
+    return pyg.PNAConv(width_in, width_out, list(spec.aggregators), list(spec.scalers), deg=degrees)
 
 
 CONVS: dict[str, MakeConv] = {
@@ -109,7 +129,7 @@ CONVS: dict[str, MakeConv] = {
     "transformer": _attention(pyg.TransformerConv),
     "mlp": lambda s, d, i, o, last: Alone(i, o),
 }
-NAMES = (*CONVS, "gcnii")
+NAMES = (*CONVS, "gcnii", "appnp")
 
 
 def make_model(spec: ModelSpec, data: Dataset) -> nn.Module:
@@ -122,46 +142,74 @@ def make_model(spec: ModelSpec, data: Dataset) -> nn.Module:
         )
     if spec.name == "gcnii":
         return _gcnii(spec, data)
+    if spec.name == "appnp":
+        return _appnp(spec, data)
     if spec.name not in CONVS:
         raise ValueError(
             f"there is no model {spec.name!r}.{nearest(spec.name, NAMES)} Choose one of {', '.join(NAMES)}"
         )
-    jumping = spec.jk != "none"
+    headed = spec.jk != "none" or spec.linear
     widths = [
-        data.num_features,
+        spec.hidden if spec.linear else data.num_features,
         *[spec.hidden] * (spec.layers - 1),
-        spec.hidden if jumping else data.num_outputs,
+        spec.hidden if headed else data.num_outputs,
     ]
     convs = [
-        CONVS[spec.name](spec, data, widths[l], widths[l + 1], l == spec.layers - 1 and not jumping)
+        CONVS[spec.name](spec, data, widths[l], widths[l + 1], l == spec.layers - 1 and not headed)
         for l in range(spec.layers)
     ]
-    if not jumping:
+    if not headed:
         return GNN(convs, **_options(spec))
-    return GNN(convs, jk=spec.jk, head=_head(spec, data), **_options(spec))
+    jk = "last" if spec.jk == "none" else spec.jk
+    encoder = _encoder(spec, data) if spec.linear else None
+    return GNN(convs, jk=jk, jk_encoder=spec.linear, encoder=encoder, head=_head(spec, data), **_options(spec))
 
 
 def _options(spec: ModelSpec) -> dict[str, Any]:
     return {
+        "act": spec.act,
         "norm": None if spec.norm == "none" else spec.norm,
         "dropout": spec.dropout,
         "input_dropout": spec.input_dropout,
         "residual": spec.residual,
+        "residual_first": spec.residual_first,
     }
 
 
+def _encoder(spec: ModelSpec, data: Dataset) -> nn.Module:
+    linear = nn.Linear(data.num_features, spec.hidden)
+    if spec.norm == "none" or spec.jk in ("none", "last"):
+        return linear
+    return nn.Sequential(linear, make_norm(spec.norm, spec.hidden))  # its rows are put beside those of the layers
+
+
 def _head(spec: ModelSpec, data: Dataset) -> nn.Linear:
-    return nn.Linear(spec.hidden * (spec.layers if spec.jk == "cat" else 1), data.num_outputs)
+    parts = spec.layers + (spec.linear and spec.name != "gcnii") if spec.jk == "cat" else 1
+    return nn.Linear(spec.hidden * parts, data.num_outputs)
 
 
 def _gcnii(spec: ModelSpec, data: Dataset) -> GNN:
     convs = [
-        pyg.GCN2Conv(spec.hidden, alpha=spec.alpha, theta=spec.theta, layer=l + 1, shared_weights=True)
+        pyg.GCN2Conv(spec.hidden, spec.alpha, spec.theta, layer=l + 1, shared_weights=spec.shared_weights)
         for l in range(spec.layers)
     ]
     encoder = nn.Linear(data.num_features, spec.hidden)
     jk = "last" if spec.jk == "none" else spec.jk
     return GNN(convs, jk=jk, encoder=encoder, head=_head(spec, data), **_options(spec))
+
+
+def _appnp(spec: ModelSpec, data: Dataset) -> GNN:
+    """Two linear layers, then steps that only propagate and mix in what these gave."""
+    if spec.jk != "none" or spec.norm != "none" or spec.residual or not spec.alpha:
+        raise ValueError("appnp has no hidden layers: leave out model.jk, norm and residual, and set alpha above 0")
+    encoder = nn.Sequential(
+        nn.Linear(data.num_features, spec.hidden),
+        nn.ReLU() if spec.act == "relu" else nn.ELU(),
+        nn.Dropout(spec.dropout),
+        nn.Linear(spec.hidden, data.num_outputs),
+    )
+    steps = [pyg.APPNP(K=1, alpha=0.0) for _ in range(spec.layers)]  # the GNN mixes in the encoder's rows
+    return GNN(steps, encoder=encoder, initial_residual=spec.alpha, input_dropout=spec.input_dropout, act=None)
 
 
 def _own(spec: ModelSpec, data: Dataset) -> nn.Module:

@@ -75,17 +75,12 @@ def _vote(indptr, indices, node, label, ballots):
 
 
 @kernel
-def _sweep(indptr, indices, labels, size, ballots, low, high, key, settle, most_edges, first, last):
+def _sweep(indptr, indices, labels, size, ballots, low, high, key, settle, keys, counts, slots, first, last):
     """Each node of a range takes the label that most neighbours have; returns how many nodes moved.
 
     A label has at most `high` nodes, and is left by none once it has `low`. In-neighbours are looked up; of the
     neighbours by out-edges, which are not stored with the node, the ballots know the leading label.
     """
-    room = 8
-    while room < 2 * (most_edges + 1):
-        room *= 2
-    keys, counts = np.full(room, -1, np.int32), np.zeros(room, np.int32)
-    slots = np.empty(most_edges + 1, np.int64)
     num_edges, moved = indices.shape[0], 0
     for node in range(first, last):
         start, stop = indptr[node], indptr[node + 1]
@@ -211,7 +206,7 @@ def stream_parts(
     mean = num_nodes / num_parts
     low = max(1, int(mean * (1 - slack)))
     high = max(-(-num_nodes // num_parts), int(mean * (1 + slack)))
-    most_edges = _largest_degree(indptr)
+    scratch = _scratch(_largest_degree(indptr))
 
     def sweep(labels: np.ndarray, size: np.ndarray, least: int, most: int, times: range, settle: bool) -> None:
         ballots = np.zeros((num_nodes, 2), dtype=np.int32)
@@ -220,7 +215,7 @@ def stream_parts(
             for first in range(0, num_nodes, CHUNK_NODES):
                 last = min(first + CHUNK_NODES, num_nodes)
                 moved += _sweep(
-                    indptr, indices, labels, size, ballots, least, most, pass_key, settle, most_edges, first, last
+                    indptr, indices, labels, size, ballots, least, most, pass_key, settle, *scratch, first, last
                 )
                 advance(last - first)
             if moved <= SETTLED * num_nodes:
@@ -232,6 +227,12 @@ def stream_parts(
     del labels, size
     sweep(parts, part_sizes, low, high, range(passes, passes + max(2, passes // 2)), True)
     return parts
+
+
+def _scratch(most_edges: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A hash map (keys, counts) for the labels of any node's neighbours, and the list of its slots in use."""
+    room = max(8, 1 << (2 * most_edges + 1).bit_length())
+    return np.full(room, -1, np.int32), np.zeros(room, np.int32), np.empty(most_edges + 1, np.int64)
 
 
 def _packed(
