@@ -42,6 +42,9 @@ def trainer_of(
         ({"num_parts": 3, "parts_per_batch": 4}, "make it smaller"),
         ({"refresh_every": 0}, "refresh_every"),
         ({"lag": -1}, "lag"),
+        ({"max_batches": 0}, "max_batches must be at least 1 or none, not 0"),
+        ({"edge_dropout": 1.0}, "edge_dropout must be at least 0 and below 1, not 1.0"),
+        ({"lipschitz": -0.1}, "lipschitz must be at least 0, not -0.1"),
         ({"compensate": True, "halo": "drop"}, "choose one of them"),
         ({"partition": "cut"}, "partition must be"),
     ],
@@ -102,6 +105,40 @@ def test_fixed_groups_keep_their_blocks_and_redrawn_ones_do_not():
     assert {frozenset(g) for g in fixed.groups_of(1)} == {frozenset(g) for g in fixed.groups_of(2)}
 
 
+def test_fewer_batches_an_epoch_leave_the_others_to_later_ones():
+    work: Any = trainer_of(max_batches=2).work
+    groups = [work.groups_of(epoch) for epoch in range(1, 9)]
+    assert all(len(of_epoch) == 2 for of_epoch in groups)
+    assert {part for of_epoch in groups for group in of_epoch for part in group} == set(range(6))
+
+
+@pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"halo": "drop"}], ids=str)
+def test_edges_are_dropped_in_training_only(settings: dict[str, Any]):
+    work: Any = trainer_of(edge_dropout=0.5, **settings).work
+    (group, *_) = work.groups_of(1)
+    every, some = work.batch(group, None), work.batch(group, 7)
+    other = work.batch(group, 8)
+    assert 0.3 < some.block.num_edges / every.block.num_edges < 0.7
+    assert some.block.part.edge_ids.tolist() != other.block.part.edge_ids.tolist()
+    assert torch.equal(some.block.src_ids, every.block.src_ids)
+    if every.later is not None:
+        assert some.later.num_edges < every.later.num_edges
+
+
+def test_the_penalty_is_added_to_what_is_minimised():
+    gradients = []
+    for weight in (0.0, 1.0, 2.0):
+        trainer = trainer_of(lipschitz=weight)
+        unit = next(iter(trainer.work.units(1)))
+        loss = unit.forward_backward(unit.total_size)
+        gradients.append((loss, [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]))
+    (loss, none), (_, one), (same, two) = gradients
+    assert loss == same  # what is reported is the loss itself
+    for a, b, c in zip(none, one, two, strict=True):
+        torch.testing.assert_close(c - a, 2 * (b - a))
+    assert any(not torch.equal(a, b) for a, b in zip(none, one, strict=True))
+
+
 def test_a_batch_without_training_nodes_still_pushes():
     few = dataset_of(GRAPH, randn(60, 6))
     few.splits["train"] = torch.tensor([3])
@@ -138,7 +175,10 @@ def test_it_learns(settings: dict[str, Any]):
     assert run.history[-1].counters["history.rows"] > 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lag": 1, "storage": "bf16"}], ids=str)
+REGULAR = {"edge_dropout": 0.3, "lipschitz": 0.1, "max_batches": 2}
+
+
+@pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lag": 1, "storage": "bf16"}, REGULAR], ids=str)
 def test_a_run_goes_on_as_if_it_had_never_stopped(settings: dict[str, Any], tmp_path: Path):
     whole = trainer_of(model_of(dropout=0.3), epochs=4, out=tmp_path / "whole", **settings).fit()
     trainer_of(model_of(dropout=0.3), epochs=2, out=tmp_path / "cut", **settings).fit()
