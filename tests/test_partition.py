@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hopline import partition as module
-from hopline.data.dataset import Dataset
+from hopline.data import Dataset, from_npz
 from hopline.graph import Graph
 from hopline.partition import (
     Partition,
@@ -358,3 +358,9 @@ def test_progress_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> Non
         make_partition(random_graph(), 4, how, show=True)
         make_partition(random_graph(), 4, how)
     assert capsys.readouterr().err.count("Partitioning") == 2
+
+
+def test_streaming_halves_the_cut_of_a_real_graph(real_data: Path) -> None:
+    graph = from_npz(real_data / "cora.npz").graph
+    cut = {how: cut_fraction(graph, make_partition(graph, 10, how)) for how in EVERY}
+    assert cut["metis"] < cut["streaming"] < cut["random"] / 2

@@ -17,7 +17,7 @@ from hopline.spec import format_size
 
 HOW = ("metis", "streaming", "random", "range")
 """The ways to divide a graph, besides given labels."""
-METIS_BYTES = 96
+METIS_BYTES = 110
 """Memory that METIS takes per direction of an edge, as measured."""
 SNAP = 0.05
 """Share of a part's size by which its ends move to where a label ends."""

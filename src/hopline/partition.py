@@ -110,7 +110,7 @@ def make_partition(
 ) -> Partition:
     """Divide a graph into parts.
 
-    how: "metis" cuts fewest edges, in memory of about 100 bytes per direction of an edge. "streaming" reads the edges
+    how: "metis" cuts fewest edges, in about 110 bytes of memory per direction of an edge. "streaming" reads the edges
     some ten times where they are, in 32 bytes per node. "random" and "range" (by node id) do not look at the edges.
     labels: a community per node instead: each is a part where there are num_parts of them. Otherwise nodes in the
     order of their labels are cut into parts of nearly equal size, where a label ends if possible.
