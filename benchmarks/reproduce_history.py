@@ -58,7 +58,7 @@ def method_of(config: RunConfig, way: str) -> Any:
     if way == "random parts":
         return dataclasses.replace(config.method, partition="random")
     if way == "full batch":
-        return dataclasses.replace(config.method, num_parts=1, parts_per_batch=1, partition="range")
+        return dataclasses.replace(config.method, num_parts=1, parts_per_batch=1, partition="range", groups="fixed")
     return config.method
 
 
