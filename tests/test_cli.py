@@ -19,7 +19,7 @@ import pytest
 
 import hopline as hl
 from hopline import cli, run
-from hopline.recipes import RECIPES
+from hopline.recipes import RECIPES, find_recipe
 from tests.runs import assert_refused, command, labels, overrides, records, small, without
 
 COMMANDS = ("train", "infer", "convert", "verify", "datasets", "report", "doctor")
@@ -95,6 +95,7 @@ def test_doctor_looks_at_the_machine():
         ((), RECIPES["demo"]()),
         (("epochs=3", "seed=4"), dataclasses.replace(RECIPES["demo"](), epochs=3, seed=4)),
         (("cora", "lr=1"), dataclasses.replace(RECIPES["cora"](), lr=1.0)),
+        (("gas-gcn-cora", "seed=2"), dataclasses.replace(find_recipe("gas-gcn-cora")(), seed=2)),
         (("some/folder",), run.RunConfig(data="some/folder")),
     ],
 )
@@ -110,6 +111,13 @@ def test_train_takes_a_recipe_or_a_dataset_and_overrides(
     monkeypatch.setattr(run, "train", train)
     assert command("train", *arguments).status == 0
     assert seen == [expected]
+
+
+def test_the_tables_of_historical_runs_are_one_line_of_the_help():
+    text = command("train", "--help").out
+    assert "gas-MODEL-DATASET" in text
+    assert "gas-gcn-cora" not in text
+    assert_refused(command("train", "gas-pna-reddit"), "there is no run 'gas-pna-reddit'", "reddit is there for gcn")
 
 
 def test_settings_of_every_level_can_be_overridden(graph: Path, tmp_path: Path):

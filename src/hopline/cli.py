@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from hopline.data.store import verify as verify_folder
 from hopline.interrupt import Interrupted
 from hopline.launch import RankError
 from hopline.pipeline import StageError
-from hopline.recipes import RECIPES
+from hopline.recipes import RECIPES, find_recipe
 from hopline.report import write_html
 from hopline.spec import field_docs, nearest, override
 from hopline.world import PeerError
@@ -38,7 +37,13 @@ ShowKeys = Annotated[bool, typer.Option("--keys", help="List all settings with t
 
 @app.command()
 def train(
-    name: Annotated[str, typer.Argument(help="A recipe, a dataset, or a folder; the demo by default")] = "demo",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help=f"A recipe ({', '.join(RECIPES)}, or gas-MODEL-DATASET for historical "
+            "embeddings), a dataset, or a folder"
+        ),
+    ] = "demo",
     overrides: Overrides = None,
     keys: ShowKeys = False,
 ) -> None:
@@ -48,9 +53,9 @@ def train(
     settings = list(overrides or [])
     if "=" in name:  # `hopline train epochs=3` is the demo with another setting
         name, settings = "demo", [name, *settings]
-    config = RECIPES[name]() if name in RECIPES else dataclasses.replace(run.RunConfig(), data=name)
+    config = override(find_recipe(name)(), settings)
     try:
-        done = run.train(override(config, settings))
+        done = run.train(config)
     except Interrupted as signal:
         raise _Ended(signal) from None  # typer would make one and the same status of every interruption
     if done.rank > 0:  # torchrun and srun start this command once per rank

@@ -49,6 +49,8 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Which split, for datasets that come with several."""
     symmetrize: bool = False
     """Add the reverse of every edge when the dataset is converted; each choice is kept under its own name."""
+    features: Literal["given", "normalized", "standardized"] = "given"
+    """Input rows as they are; each divided by its sum; or each column with mean 0 and deviation 1."""
     model: ModelSpec = ModelSpec()
     """The model."""
     method: Sampled | Historical = Sampled()
@@ -219,7 +221,10 @@ def predict(folder: Path, config: InferConfig) -> Path:
 
 def _open(config: RunConfig) -> Dataset:
     options = {"symmetrize": True} if config.symmetrize else {}
-    return open_dataset(config.data, data_root=config.data_root, split=config.split, **options)
+    data = open_dataset(config.data, data_root=config.data_root, split=config.split, **options)
+    if config.features == "given":
+        return data
+    return data.normalized() if config.features == "normalized" else data.standardized()
 
 
 def load_config(folder: Path) -> RunConfig:

@@ -76,6 +76,16 @@ def test_unlabelled_training_nodes_are_refused(tiny: Dataset) -> None:
         tiny.validate()
 
 
+def test_columns_can_be_standardized(tiny: Dataset) -> None:
+    rows = torch.rand(40, 5) * torch.arange(5)
+    data = replace(tiny, tables={**tiny.tables, "x": TensorTable(rows)}).standardized()
+    found = data.x.read(torch.arange(40))
+    assert torch.allclose(found.mean(0), torch.zeros(5), atol=1e-5)
+    assert torch.allclose(found.std(0), torch.tensor([0.0, 1, 1, 1, 1]), atol=1e-5)
+    words = tiny.standardized("words").tables["words"].read(torch.arange(40))
+    assert words.isfinite().all()
+
+
 def test_rows_can_be_normalized(tiny: Dataset) -> None:
     tiny.tables["x"] = TensorTable(torch.full((40, 5), 2.0))
     assert torch.allclose(tiny.normalized().x.read(torch.arange(40)), torch.full((40, 5), 0.2))

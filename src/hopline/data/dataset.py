@@ -157,6 +157,15 @@ class Dataset:
             new = TensorTable(dense / dense.sum(-1, keepdim=True).clamp(min=1.0))
         return replace(self, tables={**self.tables, table: new})
 
+    def standardized(self, table: str = "x") -> Dataset:
+        """The same dataset with features of mean 0 and standard deviation 1, columns of one value being 0; dense."""
+        rows = self.tables[table].read(torch.arange(self.num_nodes))
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        rows = rows - rows.mean(0)
+        deviation = rows.std(0)
+        new = TensorTable(rows / torch.where(deviation > 0, deviation, 1))
+        return replace(self, tables={**self.tables, table: new})
+
     def validate(self) -> list[str]:
         """Look at every number: index and label ranges, NaN, splits. Returns what was checked."""
         return check_dataset(self, lambda array: f"Array {array!r} of dataset {self.name!r}")
