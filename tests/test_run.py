@@ -51,6 +51,18 @@ def predictions(folder: Path, **settings: Any) -> np.ndarray:
 # ---- settings
 
 
+@pytest.mark.parametrize("features", ["normalized", "standardized"])
+def test_features_are_scaled_where_a_run_opens_its_data(config: RunConfig, features: Any):
+    changed = dataclasses.replace(config, features=features)
+    given, found = (run._open(c).x.read(torch.arange(400)) for c in (config, changed))
+    expected = getattr(small(), features)().x.read(torch.arange(400))
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found, given)
+    folder = run.train(changed).folder
+    assert folder is not None
+    assert predictions(folder).shape == (400,)
+
+
 def test_settings_come_back_from_the_run_folder(config: RunConfig):
     schedule = hl.Schedule(name="cosine", warmup=1)
     changed = dataclasses.replace(

@@ -48,10 +48,11 @@ def tiny(data: str) -> hl.Dataset:
 
 
 def smaller(config: RunConfig) -> RunConfig:
-    """The same run on fewer parts, and no wider than needed."""
+    """The same run on fewer parts, and no deeper and wider than needed."""
     hidden = config.model.hidden if config.model.name == "gat" else min(config.model.hidden, 24)
+    model = dataclasses.replace(config.model, hidden=hidden, layers=min(config.model.layers, 4))
     method = dataclasses.replace(config.method, num_parts=6, parts_per_batch=2, partition="random")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, hidden=hidden), method=method)
+    return dataclasses.replace(config, model=model, method=method)
 
 
 def trainer_of(name: str) -> hl.Trainer:
