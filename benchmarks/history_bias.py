@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/history_bias.py --data cora.npz
 
 Three GCN layers, hidden 16, no dropout, the loss at all nodes, 8 parts, one a batch; three seeds. The gradient is the
-sum over all batches, and its error relative to the exact one. "8 steps old": tables made exact, then 8 steps of Adam on the
-full gradient (lr 0.01) without writing them.
+sum over all batches, and its error relative to the exact one. "8 steps old": tables made exact, then 8 steps of Adam
+on the full gradient (lr 0.01) without writing them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_geometric.nn import GCNConv
 
 import hopline as hl
 from hopline.batch import Batch
-from hopline.historical import HistoricalWork
+from hopline.history import HistoricalWork
 from hopline.nn import GNN
 from hopline.sweep import fill, go_back, measure_bias
 from hopline.work import Job

@@ -39,6 +39,7 @@ ROWS = [
     ["captured", "update"],
     ["methods", "infer", "models", "checkpoint", "sharing", "placement"],
     ["sweep"],
+    ["history"],
     ["historical"],
     ["trainer"],
     ["run", "doctor"],

@@ -20,7 +20,7 @@ from hopline.infer import evaluating
 from hopline.nn.gnn import State
 
 if TYPE_CHECKING:
-    from hopline.historical import HistoricalBatch, HistoricalWork
+    from hopline.history import HistoricalBatch, HistoricalWork
 
 
 class _Given(nn.Module):

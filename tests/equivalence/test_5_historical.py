@@ -12,7 +12,8 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.batch import Batch, Rows
-from hopline.historical import Historical, HistoricalUnit, HistoricalWork
+from hopline.historical import Historical
+from hopline.history import HistoricalUnit, HistoricalWork
 from hopline.nn import GNN
 from hopline.sampling import NeighborSampler, full_block
 from hopline.sweep import go_back
@@ -87,7 +88,7 @@ def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
 def test_with_exact_tables_of_gradients_the_summed_gradient_is_that_of_the_full_batch(name: str, groups: Any):
     torch.manual_seed(0)
     model = MODELS[name](6, 3).double()
-    copy = twin(model)
+    copy: Any = twin(model)
     batch = full(copy)
     (summed(copy, batch) * batch.num_seeds).backward()
     work = work_of(model, compensate=True, groups=groups)
@@ -100,7 +101,7 @@ def test_with_exact_tables_of_gradients_the_summed_gradient_is_that_of_the_full_
 def test_without_compensation_it_is_not():
     torch.manual_seed(0)
     model = MODELS["gcn"](6, 3).double()
-    copy = twin(model)
+    copy: Any = twin(model)
     batch = full(copy)
     (summed(copy, batch) * batch.num_seeds).backward()
     work = work_of(model)
@@ -129,7 +130,7 @@ def test_every_edge_is_in_one_batch_of_an_epoch():
 def test_a_sweep_over_all_parts_gives_the_gradient_of_the_full_batch(name: str):
     torch.manual_seed(0)
     model = MODELS[name](6, 3).double()
-    copy = twin(model)
+    copy: Any = twin(model)
     batch = full(copy)
     (summed(copy, batch) * batch.num_seeds).backward()
     work = work_of(model)

@@ -13,7 +13,7 @@ import torch
 import hopline as hl
 from hopline import infer
 from hopline.data.names import names
-from hopline.historical import HistoricalWork
+from hopline.history import HistoricalWork
 from hopline.models import make_model
 from hopline.recipes import RunConfig, find_recipe
 from hopline.recipes.history import LARGE, ROWS, SMALL, history
