@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hopline import ops, trace
 from hopline.batch import Batch, Block, Rows
+from hopline.graph import Graph
 from hopline.halo import HaloBlock, Histories, RecordedBlock
 from hopline.nn.gnn import GNN, State
 from hopline.nn.norm import running_statistics
@@ -26,6 +27,8 @@ from hopline.work import Job, Unit, autocast
 if TYPE_CHECKING:
     from hopline.historical import Historical
 
+KEPT_EDGES = 1 << 25
+"""Up to that many edges the blocks of a sweep over all parts are kept from one to the next."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "model": None}
 
 
@@ -71,6 +74,9 @@ class HistoricalWork:
         self.waiting: deque[Commit] = deque()
         self._kept: dict[tuple[int, ...], tuple[Block, Block | None]] = {}
         self._place = torch.full((graph.num_nodes,), -1, dtype=torch.int64)
+        parts = torch.arange(method.num_parts).split(method.parts_per_batch)
+        self._sweep_groups = {tuple(group.tolist()): None for group in parts}  # a set that keeps its order
+        self._encoded: dict[tuple[int, ...], Tensor | None] | None = None
 
     # ---- batches
 
@@ -156,7 +162,7 @@ class HistoricalWork:
         if self.method.halo == "drop":
             block = without_halo(block)
         later = full_block(self.sampler, self._readers_of(nodes)) if self.method.compensate else None
-        if self.method.groups == "fixed":
+        if self.method.groups == "fixed" or (group in self._sweep_groups and graph_is_small(self.job.data.graph)):
             self._kept[group] = (block, later)
         return block, later
 
@@ -187,8 +193,8 @@ class HistoricalWork:
 
     def all_batches(self) -> Iterator[HistoricalBatch]:
         """Every node once, without a key: nothing is drawn."""
-        for group in torch.arange(self.method.num_parts).split(self.method.parts_per_batch):
-            yield self.batch(tuple(group.tolist()), None)
+        for group in self._sweep_groups:
+            yield self.batch(group, None)
 
     def layer_at(self, l: int, block: Block, src_ids: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Rows of a block's destinations after layer `l`, before dropout, from the tables or from given inputs."""
@@ -201,13 +207,30 @@ class HistoricalWork:
         x = Rows(self.job.data.x, src_ids)
         if l == 0:
             return self.model.encode(x, block.src_keys, block.key)
-        x0 = None
-        if self.model.encodes:
-            own = Rows(self.job.data.x, block.dst_ids)
-            x0 = self.model.encode(own, block.src_keys[: block.num_dst], block.key).x0
+        x0 = self._initial_rows(block) if self.model.encodes else None
         rows = self.histories.tables[l - 1][self.partition.position[src_ids]] if inputs is None else inputs
         dtype = next(p.dtype for p in self.model.parameters())
         return State(self.model.dropped(rows.to(dtype), block.src_keys, block.key, l - 1), x0)
+
+    def _initial_rows(self, block: Block) -> Tensor | None:
+        """The destinations' encoded rows, where a layer uses them again."""
+        place = tuple(slab.start for slab in block.slabs) if isinstance(block, HaloBlock) else ()
+        if self._encoded is not None and place in self._encoded:
+            return self._encoded[place]
+        own = Rows(self.job.data.x, block.dst_ids)
+        x0 = self.model.encode(own, block.src_keys[: block.num_dst], block.key).x0
+        if self._encoded is not None and place:
+            self._encoded[place] = x0
+        return x0
+
+    @contextmanager
+    def encoding_once(self) -> Iterator[None]:
+        """Within, weights do not change: what the encoder made of a batch's rows is kept for its later layers."""
+        self._encoded = {}
+        try:
+            yield
+        finally:
+            self._encoded = None
 
     def settle(self, most: int) -> None:
         """Write commits until at most so many wait."""
@@ -308,6 +331,11 @@ class HistoricalUnit(Unit):
         work.histories.step += 1
         work.waiting.append(Commit(block.slabs, dict(block.commits()), self.pushed, work.histories.step))
         work.settle(work.method.lag)
+
+
+def graph_is_small(graph: Graph) -> bool:
+    """Whether blocks that together hold all its edges may be kept."""
+    return graph.num_edges <= KEPT_EDGES
 
 
 def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:

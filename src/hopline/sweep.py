@@ -36,7 +36,7 @@ class _Given(nn.Module):
 
 def fill(work: HistoricalWork) -> None:
     """Fill the tables of rows by an exact forward pass, in evaluation mode."""
-    with trace.span("refresh"), evaluating(work.model):
+    with trace.span("refresh"), evaluating(work.model), work.encoding_once():
         for l in range(work.model.num_layers - 1):
             for made in work.all_batches():
                 work.histories.write(l, made.block.slabs, work.layer_at(l, made.block, made.block.src_ids))
