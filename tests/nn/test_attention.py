@@ -154,7 +154,8 @@ def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, mon
 def test_on_the_cpu_pyg_runs_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(convs, "attention", None)
     block = batch_of(random_graph(), None, (5,), SEEDS).blocks[0]
-    convolve(conv_of("gat").cpu(), randn(block.num_src, WIDTH), block)
+    conv, x = conv_of("gat").cpu(), randn(block.num_src, WIDTH)
+    assert_close(convolve(conv, x, block), stock(conv, x, block))
 
 
 def test_what_is_not_fused():
