@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 import hopline as hl
 from hopline import cli, run
@@ -111,6 +112,12 @@ def test_train_takes_a_recipe_or_a_dataset_and_overrides(
     monkeypatch.setattr(run, "train", train)
     assert command("train", *arguments).status == 0
     assert seen == [expected]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_plainly():
+    assert_refused(command("train", "demo", "device=cuda"), "device='cuda' is not here", "set device=cpu")
+    assert_refused(command("train", "demo", "device=cuda", "devices=2"), "no GPU that torch can use", "set device=cpu")
 
 
 def test_the_tables_of_historical_runs_are_one_line_of_the_help():

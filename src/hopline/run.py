@@ -29,7 +29,7 @@ from hopline.launch import LaunchSettings
 from hopline.methods import Sampled
 from hopline.models import ModelSpec, make_model
 from hopline.placement import Placement
-from hopline.settings import TrainSettings
+from hopline.settings import TrainSettings, find_device
 from hopline.sharing import share
 from hopline.spec import from_dict, to_dict
 from hopline.trace import RegionStatistics
@@ -105,6 +105,7 @@ class DatasetsConfig:
 
 def train(config: RunConfig) -> Run:
     """Open the data, build the model, train, test."""
+    find_device(config.device)  # before processes are started, each of which would say it
     path = Path(config.data).expanduser()
     if is_dataset(path) or path.is_file():  # `hopline infer` may be called from another folder
         config = dataclasses.replace(config, data=str(path.resolve()))

@@ -77,5 +77,6 @@ def find_device(name: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"device={name!r} is not a device: set device=cpu or device=cuda") from None
     if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
-        raise ValueError(f"device={name!r} is not here: set device=cpu")
+        found = "no GPU that torch can use" if device.type == "cuda" else "no such device"
+        raise ValueError(f"device={name!r} is not here, there is {found}: set device=cpu")
     return device
