@@ -221,10 +221,12 @@ def test_gathering_does_not_wait_for_the_device() -> None:
     gpu.gather_rows(rows, ids)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gpu.gather_rows(rows, ids)
-        gpu.group_edges(ids, 100)
+        found = gpu.gather_rows(rows, ids)
+        _, order = gpu.group_edges(ids, 100)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, rows[ids])
+    assert torch.equal(ids[order], ids.sort().values)
 
 
 # ---- edges

@@ -279,6 +279,8 @@ def test_nothing_waits_for_the_device(layout: str):
     projection = randn(edges.num_dst, 16, dtype=torch.float32).to(DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gpu_attend.attend(*given, edges, p=0.5, key=3).mul(projection).sum().backward()  # type: ignore[arg-type]
+        found = gpu_attend.attend(*given, edges, p=0.5, key=3)  # type: ignore[arg-type]
+        found.mul(projection).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, gpu_attend.attend(*given, edges, p=0.5, key=3))  # type: ignore[arg-type]

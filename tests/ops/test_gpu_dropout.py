@@ -64,6 +64,9 @@ def test_dropping_does_not_wait_for_the_device() -> None:
     gpu_dropout.keyed_dropout(x, 0.5, key, ids).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gpu_dropout.keyed_dropout(x, 0.5, key, ids).sum().backward()
+        found = gpu_dropout.keyed_dropout(x, 0.5, key, ids)
+        found.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * found.detach())  # of ones, twice: the factors themselves
