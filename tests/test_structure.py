@@ -32,7 +32,7 @@ ROWS = [
         "pinned",
     ],
     ["graph", "batch", "schedule", "world", "report_html"],
-    ["tree"],
+    ["tree", "sharded"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings", "transfer", "divide", "halo"],
     ["data", "callbacks", "launch", "interop", "tree_sampling", "partition"],
     ["work", "loader"],
