@@ -20,7 +20,9 @@ from hopline.progress import progress
 from hopline.tables import SparseTable, Table, TensorTable
 
 ADVICE = "convert or copy the dataset again"
-_SPARSE = ("indptr", "columns", "values")
+SHARDS = "shards"
+"""In the `meta` of a manifest, this key says that the folder holds shards of a dataset, or is one."""
+SPARSE = ("indptr", "columns", "values")
 
 
 def save(dataset: Dataset, folder: str | os.PathLike[str]) -> None:
@@ -51,7 +53,7 @@ def write_nodes(
     for name, table in tables.items():
         columns[name] = table.num_columns if isinstance(table, SparseTable) else -1
         if isinstance(table, SparseTable):
-            for part in _SPARSE:
+            for part in SPARSE:
                 out.add(f"table.{name}.{part}", getattr(table, part))
         else:
             _write_dense(out, f"table.{name}", table)
@@ -85,7 +87,9 @@ def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
     if not path.is_dir():
         raise ValueError(f"There is no dataset folder {folder}: check the path, or make it with save().")
     manifest = read_manifest(path)
-    arrays = {name: _map(path, name, entry) for name, entry in manifest.arrays.items()}
+    if SHARDS in manifest.meta:
+        raise ValueError(f"{folder} holds shards of a dataset: open one with hl.open_shard(folder, rank).")
+    arrays = map_arrays(path, manifest)
     try:
         dataset = _assemble(manifest, arrays)
     except (ValueError, KeyError) as error:
@@ -93,6 +97,11 @@ def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
         raise ValueError(f"The arrays of {path} do not fit together ({reason}): {ADVICE}.") from error
     dataset.folder = path
     return dataset.with_split(split)
+
+
+def map_arrays(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """All arrays of a folder, mapped."""
+    return {name: _map(folder, name, entry) for name, entry in manifest.arrays.items()}
 
 
 def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
@@ -122,17 +131,11 @@ def _assemble(manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
     graph = Graph(arrays["indptr"], arrays["indices"], edge)
     if (graph.num_nodes, graph.num_edges) != (manifest.num_nodes, manifest.num_edges):
         raise ValueError(f"the graph has {graph.num_nodes} nodes and {graph.num_edges} edges")
-    splits: list[dict[str, Tensor]] = [{} for _ in range(min(manifest.num_splits, len(arrays)))]
-    for name, ids in arrays.items():
-        if name.startswith("split."):
-            number, _, key = name.removeprefix("split.").partition(".")
-            if not number.isdecimal() or int(number) >= len(splits):
-                raise ValueError(f"there is no split {number}")
-            splits[int(number)][key] = ids
+    splits = splits_of(manifest, arrays)
     return Dataset(
         name=manifest.name,
         graph=graph,
-        tables={name: _table(name, columns, arrays) for name, columns in manifest.tables.items()},
+        tables=tables_of(manifest, arrays),
         y=arrays.get("y"),
         splits=splits[0] if splits else {},
         alternatives=tuple(splits) if len(splits) > 1 else (),
@@ -142,10 +145,27 @@ def _assemble(manifest: Manifest, arrays: dict[str, Tensor]) -> Dataset:
     )
 
 
+def splits_of(manifest: Manifest, arrays: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Every split of a folder, by number and name."""
+    splits: list[dict[str, Tensor]] = [{} for _ in range(min(manifest.num_splits, len(arrays)))]
+    for name, ids in arrays.items():
+        if name.startswith("split."):
+            number, _, key = name.removeprefix("split.").partition(".")
+            if not number.isdecimal() or int(number) >= len(splits):
+                raise ValueError(f"there is no split {number}")
+            splits[int(number)][key] = ids
+    return splits
+
+
+def tables_of(manifest: Manifest, arrays: dict[str, Tensor]) -> dict[str, Table]:
+    """Every table of a folder, over its mapped arrays."""
+    return {name: _table(name, columns, arrays) for name, columns in manifest.tables.items()}
+
+
 def _table(name: str, columns: int, arrays: dict[str, Tensor]) -> Table:
     if columns < 0:
         return TensorTable(arrays[f"table.{name}"], read_only=True)
-    indptr, ids, values = (arrays[f"table.{name}.{part}"] for part in _SPARSE)
+    indptr, ids, values = (arrays[f"table.{name}.{part}"] for part in SPARSE)
     if ids.dtype not in (torch.int32, torch.int64) or indptr.dtype != torch.int64:
         raise ValueError(f"sparse table {name!r} has arrays of the wrong type")
     if indptr.dim() != 1 or ids.dim() != 1 or values.shape != ids.shape:
@@ -159,8 +179,12 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
     """Read a whole dataset folder: checksums first, then every value. Returns what was checked."""
     path = writer.existing(Path(folder).expanduser())
     dataset = open_folder(path)
-    manifest = read_manifest(path)
-    done = [f"{len(manifest.arrays)} arrays have their sizes and headers"]
+    done = check_sums(path, read_manifest(path))
+    return done + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
+
+
+def check_sums(path: Path, manifest: Manifest) -> list[str]:
+    """Read every byte of a folder whose arrays could be mapped. Returns what was checked."""
     total = sum(entry.num_bytes for entry in manifest.arrays.values())
     with progress("checking sums", total, "B", enabled=total > SHOWN_BYTES) as bar:
         for entry in manifest.arrays.values():
@@ -172,5 +196,5 @@ def verify(folder: str | os.PathLike[str]) -> list[str]:
                     bar.advance(len(piece))
             if checksum_text(crc) != entry.checksum:
                 raise ValueError(f"{path / entry.file} is damaged (its checksum does not match): {ADVICE}.")
-    done.append(f"{len(manifest.arrays)} arrays have their checksums")
-    return done + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))
+    count = len(manifest.arrays)
+    return [f"{count} arrays have their sizes and headers", f"{count} arrays have their checksums"]

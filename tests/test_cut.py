@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+import hopline.cut as cutting
+from hopline.cut import cut
+from hopline.data import store
+from hopline.data.dataset import Dataset
+from hopline.partition import Partition, make_partition
+from hopline.rejoin import join_shards, verify_shards
+from hopline.sharded import shard_layouts
+from hopline.shards import open_shard
+from hopline.tables import SparseTable, TensorTable
+from tests.data.test_store import assert_same
+from tests.helpers import randint, randn, random_graph
+
+
+def rich(num_nodes: int = 60, num_edges: int = 400) -> Dataset:
+    """Edge arrays, three kinds of tables, two splits, double edges, loops, nodes without in-edges."""
+    graph = random_graph(num_nodes, num_edges, weight=True, attr=2, loops=True, dtype=torch.int32)
+    words = randn(num_nodes, 7, seed=5)
+    ids = torch.arange(num_nodes)
+    splits = ({"train": ids[::3], "valid": ids[1::3]}, {"train": ids[5:10], "test": ids[40:]})
+    return Dataset(
+        name="rich",
+        graph=graph,
+        tables={
+            "x": TensorTable(randn(num_nodes, 4, seed=4)),
+            "words": SparseTable.from_dense(torch.where(words > 0.5, words, 0)),
+            "half": TensorTable(randn(num_nodes, 3, seed=6).bfloat16()),
+        },
+        y=randint(0, 5, num_nodes, 7),
+        splits=splits[0],
+        alternatives=splits,
+        num_classes=5,
+        meta={"source": "a test"},
+    )
+
+
+@pytest.fixture(params=["metis", "streaming", "random", "range", "labels"])
+def how(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def partition_of(data: Dataset, num_shards: int, how: str) -> Partition:
+    if how == "labels":
+        return make_partition(data.graph, num_shards, labels=data.y)
+    return make_partition(data.graph, num_shards, how)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_the_union_of_the_shards_is_the_dataset(
+    how: str, num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "CHUNK", 17)  # many chunks, and a hub that is larger than one
+    monkeypatch.setattr(cutting, "PIECE_BYTES", 300)
+    data = rich()
+    cut(data, partition_of(data, num_shards, how), tmp_path / "shards")
+    assert_same(join_shards(tmp_path / "shards"), data)
+    assert len(verify_shards(tmp_path / "shards")) == 5
+    assert not list(tmp_path.glob(".*"))
+    assert not list((tmp_path / "shards").glob("scratch"))
+
+
+def test_shards_on_disk_are_those_in_memory(tmp_path: Path) -> None:
+    data = rich()
+    partition = partition_of(data, 4, "metis")
+    cut(data, partition, tmp_path / "shards")
+    for rank, expected in enumerate(shard_layouts(data.graph, partition)):
+        layout = open_shard(tmp_path / "shards", rank).layout
+        for name in ("ptr", "own_ids", "degrees"):
+            assert torch.equal(getattr(layout, name), getattr(expected, name)), name
+        for ours, theirs in zip(layout.parts, expected.parts, strict=True):
+            assert ours.edge_ids is not None
+            assert theirs.edge_ids is not None
+            assert ours.src_idx.dtype == torch.int32
+            assert ours.indptr.dtype == torch.int64
+            assert torch.equal(ours.indptr, theirs.indptr)
+            assert torch.equal(ours.src_idx, theirs.src_idx)
+            assert torch.equal(ours.edge_ids, theirs.edge_ids)
+            assert all(torch.equal(ours.edge[name], theirs.edge[name]) for name in ("weight", "attr"))
+        for ours, theirs in zip(layout.halos + layout.sends, expected.halos + expected.sends, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_nodes_alone_in_a_shard_and_no_edges_at_all(tmp_path: Path) -> None:
+    data = rich(12, 30)
+    cut(data, make_partition(data.graph, 12, "range"), tmp_path / "shards")
+    assert_same(join_shards(tmp_path / "shards"), data)
+    verify_shards(tmp_path / "shards")
+    bare = Dataset(name="bare", graph=random_graph(9, 0))
+    cut(bare, make_partition(bare.graph, 2, "range"), tmp_path / "bare")
+    assert_same(join_shards(tmp_path / "bare"), Dataset(name="bare", graph=random_graph(9, 0, dtype=torch.int32)))
+    verify_shards(tmp_path / "bare")
+
+
+def test_a_cut_that_fails_leaves_the_old_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = rich()
+    cut(data, make_partition(data.graph, 2, "range"), tmp_path / "shards")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cutting._Cut, "write_halo", full)
+    with pytest.raises(ValueError, match="The disk is full"):
+        cut(data, make_partition(data.graph, 3, "range"), tmp_path / "shards")
+    monkeypatch.undo()
+    assert len(list((tmp_path / "shards").glob("shard-*"))) == 2
+    verify_shards(tmp_path / "shards")
+    cut(data, make_partition(data.graph, 3, "range"), tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("shard-*"))) == 3
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
+    data = rich()
+    with pytest.raises(ValueError, match="the partition is of 12 nodes"):
+        cut(data, make_partition(rich(12, 30).graph, 2, "range"), tmp_path / "shards")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not a dataset"):
+        cut(data, make_partition(data.graph, 2, "range"), tmp_path / "full")
+    cut(data, make_partition(data.graph, 2, "range"), tmp_path / "shards")
+    with pytest.raises(ValueError, match="open_shard"):
+        store.open_folder(tmp_path / "shards")
