@@ -23,7 +23,7 @@ from hopline import cli, run
 from hopline.recipes import RECIPES, find_recipe
 from tests.runs import assert_refused, command, labels, overrides, records, small, without
 
-COMMANDS = ("train", "infer", "convert", "verify", "datasets", "report", "doctor")
+COMMANDS = ("train", "infer", "convert", "partition", "verify", "datasets", "report", "doctor")
 
 
 @pytest.fixture
@@ -73,6 +73,23 @@ def test_convert_and_verify(tmp_path: Path):
     status, text, err = command("verify", folder)
     assert (status, err) == (0, "")
     assert text.splitlines()[-1] == f"{folder} is intact"
+
+
+@pytest.mark.parametrize("settings", [("shards=3", "how=range"), ("--shards", "3", "--how", "range")])
+def test_partition_and_verify(graph: Path, tmp_path: Path, settings: tuple[str, ...]):
+    folder = tmp_path / "shards"
+    status, text, _ = command("partition", graph, folder, *settings)
+    assert status == 0
+    assert "in 3 parts, how=range" in text
+    assert f"written to {folder}" in text
+    status, text, err = command("verify", folder)
+    assert (status, err) == (0, "")
+    assert "3 shards of one cut" in text
+    assert text.splitlines()[-1] == f"{folder} is intact"
+    assert_refused(command("partition", graph, folder, *settings), f"{folder} is not empty", "overwrite=true")
+    assert command("partition", graph, folder, "shards=2", "how=labels", "overwrite=true").status == 0
+    assert hl.open_shard(folder, 1).num_shards == 2
+    assert_refused(command("train", folder), "hl.open_shard")
 
 
 def test_datasets_lists_what_is_built_in_and_what_is_under_the_data_root(graph: Path):
@@ -137,7 +154,8 @@ def test_settings_of_every_level_can_be_overridden(graph: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("train", "method.fanouts"), ("infer", "weights"), ("convert", "columns.src")]
+    ("name", "key"),
+    [("train", "method.fanouts"), ("infer", "weights"), ("convert", "columns.src"), ("partition", "how")],
 )
 def test_keys_lists_every_setting(name: str, key: str):
     status, text, err = command(name, "anything", "--keys")
@@ -190,6 +208,12 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
         (("convert", "edges.csv"), ["say where to write the dataset: hopline convert edges.csv FOLDER"]),
         (("convert", "edges.csv", "symmetrize=true"), ["say where to write the dataset"]),
         (("convert", "no_edges.csv", "out"), ["no_edges.csv"]),
+        (("partition", "demo", "shards=2"), ["say where to write the shards: hopline partition demo FOLDER"]),
+        (("partition", "demo", "out"), ["say how many shards", "hopline partition demo out shards=4"]),
+        (("partition", "demo", "out", "--shard", "2"), ["Did you mean 'shards'?"]),
+        (("partition", "demo", "out", "--shards"), ["shards= is not valid"]),
+        (("partition", "demo", "out", "shards=2", "how=meits"), ["how=meits is not valid", "metis"]),
+        (("partition", "no/folder", "out", "shards=2"), ["no dataset folder no/folder"]),
         (("datasets", "data_rot=x"), ["Did you mean 'data_root'?"]),
     ],
     ids=" ".join,

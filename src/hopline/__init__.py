@@ -13,6 +13,7 @@ from hopline.placement import Placement
 from hopline.sampling import NeighborSampler
 from hopline.schedule import Schedule
 from hopline.settings import TrainSettings
+from hopline.shards import Shard, open_shard
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable, table
 from hopline.trace import Counters, Timers
 from hopline.trainer import Trainer
@@ -43,6 +44,7 @@ __all__ = [
     "Run",
     "Sampled",
     "Schedule",
+    "Shard",
     "SparseTable",
     "StepEnd",
     "Table",
@@ -61,6 +63,7 @@ __all__ = [
     "metrics",
     "nn",
     "open",
+    "open_shard",
     "table",
     "verify",
 ]

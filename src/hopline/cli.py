@@ -13,13 +13,16 @@ from rich.table import Table
 
 from hopline import doctor as doctor_checks
 from hopline import run
+from hopline.cut import PartitionConfig, partition_dataset
 from hopline.data.names import names
 from hopline.data.store import verify as verify_folder
 from hopline.interrupt import Interrupted
 from hopline.launch import RankError
 from hopline.pipeline import StageError
 from hopline.recipes import RECIPES, find_recipe
+from hopline.rejoin import verify_shards
 from hopline.report import write_html
+from hopline.shards import is_shards
 from hopline.spec import field_docs, nearest, override
 from hopline.world import PeerError
 
@@ -112,10 +115,37 @@ def convert(
     return None
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def partition(
+    source: Annotated[str, typer.Argument(metavar="DATASET", help="A dataset folder, file or name")],
+    folder: Annotated[Path, typer.Argument(help="The folder of shards to write")] = Path(),
+    overrides: Annotated[list[str] | None, typer.Argument(help="shards=N how=metis, or --shards N --how metis")] = None,
+    keys: ShowKeys = False,
+) -> None:
+    """Cut a dataset into shards that ranks open one each: nodes, in-edges, halo maps, rows, labels."""
+    if keys:
+        return _print_keys(PartitionConfig)
+    if folder == Path() or "=" in str(folder) or str(folder).startswith("-"):
+        raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
+    print(partition_dataset(source, folder, override(PartitionConfig(), _without_dashes(overrides or []))))
+    print(f"written to {folder}")
+    return None
+
+
+def _without_dashes(arguments: list[str]) -> list[str]:
+    """`--key value` as key=value."""
+    found, words = [], iter(arguments)
+    for word in words:
+        if word.startswith("--") and "=" not in word:
+            word = f"{word}={next(words, '')}"
+        found.append(word.removeprefix("--"))
+    return found
+
+
 @app.command()
-def verify(folder: Annotated[Path, typer.Argument(help="A dataset folder")]) -> None:
-    """Check every byte and every value of a dataset folder."""
-    for line in verify_folder(folder):
+def verify(folder: Annotated[Path, typer.Argument(help="A dataset folder, or a folder of shards")]) -> None:
+    """Check every byte and every value of a dataset folder, or that shards are one dataset."""
+    for line in verify_shards(folder) if is_shards(folder) else verify_folder(folder):
         print(line)
     print(f"{folder} is intact")
 

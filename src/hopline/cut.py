@@ -12,7 +12,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,17 +21,65 @@ from hopline import ops
 from hopline.data.arrays import PIECE_BYTES, as_bytes
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
-from hopline.data.store import SHARDS
+from hopline.data.names import open_dataset
+from hopline.data.store import SHARDS, is_dataset
 from hopline.data.writer import FolderWriter, writing
 from hopline.divide import check_edges
 from hopline.graph import Graph
-from hopline.partition import Partition, graph_hash
+from hopline.partition import Partition, describe, graph_hash, make_partition
 from hopline.progress import Progress, progress
 from hopline.shards import VERSION, node_ranges, shard_name
 from hopline.tables import SparseTable, Table
+from hopline.validate import check_fields
 
 CHUNK = 1 << 22
 """Nodes or edges handled at a time; a node with more in-edges is a chunk of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """What `hopline partition DATASET FOLDER` takes as key=value."""
+
+    shards: int = 0
+    """How many shards to make, one for each rank."""
+    how: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
+    """How to divide the nodes: fewest edges cut (metis, or streaming in little memory), or by chance, id or label."""
+    seed: int = 0
+    """Of metis, streaming and random."""
+    slack: float = 0.1
+    """How far sizes may be from their mean, as a share: of streaming."""
+    passes: int = 20
+    """At most how often the edges are read: of streaming."""
+    data_root: Path | None = None
+    """Where datasets are kept, for one given by name."""
+    overwrite: bool = False
+    """Replace what is in the folder."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str:
+    """Cut a dataset into shards; returns what they are like."""
+    if config.shards < 1:
+        raise ValueError(f"say how many shards to make: hopline partition {source} {folder} shards=4")
+    if is_dataset(folder) and not config.overwrite:
+        raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
+    data = open_dataset(source, data_root=config.data_root)
+    if config.how == "labels" and (data.y is None or data.y.dim() > 1):
+        raise ValueError(f"how=labels needs one label per node, and {data.name!r} has none: use how=streaming")
+    made = make_partition(
+        data.graph,
+        config.shards,
+        "metis" if config.how == "labels" else config.how,
+        labels=data.y if config.how == "labels" else None,
+        seed=config.seed,
+        slack=config.slack,
+        passes=config.passes,
+        show=True,
+    )
+    cut(data, made, folder, show=True)
+    return describe(data.graph, made)
 
 
 def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, show: bool = False) -> None:
