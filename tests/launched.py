@@ -103,6 +103,10 @@ def check_words(world: World) -> None:
             tensor.data.zero_()
     world.broadcast_tensors(tensors)
     assert all(torch.equal(a.detach(), b) for a, b in zip(tensors, expected, strict=True))
+    for shape, dtype in (((2,), torch.bfloat16), ((), torch.int64), ((3, 1), torch.float64)):
+        pieces = [torch.full((rank, *shape), 10 * world.rank + rank, dtype=dtype) for rank in range(world.size)]
+        for rank, piece in enumerate(world.swap(pieces)):
+            assert torch.equal(piece, torch.full((world.rank, *shape), 10 * rank + world.rank, dtype=dtype))
     world.barrier()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hopline import trace
 from hopline.batch import Block, Part
-from hopline.halo import HaloBlock, Histories, RecordedBlock
+from hopline.halo import HaloBlock, Histories, RecordedBlock, report_ages
 from tests.helpers import randn
 
 
@@ -70,7 +70,7 @@ def test_ages_are_counted_in_steps():
         histories.stamp([slab], step)
     histories.step = 82
     with trace.listen(counters):
-        histories.report_ages(torch.arange(6))
+        report_ages(histories.ages(torch.arange(6)))
     counters.next_epoch()
     found = counters.last_epoch()
     assert found["history.rows"] == 6

@@ -6,6 +6,7 @@ written by `commit` alone; reading one that nobody has written yet gives zeros.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,35 @@ AGES = (1, 2, 4, 8, 16, 32, 64)
 """Upper ends of the bins of the staleness histogram, in steps; older rows and those never written have bins too."""
 
 
-class Histories:
+class Reader(ABC):
+    """Where rows of all nodes, or of some, are read by their places."""
+
+    @abstractmethod
+    def rows(self, l: int, places: Tensor) -> Tensor:
+        """The rows at some places of layer `l`, as they are stored."""
+
+    @abstractmethod
+    def ages(self, places: Tensor) -> Tensor:
+        """How many steps ago these rows were written; -1 if never."""
+
+    def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
+        """The rows at some places of layer `l`, in the precision of `like`."""
+        return self.rows(l, places).to(like.dtype)
+
+
+def report_ages(ages: Tensor) -> None:
+    """Count how many steps ago rows that are about to be read were written."""
+    trace.count("history.rows", ages.numel())
+    trace.count("history.never_written", int((ages < 0).sum()))
+    trace.count("history.age_sum", float(ages.clamp(min=0).sum()))
+    low = -1
+    for high in (*AGES, None):
+        inside = (ages > low) if high is None else (ages > low) & (ages <= high)
+        trace.count(f"history.age.{'older' if high is None else f'to_{high}'}", int(inside.sum()))
+        low = low if high is None else high
+
+
+class Histories(Reader):
     """Tables of rows per layer boundary, made when the width of their rows is known, and the age of every row.
 
     dtype: of what is stored, that of the first rows by default. folder: where tables are kept as files, mapped; None
@@ -28,16 +57,16 @@ class Histories:
     """
 
     def __init__(
-        self, num_nodes: int, *, name: str = "h", dtype: torch.dtype | None = None, folder: Path | None = None
+        self, num_rows: int, *, name: str = "h", dtype: torch.dtype | None = None, folder: Path | None = None
     ) -> None:
-        self.num_nodes, self.name, self.dtype, self.folder = num_nodes, name, dtype, folder
+        self.num_rows, self.name, self.dtype, self.folder = num_rows, name, dtype, folder
         self.tables: dict[int, Tensor] = {}
-        self.written = torch.full((num_nodes,), -1, dtype=torch.int64)  # the step of each row's last commit
+        self.written = torch.full((num_rows,), -1, dtype=torch.int64)  # the step of each row's last commit
         self.step = 0
 
     def table(self, l: int, like: Tensor) -> Tensor:
-        """The table of layer `l`: [num_nodes, *row_shape], for rows like these."""
-        shape = (self.num_nodes, *like.shape[1:])
+        """The table of layer `l`: [num_rows, *row_shape], for rows like these."""
+        shape = (self.num_rows, *like.shape[1:])
         if l not in self.tables:
             self.tables[l] = self._new(l, shape, self.dtype or like.dtype)
         table = self.tables[l]
@@ -47,15 +76,31 @@ class Histories:
     def _new(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.folder is None:
             return torch.zeros(shape, dtype=dtype)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{self.name}.{l}.bin"
+        path = self._file_of(l)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        count = torch.Size(shape).numel()
-        return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(shape)  # a new file reads as zeros
+        return mapped(path, shape, dtype)  # a new file reads as zeros
+
+    def _file_of(self, l: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{self.name}.{l}.bin"
+
+    def snapshot(self, layers: Sequence[int], places: Tensor) -> Reader:
+        """What some rows are now. All ranks must ask at the same time; where nothing is far away these are the tables.
+
+        places: ascending, each once.
+        """
+        return self
+
+    def rows(self, l: int, places: Tensor) -> Tensor:
+        return ops.gather_rows(self.tables[l], places)
 
     def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
-        """The rows at some places of layer `l`, in the precision of `like`."""
-        return ops.gather_rows(self.table(l, like), places).to(like.dtype)
+        self.table(l, like)
+        return super().read(l, places, like)
+
+    def ages(self, places: Tensor) -> Tensor:
+        return ages_of(self.written[places], self.step)
 
     def write(self, l: int, slabs: Sequence[slice], rows: Tensor) -> None:
         """Rows of some slabs, one after the other."""
@@ -69,18 +114,6 @@ class Histories:
         """These rows are as of a step."""
         for slab in slabs:
             self.written[slab] = step
-
-    def report_ages(self, places: Tensor) -> None:
-        """Count how many steps ago rows that are about to be read were written."""
-        ages = torch.where(self.written[places] < 0, -1, self.step - self.written[places])
-        trace.count("history.rows", places.numel())
-        trace.count("history.never_written", int((ages < 0).sum()))
-        trace.count("history.age_sum", float(ages.clamp(min=0).sum()))
-        low = -1
-        for high in (*AGES, None):
-            inside = (ages > max(low, -1)) if high is None else (ages > low) & (ages <= high)
-            trace.count(f"history.age.{'older' if high is None else f'to_{high}'}", int((inside & (ages >= 0)).sum()))
-            low = high if high is not None else low
 
     @property
     def num_bytes(self) -> int:
@@ -98,6 +131,15 @@ class Histories:
         self.written, self.step = state["written"].clone(), state["step"]
 
 
+def ages_of(written: Tensor, step: int) -> Tensor:
+    return torch.where(written < 0, -1, step - written)
+
+
+def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A file as a tensor that all who map it write and read."""
+    return torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
+
+
 class HaloBlock(Block):
     """All in-edges of a batch's nodes: behind them stand the halo, sources that belong to other parts.
 
@@ -109,7 +151,7 @@ class HaloBlock(Block):
         block: Block,
         slabs: Sequence[slice],
         halo_places: Tensor,
-        histories: Histories | None,
+        histories: Reader | None,
         last: int,
         keeps_gradients: bool = False,
     ) -> None:
@@ -123,7 +165,7 @@ class HaloBlock(Block):
     slabs: Sequence[slice]
     """The places of its nodes, in their order."""
     halo_places: Tensor
-    histories: Histories | None
+    histories: Reader | None
     """Where halo rows come from; None in a block without any."""
     last: int
     """The last layer, after which no rows are needed."""

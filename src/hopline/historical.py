@@ -79,8 +79,6 @@ class Historical(Method):
                 f"{type(job.model.module).__name__} is not made of layers, between which history could be kept: "
                 "use hl.nn.GNN, or a PyG model such as GCN"
             )
-        if job.world.size > 1:
-            raise ValueError("method=historical trains in one process so far: set devices=1, or method=sampled")
         if job.device.type != "cpu":
             raise ValueError("method=historical runs on the CPU so far: set device=cpu, or method=sampled")
         job.model.check_blocks()

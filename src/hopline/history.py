@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,34 +16,23 @@ from torch import Tensor
 
 from hopline import ops, trace
 from hopline.batch import Batch, Block, Rows
-from hopline.graph import Graph
-from hopline.halo import HaloBlock, Histories, RecordedBlock
+from hopline.halo import HaloBlock, Histories, Reader, RecordedBlock
+from hopline.history_unit import HistoricalBatch, HistoricalUnit
+from hopline.infer import evaluating
 from hopline.nn.gnn import GNN, State
-from hopline.nn.norm import running_statistics
-from hopline.nn.regularise import drop_edges, edges_where, spreads
 from hopline.partition import Partition, make_partition
-from hopline.sampling import NeighborSampler, full_block
+from hopline.parts import Group, Parts, Shares, without_halo
+from hopline.sampling import full_block
+from hopline.shared_history import Owners, SharedHistories
 from hopline.sweep import fill, go_back, measure_bias
-from hopline.work import Job, Unit, autocast
+from hopline.work import Job, Unit
 
 if TYPE_CHECKING:
     from hopline.historical import Historical
 
-KEPT_EDGES = 1 << 25
-"""Up to that many edges the blocks of a sweep over all parts are kept from one to the next."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "model": None}
-
-
-@dataclass(eq=False)
-class HistoricalBatch:
-    """A batch, and what is needed to write its rows and to hear from its neighbours."""
-
-    batch: Batch
-    block: HaloBlock
-    nodes: Tensor
-    """[n] int64: the batch's own nodes, part by part."""
-    later: Block | None = None
-    """With compensation: all in-edges of nodes outside the batch that have the batch's nodes among their sources."""
+PROBED = 8
+"""Nodes on which the model is run to learn the widths of its rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,60 +45,72 @@ class Commit:
     gradients: Mapping[int, Tensor]
     step: int
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "slabs": [[slab.start, slab.stop] for slab in self.slabs]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Commit:
+        return cls(**{**state, "slabs": [slice(*ends) for ends in state["slabs"]]})
+
 
 class HistoricalWork:
-    """Historical training of one job."""
+    """Historical training of one job. With several ranks, all take their turns together.
+
+    At a turn every rank has a batch of its own, or none; what it commits is seen by all from the next turn on.
+    """
 
     def __init__(self, job: Job, model: GNN, method: Historical, partition: Partition | None = None) -> None:
         self.job, self.model, self.method = job, model, method
         graph = job.data.graph
-        self.partition = partition or make_partition(
-            graph, method.num_parts, how=method.partition, seed=job.seed, cache=_cache_of(job)
-        )
-        self.sampler = NeighborSampler(graph, (-1,), edge_ids=method.edge_dropout > 0)
-        dtype = DTYPES[method.storage]
-        self.histories = Histories(graph.num_nodes, dtype=dtype, folder=method.folder)
-        self.gradients = Histories(graph.num_nodes, name="gradient", dtype=dtype, folder=method.folder)
+        self.shares = Shares.of(job.world, method.num_parts)
+        self.partition = partition or partition_together(job, method)
+        self.parts = Parts(graph, self.partition, method, self.shares, job.seed)
+        self.owners = Owners(job.world, self.shares, self.partition.ptr)
+        self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
         self.is_training = torch.zeros(graph.num_nodes, dtype=torch.bool)
         self.is_training[job.train_ids] = True
         self.filled = False
         self.waiting: deque[Commit] = deque()
-        self._kept: dict[tuple[int, ...], tuple[Block, Block | None]] = {}
+        self._began_with = self.shares.hosts
         self._place = torch.full((graph.num_nodes,), -1, dtype=torch.int64)
-        parts = torch.arange(method.num_parts).split(method.parts_per_batch)
-        self._sweep_groups = {tuple(group.tolist()): None for group in parts}  # a set that keeps its order
         self._encoded: dict[tuple[int, ...], Tensor | None] | None = None
+
+    def _new_histories(self, name: str) -> Histories:
+        dtype, folder = DTYPES[self.method.storage], self.method.folder
+        if self.job.world.size > 1:
+            return SharedHistories(self.owners, name=name, dtype=dtype, folder=folder)
+        return Histories(self.partition.num_nodes, name=name, dtype=dtype, folder=folder)
 
     # ---- batches
 
-    def groups_of(self, epoch: int) -> list[tuple[int, ...]]:
-        """The parts of each batch of an epoch, in order."""
-        method, key = self.method, ops.derive_key(self.job.seed, epoch)
-        parts = torch.arange(method.num_parts)
-        if method.groups == "redrawn":
-            parts = ops.permutation(key, method.num_parts)
-        groups = [tuple(sorted(group.tolist())) for group in parts.split(method.parts_per_batch)]
-        if method.groups == "fixed":
-            groups = [groups[i] for i in ops.permutation(key, len(groups)).tolist()]
-        return groups[: method.max_batches]
-
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        self.prepare()
+        if done and self._began_with != self.shares.hosts:
+            raise ValueError(
+                f"this epoch was begun by {len(self._began_with)} ranks on {max(self._began_with) + 1} hosts: go on "
+                "with as many, or from a checkpoint at the end of an epoch"
+            )
         every = self.method.refresh_every
         if done == 0 and (
             (not self.filled and self.method.warm_up) or (every is not None and epoch % every == 1 % every)
         ):
             self.refresh()
         self.filled = True
-        epoch_key, given = ops.derive_key(self.job.seed, epoch), 0
-        groups = self.groups_of(epoch)
-        for step, group in enumerate(groups):
-            learns = self.method.compensate or any(bool(self.is_training[self._nodes_of(p)].any()) for p in group)
+        epoch_key, given, index, rank = ops.derive_key(self.job.seed, epoch), 0, 0, self.shares.rank
+        turns = self.parts.turns_of(epoch)
+        num_groups = sum(group != () for turn in turns for group in turn)
+        for step, turn in enumerate(turns):
+            first, index = index, index + sum(group != () for group in turn)
+            size = sum(self._num_seeds(group) for group in turn)
+            learns = self.method.compensate or size > 0
             given += learns
             if given <= done and (learns or given < done):
                 continue  # it had its turn before the run was interrupted
+            if self.method.compensate:
+                size = sum(self._share(i, num_groups) for i in range(first, index))
             with trace.span("sample"):
-                made = self.batch(group, ops.derive_key(epoch_key, step))
-            unit = self.unit(made, self._share(step, len(groups)) if self.method.compensate else None)
+                made = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank), pull=True)
+            unit = self.unit(made, size)
             if learns:
                 yield unit
             else:  # nothing to learn from, but its neighbours read its rows
@@ -121,30 +124,36 @@ class HistoricalWork:
         method = replace(self.method, halo="history", compensate=False, storage="model", folder=None)
         return HistoricalWork(self.job, self.model, method, self.partition)
 
-    def unit(self, made: HistoricalBatch, share: int | None = None) -> HistoricalUnit:
-        return HistoricalUnit(self, made, share)
+    def unit(self, made: HistoricalBatch | None, total: int | None = None) -> HistoricalUnit:
+        return HistoricalUnit(self, made, total)
 
     def _share(self, step: int, steps: int) -> int:
         """Seeds that a batch stands for where each gives its part of the full gradient: an equal share of all."""
         seeds = self.job.train_ids.numel()
         return max(1, seeds * (step + 1) // steps - seeds * step // steps)
 
-    def _nodes_of(self, part: int) -> Tensor:
-        p = self.partition
-        return p.order[int(p.ptr[part]) : int(p.ptr[part + 1])]
+    def _num_seeds(self, group: Group) -> int:
+        return int(self._seeds_of_parts[list(group)].sum())
 
-    def batch(self, group: tuple[int, ...], key: int | None) -> HistoricalBatch:
-        """All in-edges of the group's nodes."""
-        nodes = torch.cat([self._nodes_of(part) for part in group])
-        plain, later = self._blocks_of(group, nodes)
-        if self.method.edge_dropout and key is not None:
-            plain = drop_edges(plain, self.method.edge_dropout, key)
-            later = None if later is None else drop_edges(later, self.method.edge_dropout, key)
-        ptr, position = self.partition.ptr, self.partition.position
-        slabs = [slice(int(ptr[part]), int(ptr[part + 1])) for part in group]
+    @cached_property
+    def _seeds_of_parts(self) -> Tensor:
+        return torch.bincount(self.partition.part_of[self.is_training], minlength=self.partition.num_parts)
+
+    def batch(self, group: Group, key: int | None, *, pull: bool = False) -> HistoricalBatch | None:
+        """All in-edges of the group's nodes; None for a group of no parts.
+
+        pull: rows that other hosts keep are asked for now, by all ranks together.
+        """
+        if not group:
+            self._readers(torch.empty(0, dtype=torch.int64), None, pull)
+            return None
+        nodes = self.parts.nodes_of(group)
+        plain, later = self.parts.blocks_of(group, nodes, key)
+        places = self.partition.position[plain.src_ids[plain.num_dst :]]
+        rows, gradients = self._readers(places, later, pull)
         last = self.model.num_layers - 1
-        places = position[plain.src_ids[plain.num_dst :]]
-        block = HaloBlock(replace(plain, key=key), slabs, places, self.histories, last, self.method.compensate)
+        slabs = self.parts.slabs_of(group)
+        block = HaloBlock(replace(plain, key=key), slabs, places, rows, last, self.method.compensate)
         data = self.job.data
         output_idx = self.is_training[nodes].nonzero().view(-1)
         seeds = nodes[output_idx]
@@ -153,36 +162,37 @@ class HistoricalWork:
         y = None if data.y is None else ops.gather_rows(data.y, seeds)
         blocks = (block,) * self.model.num_layers
         batch = Batch(seeds, blocks, x, y, others, key, seeds.numel(), output_idx)
-        return HistoricalBatch(batch, block, nodes, later)
+        return HistoricalBatch(batch, block, nodes, later, rows, gradients)
 
-    def _blocks_of(self, group: tuple[int, ...], nodes: Tensor) -> tuple[Block, Block | None]:
-        if group in self._kept:
-            return self._kept[group]
-        block = full_block(self.sampler, nodes)
-        if self.method.halo == "drop":
-            block = without_halo(block)
-        later = full_block(self.sampler, self._readers_of(nodes)) if self.method.compensate else None
-        if self.method.groups == "fixed" or (group in self._sweep_groups and graph_is_small(self.job.data.graph)):
-            self._kept[group] = (block, later)
-        return block, later
-
-    def _readers_of(self, nodes: Tensor) -> Tensor:
-        """Nodes outside the batch that have an in-edge from inside."""
-        graph = self.job.data.graph
-        if not hasattr(self, "_out"):
-            indptr, edges = ops.group_edges(graph.indices, graph.num_nodes)
-            self._out = indptr, torch.searchsorted(graph.indptr, edges, right=True) - 1
-        indptr, readers = self._out
-        _, positions = ops.row_positions(indptr, nodes)
-        found = torch.zeros(graph.num_nodes, dtype=torch.bool)
-        found[readers[positions]] = True
-        found[nodes] = False
-        return found.nonzero().view(-1)
+    def _readers(self, halo: Tensor, later: Block | None, pull: bool) -> tuple[Reader, Reader]:
+        """Where a batch finds rows and gradients of other nodes: in the tables, or in a copy of what is far away."""
+        if not (pull and self.shares.several_hosts):
+            return self.histories, self.gradients
+        layers, position = range(self.model.num_layers), self.partition.position
+        src, dst = (halo[:0], halo[:0]) if later is None else (position[later.src_ids], position[later.dst_ids])
+        rows = self.histories.snapshot(layers[:-1], torch.cat([halo, src]).unique())
+        return rows, self.gradients.snapshot(layers[1:], dst.unique()) if self.method.compensate else self.gradients
 
     # ---- tables
 
+    def prepare(self) -> None:
+        """Several ranks make their tables together, so all of them must know the widths."""
+        if self.job.world.size == 1 or self.histories.tables:
+            return
+        nodes = self.parts.nodes_of((0,))[:PROBED]
+        block = RecordedBlock(without_halo(full_block(self.parts.sampler, nodes)))
+        blocks = (block,) * self.model.num_layers
+        with evaluating(self.model):
+            self.model(Batch(nodes, blocks, Rows(self.job.data.x, nodes), None))
+        for l, like in block.own.items():
+            if l < self.model.num_layers - 1:
+                self.histories.table(l, like)
+            if self.method.compensate:
+                self.gradients.table(l, like)
+
     def refresh(self) -> None:
         """Make the tables exact, those of gradients too where there are any."""
+        self.prepare()
         self.settle(0)
         fill(self)
         if self.method.compensate:
@@ -192,25 +202,37 @@ class HistoricalWork:
                 p.grad = grad
 
     def all_batches(self) -> Iterator[HistoricalBatch]:
-        """Every node once, without a key: nothing is drawn."""
-        for group in self._sweep_groups:
-            yield self.batch(group, None)
+        """Every node that this rank keeps, once and without a key: nothing is drawn."""
+        for group in self.parts.sweep:
+            made = self.batch(group, None)
+            assert made is not None
+            yield made
+
+    @cached_property
+    def swept_places(self) -> Tensor:
+        """Places of all rows that a sweep of this rank reads, ascending."""
+        if self.job.world.size == 1:
+            return torch.arange(self.partition.num_nodes)
+        return torch.cat([self.partition.position[made.block.src_ids] for made in self.all_batches()]).unique()
 
     def layer_at(self, l: int, block: Block, src_ids: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """Rows of a block's destinations after layer `l`, before dropout, from the tables or from given inputs."""
+        """Rows of a block's destinations after layer `l`, before dropout. inputs: the layer's, but for the first."""
         recorded = RecordedBlock(block)
         self.model.layer(l, self.state_of(l, block, src_ids, inputs), recorded)
         return recorded.own[l]
 
     def state_of(self, l: int, block: Block, src_ids: Tensor, inputs: Tensor | None) -> State:
-        """What layer `l` reads: encoded input rows, or those of the table before it."""
-        x = Rows(self.job.data.x, src_ids)
+        """What layer `l` reads: encoded input rows, or those given."""
         if l == 0:
-            return self.model.encode(x, block.src_keys, block.key)
+            return self.model.encode(Rows(self.job.data.x, src_ids), block.src_keys, block.key)
+        assert inputs is not None
         x0 = self._initial_rows(block) if self.model.encodes else None
-        rows = self.histories.tables[l - 1][self.partition.position[src_ids]] if inputs is None else inputs
-        dtype = next(p.dtype for p in self.model.parameters())
-        return State(self.model.dropped(rows.to(dtype), block.src_keys, block.key, l - 1), x0)
+        return State(self.model.dropped(inputs.to(self.dtype), block.src_keys, block.key, l - 1), x0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return next(p.dtype for p in self.model.parameters())
 
     def _initial_rows(self, block: Block) -> Tensor | None:
         """The destinations' encoded rows, where a layer uses them again."""
@@ -232,8 +254,19 @@ class HistoricalWork:
         finally:
             self._encoded = None
 
+    def commit(self, slabs: Sequence[slice], rows: Mapping[int, Tensor], gradients: Mapping[int, Tensor]) -> None:
+        """What this rank writes at the end of a turn; all ranks end it together."""
+        self.histories.step += 1
+        self.waiting.append(Commit(slabs, rows, gradients, self.histories.step))
+        self.settle(self.method.lag)
+        # Ranks that read each other's rows go by the same running statistics.
+        self.job.world.broadcast_tensors(self.job.module.buffers())
+
     def settle(self, most: int) -> None:
-        """Write commits until at most so many wait."""
+        """Write commits until those of at most so many turns wait."""
+        if len(self.waiting) <= most:
+            return
+        self.job.world.barrier()  # nobody reads any more
         while len(self.waiting) > most:
             commit = self.waiting.popleft()
             for l, rows in commit.rows.items():
@@ -241,112 +274,57 @@ class HistoricalWork:
             for l, rows in commit.gradients.items():
                 self.gradients.write(l, commit.slabs, rows)
             self.histories.stamp(commit.slabs, commit.step)
+        self.job.world.barrier()  # all is written
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides how training goes on."""
-        waiting = [
-            {"slabs": [[s.start, s.stop] for s in c.slabs], "rows": c.rows, "gradients": c.gradients, "step": c.step}
-            for c in self.waiting
-        ]
+        """Everything that decides how training goes on: complete in the first rank, which writes it."""
         tables = {"histories": self.histories.state_dict(), "gradients": self.gradients.state_dict()}
-        return {**tables, "filled": self.filled, "waiting": waiting}
+        return {**tables, "filled": self.filled, "waiting": self._waiting_of_all(), "hosts": list(self.shares.hosts)}
+
+    def _waiting_of_all(self) -> list[list[dict[str, Any]]]:
+        """By rank, what waits."""
+        waiting, world = [commit.state_dict() for commit in self.waiting], self.job.world
+        if world.size == 1:
+            return [waiting]
+        buffer = io.BytesIO()
+        torch.save(waiting, buffer)
+        sent = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        got = world.swap([sent if rank == 0 else sent[:0] for rank in range(world.size)])
+        return [torch.load(io.BytesIO(g.numpy().tobytes()), weights_only=True) for g in got if g.numel()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        waiting, self._began_with = state["waiting"], tuple(state["hosts"])
+        if any(waiting) and self._began_with != self.shares.hosts:
+            raise ValueError(
+                f"with lag= a run goes on with as many ranks and hosts as it had: {len(self._began_with)} ranks on "
+                f"{max(self._began_with) + 1} hosts"
+            )
         self.histories.load_state_dict(state["histories"])
         self.gradients.load_state_dict(state["gradients"])
         self.filled = state["filled"]
-        self.waiting = deque(
-            Commit([slice(*pair) for pair in c["slabs"]], c["rows"], c["gradients"], c["step"])
-            for c in state["waiting"]
-        )
+        self.waiting = deque(map(Commit.from_state, waiting[self.shares.rank] if any(waiting) else ()))
 
 
-@dataclass(eq=False)
-class HistoricalUnit(Unit):
-    """One batch: its rows are pushed in `commit`, after the optimizer's step."""
-
-    work: HistoricalWork
-    made: HistoricalBatch
-    share: int | None = None
-    """Seeds that it stands for; those that are in it by default."""
-    pushed: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.made.batch.num_seeds
-
-    @property
-    def total_size(self) -> int:
-        return self.size if self.share is None else self.share
-
-    def forward_backward(self, total: int) -> Tensor:
-        work, job, block = self.work, self.work.job, self.made.block
-        work.settle(work.method.lag)
-        work.histories.report_ages(block.halo_places)
-        with autocast(job), trace.span("forward"):
-            with spreads(work.model, work.method.lipschitz > 0) as found:
-                # A batch without seeds learns from others' messages only.
-                loss = job.train_step(job.model, self.made.batch) if self.size else job.model(self.made.batch).sum()
-            objective = loss * self.size
-            if found:
-                objective = objective + work.method.lipschitz * self.size * torch.stack(found).mean()
-            if work.method.compensate:
-                objective = objective + self._missing_messages()
-        with trace.span("backward"):
-            (objective / total).backward()
-        if work.method.compensate:
-            self.pushed = {l: h.grad * total for l, h in block.own.items() if h.grad is not None}
-        return loss.detach() * self.size
-
-    def push_only(self) -> None:
-        """Bring the tables up to date without learning anything."""
-        self.work.settle(self.work.method.lag)
-        with torch.no_grad(), autocast(self.work.job):
-            self.work.model(self.made.batch)
-        self.commit()
-
-    def _missing_messages(self) -> Tensor:
-        """A sum whose gradient at the batch's rows is what nodes outside would have sent back, by the tables."""
-        total = torch.zeros(())
-        later, own, work = self.made.later, self.made.block.own, self.work
-        if later is None or not later.num_dst:
-            return total
-        work._place[self.made.nodes] = torch.arange(self.made.nodes.numel())
-        inside = work._place[later.src_ids]
-        work._place[self.made.nodes] = -1
-        ours = (inside >= 0).nonzero().view(-1)
-        position = work.partition.position
-        for l in range(work.model.num_layers - 1):
-            fresh = own[l].detach().requires_grad_()
-            rows = work.histories.read(l, position[later.src_ids], fresh).index_put((ours,), fresh[inside[ours]])
-            with _norms_as_in_evaluation(work.model, l + 1):
-                out = work.layer_at(l + 1, replace(later, key=self.made.batch.key), later.src_ids, rows)
-            given = work.gradients.read(l + 1, position[later.dst_ids], out)
-            (sent,) = torch.autograd.grad(out, fresh, given)
-            total = total + (own[l] * sent).sum()
-        return total
-
-    def commit(self) -> None:
-        work, block = self.work, self.made.block
-        work.histories.step += 1
-        work.waiting.append(Commit(block.slabs, dict(block.commits()), self.pushed, work.histories.step))
-        work.settle(work.method.lag)
-
-
-def graph_is_small(graph: Graph) -> bool:
-    """Whether blocks that together hold all its edges may be kept."""
-    return graph.num_edges <= KEPT_EDGES
-
-
-def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:
-    """Nodes outside the batch must not enter its statistics."""
-    return running_statistics([model.convs[l], model.norms[l]], only_if=True)
-
-
-def without_halo(block: Block) -> Block:
-    """The edges among a block's destinations alone, and no other sources."""
-    inner = edges_where(block.part, block.part.src_idx < block.num_dst)
-    return replace(block, src_ids=block.src_ids[: block.num_dst], parts=(inner,))
+def partition_together(job: Job, method: Historical) -> Partition:
+    """The first rank divides the graph for all."""
+    world, problem = job.world, ""
+    part_of = torch.empty(job.data.num_nodes, dtype=torch.int32)
+    try:
+        if world.rank == 0:
+            made = make_partition(
+                job.data.graph, method.num_parts, how=method.partition, seed=job.seed, cache=_cache_of(job)
+            )
+            if world.size == 1:
+                return made
+            part_of = made.part_of
+    except ValueError as error:
+        if world.size == 1:
+            raise
+        problem = str(error)
+    if problem := world.broadcast_object(problem):
+        raise ValueError(problem)
+    world.broadcast_tensors([part_of])
+    return Partition(part_of, method.num_parts, method.partition)
 
 
 def _cache_of(job: Job) -> Path | None:

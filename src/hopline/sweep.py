@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from hopline import trace
 from hopline.batch import Batch
-from hopline.halo import Histories, RecordedBlock
+from hopline.halo import Reader, RecordedBlock
 from hopline.infer import evaluating
 from hopline.nn.gnn import State
+from hopline.world import World
 
 if TYPE_CHECKING:
     from hopline.history import HistoricalBatch, HistoricalWork
@@ -35,54 +36,80 @@ class _Given(nn.Module):
 
 
 def fill(work: HistoricalWork) -> None:
-    """Fill the tables of rows by an exact forward pass, in evaluation mode."""
+    """Fill the tables of rows by an exact forward pass, in evaluation mode; each rank fills what it keeps."""
+    world, histories = work.job.world, work.histories
+    work.prepare()
+    world.barrier()  # nobody reads any more
     with trace.span("refresh"), evaluating(work.model), work.encoding_once():
         for l in range(work.model.num_layers - 1):
+            source = histories.snapshot(range(l)[-1:], work.swept_places)
             for made in work.all_batches():
-                work.histories.write(l, made.block.slabs, work.layer_at(l, made.block, made.block.src_ids))
-    work.histories.written[:] = work.histories.step
+                inputs = None if l == 0 else source.rows(l - 1, work.partition.position[made.block.src_ids])
+                histories.write(l, made.block.slabs, work.layer_at(l, made.block, made.block.src_ids, inputs))
+            world.barrier()  # the next layer reads what others wrote
+    histories.stamp([_slab(work)], histories.step)
+    world.barrier()
+
+
+def _slab(work: HistoricalWork) -> slice:
+    """The rows that this rank keeps."""
+    return slice(work.owners.own.start, work.owners.own.stop)
 
 
 def go_back(work: HistoricalWork) -> None:
-    """Fill the tables of gradients, for tables of rows that are exact; gradients are added to the parameters' too."""
-    model, position = work.model, work.partition.position
+    """Fill the tables of gradients, for tables of rows that are exact; gradients are added to the parameters' too.
+
+    Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks.
+    """
+    model, position, swept = work.model, work.partition.position, work.swept_places
     last = model.num_layers - 1
     weights = [p for p in work.job.module.parameters() if p.requires_grad]
-    totals: dict[int, Tensor] = {}
+    totals: dict[int, Tensor] = {
+        l: torch.zeros(swept.numel(), *work.histories.tables[l].shape[1:], dtype=work.dtype) for l in range(last)
+    }
 
-    def add(l: int, places: Tensor, rows: Tensor | None) -> None:
+    def add(l: int, ids: Tensor, rows: Tensor | None) -> None:
         if rows is not None:
             if l not in totals:
-                totals[l] = torch.zeros(position.numel(), *rows.shape[1:], dtype=rows.dtype)
-            totals[l].index_add_(0, places, rows)
+                totals[l] = torch.zeros(swept.numel(), *rows.shape[1:], dtype=rows.dtype)
+            totals[l].index_add_(0, torch.searchsorted(swept, position[ids]), rows)
+
+    def collect(l: int) -> Tensor:
+        """The gradient at the rows that this rank keeps."""
+        rows = work.owners.collect(swept, totals.pop(l))
+        work.gradients.write(l, [_slab(work)], rows)
+        return rows
 
     with trace.span("refresh"), evaluating(model), torch.enable_grad():
+        source = work.histories.snapshot(range(last), swept)
         for made in work.all_batches():
-            of_last, of_inputs, of_kept = _from_loss(work, made, weights)
-            add(last, position[made.nodes], of_last)
-            add(last - 1, position[made.block.src_ids], of_inputs)
+            of_last, of_inputs, of_kept = _from_loss(work, made, source, weights)
+            add(last, made.nodes, of_last)
+            add(last - 1, made.block.src_ids, of_inputs)
             for l, rows in of_kept.items():
-                add(l, position[made.nodes], rows)
+                add(l, made.nodes, rows)
+        collect(last)
         for l in range(last - 1, -1, -1):
+            known = collect(l)
             for made in work.all_batches():
-                inputs = None if l == 0 else _leaf(work.histories, l - 1, position[made.block.src_ids])
-                out = work.layer_at(l, made.block, made.block.src_ids, inputs)
-                given = totals[l][position[made.nodes]].to(out.dtype)
+                src_ids = made.block.src_ids
+                inputs = None if l == 0 else _leaf(work, source, l - 1, src_ids)
+                out = work.layer_at(l, made.block, src_ids, inputs)
+                given = known[position[made.nodes] - work.owners.own.start].to(out.dtype)
                 out.backward(given, inputs=weights if inputs is None else [inputs, *weights])
                 if inputs is not None:
-                    add(l - 1, position[made.block.src_ids], inputs.grad)
-    for l, rows in totals.items():
-        work.gradients.table(l, rows)[:] = rows
+                    add(l - 1, src_ids, inputs.grad)
+    work.job.world.barrier()
 
 
 def _from_loss(
-    work: HistoricalWork, made: HistoricalBatch, weights: list[nn.Parameter]
+    work: HistoricalWork, made: HistoricalBatch, source: Reader, weights: list[nn.Parameter]
 ) -> tuple[Tensor, Tensor | None, dict[int, Tensor | None]]:
     """Gradients of a batch's summed loss: at the last layer's rows, at its inputs, at what jumping knowledge keeps."""
-    model, block, places = work.model, made.block, work.partition.position
+    model, block = work.model, made.block
     last = model.num_layers - 1
-    inputs = _leaf(work.histories, last - 1, places[block.src_ids]) if last else None
-    kept = {l: _leaf(work.histories, l, places[made.nodes]) for l in range(last)} if model.keeps_jk else {}
+    inputs = _leaf(work, source, last - 1, block.src_ids) if last else None
+    kept = {l: _leaf(work, source, l, made.nodes) for l in range(last)} if model.keeps_jk else {}
     state, recorded = work.state_of(last, block, block.src_ids, inputs), RecordedBlock(block, keeps_gradients=True)
     jk = torch.cat(list(kept.values()), dim=1) if kept else None
     ended = model.layer(last, State(state.h, state.x0, jk), recorded)
@@ -96,8 +123,8 @@ def _from_loss(
     return of_last, None if inputs is None else inputs.grad, {l: rows.grad for l, rows in kept.items()}
 
 
-def _leaf(histories: Histories, l: int, places: Tensor) -> Tensor:
-    return histories.tables[l][places].requires_grad_()
+def _leaf(work: HistoricalWork, source: Reader, l: int, ids: Tensor) -> Tensor:
+    return source.rows(l, work.partition.position[ids]).to(work.dtype).requires_grad_()
 
 
 def measure_bias(work: HistoricalWork) -> dict[str, float]:
@@ -106,34 +133,37 @@ def measure_bias(work: HistoricalWork) -> dict[str, float]:
     The gradient is that of an epoch's batches at the weights of now, without dropout. It takes the memory of two more
     sets of tables and the time of some epochs.
     """
+    world = work.job.world
     weights = [p for p in work.job.module.parameters() if p.requires_grad]
     before = [p.grad for p in weights]
     exact = work.exact_twin()
+    groups = work.parts.sweep
     with evaluating(work.model), torch.enable_grad():
-        with _collected(weights) as ours:
-            for made in work.all_batches():
+        with _collected(weights, world) as ours:
+            for i in range(work.parts.sweep_length):  # all ranks as often as the one with most
+                made = work.batch(groups[i] if i < len(groups) else (), None, pull=True)
                 work.unit(made).forward_backward(1)
         fill(exact)
-        with _collected(weights) as theirs:
+        with _collected(weights, world) as theirs:
             go_back(exact)
     for p, grad in zip(weights, before, strict=True):
         p.grad = grad
-    tables = work.histories.tables
-    errors = {
-        f"embedding.{l}": _error(tables[l].to(t.dtype), t) for l, t in exact.histories.tables.items() if l in tables
-    }
-    return errors | {"gradient": _error(ours[0], theirs[0])}
+    own, errors = torch.arange(work.owners.own.start, work.owners.own.stop), {}
+    for l in exact.histories.tables:
+        if l in work.histories.tables:
+            right = exact.histories.rows(l, own)
+            wrong = work.histories.rows(l, own).to(right.dtype) - right
+            missed, whole = world.sum([float(wrong.double().square().sum()), float(right.double().square().sum())])
+            errors[f"embedding.{l}"] = (missed / max(whole, 1e-60)) ** 0.5
+    return errors | {"gradient": float((ours[0] - theirs[0]).norm() / theirs[0].norm().clamp(min=1e-30))}
 
 
 @contextmanager
-def _collected(weights: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """The gradient that is made within, as one vector in a list that is filled at the end."""
+def _collected(weights: list[nn.Parameter], world: World) -> Iterator[list[Tensor]]:
+    """The gradient that is made within by all ranks, as one vector in a list that is filled at the end."""
     found: list[Tensor] = []
     for p in weights:
         p.grad = None
     yield found
+    world.sum_gradients(weights)
     found.append(torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in weights]))
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm().clamp(min=1e-30))

@@ -181,6 +181,20 @@ class World:
                 if copy.data_ptr() != tensor.data_ptr():
                     tensor.copy_(copy)
 
+    def swap(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """By rank, the rows that each has for this one: piece r goes to rank r. Only the number of rows may differ."""
+        if self.size == 1:
+            return list(pieces)
+        counts = torch.tensor([piece.size(0) for piece in pieces], device=self.device)
+        coming = torch.empty_like(counts)
+        sent = torch.cat(list(pieces)).contiguous().to(self.device)
+        with self._exchange():
+            dist.all_to_all_single(coming, counts)
+            got = sent.new_empty(int(coming.sum()), *sent.shape[1:])
+            received, given = (t[:, None].flatten(1).view(torch.uint8) for t in (got, sent))
+            dist.all_to_all_single(received, given, coming.tolist(), counts.tolist())
+        return list(got.to(pieces[0].device).split(coming.tolist()))
+
     def close(self, error: str = "") -> None:
         """Leave; `error` is what the others are told where this rank could not go on. May be called twice."""
         heart, self._heart = self._heart, None

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hopline.batch import Batch, Rows
 from hopline.historical import Historical
-from hopline.history import HistoricalUnit, HistoricalWork
+from hopline.history import HistoricalWork
+from hopline.history_unit import HistoricalUnit
 from hopline.nn import GNN
 from hopline.sampling import NeighborSampler, full_block
 from hopline.sweep import go_back
@@ -93,7 +94,7 @@ def test_with_exact_tables_of_gradients_the_summed_gradient_is_that_of_the_full_
     (summed(copy, batch) * batch.num_seeds).backward()
     work = work_of(model, compensate=True, groups=groups)
     work.refresh()
-    for group in work.groups_of(3):
+    for group in work.parts.groups_of(3):
         HistoricalUnit(work, work.batch(group, None)).forward_backward(1)
     assert_same_gradients(model, copy, 1e-8)
 
@@ -116,14 +117,16 @@ def test_every_edge_is_in_one_batch_of_an_epoch():
     work = work_of(MODELS["gcn"](6, 3))
     for epoch in (1, 2):
         seen = []
-        for group in work.groups_of(epoch):
-            block = work.batch(group, None).block
+        for group in work.parts.groups_of(epoch):
+            made = work.batch(group, None)
+            assert made is not None
+            block = made.block
             seen.append(block.src_ids[block.edge_index])
         edges = torch.cat(seen, dim=1)
         expected = GRAPH.edge_index()
         assert sorted(map(tuple, edges.t().tolist())) == sorted(map(tuple, expected.t().tolist()))
-    assert work.groups_of(1) != work.groups_of(2)
-    assert work.groups_of(1) == work.groups_of(1)
+    assert work.parts.groups_of(1) != work.parts.groups_of(2)
+    assert work.parts.groups_of(1) == work.parts.groups_of(1)
 
 
 @pytest.mark.parametrize("name", MODELS)

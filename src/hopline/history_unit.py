@@ -1,0 +1,121 @@
+"""One batch of historical training: what it learns, and what it writes afterwards."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hopline import trace
+from hopline.batch import Batch, Block
+from hopline.halo import HaloBlock, Reader, report_ages
+from hopline.nn.gnn import GNN
+from hopline.nn.norm import running_statistics
+from hopline.nn.regularise import spreads
+from hopline.work import Unit, autocast
+
+if TYPE_CHECKING:
+    from hopline.history import HistoricalWork
+
+
+@dataclass(frozen=True, eq=False)
+class HistoricalBatch:
+    """A batch, and what is needed to write its rows and to hear from its neighbours."""
+
+    batch: Batch
+    block: HaloBlock
+    nodes: Tensor
+    """[n] int64: the batch's own nodes, part by part."""
+    later: Block | None
+    """With compensation: all in-edges of nodes outside the batch that have the batch's nodes among their sources."""
+    rows: Reader
+    gradients: Reader
+    """Where rows and gradients of nodes outside are read."""
+
+
+@dataclass(eq=False)
+class HistoricalUnit(Unit):
+    """One batch: its rows are pushed in `commit`, after the optimizer's step."""
+
+    work: HistoricalWork
+    made: HistoricalBatch | None
+    """None where the other ranks have a batch at this turn and this one has not."""
+    total: int | None = None
+    """Seeds that the batches of all ranks at this turn stand for; those that are in this one by default."""
+    pushed: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return 0 if self.made is None else self.made.batch.num_seeds
+
+    @property
+    def total_size(self) -> int:
+        return self.size if self.total is None else self.total
+
+    def forward_backward(self, total: int) -> Tensor:
+        work, job, made = self.work, self.work.job, self.made
+        if made is None or not (self.size or work.method.compensate):
+            self._forward_only()
+            return torch.zeros(())
+        report_ages(made.rows.ages(made.block.halo_places))
+        with autocast(job), trace.span("forward"):
+            with spreads(work.model, work.method.lipschitz > 0) as found:
+                # A batch without seeds learns from others' messages only.
+                loss = job.train_step(job.model, made.batch) if self.size else job.model(made.batch).sum()
+            objective = loss * self.size
+            if found:
+                objective = objective + work.method.lipschitz * self.size * torch.stack(found).mean()
+            if work.method.compensate:
+                objective = objective + missing_messages(work, made)
+        with trace.span("backward"):
+            (objective / total).backward()
+        if work.method.compensate:
+            self.pushed = {l: h.grad * total for l, h in made.block.own.items() if h.grad is not None}
+        return loss.detach() * self.size
+
+    def push_only(self) -> None:
+        """Bring the tables up to date without learning anything."""
+        self._forward_only()
+        self.commit()
+
+    def _forward_only(self) -> None:
+        if self.made is not None:
+            with torch.no_grad(), autocast(self.work.job):
+                self.work.model(self.made.batch)
+
+    def commit(self) -> None:
+        if self.made is None:
+            self.work.commit((), {}, {})
+        else:
+            block = self.made.block
+            self.work.commit(block.slabs, dict(block.commits()), self.pushed)
+
+
+def missing_messages(work: HistoricalWork, made: HistoricalBatch) -> Tensor:
+    """A sum whose gradient at the batch's rows is what nodes outside would have sent back, by the tables."""
+    total = torch.zeros(())
+    later, own = made.later, made.block.own
+    if later is None or not later.num_dst:
+        return total
+    work._place[made.nodes] = torch.arange(made.nodes.numel())
+    inside = work._place[later.src_ids]
+    work._place[made.nodes] = -1
+    ours = (inside >= 0).nonzero().view(-1)
+    position = work.partition.position
+    for l in range(work.model.num_layers - 1):
+        fresh = own[l].detach().requires_grad_()
+        rows = made.rows.read(l, position[later.src_ids], fresh).index_put((ours,), fresh[inside[ours]])
+        with _norms_as_in_evaluation(work.model, l + 1):
+            out = work.layer_at(l + 1, replace(later, key=made.batch.key), later.src_ids, rows)
+        given = made.gradients.read(l + 1, position[later.dst_ids], out)
+        (sent,) = torch.autograd.grad(out, fresh, given)
+        total = total + (own[l] * sent).sum()
+    return total
+
+
+def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:
+    """Nodes outside the batch must not enter its statistics."""
+    return running_statistics([model.convs[l], model.norms[l]], only_if=True)

@@ -1,0 +1,72 @@
+"""5. Historical training in two ranks, on one host or on two, = one process that trains the same batches at a step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hopline.launch import LaunchSettings, run
+from hopline.world import World
+from tests.historical_ranks import alone, train_all
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"settings": {"measure_bias": True}, "dropout": 0.3},
+    "compensated": {"settings": {"compensate": True, "measure_bias": True}, "dropout": 0.3},
+    "lag": {"settings": {"lag": 1, "compensate": True}},
+    "never filled": {"settings": {"warm_up": False, "storage": "bf16"}},
+    "regularised": {"settings": {"edge_dropout": 0.3, "groups": "fixed", "lipschitz": 0.1, "refresh_every": 2}},
+}
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], close: float = 1e-9) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], abs=close)
+    assert found["weights"] == pytest.approx(expected["weights"], abs=close * 10)
+    assert found["bias"] == pytest.approx(expected["bias"], rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("two_hosts", [False, True])
+def test_two_ranks_are_one_process(two_hosts: bool):
+    awkward = [{"settings": {"num_parts": 5}}, {"settings": {"max_batches": 3}}]  # a rank has none at the last turn
+    # All parts at every step and exact tables before it: the full batch, whatever the parts.
+    exact = {"settings": {"num_parts": 4, "parts_per_batch": 2, "refresh_every": 1, "compensate": True}}
+    cases = [*CASES.values(), exact, *([] if two_hosts else awkward)]
+    before = os.listdir("/dev/shm")
+    found = run(train_all, LaunchSettings(devices=2, timeout_s=30), cases, two_hosts)
+    assert os.listdir("/dev/shm") == before
+    for case, result in zip(CASES.values(), found, strict=False):
+        # With a lag of one turn, what two batches commit waits.
+        settings = case["settings"] | {"lag": 2 * case["settings"].get("lag", 0)}
+        same(result, alone(case | {"settings": settings}, two_hosts), 1e-6 if "storage" in settings else 1e-9)
+    assert found[0]["bias"]["bias.gradient"] > 0.01
+    full = {"settings": {"num_parts": 1, "parts_per_batch": 1}, "accumulate": 1}
+    same(found[len(CASES)], alone(full))
+    for case, result in zip(awkward, found[len(CASES) + 1 :], strict=False):
+        same(result, alone(case))
+
+
+@pytest.mark.parametrize("two_hosts", [False, True])
+def test_ranks_go_on_as_if_they_had_never_stopped(two_hosts: bool, tmp_path: Path):
+    settings = {"lag": 1, "compensate": True, "storage": "float32", "folder": tmp_path / "tables"}
+    case: dict[str, Any] = {"settings": settings, "dropout": 0.3, "norm": "batch"}
+    cases = [
+        case | {"out": str(tmp_path / "whole"), "epochs": 4},
+        case | {"out": str(tmp_path / "cut"), "epochs": 2},
+        case | {"out": str(tmp_path / "cut"), "epochs": 4},
+    ]
+    whole, _, again = run(train_all, LaunchSettings(devices=2, timeout_s=30), cases, two_hosts)
+    assert again == whole  # bit for bit
+    assert len(list((tmp_path / "tables").glob("h.0*.bin"))) == 1 + two_hosts
+    with pytest.raises(ValueError, match="as many ranks and hosts as it had: 2 ranks on"):
+        train_all(World.alone(), [case | {"out": str(tmp_path / "cut"), "epochs": 5}], False)
+
+
+def test_fewer_ranks_go_on_at_the_end_of_an_epoch(tmp_path: Path):
+    case = {"settings": {"compensate": True}, "out": str(tmp_path)}
+    run(train_all, LaunchSettings(devices=2, timeout_s=30), [case | {"epochs": 2}], True)
+    (found,) = train_all(World.alone(), [case | {"epochs": 3}], False)
+    assert len(found["losses"]) == 3
+    assert torch.tensor(found["losses"]).isfinite().all()
