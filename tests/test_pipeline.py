@@ -195,3 +195,26 @@ def test_preparing_threads_give_way_to_training() -> None:
     (found,) = Pipeline([Stage("look", priority)], workers=1).run([0])
     assert found == (min(19, here + NICER), 1)
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
+
+
+def test_in_step_every_request_that_was_begun_is_brought_to_its_end() -> None:
+    done: list[int] = []
+    threads: set[str] = set()
+
+    def work(request: int) -> int:
+        time.sleep(0.01)
+        threads.add(threading.current_thread().name)
+        done.append(request)
+        if request == 7:
+            raise ValueError("seven")
+        return request
+
+    pipeline = Pipeline([Stage("work", work)], workers=4, look_ahead=3, in_step=True)
+    with closing(pipeline.run(itertools.count())) as results:
+        assert next(results) == 0
+    assert done == [0, 1, 2, 3]  # however far the thread was, so that all ranks end at the same one
+    assert len(threads) == 1
+    done.clear()
+    with pytest.raises(ValueError, match="seven"):
+        list(pipeline.run(itertools.count()))
+    assert done[-1] < 10

@@ -3,6 +3,7 @@
 from hopline import infer, interop, metrics, nn
 from hopline.batch import Batch, Block, Part, Rows
 from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
+from hopline.collective import CollectiveLoader, CollectiveSampler
 from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, verify
 from hopline.data import open_dataset as open
 from hopline.graph import Graph
@@ -27,6 +28,8 @@ __all__ = [
     "Block",
     "CachedTable",
     "Callback",
+    "CollectiveLoader",
+    "CollectiveSampler",
     "Counters",
     "Dataset",
     "EarlyStop",

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from hopline.captured import CapturedWork
+from hopline.collective import CollectiveLoader
 from hopline.data.dataset import Dataset
 from hopline.loader import Loader
 from hopline.nn.whole import Whole, as_walkable
 from hopline.sampling import check_fanouts
+from hopline.shards import Shard
 from hopline.validate import check_fields
 from hopline.work import BatchUnit, Job, Method, Unit, Work
+from hopline.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +75,47 @@ class Sampled(Method):
             return CapturedWork(job, loader)
         return SampledWork(job, loader)
 
+    @overload
     def loader(
         self,
         data: Dataset,
+        ids: Tensor | str = ...,
+        *,
+        seed: int = ...,
+        device: torch.device | str = ...,
+        model: nn.Module | None = ...,
+        world: World | None = ...,
+    ) -> Loader: ...
+    @overload
+    def loader(
+        self,
+        data: Shard,
+        ids: Tensor | str = ...,
+        *,
+        seed: int = ...,
+        device: torch.device | str = ...,
+        model: nn.Module | None = ...,
+        world: World | None = ...,
+    ) -> CollectiveLoader: ...
+
+    def loader(
+        self,
+        data: Dataset | Shard,
         ids: Tensor | str = "train",
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
         model: nn.Module | None = None,
-    ) -> Loader:
+        world: World | None = None,
+    ) -> Loader | CollectiveLoader:
         """The batches alone, for a loop of your own: `for batch in Sampled(...).loader(data): ...`.
 
         With `model`, rows that its first layer reads itself are left to it; without, `batch.x` is a tensor.
+        data: a dataset, or a rank's shard of one, where all ranks take their batches together (see `CollectiveLoader`)
+        and `world` names the rank that stopped if one does.
         """
+        if isinstance(data, Shard):
+            return CollectiveLoader(data, ids, self, seed, device, world)
         if isinstance(ids, str) and ids not in data.splits:
             raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
         chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)

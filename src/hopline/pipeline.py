@@ -40,11 +40,16 @@ class Pipeline:
 
     One thread takes one request through all stages, so threads share nothing. At most `look_ahead` results exist
     before they are asked for: a slow consumer makes the threads wait. `workers=0` runs everything in the caller.
+    in_step: stages wait for those of other ranks, so one thread takes the requests in order, and what was begun before
+    the iterator is closed is brought to its end: with equal numbers of results taken, that is the same on all ranks.
     """
 
-    def __init__(self, stages: Iterable[Stage], *, workers: int = 1, look_ahead: int = 2) -> None:
+    def __init__(
+        self, stages: Iterable[Stage], *, workers: int = 1, look_ahead: int = 2, in_step: bool = False
+    ) -> None:
         self.stages = tuple(stages)
-        self.workers = workers
+        self.in_step = in_step
+        self.workers = min(1, workers) if in_step else workers
         self.look_ahead = max(1, look_ahead)
 
     def run(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
@@ -60,6 +65,7 @@ class Pipeline:
             while len(pending) < self.look_ahead and (request := next(source, _END)) is not _END:
                 pending.append(pool.submit(self._through_stages, request))
 
+        cancel = not self.in_step
         try:
             fill()
             while pending:
@@ -67,8 +73,11 @@ class Pipeline:
                     result = pending.popleft().result()
                 fill()
                 yield result
+        except Exception:
+            cancel = True
+            raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=cancel)
 
     def _through_stages(self, value: Any) -> Any:
         for stage in self.stages:

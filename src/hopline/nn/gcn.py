@@ -14,17 +14,20 @@ from torch import Tensor
 
 from hopline.batch import Block
 from hopline.graph import Graph
+from hopline.partial import PartialGraph
 from hopline.tree import TreeBlock
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
+    """What the in-edges of nodes weigh."""
+
     total: Tensor
     """[num_nodes] float64: summed weight of a node's in-edges, without those from itself where loops are added."""
     loop: Tensor
     """[num_nodes] float64: weight of the loop that is added at each node."""
 
 
-_cache: WeakKeyDictionary[Graph, dict[tuple[bool, float], _Weights]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[Graph, dict[tuple[bool, float], Weights]] = WeakKeyDictionary()
 
 
 def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -62,26 +65,30 @@ def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[T
     if "weight" not in graph.edge and not (add_loops and graph.self_loops.numel()):
         loop = torch.full((ids.numel(),), fill if add_loops else 0.0, dtype=torch.float64, device=ids.device)
         return graph.in_degrees(ids) + loop, loop
+    if isinstance(graph, PartialGraph):
+        total, loop = graph.weight_sums(ids, add_loops, fill)
+        return total + loop, loop
     known = _cache.setdefault(graph, {})
     if (add_loops, fill) not in known:
-        known[add_loops, fill] = _whole_graph(graph, add_loops, fill)
+        known[add_loops, fill] = weights_of(graph, add_loops, fill)
     weights = known[add_loops, fill]
     total, loop = (array[ids.cpu()].to(ids.device) for array in weights)
     return total + loop, loop
 
 
-def _whole_graph(graph: Graph, add_loops: bool, fill: float) -> _Weights:
+def weights_of(graph: Graph, add_loops: bool, fill: float) -> Weights:
+    """The weights of all nodes of a graph."""
     weight = graph.edge.get("weight")
     if weight is None:
         total = graph.in_degrees().double()
     else:
         total = torch.segment_reduce(weight.double(), "sum", offsets=graph.indptr, initial=0)
     if not add_loops:
-        return _Weights(total, torch.zeros_like(total))
+        return Weights(total, torch.zeros_like(total))
     loop = torch.full_like(total, fill)
     positions = graph.self_loops
     nodes = graph.indices[positions].long()
     existing = torch.ones(nodes.numel(), dtype=torch.float64) if weight is None else weight[positions].double()
     total.index_add_(0, nodes, -existing)
     loop[nodes] = existing  # as PyG: an existing loop keeps its weight, the last one where there are several
-    return _Weights(total, loop)
+    return Weights(total, loop)

@@ -1,0 +1,270 @@
+"""Neighbour sampling on a graph in shards: every rank asks the owners for edges and rows, all at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hopline import ops, trace
+from hopline.batch import Batch, Block, Part
+from hopline.exchange import Channel, Question
+from hopline.graph import Graph
+from hopline.memory import reuse_freed_memory
+from hopline.nn.gcn import weights_of
+from hopline.ops.cpu_tree import sample_children
+from hopline.partial import PartialGraph
+from hopline.pipeline import Pipeline, Stage
+from hopline.sampling import check_fanouts, seed_batches, share_of
+from hopline.shards import Shard, node_ranges
+from hopline.spec import to_dict
+from hopline.tables import SparseTable, Table
+from hopline.transfer import Mover
+from hopline.world import World
+
+if TYPE_CHECKING:
+    from hopline.methods import Sampled
+
+CHUNK = 1 << 22
+"""Edges whose weights are summed at a time."""
+LOOK_AHEAD = 2
+"""Batches prepared before they are needed."""
+
+
+class _Hop(NamedTuple):
+    """The edges of one layer, as they come back."""
+
+    num_dst: int
+    indptr: Tensor
+    src_idx: Tensor
+    rest: list[Tensor]
+    """Edge ids where they were asked for, then the rows of each edge array."""
+
+
+class CollectiveSampler:
+    """Seeds to blocks, as `NeighborSampler`, where each rank has one shard of the graph.
+
+    Every rank must call `sample` as often as the others, with seeds of its own or none. A node's sample depends on
+    (key, node) alone and is drawn by its owner, so it is the one that a single process with the whole graph draws.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        channel: Channel,
+        fanouts: Sequence[int],
+        *,
+        replace: bool = False,
+        edge_ids: bool = False,
+    ) -> None:
+        check_fanouts(fanouts, replace)
+        check_fits(shard, channel)
+        self.shard, self.channel, self.fanouts = shard, channel, tuple(fanouts)
+        self.replace, self.edge_ids = replace, edge_ids
+        self._id_map = ops.new_id_map(shard.num_nodes, torch.device("cpu"))
+        own = shard.layout.parts[0]
+        loops = ops.self_loops(own.indptr, own.src_idx).numel()
+        self.has_loops = bool(channel.highest(torch.tensor([loops])) > 0)
+        self._weights = _weights(shard) if self.has_loops or "weight" in shard.edge else None
+
+    def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], Question]:
+        """(blocks, question for rows of the first one's sources). seeds: places, each once."""
+        id_map, hops = self._id_map, list[_Hop]()
+        try:
+            id_map.add(seeds)
+            if id_map.size != seeds.numel():
+                raise ValueError("the seeds of a batch must be distinct: pass each node id once")
+            places = seeds
+            for fanout in self.fanouts:
+                indptr, (sources, *rest) = self._ask(places, fanout, key)
+                hops.append(_Hop(places.numel(), indptr, id_map.add(sources), rest))
+                places = id_map.ids()
+        finally:
+            id_map.clear()
+        question = Question(self.channel, self.shard.ptr, places)
+        ids = question.answer(self.shard.nodes[question.rows])
+        graph = self._graph(question, ids)
+        sizes = [*(hop.num_dst for hop in hops[1:]), ids.numel()]
+        blocks = [self._block(hop, ids[:size], graph, key) for hop, size in zip(hops, sizes, strict=True)]
+        return tuple(reversed(blocks)), question
+
+    def _ask(self, places: Tensor, fanout: int, key: int) -> tuple[Tensor, list[Tensor]]:
+        """(indptr, [places of the sources, edge ids, rows of each edge array]) of the in-edges of some nodes."""
+        question, shard = Question(self.channel, self.shard.ptr, places), self.shard
+        rows = question.rows
+        if fanout < 0:
+            starts, taken = ops.row_positions(shard.indptr, rows)
+            counts, at = starts.diff(), shard.at[taken].long()
+        else:
+            drawn = sample_children(shard.indptr, shard.at, rows, shard.nodes[rows], fanout, key, self.replace)
+            counts = drawn.counts.long()
+            at = drawn.ids[torch.arange(fanout) < counts[:, None]].long()
+        answers = [shard.sources(at)] + ([ops.gather_rows(shard.edge_ids, at)] if self.edge_ids else [])
+        return question.answer_lists(counts, answers + [ops.gather_rows(a, at) for a in shard.edge.values()])
+
+    def _block(self, hop: _Hop, src_ids: Tensor, graph: Graph, key: int) -> Block:
+        edge_ids = hop.rest[0] if self.edge_ids else None
+        edge = dict(zip(self.shard.edge, hop.rest[1:] if self.edge_ids else hop.rest, strict=True))
+        return Block(src_ids, hop.num_dst, (Part(hop.indptr, hop.src_idx, edge, edge_ids),), graph, key)
+
+    def _graph(self, question: Question, ids: Tensor) -> PartialGraph:
+        degrees = question.answer(self.shard.layout.degrees[question.rows])
+        weights = None if self._weights is None else question.answer(self._weights[question.rows])
+        return PartialGraph.of(self.shard.edge, ids, degrees, self.has_loops, weights)
+
+
+def check_fits(shard: Shard, channel: Channel) -> None:
+    """Find what does not fit together before the first batch is asked for."""
+    if shard.num_shards != channel.size:
+        raise ValueError(
+            f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard, or cut "
+            f"the dataset again with shards={channel.size}"
+        )
+    if shard.rank != channel.rank:
+        raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")
+    channel.check_same(shard.cut.encode(), "the cut of the dataset")
+
+
+def _weights(shard: Shard) -> Tensor:
+    """[num_own, 3] what `PartialGraph.weights` says of the own nodes."""
+    found = torch.empty(shard.num_own, 3, dtype=torch.float64)
+    for first, last in node_ranges(shard.indptr, CHUNK):
+        low, high = int(shard.indptr[first]), int(shard.indptr[last])
+        at = shard.at[low:high].long()
+        sources = shard.sources(at) - shard.ptr[shard.rank] - first
+        inside = (sources >= 0) & (sources < last - first)
+        edge = {"weight": shard.edge["weight"][at]} if "weight" in shard.edge else {}
+        piece = Graph(shard.indptr[first : last + 1] - low, torch.where(inside, sources, last - first), edge)
+        without = weights_of(piece, True, float("nan"))
+        found[first:last] = torch.stack([weights_of(piece, False, 0.0).total, *without], 1)
+    return found
+
+
+def fetch(question: Question, table: Table | Tensor) -> Tensor:
+    """Dense rows of what was asked for; sparse ones travel as they are stored."""
+    if isinstance(table, Tensor):
+        return question.answer(ops.gather_rows(table, question.rows))
+    if isinstance(table, SparseTable):
+        indptr, columns, values = table.read_csr(question.rows)
+        starts, (columns, values) = question.answer_lists(indptr.diff(), [columns, values])
+        return SparseTable(starts, columns, values, table.num_columns).read(torch.arange(starts.numel() - 1))
+    return question.answer(table.read(question.rows))
+
+
+@dataclass(frozen=True)
+class _Request:
+    seeds: Tensor
+    """This rank's seeds, by their places."""
+    total: int
+    """Seeds of all ranks."""
+    key: int
+
+
+class CollectiveLoader:
+    """Batches of a graph in shards, prepared ahead. Iterating gives epoch after epoch, equally long on every rank.
+
+    A step has the seeds that a single process would have for a batch of `batch_size` times the number of ranks, in an
+    order drawn from (seed, epoch). Each rank gets an equal share, of nodes that it owns as far as that goes.
+    ids: a split, or the same ids on every rank.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        ids: Tensor | str,
+        method: Sampled,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        world: World | None = None,
+        tables: Sequence[str] | None = None,
+    ) -> None:
+        if method.layout == "tree":
+            raise ValueError("layout=tree draws every slot by itself, which shards cannot: set layout=block")
+        self.shard, self.method, self.seed, self.device = shard, method, seed, torch.device(device)
+        self.channel = Channel(world)
+        self.sampler = CollectiveSampler(shard, self.channel, method.fanouts, replace=method.replace)
+        self.tables = _chosen(shard.tables, tables)
+        self.places = self._find(ids)
+        settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()
+        self.channel.check_same(settings + self.places.numpy().tobytes(), "the seeds, the method or the tables")
+        if self.places.numel() == 0:
+            raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
+        self._next_epoch = 1
+        reuse_freed_memory()
+
+    def _find(self, ids: Tensor | str) -> Tensor:
+        """[n] int64: the places of the seeds, in the order of their ids or as they are given."""
+        shard = self.shard
+        if isinstance(ids, str):
+            if ids not in shard.splits:
+                raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(shard.splits)}")
+            own = shard.splits[ids]
+            both = self.channel.all(torch.stack([own, shard.rows_of(own) + shard.ptr[shard.rank]], 1))
+            return both[both[:, 0].argsort(), 1].contiguous()
+        rows = torch.searchsorted(shard.nodes, ids).clamp(max=shard.num_own - 1)
+        places = torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1)
+        places = self.channel.highest(places)
+        if bool((places < 0).any()):
+            raise ValueError(f"an id is not a node: ids go from 0 to {shard.num_nodes - 1}")
+        return places
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.places.numel(), self.method.batch_size * self.channel.size)
+        return full + (rest > 0 and not self.method.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        return self.epoch(epoch)
+
+    def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch, counted from 1, after `done` batches of `seeds_done` seeds over all ranks.
+
+        Every rank must take the same number of them.
+        """
+        look_ahead = LOOK_AHEAD if self.method.look_ahead == "auto" else self.method.look_ahead
+        workers = 1 if self.method.workers == "auto" else self.method.workers
+        mover = Mover(self.device, look_ahead)
+        stages = [Stage("sample", self._prepare), Stage("move", mover.move)]
+        pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead, in_step=True)
+        with closing(pipeline.run(self._requests(epoch, done, seeds_done))) as batches:
+            for batch in batches:
+                yield mover.ready(batch)
+
+    def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
+        epoch_key, rank, size = ops.derive_key(self.seed, epoch), self.channel.rank, self.channel.size
+        steps = seed_batches(
+            self.places,
+            self.method.batch_size * size,
+            epoch_key,
+            shuffle=self.method.shuffle,
+            drop_last=self.method.drop_last,
+            done=seeds_done,
+        )
+        for step, places in enumerate(steps, start=done):
+            # In the order of their places the shares are of own nodes where the shards have equally many seeds.
+            share = share_of(places.sort().values if self.method.shuffle else places, rank, size)
+            yield _Request(share, places.numel(), ops.derive_key(epoch_key, step))
+
+    def _prepare(self, request: _Request) -> Batch:
+        blocks, question = self.sampler.sample(request.seeds, request.key)
+        if self.method.scale_sums:
+            blocks = tuple(block.scaling_sums(True) for block in blocks)
+        trace.count("edges.sampled", sum(block.num_edges for block in blocks))
+        rows = {name: fetch(question, table) for name, table in self.tables.items()}
+        x = rows.pop("x", None)
+        batch = Batch(blocks[-1].dst_ids, blocks, x, None, rows, key=request.key, total_seeds=request.total)
+        if self.shard.y is None:
+            return batch
+        of_seeds = Question(self.channel, self.shard.ptr, request.seeds)
+        return replace(batch, y=fetch(of_seeds, self.shard.y))
+
+
+def _chosen(tables: Mapping[str, Table], names: Sequence[str] | None) -> dict[str, Table]:
+    for name in names or ():
+        if name not in tables:
+            raise ValueError(f"there is no table {name!r}: choose from {', '.join(tables) or 'none'}")
+    return {name: table for name, table in tables.items() if names is None or name in names}

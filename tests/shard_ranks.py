@@ -1,0 +1,150 @@
+"""What each rank does in the tests of sampling on shards; everything is compared with the whole dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+import hopline as hl
+from hopline.batch import Batch, Block
+from hopline.collective import CollectiveLoader, CollectiveSampler
+from hopline.exchange import Channel, Question
+from hopline.nn.gcn import gcn_weights
+from hopline.sampling import NeighborSampler, share_of
+from hopline.shards import Shard
+from hopline.world import World
+from tests.helpers import randint
+
+KEY = 12345
+
+
+def assert_same_blocks(ours: tuple[Block, ...], theirs: tuple[Block, ...]) -> None:
+    """Bit for bit, with edge arrays and edge ids."""
+    assert len(ours) == len(theirs)
+    for block, expected in zip(ours, theirs, strict=True):
+        assert block.num_dst == expected.num_dst
+        assert torch.equal(block.src_ids, expected.src_ids)
+        assert torch.equal(block.part.indptr, expected.part.indptr)
+        assert torch.equal(block.part.src_idx, expected.part.src_idx)
+        assert block.edge.keys() == expected.edge.keys()
+        assert all(torch.equal(block.edge[name], rows) for name, rows in expected.edge.items())
+        if block.part.edge_ids is not None:
+            assert expected.part.edge_ids is not None
+            assert torch.equal(block.part.edge_ids, expected.part.edge_ids)
+        for add_loops in (False, True):
+            conv = GCNConv(2, 2, add_self_loops=add_loops)
+            for weight, other in zip(
+                gcn_weights(conv, block, torch.float64), gcn_weights(conv, expected, torch.float64), strict=True
+            ):
+                assert (weight is None and other is None) or torch.equal(weight, other)  # type: ignore[arg-type]
+
+
+def check_questions(channel: Channel, shard: Shard) -> None:
+    """Any rank asks for anything, or for nothing."""
+    whole = torch.arange(shard.num_nodes)
+    table = (whole[:, None] * 10 + torch.arange(3)).to(torch.bfloat16)
+    for number in range(3):
+        count = [7, 0, shard.num_nodes][(number + channel.rank) % 3]
+        places = randint(0, shard.num_nodes, count, seed=number)
+        question = Question(channel, shard.ptr, places)
+        first = shard.ptr[channel.rank]
+        assert torch.equal(question.answer(table[question.rows + first]), table[places])
+        counts = (question.rows + first) % 4
+        entries = torch.repeat_interleave(question.rows + first, counts)
+        indptr, (got,) = question.answer_lists(counts, [entries])
+        assert torch.equal(indptr.diff(), places % 4)
+        assert torch.equal(got, torch.repeat_interleave(places, places % 4))
+
+
+def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tensor) -> None:
+    """The draws of one process, for seeds of any owner, for no seeds, and for all neighbours."""
+    for fanouts, replace in (((3, 2), False), ((2, 3), True), ((-1, -1), False), ((4, -1, 1), False)):
+        sampler = CollectiveSampler(shard, channel, fanouts, replace=replace, edge_ids=True)
+        oracle = NeighborSampler(data.graph, fanouts, replace=replace, edge_ids=True)
+        for count in (9, 0):
+            seeds = randint(0, data.num_nodes, 30, seed=channel.rank).unique()[: count * (channel.rank + 1)]
+            blocks, _ = sampler.sample(place[seeds], KEY)
+            assert_same_blocks(blocks, oracle.sample(seeds, KEY))
+
+
+def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
+    """Batches hold what one process would have; returns how many seeds each batch of this rank has."""
+    method = hl.Sampled(fanouts=(3, 2), batch_size=4)
+    loader = method.loader(shard, "train", seed=5, world=world)
+    assert isinstance(loader, CollectiveLoader)
+    whole = hl.Sampled(fanouts=(3, 2), batch_size=4 * world.size).loader(data, "train", seed=5)
+    oracle = NeighborSampler(data.graph, method.fanouts)
+    sizes = []
+    assert len(loader) == len(whole)
+    for _ in range(2):
+        for batch, union in zip(loader, whole, strict=True):
+            assert isinstance(batch.key, int)
+            assert (batch.key, batch.total_seeds) == (union.key, union.num_seeds)
+            assert torch.isin(batch.seeds, union.seeds).all()
+            assert_same_blocks(batch.blocks, oracle.sample(batch.seeds, batch.key))
+            assert torch.equal(batch.x, data.x.read(batch.input_ids))  # type: ignore[arg-type]
+            assert batch.tables.keys() == {"words", "half"}
+            for name, rows in batch.tables.items():
+                assert torch.equal(rows, data.tables[name].read(batch.input_ids))  # type: ignore[arg-type]
+            assert torch.equal(batch.labels, data.labels[batch.seeds])
+            sizes.append(batch.num_seeds)
+    ids = torch.tensor([7, 3, 59, 20])
+    in_order = hl.Sampled(fanouts=(1,), batch_size=2, shuffle=False).loader(shard, ids, world=world)
+    found = torch.cat([batch.seeds for batch in in_order])
+    steps = ids.split(2 * world.size)
+    assert torch.equal(found, torch.cat([share_of(step, world.rank, world.size) for step in steps]))
+    return sizes
+
+
+def check_early_end(world: World, shard: Shard) -> None:
+    """A loop that is left early keeps the ranks in step: the next epoch is complete."""
+    loader = hl.Sampled(fanouts=(2,), batch_size=2, look_ahead=3).loader(shard, "train", world=world)
+    batches = iter(loader)
+    first: Batch = next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert torch.equal(next(loader.epoch(1)).seeds, first.seeds)
+    total = sum(batch.num_seeds for batch in loader.epoch(2))
+    assert world.sum([total])[0] == loader.places.numel()
+
+
+def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
+    """A user's own loop: the losses of some steps over all ranks."""
+    convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
+    torch.manual_seed(1)
+    model = hl.nn.GNN([convs(4, 8), convs(8, 5)], dropout=0.3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    losses = []
+    loader = hl.Sampled(fanouts=(4, 3), batch_size=6 // world.size).loader(data, "train", seed=2, world=world)
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            assert batch.total_seeds is not None
+            loss = torch.nn.functional.cross_entropy(model(batch), batch.labels, reduction="sum") / batch.total_seeds
+            loss.backward()
+            world.sum_gradients(model.parameters())
+            optimizer.step()
+            losses.append(world.sum([float(loss.detach())])[0])
+    return losses
+
+
+def check(world: World, folder: str) -> dict[str, Any]:
+    data, shard = hl.open(Path(folder) / "data"), hl.open_shard(Path(folder) / f"shards-{world.size}", world.rank)
+    place = torch.empty(data.num_nodes, dtype=torch.int64)
+    channel = Channel(world)
+    place[channel.all(shard.nodes)] = torch.arange(data.num_nodes)
+    check_questions(channel, shard)
+    check_sampler(channel, shard, data, place)
+    sizes = check_loader(world, shard, data)
+    check_early_end(world, shard)
+    # Seeds for fewer ranks than there are.
+    few = hl.Sampled(fanouts=(2, 2), batch_size=5).loader(shard, torch.tensor([4]), world=world)
+    alone = [batch.num_seeds for batch in few]
+    return {
+        "losses": {kind: own_loop(world, shard, kind) for kind in ("sage", "gcn", "gat")},
+        "seeds": world.sum([sum(sizes), sum(alone)]),
+        "batches": [len(sizes), len(alone)],
+    }

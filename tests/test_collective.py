@@ -1,0 +1,77 @@
+"""Sampling on shards; what the ranks check is in `shard_ranks.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline.cut import cut
+from hopline.exchange import Channel
+from hopline.launch import LaunchSettings, run
+from hopline.partition import make_partition
+from hopline.world import World
+from tests.shard_ranks import check, own_loop
+from tests.test_cut import rich
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, data = tmp_path_factory.mktemp("collective"), rich()
+    data.save(path / "data")
+    for shards, how in ((1, "range"), (2, "metis"), (3, "random")):
+        cut(data, make_partition(data.graph, shards, how), path / f"shards-{shards}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[float]]:
+    data = hl.open(folder / "data")
+    return {kind: own_loop(World.alone(), data, kind) for kind in ("sage", "gcn", "gat")}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_get_what_one_process_gets(folder: Path, alone: dict[str, list[float]], size: int) -> None:
+    found: dict[str, Any] = run(check, LaunchSettings(devices=size, timeout_s=30), str(folder))
+    assert found["seeds"] == [2 * 20, 1]
+    assert found["batches"] == [2 * -(-20 // (4 * size)), 1]
+    for kind, losses in alone.items():
+        assert found["losses"][kind] == pytest.approx(losses, abs=1e-9)
+
+
+def mismatched(world: World, folder: str) -> None:
+    method = hl.Sampled(fanouts=(2,), batch_size=2 + world.rank)
+    method.loader(hl.open_shard(f"{folder}/shards-2", world.rank), world=world)
+
+
+def test_ranks_that_differ_are_told_before_the_first_batch(folder: Path) -> None:
+    with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the seeds, the method or the tables"):
+        run(mismatched, LaunchSettings(devices=2, timeout_s=20), str(folder))
+
+
+def test_mistakes_get_a_sentence(folder: Path) -> None:
+    shard, method = hl.open_shard(folder / "shards-1", 0), hl.Sampled(fanouts=(2,))
+    with pytest.raises(ValueError, match="there are 2 shards and 1 processes: start one process per shard"):
+        method.loader(hl.open_shard(folder / "shards-2", 0))
+    with pytest.raises(ValueError, match="there is no split 'trian'"):
+        method.loader(shard, "trian")
+    with pytest.raises(ValueError, match="an id is not a node: ids go from 0 to 59"):
+        method.loader(shard, torch.tensor([3, 60]))
+    with pytest.raises(ValueError, match="there are no seeds"):
+        method.loader(shard, torch.tensor([], dtype=torch.int64))
+    with pytest.raises(ValueError, match="set layout=block"):
+        hl.Sampled(fanouts=(2,), layout="tree").loader(shard)
+    with pytest.raises(ValueError, match="no table 'z': choose from x, words, half"):
+        hl.CollectiveLoader(shard, "train", method, tables=["z"])
+    with pytest.raises(ValueError, match="must be distinct"):
+        hl.CollectiveSampler(shard, Channel(), (2,)).sample(torch.tensor([1, 1]), 0)
+
+
+def test_tables_can_be_chosen(folder: Path) -> None:
+    loader = hl.CollectiveLoader(hl.open_shard(folder / "shards-1", 0), "train", hl.Sampled(fanouts=(2,)), tables=[])
+    batch = next(iter(loader))
+    assert batch.x is None
+    assert batch.tables == {}
