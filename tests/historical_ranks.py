@@ -13,6 +13,7 @@ from hopline.parts import Parts, Shares
 from hopline.shared_history import Owners, SharedHistories
 from hopline.world import World
 from tests.helpers import dataset_of, randn, random_graph
+from tests.ranks import KillRank
 
 DATA = dataset_of(random_graph(num_nodes=60, num_edges=300), randn(60, 6))
 
@@ -22,8 +23,9 @@ def trainer_of(world: World, settings: dict[str, Any], out: str | None = None, *
     dropout, norm = train.pop("dropout", 0.0), train.pop("norm", None)
     model = GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)], dropout=dropout, norm=norm).double()
     method = hl.Historical(**({"num_parts": 6, "parts_per_batch": 1, "partition": "random"} | settings))
+    callbacks = [KillRank(*train.pop("kill"))] if "kill" in train else []
     train = {"epochs": 3, "show": False, "resume": out is not None} | train
-    return hl.Trainer(model, DATA, method, world=world, out=out, **train)
+    return hl.Trainer(model, DATA, method, world=world, out=out, callbacks=callbacks, **train)
 
 
 def result_of(trainer: hl.Trainer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ written by `commit` alone; reading one that nobody has written yet gives zeros.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,21 @@ AGES = (1, 2, 4, 8, 16, 32, 64)
 class Reader(ABC):
     """Where rows of all nodes, or of some, are read by their places."""
 
+    step: int
+    """The steps that were committed so far."""
+
     @abstractmethod
     def rows(self, l: int, places: Tensor) -> Tensor:
         """The rows at some places of layer `l`, as they are stored."""
 
     @abstractmethod
+    def stamps(self, places: Tensor) -> Tensor:
+        """The step whose commit wrote these rows; -1 if none did."""
+
     def ages(self, places: Tensor) -> Tensor:
         """How many steps ago these rows were written; -1 if never."""
+        stamps = self.stamps(places)
+        return torch.where(stamps < 0, -1, self.step - stamps)
 
     def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
         """The rows at some places of layer `l`, in the precision of `like`."""
@@ -99,8 +107,8 @@ class Histories(Reader):
         self.table(l, like)
         return super().read(l, places, like)
 
-    def ages(self, places: Tensor) -> Tensor:
-        return ages_of(self.written[places], self.step)
+    def stamps(self, places: Tensor) -> Tensor:
+        return self.written[places]
 
     def write(self, l: int, slabs: Sequence[slice], rows: Tensor) -> None:
         """Rows of some slabs, one after the other."""
@@ -109,6 +117,16 @@ class Histories(Reader):
             count = slab.stop - slab.start
             table[slab] = rows[start : start + count].to(table.dtype)
             start += count
+
+    def mix_in(self, places: Tensor, stamps: Tensor, rows: Mapping[int, Tensor]) -> None:
+        """Rows that a batch made of those at some places, unless one was committed since they were read.
+
+        stamps: of the rows when they were read. The ages stay: such rows are not those of a commit.
+        """
+        same = self.written[places] == stamps
+        for l, mixed in rows.items():
+            table = self.table(l, mixed)
+            table[places[same]] = mixed[same].to(table.dtype)
 
     def stamp(self, slabs: Sequence[slice], step: int) -> None:
         """These rows are as of a step."""
@@ -131,13 +149,13 @@ class Histories(Reader):
         self.written, self.step = state["written"].clone(), state["step"]
 
 
-def ages_of(written: Tensor, step: int) -> Tensor:
-    return torch.where(written < 0, -1, step - written)
-
-
 def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A file as a tensor that all who map it write and read."""
     return torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
+
+
+Mix = Callable[[int, Tensor, Tensor], Tensor]
+"""(layer, the batch's own rows, stored rows of the halo) -> the halo's rows as the next layer reads them."""
 
 
 class HaloBlock(Block):
@@ -154,12 +172,13 @@ class HaloBlock(Block):
         histories: Reader | None,
         last: int,
         keeps_gradients: bool = False,
+        mix: Mix | None = None,
     ) -> None:
         for name in ("src_ids", "num_dst", "parts", "graph", "key", "scale_sums"):
             object.__setattr__(self, name, getattr(block, name))
         kept: dict[int, Tensor] = {}
         extra = {"slabs": slabs, "halo_places": halo_places, "histories": histories, "last": last}
-        for name, value in {**extra, "own": kept, "keeps_gradients": keeps_gradients}.items():
+        for name, value in {**extra, "own": kept, "keeps_gradients": keeps_gradients, "mix": mix}.items():
             object.__setattr__(self, name, value)
 
     slabs: Sequence[slice]
@@ -173,6 +192,8 @@ class HaloBlock(Block):
     """By layer, the batch's own rows before dropout."""
     keeps_gradients: bool
     """Whether gradients of these rows are wanted."""
+    mix: Mix | None
+    """What the halo's rows are made of stored ones by."""
 
     def exchange(self, l: int, h: Tensor) -> Tensor:
         self.own[l] = h
@@ -180,7 +201,8 @@ class HaloBlock(Block):
             h.retain_grad()
         if l == self.last or self.histories is None or not self.halo_places.numel():
             return h
-        return torch.cat([h, self.histories.read(l, self.halo_places, h)])
+        halo = self.histories.read(l, self.halo_places, h)
+        return torch.cat([h, halo if self.mix is None else self.mix(l, h, halo)])
 
     def scaling_sums(self, wanted: bool) -> Block:
         """For one conv: its edges alone."""

@@ -36,6 +36,12 @@ class Historical(Method):
     """Epochs from one exact forward pass that fills the tables to the next; none: batches alone write them."""
     compensate: bool = False
     """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
+    momentum: float = 0.0
+    """Feature momentum (GraphFM): how far stored rows of the halo move towards fresh, incomplete ones; 0 is off."""
+    mixing: float = 0.0
+    """LMC's mixing: largest weight of fresh, incomplete rows of the halo beside the stored ones; 0 is off."""
+    mixing_score: Literal["constant", "linear", "convex", "concave"] = "convex"
+    """How that weight goes with the share of a node's in-edges that a batch has: 1, s, s², s (2 - s)."""
     measure_bias: bool = False
     """Report each epoch how far tables and gradient are from exact, as `bias.` counters; takes some epochs' time."""
     max_batches: int | None = None
@@ -68,10 +74,24 @@ class Historical(Method):
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
         if not 0 <= self.edge_dropout < 1:
             raise ValueError(f"edge_dropout must be at least 0 and below 1, not {self.edge_dropout}")
+        for name in ("momentum", "mixing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
+        if self.momentum and self.mixing:
+            raise ValueError("momentum= and mixing= are two ways to mix halo rows: set one of them to 0")
+        if self.mixes and self.halo == "drop":
+            raise ValueError(
+                "momentum= and mixing= are for rows of the halo, which halo=drop leaves out: set them to 0"
+            )
         if self.compensate and self.halo == "drop":
             raise ValueError(
                 "compensate=true adds messages of the halo, which halo=drop leaves out: choose one of them"
             )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether rows of the halo are computed as far as a batch can."""
+        return self.momentum > 0 or self.mixing > 0
 
     def bind(self, job: Job) -> HistoricalWork:
         if isinstance(job.model, Whole):

@@ -19,6 +19,7 @@ from hopline.batch import Batch, Block, Rows
 from hopline.halo import HaloBlock, Histories, Reader, RecordedBlock
 from hopline.history_unit import HistoricalBatch, HistoricalUnit
 from hopline.infer import evaluating
+from hopline.mixing import Mixer
 from hopline.nn.gnn import GNN, State
 from hopline.partition import Partition, make_partition
 from hopline.parts import Group, Parts, Shares, without_halo
@@ -43,6 +44,8 @@ class Commit:
     rows: Mapping[int, Tensor]
     """By layer, the batch's own rows."""
     gradients: Mapping[int, Tensor]
+    halo: tuple[Tensor, Tensor, Mapping[int, Tensor]]
+    """With momentum: places of the halo, their stamps when they were read, and by layer what their rows became."""
     step: int
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +112,7 @@ class HistoricalWork:
             if self.method.compensate:
                 size = sum(self._share(i, num_groups) for i in range(first, index))
             with trace.span("sample"):
-                made = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank), pull=True)
+                made = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
             unit = self.unit(made, size)
             if learns:
                 yield unit
@@ -121,7 +124,8 @@ class HistoricalWork:
 
     def exact_twin(self) -> HistoricalWork:
         """The same parts with all their edges and tables of its own: what this work is compared with."""
-        method = replace(self.method, halo="history", compensate=False, storage="model", folder=None)
+        plain: dict[str, Any] = {"compensate": False, "momentum": 0.0, "mixing": 0.0}
+        method = replace(self.method, halo="history", storage="model", folder=None, **plain)
         return HistoricalWork(self.job, self.model, method, self.partition)
 
     def unit(self, made: HistoricalBatch | None, total: int | None = None) -> HistoricalUnit:
@@ -139,21 +143,23 @@ class HistoricalWork:
     def _seeds_of_parts(self) -> Tensor:
         return torch.bincount(self.partition.part_of[self.is_training], minlength=self.partition.num_parts)
 
-    def batch(self, group: Group, key: int | None, *, pull: bool = False) -> HistoricalBatch | None:
+    def batch(self, group: Group, key: int | None, *, pull: bool = True) -> HistoricalBatch | None:
         """All in-edges of the group's nodes; None for a group of no parts.
 
-        pull: rows that other hosts keep are asked for now, by all ranks together.
+        pull: rows of the halo that other hosts keep are asked for now, by all ranks together; without, it has none.
         """
         if not group:
             self._readers(torch.empty(0, dtype=torch.int64), None, pull)
             return None
         nodes = self.parts.nodes_of(group)
-        plain, later = self.parts.blocks_of(group, nodes, key)
+        found = self.parts.blocks_of(group, nodes, key)
+        plain, later = found.block, found.later
         places = self.partition.position[plain.src_ids[plain.num_dst :]]
         rows, gradients = self._readers(places, later, pull)
         last = self.model.num_layers - 1
         slabs = self.parts.slabs_of(group)
-        block = HaloBlock(replace(plain, key=key), slabs, places, rows, last, self.method.compensate)
+        mixer = None if found.around is None or not pull else Mixer(self, found.around, key, rows.stamps(places))
+        block = HaloBlock(replace(plain, key=key), slabs, places, rows, last, self.method.compensate, mixer)
         data = self.job.data
         output_idx = self.is_training[nodes].nonzero().view(-1)
         seeds = nodes[output_idx]
@@ -162,7 +168,7 @@ class HistoricalWork:
         y = None if data.y is None else ops.gather_rows(data.y, seeds)
         blocks = (block,) * self.model.num_layers
         batch = Batch(seeds, blocks, x, y, others, key, seeds.numel(), output_idx)
-        return HistoricalBatch(batch, block, nodes, later, rows, gradients)
+        return HistoricalBatch(batch, block, nodes, later, rows, gradients, mixer)
 
     def _readers(self, halo: Tensor, later: Block | None, pull: bool) -> tuple[Reader, Reader]:
         """Where a batch finds rows and gradients of other nodes: in the tables, or in a copy of what is far away."""
@@ -204,7 +210,7 @@ class HistoricalWork:
     def all_batches(self) -> Iterator[HistoricalBatch]:
         """Every node that this rank keeps, once and without a key: nothing is drawn."""
         for group in self.parts.sweep:
-            made = self.batch(group, None)
+            made = self.batch(group, None, pull=False)
             assert made is not None
             yield made
 
@@ -254,10 +260,16 @@ class HistoricalWork:
         finally:
             self._encoded = None
 
-    def commit(self, slabs: Sequence[slice], rows: Mapping[int, Tensor], gradients: Mapping[int, Tensor]) -> None:
-        """What this rank writes at the end of a turn; all ranks end it together."""
+    def commit(self, made: HistoricalBatch | None, gradients: Mapping[int, Tensor]) -> None:
+        """What this rank writes at the end of a turn, if it had a batch; all ranks end it together."""
         self.histories.step += 1
-        self.waiting.append(Commit(slabs, rows, gradients, self.histories.step))
+        none = torch.empty(0, dtype=torch.int64)
+        slabs, rows, halo = (), {}, (none, none, {})
+        if made is not None:
+            slabs, rows, places = made.block.slabs, dict(made.block.commits()), made.block.halo_places
+            if self.method.momentum and made.mixer is not None:
+                halo = (places, made.mixer.stamps, made.mixer.mixed)
+        self.waiting.append(Commit(slabs, rows, gradients, halo, self.histories.step))
         self.settle(self.method.lag)
         # Ranks that read each other's rows go by the same running statistics.
         self.job.world.broadcast_tensors(self.job.module.buffers())
@@ -274,6 +286,10 @@ class HistoricalWork:
             for l, rows in commit.gradients.items():
                 self.gradients.write(l, commit.slabs, rows)
             self.histories.stamp(commit.slabs, commit.step)
+            if self.method.momentum:
+                self.job.world.barrier()  # what was committed goes before what was mixed
+                self.histories.mix_in(*commit.halo)
+                self.job.world.barrier()
         self.job.world.barrier()  # all is written
 
     def state_dict(self) -> dict[str, Any]:

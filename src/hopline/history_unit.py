@@ -12,6 +12,7 @@ from torch import Tensor
 from hopline import trace
 from hopline.batch import Batch, Block
 from hopline.halo import HaloBlock, Reader, report_ages
+from hopline.mixing import Mixer
 from hopline.nn.gnn import GNN
 from hopline.nn.norm import running_statistics
 from hopline.nn.regularise import spreads
@@ -34,6 +35,8 @@ class HistoricalBatch:
     rows: Reader
     gradients: Reader
     """Where rows and gradients of nodes outside are read."""
+    mixer: Mixer | None
+    """What mixes them with fresh ones, if anything does."""
 
 
 @dataclass(eq=False)
@@ -87,11 +90,7 @@ class HistoricalUnit(Unit):
                 self.work.model(self.made.batch)
 
     def commit(self) -> None:
-        if self.made is None:
-            self.work.commit((), {}, {})
-        else:
-            block = self.made.block
-            self.work.commit(block.slabs, dict(block.commits()), self.pushed)
+        self.work.commit(self.made, self.pushed)
 
 
 def missing_messages(work: HistoricalWork, made: HistoricalBatch) -> Tensor:

@@ -26,6 +26,26 @@ Group = tuple[int, ...]
 """Parts of one batch; () where a rank has none."""
 
 
+@dataclass(frozen=True, eq=False)
+class Around:
+    """In-edges of a batch's halo that come from the batch or from the halo itself, as far as there are any."""
+
+    block: Block
+    src_idx: Tensor
+    """[num_src] int64: its sources among those of the batch's block."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupBlocks:
+    """The edges of a group of parts."""
+
+    block: Block
+    """All in-edges of the group's nodes; behind these stands the halo."""
+    later: Block | None = None
+    """All in-edges of nodes outside that read from the group, where these are asked."""
+    around: Around | None = None
+
+
 @dataclass(frozen=True)
 class Shares:
     """Parts divided over ranks: each keeps a run of them, and the ranks of a host keep theirs in one memory."""
@@ -68,7 +88,7 @@ class Parts:
         """The batches of this rank in a sweep over all parts."""
         self.sweep_length = max(-(-len(parts) // size) for parts in shares.parts)
         """The most that a rank has of them."""
-        self._kept: dict[Group, tuple[Block, Block | None]] = {}
+        self._kept: dict[Group, GroupBlocks] = {}
 
     def turns_of(self, epoch: int) -> list[tuple[Group, ...]]:
         """The parts that each rank trains, turn after turn: parts that its host keeps.
@@ -110,24 +130,43 @@ class Parts:
         """The group's nodes, part by part."""
         return torch.cat([self.partition.order[slab] for slab in self.slabs_of(group)])
 
-    def blocks_of(self, group: Group, nodes: Tensor, key: int | None) -> tuple[Block, Block | None]:
-        """All in-edges of the group's nodes, and of nodes outside that read from them where these are asked."""
-        block, later = self._whole_blocks_of(group, nodes)
-        if self.method.edge_dropout and key is not None:
-            block = drop_edges(block, self.method.edge_dropout, key)
-            later = None if later is None else drop_edges(later, self.method.edge_dropout, key)
-        return block, later
+    def blocks_of(self, group: Group, nodes: Tensor, key: int | None) -> GroupBlocks:
+        """The edges of a group, without those that are dropped by `key`."""
+        whole = self._whole_blocks_of(group, nodes)
+        if not self.method.edge_dropout or key is None:
+            return whole
 
-    def _whole_blocks_of(self, group: Group, nodes: Tensor) -> tuple[Block, Block | None]:
+        def some(block: Block) -> Block:
+            return drop_edges(block, self.method.edge_dropout, key)
+
+        around = None if whole.around is None else replace(whole.around, block=some(whole.around.block))
+        return GroupBlocks(some(whole.block), None if whole.later is None else some(whole.later), around)
+
+    def _whole_blocks_of(self, group: Group, nodes: Tensor) -> GroupBlocks:
         if group in self._kept:
             return self._kept[group]
         block = full_block(self.sampler, nodes)
         if self.method.halo == "drop":
             block = without_halo(block)
         later = full_block(self.sampler, self._readers_of(nodes)) if self.method.compensate else None
+        made = GroupBlocks(block, later, self._around(block) if self.method.mixes else None)
         if self.method.groups == "fixed" or (group in self.sweep and self.graph.num_edges <= KEPT_EDGES):
-            self._kept[group] = (block, later)
-        return block, later
+            self._kept[group] = made
+        return made
+
+    def _around(self, block: Block) -> Around | None:
+        halo = block.src_ids[block.num_dst :]
+        if not halo.numel():
+            return None
+        place = torch.full((self.graph.num_nodes,), -1, dtype=torch.int64)
+        place[block.src_ids] = torch.arange(block.num_src)
+        every = full_block(self.sampler, halo)
+        present = place[every.src_ids] >= 0
+        inner = edges_where(every.part, present[every.part.src_idx.long()])
+        renumbered = (present.cumsum(0) - 1).to(inner.src_idx.dtype)
+        part = replace(inner, src_idx=renumbered[inner.src_idx.long()])
+        src_ids = every.src_ids[present]
+        return Around(replace(every, src_ids=src_ids, parts=(part,)), place[src_ids])
 
     def _readers_of(self, nodes: Tensor) -> Tensor:
         """Nodes outside the batch that have an in-edge from inside."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.halo import Histories, Reader, ages_of, mapped
+from hopline.halo import Histories, Reader, mapped
 from hopline.parts import Shares
 from hopline.sharing import shared_zeros
 from hopline.world import World
@@ -67,8 +67,8 @@ class Snapshot(Reader):
     def rows(self, l: int, places: Tensor) -> Tensor:
         return ops.gather_rows(self.tables[l], torch.searchsorted(self.places, places))
 
-    def ages(self, places: Tensor) -> Tensor:
-        return ages_of(self.written[torch.searchsorted(self.places, places)], self.step)
+    def stamps(self, places: Tensor) -> Tensor:
+        return self.written[torch.searchsorted(self.places, places)]
 
 
 class SharedHistories(Histories):
@@ -102,11 +102,21 @@ class SharedHistories(Histories):
         """Of this host."""
         return super().rows(l, places - self.owners.host.start)
 
-    def ages(self, places: Tensor) -> Tensor:
-        return super().ages(places - self.owners.host.start)
+    def stamps(self, places: Tensor) -> Tensor:
+        return super().stamps(places - self.owners.host.start)
 
     def write(self, l: int, slabs: Sequence[slice], rows: Tensor) -> None:
         super().write(l, self._here(slabs), rows)
+
+    def mix_in(self, places: Tensor, stamps: Tensor, rows: Mapping[int, Tensor]) -> None:
+        """By the ranks that keep these rows; all must call this. Of several rows for a node the last rank's stays."""
+        order = places.argsort()
+        runs = self.owners.runs(places[order])
+        sent = {l: rows[l][order].to(table.dtype) if l in rows else table[:0] for l, table in self.tables.items()}
+        at, seen = (self.world.swap([value[order][run] for run in runs]) for value in (places, stamps))
+        got = {l: self.world.swap([mixed[run] for run in runs]) for l, mixed in sent.items()}
+        for rank in range(self.world.size):
+            super().mix_in(at[rank] - self.owners.host.start, seen[rank], {l: of[rank] for l, of in got.items()})
 
     def stamp(self, slabs: Sequence[slice], step: int) -> None:
         super().stamp(self._here(slabs), step)

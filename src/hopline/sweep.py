@@ -141,7 +141,7 @@ def measure_bias(work: HistoricalWork) -> dict[str, float]:
     with evaluating(work.model), torch.enable_grad():
         with _collected(weights, world) as ours:
             for i in range(work.parts.sweep_length):  # all ranks as often as the one with most
-                made = work.batch(groups[i] if i < len(groups) else (), None, pull=True)
+                made = work.batch(groups[i] if i < len(groups) else (), None)
                 work.unit(made).forward_backward(1)
         fill(exact)
         with _collected(weights, world) as theirs:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hopline.launch import LaunchSettings, run
+from hopline.launch import LaunchSettings, RankError, run
 from hopline.world import World
 from tests.historical_ranks import alone, train_all
 
@@ -18,6 +18,8 @@ CASES: dict[str, dict[str, Any]] = {
     "compensated": {"settings": {"compensate": True, "measure_bias": True}, "dropout": 0.3},
     "lag": {"settings": {"lag": 1, "compensate": True}},
     "never filled": {"settings": {"warm_up": False, "storage": "bf16"}},
+    "momentum": {"settings": {"momentum": 0.5, "lag": 1}, "dropout": 0.3},
+    "mixing": {"settings": {"mixing": 0.8}, "dropout": 0.3},
     "regularised": {"settings": {"edge_dropout": 0.3, "groups": "fixed", "lipschitz": 0.1, "refresh_every": 2}},
 }
 
@@ -62,6 +64,18 @@ def test_ranks_go_on_as_if_they_had_never_stopped(two_hosts: bool, tmp_path: Pat
     assert len(list((tmp_path / "tables").glob("h.0*.bin"))) == 1 + two_hosts
     with pytest.raises(ValueError, match="as many ranks and hosts as it had: 2 ranks on"):
         train_all(World.alone(), [case | {"out": str(tmp_path / "cut"), "epochs": 5}], False)
+
+
+def test_a_rank_that_dies_within_an_epoch_leaves_nothing_behind_and_the_run_goes_on(tmp_path: Path):
+    case: dict[str, Any] = {"settings": {"momentum": 0.5}, "checkpoint_s": 0.0}
+    before = os.listdir("/dev/shm")
+    settings = LaunchSettings(devices=2, timeout_s=10)
+    with pytest.raises(RankError, match="rank 1"):
+        run(train_all, settings, [case | {"out": str(tmp_path / "cut"), "kill": [1, 5]}], False)
+    assert os.listdir("/dev/shm") == before
+    cases = [case | {"out": str(tmp_path / name)} for name in ("cut", "whole")]
+    again, whole = run(train_all, settings, cases, False)
+    assert again == whole  # bit for bit
 
 
 def test_fewer_ranks_go_on_at_the_end_of_an_epoch(tmp_path: Path):
