@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.historical import Historical
-from tests.test_history import trainer_of
+from hopline.work import Job
+from hopline.world import World
+from tests.test_history import DATA, model_of, trainer_of
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,12 @@ def test_a_model_without_layers_is_refused():
 
     with pytest.raises(ValueError, match="not made of layers"):
         trainer_of(Own())
+
+
+def test_evaluation_of_one_rank_cannot_refresh_the_tables_of_all():
+    world = World.alone()
+    world.size = 2
+    ids = torch.arange(3)
+    job = Job(data=DATA, model=model_of(), module=model_of(), train_ids=ids, train_step=lambda m, b: ids, world=world)
+    with pytest.raises(ValueError, match="is for one process"):
+        Historical(refresh_with_evaluation=True).bind(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,29 @@ def test_work_remembers_what_checkpoints_hold():
     other.load_state_dict(work.state_dict())
     for l, table in work.histories.tables.items():
         assert torch.equal(other.histories.tables[l], table)
+
+
+def test_evaluation_can_leave_the_tables_as_a_refresh_does():
+    data = replace(DATA, splits=DATA.splits | {"valid": torch.arange(30, 40)})
+
+    def trained(**settings: Any) -> tuple[hl.Trainer, list[float]]:
+        method = Historical(num_parts=6, parts_per_batch=2, partition="random", lag=1, **settings)
+        trainer = hl.Trainer(model_of(dropout=0.3), data, method, epochs=3, show=False)
+        return trainer, [epoch.loss for epoch in trainer.fit().history]
+
+    trainer, losses = trained(refresh_with_evaluation=True)
+    assert losses == pytest.approx(trained(refresh_every=1)[1], abs=1e-12)
+    assert losses[-1] != pytest.approx(trained()[1][-1], abs=1e-6)
+    work: Any = trainer.work
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.mul_(1.1)
+    work.histories.step = 100
+    trainer.evaluate("valid")
+    found = {l: table.clone() for l, table in work.histories.tables.items()}
+    assert (work.histories.written == 100).all()
+    assert not work.waiting
+    work.refresh()
+    assert len(found) == 2
+    for l, table in work.histories.tables.items():
+        torch.testing.assert_close(table, found[l], rtol=1e-9, atol=1e-12)

@@ -103,3 +103,20 @@ def test_samples_of_few_neighbours_estimate_what_is_exact():
     many = torch.stack([infer.sampled(model, loader) for _ in range(20)]).mean(dim=0)
     assert not torch.equal(one, exact)
     assert (many - exact).norm() < (one - exact).norm() / 2
+
+
+def test_hidden_rows_are_given_away_at_all_nodes():
+    data, rows = small(), {}
+    model = sage(data, dropout=0.5)
+    ids = torch.tensor([7, 3])
+
+    def keep(l: int, nodes: Tensor, h: Tensor) -> None:
+        rows.setdefault(l, torch.full((data.num_nodes, h.size(1)), float("nan")))[nodes] = h
+
+    scores = infer.exact(model, data, ids, chunk_edges=50, keep=keep)
+    assert torch.equal(scores, infer.exact(model, data, ids))
+    assert sorted(rows) == list(range(model.num_layers - 1))
+    src, dst = data.graph.edge_index()
+    with infer.evaluating(model):
+        hidden = torch.relu(model.convs[0](data.x[torch.arange(data.num_nodes)], torch.stack([src, dst])))
+    torch.testing.assert_close(rows[0], hidden, rtol=1e-4, atol=1e-5)

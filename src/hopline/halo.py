@@ -118,6 +118,11 @@ class Histories(Reader):
             table[slab] = rows[start : start + count].to(table.dtype)
             start += count
 
+    def write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
+        """Rows at some places."""
+        table = self.table(l, rows)
+        table[places] = rows.to(table.dtype)
+
     def mix_in(self, places: Tensor, stamps: Tensor, rows: Mapping[int, Tensor]) -> None:
         """Rows that a batch made of those at some places, unless one was committed since they were read.
 
@@ -125,8 +130,7 @@ class Histories(Reader):
         """
         same = self.written[places] == stamps
         for l, mixed in rows.items():
-            table = self.table(l, mixed)
-            table[places[same]] = mixed[same].to(table.dtype)
+            self.write_at(l, places[same], mixed[same])
 
     def stamp(self, slabs: Sequence[slice], step: int) -> None:
         """These rows are as of a step."""

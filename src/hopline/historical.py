@@ -34,6 +34,8 @@ class Historical(Method):
     """Fill the tables by one exact forward pass before the first epoch."""
     refresh_every: int | None = None
     """Epochs from one exact forward pass that fills the tables to the next; none: batches alone write them."""
+    refresh_with_evaluation: bool = False
+    """Exact evaluation fills the tables of rows on its way, computing hidden rows of all nodes; one process only."""
     compensate: bool = False
     """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
     momentum: float = 0.0
@@ -98,6 +100,11 @@ class Historical(Method):
             raise ValueError(
                 f"{type(job.model.module).__name__} is not made of layers, between which history could be kept: "
                 "use hl.nn.GNN, or a PyG model such as GCN"
+            )
+        if self.refresh_with_evaluation and job.world.size > 1:
+            raise ValueError(
+                "refresh_with_evaluation=true is for one process, since the first rank evaluates alone: set "
+                "refresh_every=1 instead, which all ranks share"
             )
         if job.device.type != "cpu":
             raise ValueError("method=historical runs on the CPU so far: set device=cpu, or method=sampled")

@@ -18,7 +18,7 @@ from hopline import ops, trace
 from hopline.batch import Batch, Block, Rows
 from hopline.halo import HaloBlock, Histories, Reader, RecordedBlock
 from hopline.history_unit import HistoricalBatch, HistoricalUnit
-from hopline.infer import evaluating
+from hopline.infer import KeepRows, evaluating
 from hopline.mixing import Mixer
 from hopline.nn.gnn import GNN, State
 from hopline.partition import Partition, make_partition
@@ -206,6 +206,20 @@ class HistoricalWork:
             go_back(self)
             for p, grad in weights:
                 p.grad = grad
+
+    @property
+    def keep_rows(self) -> KeepRows | None:
+        """Where exact evaluation may leave its rows, which are those of a refresh."""
+        if not self.method.refresh_with_evaluation:
+            return None
+
+        def keep(l: int, ids: Tensor, rows: Tensor) -> None:
+            self.settle(0)  # older rows must not come later
+            places = self.partition.position[ids]
+            self.histories.write_at(l, places, rows)
+            self.histories.written[places] = self.histories.step
+
+        return keep
 
     def all_batches(self) -> Iterator[HistoricalBatch]:
         """Every node that this rank keeps, once and without a key: nothing is drawn."""

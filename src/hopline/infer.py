@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,6 +26,10 @@ WHOLE_BYTES = 2 << 30
 """A model without layers is run on the whole graph up to this size of its edge matrix."""
 
 
+KeepRows = Callable[[int, Tensor, Tensor], None]
+"""(layer, node ids, their rows after it): what somebody does with hidden rows."""
+
+
 def exact(
     model: nn.Module,
     data: Dataset,
@@ -34,11 +38,13 @@ def exact(
     chunk_edges: int = CHUNK_EDGES,
     device: torch.device | str = "cpu",
     show: bool = False,
+    keep: KeepRows | None = None,
 ) -> Tensor:
     """The model's output for `ids` (all nodes by default), over every edge, in evaluation mode: [n, ...].
 
     Each layer is computed for all nodes it is needed at before the next one starts, in chunks of about `chunk_edges`
-    edges; hidden rows are kept in tables, on the host or on a device with room.
+    edges; hidden rows are kept in tables, on the host or on a device with room. keep: is given the rows of every layer
+    but the last, which are then computed at all nodes.
     """
     if ids is not None:
         check_ids(ids, data.num_nodes)
@@ -49,7 +55,7 @@ def exact(
         if isinstance(walk, Whole):
             return _whole(walk, data, torch.device(device))[slice(None) if ids is None else ids]
         walk.check_blocks()
-        return _Layerwise(walk, data, chunk_edges, torch.device(device)).run(ids, show)
+        return _Layerwise(walk, data, chunk_edges, torch.device(device), keep).run(ids, show)
 
 
 def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None = None, show: bool = False) -> Tensor:
@@ -115,8 +121,10 @@ class _Tables:
 
 
 class _Layerwise:
-    def __init__(self, model: GNN, data: Dataset, chunk_edges: int, device: torch.device) -> None:
-        self.model, self.data, self.device = model, data, device
+    def __init__(
+        self, model: GNN, data: Dataset, chunk_edges: int, device: torch.device, keep: KeepRows | None = None
+    ) -> None:
+        self.model, self.data, self.device, self.keep = model, data, device, keep
         self.chunk_edges = chunk_edges
         self.sampler = NeighborSampler(data.graph, (-1,))
 
@@ -132,6 +140,8 @@ class _Layerwise:
                     block = full_block(self.sampler, chunk)
                     state = self.model.layer(l, self._state(tables, block), block.to(self.device))
                     new.write(chunk, State(self.model.decode(state)) if last else state)
+                    if self.keep is not None and not last:
+                        self.keep(l, chunk, as_tensor(state.h))
                     bar.advance(chunk.numel())
                 tables = new.tables()
         return _read_on(CPU, tables.h, torch.arange(self.data.num_nodes) if ids is None else ids)
@@ -143,6 +153,8 @@ class _Layerwise:
         if ids is None:
             return [everything] * (self.model.num_layers + 1)
         needed = [torch.unique(ids.to(home))]
+        if self.keep is not None:
+            return [everything] * self.model.num_layers + needed
         for _ in range(self.model.num_layers):
             grown = (
                 needed[0] if needed[0].numel() == everything.numel() else in_neighborhood(self.data.graph, needed[0])

@@ -235,7 +235,9 @@ class Trainer:
         batches = None if exact else self.method.inference_batches(self.job, ids)
         with self._threads():
             if batches is None:
-                scores = infer.exact(self.job.model, self.data, ids, device=self.device, show=self.settings.show)
+                keep = getattr(self.work, "keep_rows", None)  # of a method that has a use for hidden rows
+                show = self.settings.show
+                scores = infer.exact(self.job.model, self.data, ids, device=self.device, show=show, keep=keep)
             else:
                 scores = infer.sampled(self.job.model, batches, num_nodes=ids.numel(), show=self.settings.show)
         assert self.data.y is not None
