@@ -60,12 +60,11 @@ def trained(
 @pytest.mark.parametrize("name", MODELS)
 def test_captured_steps_have_the_losses_of_steps_run_as_they_are(name: str):
     (one, captured), (_, eager) = (trained(name, captured=c, clip_norm=1.0) for c in (True, False))
-    if name != "gat":  # PyG's own, which counts its self-loops on the host
-        assert one.work.step is not None, "the step was not captured"
+    assert one.work.step is not None, "the step was not captured"
     losses = [[e.loss for e in run.history] for run in (captured, eager)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-4)
     # Later ones drift: products may be summed in another order in a graph, and stock convs add up in any order.
-    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
     assert losses[0][-1] < losses[0][0]
 
 
@@ -93,8 +92,10 @@ def test_runs_are_the_same_every_time():
     assert [e.loss for e in runs[0].history] == [e.loss for e in runs[1].history]
 
 
-def test_an_epoch_waits_for_nothing_but_its_end():
-    trainer, _ = trained("sage", captured=True, epochs=1)
+@pytest.mark.parametrize("placement", [None, hl.Placement(features="pinned", cache="64KB")], ids=["near", "staged"])
+def test_an_epoch_waits_for_nothing_but_its_end(placement: hl.Placement | None):
+    trainer, _ = trained("sage", captured=True, epochs=1, placement=placement)
+    assert (trainer.work.look_ahead is None) == (placement is None)
     trainer.model.train()
     units = list(trainer.work.units(2))
     assert sum(isinstance(unit, DrawnUnit) for unit in units) == 1  # the last, which is not full
@@ -134,11 +135,14 @@ def test_data_that_is_not_all_on_the_device_trains_the_same(placement: dict[str,
         torch.manual_seed(0)
         data = data_on_gpu()
         model = MODELS["sage"](data.num_features, data.num_classes)
-        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
+        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree", look_ahead=3)
         run = hl.Trainer(model, data, method, epochs=2, device="cuda", show=False, placement=choice).fit()
         losses.append([e.loss for e in run.history])
         if choice is not None and "cache" in placement:
-            assert run.history[-1].counters["rows.cache_miss"] > 0
+            misses = run.history[-1].counters["rows.cache_miss"]
+            assert misses > 0
+            # Rows of three steps come together, each of them once.
+            assert run.history[-1].counters["bytes.from_host"] < 0.8 * misses * 16 * 4
     assert losses[0] == losses[1]
 
 

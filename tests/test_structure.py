@@ -34,7 +34,7 @@ ROWS = [
     ["graph", "batch", "schedule", "world", "report_html"],
     ["tree", "sharded", "exchange", "partial"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings", "transfer", "divide", "halo"],
-    ["data", "callbacks", "launch", "interop", "tree_sampling", "partition"],
+    ["data", "callbacks", "launch", "interop", "tree_sampling", "partition", "staging"],
     ["work", "loader", "shards"],
     ["captured", "update", "cut", "rejoin", "collective", "parts"],
     ["methods", "infer", "models", "checkpoint", "sharing", "placement"],

@@ -7,9 +7,10 @@ cannot be captured runs as it is, on the same batches.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from hopline import ops, trace
 from hopline.batch import Batch
 from hopline.loader import Loader
 from hopline.ops import on_tree
+from hopline.ops.slots import Slots
+from hopline.staging import STEPS, LookAhead, stage_tables
 from hopline.tree import TreeRows
 from hopline.tree_sampling import TreeSampler
 from hopline.work import BatchUnit, Job, Unit, autocast
@@ -37,6 +40,7 @@ class DeviceBatches:
         self.ids = loader.ids.to(device)
         self.order = torch.empty_like(self.ids)
         self.state = torch.zeros(3, dtype=torch.int64, device=device)  # as `on_tree.next_step` reads it
+        self.ahead = torch.zeros_like(self.state)  # the same, of batches that are looked at before their turn
 
     def start(self, epoch: int, done: int, seeds_done: int) -> None:
         """Stand at a place of an epoch."""
@@ -47,6 +51,12 @@ class DeviceBatches:
             self.order.copy_(self.ids)
         for place, value in enumerate((key, done, seeds_done)):
             self.state[place].fill_(value)
+        self.ahead.copy_(self.state)
+
+    def nodes_ahead(self, num_seeds: int, first: int, total: int) -> Tensor:
+        """The nodes of the next batch that was not looked at yet."""
+        seeds, keys = on_tree.next_step(self.ahead, self.order, num_seeds, first, total)
+        return self.sampler.sample(seeds, keys, first)[0].tree.nodes
 
     def next(self, num_seeds: int, first: int, total: int) -> Batch:
         """The next step's batch: `num_seeds` of its `total` seeds, from the `first` on."""
@@ -69,6 +79,7 @@ class CapturedWork:
         self.batches = DeviceBatches(loader)
         self.step: CapturedStep | None = None
         self.tried = False
+        self.look_ahead = self._look_ahead()
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         loader = self.loader
@@ -78,15 +89,35 @@ class CapturedWork:
         if left >= per_step and not self.tried:
             self.tried = True
             self.step = capture(self.job, self.batches, size, loader.rank * size, per_step)
-        for _ in range(left // per_step):
-            if self.step is not None:
-                yield CapturedUnit(self.step, size, per_step)
-            else:
-                yield DrawnUnit(self.job, self.batches, size, loader.rank * size, per_step)
+        yield from self._full_steps(left // per_step, size, per_step)
         rest = left % per_step
         if rest and not loader.method.drop_last:
             first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
             yield DrawnUnit(self.job, self.batches, stop - first, first, rest)
+
+    def _full_steps(self, num_steps: int, size: int, per_step: int) -> Iterator[Unit]:
+        ahead = self.look_ahead
+        if ahead is not None:
+            ahead.start(num_steps)
+        for number in range(num_steps):
+            first = partial(ahead.before, number) if ahead is not None else None
+            if self.step is not None:
+                yield CapturedUnit(self.step, size, per_step, first)
+            else:
+                yield DrawnUnit(self.job, self.batches, size, self.loader.rank * size, per_step, first)
+        if ahead is not None:
+            ahead.end()
+
+    def _look_ahead(self) -> LookAhead | None:
+        """For tables with rows in host memory."""
+        loader, batches = self.loader, self.batches
+        size, method = loader.method.batch_size, loader.method
+        steps = STEPS if method.look_ahead == "auto" else method.look_ahead
+        slots = Slots(size, method.fanouts).offsets[-1]
+        tables = loader.data.tables.values() if loader.keeps_handle else ()
+        stagings = stage_tables(tables, loader.device, slots, steps, loader.data.graph.indices.dtype)
+        draw = partial(batches.nodes_ahead, size, loader.rank * size, size * loader.size)
+        return LookAhead(stagings, loader.device, steps, draw) if stagings else None
 
 
 @dataclass
@@ -96,12 +127,16 @@ class CapturedUnit(Unit):
     step: CapturedStep
     size: int
     total: int
+    before: Callable[[], None] | None = None
+    """What is to be done before it runs."""
 
     @property
     def total_size(self) -> int:
         return self.total
 
     def forward_backward(self, total: int) -> Tensor:
+        if self.before is not None:
+            self.before()
         with trace.span("step", self.step.job.device):
             return self.step.replay(total)
 
@@ -115,12 +150,15 @@ class DrawnUnit(Unit):
     size: int
     first: int
     total: int
+    before: Callable[[], None] | None = None
 
     @property
     def total_size(self) -> int:
         return self.total
 
     def forward_backward(self, total: int) -> Tensor:
+        if self.before is not None:
+            self.before()
         with trace.span("sample", self.job.device):
             batch = self.batches.next(self.size, self.first, self.total)
         return BatchUnit(self.job, batch).forward_backward(total)

@@ -20,11 +20,14 @@ Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
 
 
 def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of that name; on a GPU its learning rate and counters are there too, so that it can be captured."""
+    """The optimizer of that name; on a GPU its learning rate and counters are there too, so that it can be captured.
+
+    Those are float32, which float64 parameters would show: they are trained as on the CPU.
+    """
     groups: list[dict[str, Any]] = [{"params": list(ps), "weight_decay": decay} for ps, decay in decays if len(ps)]
-    device = groups[0]["params"][0].device
+    device, dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
     made = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
-    if device.type != "cuda":
+    if device.type != "cuda" or dtype == torch.float64:
         return made(groups, lr=lr)  # type: ignore[call-arg]
     options: dict[str, Any] = {"fused": True} if kind == "sgd" else {"fused": True, "capturable": True}
     for group in groups:  # a rate of its own each, since schedules change them in place, one after the other

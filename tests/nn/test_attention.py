@@ -141,7 +141,6 @@ def test_nothing_has_a_row_per_edge():
 @pytest.mark.parametrize("layout", ["block", "tree"])
 def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, monkeypatch: pytest.MonkeyPatch):
     block, conv, calls = block_of() if layout == "block" else tree_of(), conv_of("gat"), []
-    monkeypatch.setattr(convs.attention_kernels, "IN_USE", True)
     monkeypatch.setattr(convs, "is_on_gpu", lambda block: True)
     monkeypatch.setattr(convs, "attention", lambda *given: calls.append(given) or attention(*given))
     x = randn(50, WIDTH).to(DEVICE)

@@ -77,7 +77,7 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
         read = torch.cat([nodes[: slots.up_to(hop)], nodes[slots.num_seeds :]])
         read = read[read >= 0].long()
         num_hits = int((place[read] >= 0).sum())
-        assert hits.sum(0).tolist() == [num_hits, read.numel() - num_hits]
+        assert hits.sum(0).tolist() == [num_hits, read.numel() - num_hits, 0]
 
 
 def test_dense_rows_are_those_of_the_slots_that_are_there():

@@ -22,14 +22,14 @@ def test_hot_rows_come_from_the_cache_and_the_rest_from_below() -> None:
     found = gather_tiers(marked, ROWS, place, ids, counts)
     is_hot = torch.isin(ids, hot_ids)
     assert torch.equal(found, torch.where(is_hot[:, None], -ROWS[ids], ROWS[ids]))
-    assert counts.sum(0).tolist() == [int(is_hot.sum()), int((~is_hot).sum())]
+    assert counts.sum(0).tolist() == [int(is_hot.sum()), int((~is_hot).sum()), 0]
 
 
 def test_an_empty_slot_gives_zeros_and_counts_nothing() -> None:
     counts = new_counts("cpu")
     found = gather_tiers(ROWS, None, None, torch.tensor([5, -1, 2]), counts)
     assert torch.equal(found, torch.stack([ROWS[5], torch.zeros(3, dtype=ROWS.dtype), ROWS[2]]))
-    assert counts.sum(0).tolist() == [2, 0]
+    assert counts.sum(0).tolist() == [2, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [-2, 40])

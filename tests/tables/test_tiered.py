@@ -60,7 +60,7 @@ def test_what_kernels_are_given() -> None:
     assert place.dtype == torch.int32
     assert place[HOT].tolist() == [0, 1, 2, 3]
     assert int((place >= 0).sum()) == 4
-    assert table.counts().shape[1] == 2
+    assert table.counts().shape[1] == 3
     everything = tiered(None).tiers()
     assert everything is not None
     assert everything.cold is None

@@ -22,9 +22,6 @@ from hopline.nn.trees import compute_dtype
 from hopline.ops.random import PLACES
 from hopline.tree import TreeBlock
 
-IN_USE = False
-"""Whether models run their attention by the kernels. Off: on an H200 float64 gradients differed from stock PyG's where
-heads had 1 or 4 columns, though not in Triton's interpreter; until that is understood, PyG's own code runs."""
 MOST_CHANNELS = 512
 """The widest head that is fused: a program of the kernel holds all columns of one."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 
 from hopline.batch import Block, Handle, Part, as_tensor
 from hopline.graph import Graph
-from hopline.nn import attention as attention_kernels
 from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
 from hopline.nn.fused import fused, is_fused
 from hopline.nn.rows import typed
@@ -48,7 +47,7 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
             f"scale_sums=true needs convs that sum plain rows (SAGEConv, GINConv, GraphConv); {_name(conv)} does not: "
             "set method.scale_sums=false"
         )
-    if attention_kernels.IN_USE and is_fused_attention(conv) and is_on_gpu(block):
+    if is_fused_attention(conv) and is_on_gpu(block):
         return attention(conv, h, block, layer)
     return _call(conv, convention, h, block, x0)
 

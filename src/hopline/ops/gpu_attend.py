@@ -31,6 +31,9 @@ TILE = 2048
 EDGES_AT_ONCE = 8
 """Of one destination; more where destinations of a block have more."""
 MOST_EDGES_AT_ONCE = 32
+LEAST_COLUMNS, MOST_ROWS = 8, 32
+"""Of a tile. With a head of 1 column and 256 rows in a tile, four warps of an H200 summed some rows wrongly (Triton
+3.6; 128 rows, or eight warps, did not), so tiles stay where a thread never holds two of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +81,7 @@ class _Plan:
         found = {
             "HEADS": self.heads,
             "C": columns,
-            "CP": max(8, triton.next_power_of_2(columns)),
+            "CP": max(LEAST_COLUMNS, triton.next_power_of_2(columns)),
             "V2": self.v2,
             "SLOPE": self.slope,
             "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
@@ -93,9 +96,9 @@ class _Plan:
 def _tile(columns: int, edges: int) -> dict[str, int]:
     """R and E, destinations and edges of a tile, and the warps that share it: wide heads take many registers."""
     # In the interpreter work costs by the number of steps and not by their size.
-    tile = 64 * TILE if is_interpreted() else TILE
+    tile, most = (64 * TILE, 512) if is_interpreted() else (TILE, MOST_ROWS)
     edges = min(edges, max(1, tile // columns))
-    return {"R": max(1, min(512, tile // (columns * edges))), "E": edges, "num_warps": 4 if columns < 256 else 8}
+    return {"R": max(1, min(most, tile // (columns * edges))), "E": edges, "num_warps": 4 if columns < 256 else 8}
 
 
 def _edges_at_once(edges: Edges, num_rows: int) -> int:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,12 @@ MAX_COLUMNS = 256
 BLOCK_WORDS, NUM_WARPS = 1024, 2
 """Words a program has under way, and its warps: as good as any other choice on an H200, for both tiers."""
 COUNT_BLOCK = 1024
+
+
+@triton.jit
+def slot_of(place):
+    """As `tiers.slot_of`."""
+    return tl.where(place < -1, -2 - place, place)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_rows", "num_counters"])
@@ -49,22 +57,23 @@ def _gather_tiers(
     slots = ids
     if not ALL_HOT:
         slots = tl.load(place_ptr + ids, mask=present, other=-1).to(tl.int64)
-    hit = present & (slots >= 0)
-    readable = hit
-    first = hot_ptr + slots * WIDTH
+    hit, staged = present & (slots >= 0), present & (slots < -1)
+    near = hit | staged
+    readable = near
+    first = hot_ptr + slot_of(slots) * WIDTH
     if HAS_COLD:
         readable = present
-        first = tl.where(hit, first, cold_ptr + ids * WIDTH)
+        first = tl.where(near, first, cold_ptr + ids * WIDTH)
     for start in tl.static_range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         wide = (column < WIDTH)[None, :]
         words = tl.load(first[:, None] + column[None, :], mask=readable[:, None] & wide, other=0)
         tl.store(out_ptr + at[:, None] * WIDTH + column[None, :], words, mask=inside[:, None] & wide)
     if COUNTS:
-        mine = counts_ptr + 2 * (tl.program_id(0) % num_counters)
-        num_hits = tl.sum(hit.to(tl.int64))
-        tl.atomic_add(mine, num_hits, sem="relaxed")
-        tl.atomic_add(mine + 1, tl.sum(present.to(tl.int64)) - num_hits, sem="relaxed")
+        mine = counts_ptr + 3 * (tl.program_id(0) % num_counters)
+        tl.atomic_add(mine, tl.sum(hit.to(tl.int64)), sem="relaxed")
+        tl.atomic_add(mine + 1, tl.sum((present & (near == 0)).to(tl.int64)), sem="relaxed")
+        tl.atomic_add(mine + 2, tl.sum(staged.to(tl.int64)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_rows"])
@@ -94,22 +103,20 @@ def gather_tiers(
     ids = ids.contiguous()
     assert hot.is_contiguous()
     assert cold is None or cold.is_contiguous()
-    row_bytes = out.element_size() * out[0].numel()
-    word = _word(row_bytes, hot, cold, out)
-    width = row_bytes // word.itemsize
+    width, word = row_words(out, hot, cold)
     columns = min(MAX_COLUMNS, triton.next_power_of_2(width))
     block = BLOCK_WORDS * 32 if is_interpreted() else BLOCK_WORDS  # an interpreted program costs the same at any size
     rows = max(1, min(block // columns, triton.next_power_of_2(ids.numel())))
     source = out if hot.numel() == 0 else hot  # an empty tensor has no address
     with launching(ids.device):
         _gather_tiers[(triton.cdiv(ids.numel(), rows),)](
-            _words(source, word),
-            _words(source if cold is None else cold, word),
+            words_of(source, word),
+            words_of(source if cold is None else cold, word),
             ids if place is None else place,
             ids,
             ids if order is None else order,
             ids if counts is None else counts,
-            _words(out, word),
+            words_of(out, word),
             ids.numel(),
             hot.size(0) if place is None else place.numel(),
             1 if counts is None else counts.size(0),
@@ -133,10 +140,16 @@ def count_ids(seen: Tensor, ids: Tensor) -> None:
             _count_ids[grid](seen, ids.contiguous(), ids.numel(), seen.numel(), BLOCK=COUNT_BLOCK)
 
 
-def _word(row_bytes: int, *tensors: Tensor | None) -> torch.dtype:
+def row_words(*tensors: Tensor | None) -> tuple[int, torch.dtype]:
+    """(words of a row, what they are): the widest that divides rows and where the tensors start."""
+    first = tensors[0]
+    assert first is not None
+    row_bytes = first.element_size() * prod(first.shape[1:])
     starts = [t.data_ptr() for t in tensors if t is not None and t.numel()]
-    return next(w for w in WORDS if not any(n % w.itemsize for n in (row_bytes, *starts)))
+    word = next(w for w in WORDS if not any(n % w.itemsize for n in (row_bytes, *starts)))
+    return row_bytes // word.itemsize, word
 
 
-def _words(rows: Tensor, word: torch.dtype) -> Tensor:
+def words_of(rows: Tensor, word: torch.dtype) -> Tensor:
+    """The same memory as one line of words."""
     return rows.reshape(-1).view(torch.uint8).view(word) if rows.numel() else rows

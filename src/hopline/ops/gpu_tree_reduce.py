@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hopline.ops.gpu_tiers import slot_of
 from hopline.ops.slots import Slots
 
 TILE = 1024
@@ -34,8 +36,8 @@ def _source(node, slot, in_place, there, TABLE: tl.constexpr, DENSE_IN: tl.const
 def _row_pointers(x, cold, tier, row, there, width, TIERED: tl.constexpr):
     """Where each row begins: in the one array of rows, or in the hot or the cold one."""
     if TIERED:
-        slot = tl.load(tier + row, mask=there, other=-1).to(tl.int64)
-        pointer = tl.where(slot >= 0, x + slot * width, cold + row * width)
+        place = tl.load(tier + row, mask=there, other=-1).to(tl.int64)
+        pointer = tl.where(place == -1, cold + row * width, x + slot_of(place) * width)
     else:
         pointer = x + row * width
     return pointer
@@ -58,6 +60,7 @@ def _reduce_kernel(
     total = tl.full((R, C), lowest, ACC)
     count = tl.zeros((R,), tl.int32)
     hot = tl.zeros((R,), tl.int32)
+    staged = tl.zeros((R,), tl.int32)
     for c in tl.static_range(FANOUT):
         node = tl.load(nodes + first + c, mask=inside, other=-1).to(tl.int64)
         there = node >= 0
@@ -73,7 +76,9 @@ def _reduce_kernel(
             total += value
         count += there.to(tl.int32)
         if TIERED:
-            hot += (tl.load(tier + source, mask=there, other=-1) >= 0).to(tl.int32)
+            place = tl.load(tier + source, mask=there, other=-1)
+            hot += (place >= 0).to(tl.int32)
+            staged += (place < -1).to(tl.int32)
     if HOW == "mean":
         total = total / tl.maximum(count, 1).to(ACC)[:, None]
     if HOW == "max":
@@ -95,12 +100,15 @@ def _reduce_kernel(
         tl.store(target + WIDTH, own.to(out.dtype.element_ty), mask=written[:, None] & width_ok[None, :])
         count += there.to(tl.int32)
         if TIERED:
-            hot += (tl.load(tier + source, mask=there, other=-1) >= 0).to(tl.int32)
+            place = tl.load(tier + source, mask=there, other=-1)
+            hot += (place >= 0).to(tl.int32)
+            staged += (place < -1).to(tl.int32)
     if TIERED:
         if tl.program_id(1) == 0:
-            mine = hits + 2 * (tl.program_id(0) % COUNTERS)
+            mine = hits + 3 * (tl.program_id(0) % COUNTERS)
             tl.atomic_add(mine, tl.sum(hot).to(tl.int64), sem="relaxed")
-            tl.atomic_add(mine + 1, tl.sum(count - hot).to(tl.int64), sem="relaxed")
+            tl.atomic_add(mine + 1, tl.sum(count - hot - staged).to(tl.int64), sem="relaxed")
+            tl.atomic_add(mine + 2, tl.sum(staged).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_dst"])
@@ -186,14 +194,15 @@ def reduce_rows(
 ) -> Tensor:
     """[slots up to `hop`, ...]: each slot's children reduced, its own row to their right if asked for.
 
-    x: rows of a table, read by the slots' nodes, or of all slots. tiers: (cold rows, place of each hot row or -1,
-    counters of hits and misses as `ops.tiers.new_counts`), where `x` holds a table's hot rows only. dense_in,
+    x: rows of a table, read by the slots' nodes, or of all slots. tiers: (cold rows, place of each row as in
+    `ops.tiers.gather_tiers`, counters as `ops.tiers.new_counts`), where `x` holds a table's hot rows only. dense_in,
     dense_out: `RowMap.place`, where rows are kept only for slots that are there.
     """
-    width = x[0].numel()
+    width = prod(x.shape[1:])
     out = torch.empty(slots.up_to(hop), 2 * width if own else width, dtype=dtype, device=nodes.device)
     rows, columns = _tile(width)
     cold, tier, hits = tiers or (x, nodes, nodes)
+    x = x if x.numel() else cold  # an empty tensor has no address
     for h in range(hop + 1):
         num = slots.offsets[h + 1] - slots.offsets[h]
         grid = (triton.cdiv(num, rows), triton.cdiv(width, columns))

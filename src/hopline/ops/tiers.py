@@ -1,4 +1,7 @@
-"""Rows that lie in two places: copies of the hot ones near the kernels, all of them further away."""
+"""Rows that lie in two places: copies of the hot ones near the kernels, all of them further away.
+
+Behind the hot rows may stand some that were brought near for the next steps only (`staging`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ import torch
 from torch import Tensor
 
 COUNTERS = 64
-"""Rows of a counter tensor [COUNTERS, 2]: programs add to different ones, since one place would be fought over."""
+"""Rows of a counter tensor [COUNTERS, 3]: programs add to different ones, since one place would be fought over."""
 
 
 def new_counts(device: torch.device | str) -> Tensor:
-    """[COUNTERS, 2] int64 zeros: hits and misses, to be summed over the first dimension when somebody asks."""
-    return torch.zeros(COUNTERS, 2, dtype=torch.int64, device=device)
+    """[COUNTERS, 3] int64 zeros: hits, misses and reads of staged rows, to be summed over the first dimension."""
+    return torch.zeros(COUNTERS, 3, dtype=torch.int64, device=device)
+
+
+def slot_of(place: Tensor) -> Tensor:
+    """Slots in `hot` of rows that are hot or staged; -1 for the others."""
+    return torch.where(place < -1, -2 - place, place)
 
 
 def gather_tiers(
@@ -24,8 +32,9 @@ def gather_tiers(
 ) -> Tensor:
     """The rows of `ids` [n]: hot[place[id]] where that is a slot, else cold[id]; zeros where the id is -1.
 
-    hot [num_hot, ...]; cold [num_rows, ...], on a GPU pinned host memory; place [num_rows] int32 with -1 for cold rows,
-    None where every row is hot and stands at its own id. counts: `new_counts()`, to which hits and misses are added.
+    hot [num_hot, ...]; cold [num_rows, ...], on a GPU pinned host memory; place [num_rows] int32 with -1 for cold rows
+    and -2 - slot for staged ones, None where every row is hot and stands at its own id. counts: `new_counts()`, to
+    which what was read is added.
     in_order: on a GPU, read by ascending id, which the host's memory answers half as fast again (an H200: 45 for 30
     GB/s at 256 bytes a row). It costs a sort, so it pays where a sixth of the rows or more are cold.
     """
@@ -59,11 +68,11 @@ def gather_tiers_reference(
     rows = torch.zeros((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
     present = ids >= 0
     slots = torch.where(present, ids.long() if place is None else place[ids.long()].long(), -1)
-    hit = slots >= 0
-    miss = present & ~hit
-    rows[hit] = hot[slots[hit]]
+    hit, staged = slots >= 0, slots < -1
+    near, miss = hit | staged, present & (slots == -1)
+    rows[near] = hot[slot_of(slots[near])]
     if cold is not None:
         rows[miss] = cold[ids[miss].long()]
     if counts is not None:
-        counts[0] += torch.stack([hit.sum(), miss.sum()])
+        counts[0] += torch.stack([hit.sum(), miss.sum(), staged.sum()])
     return rows

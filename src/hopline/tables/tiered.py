@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hopline import pinned, trace
 from hopline.handles import SharedArray
-from hopline.ops.tiers import count_ids, gather_tiers, new_counts
+from hopline.ops.tiers import count_ids, gather_tiers, new_counts, slot_of
 from hopline.tables.base import Table, Tiers
 from hopline.tables.order import hottest
 from hopline.tables.shared import send
@@ -25,12 +25,13 @@ SORTED_FROM = 1 << 14
 
 
 class Counts(TypedDict):
-    """How reads went since a table was made."""
+    """How reads went since a table was made. A row that was staged for the next steps is a miss, read from there."""
 
     hits: int
     misses: int
     hit_bytes: int
     miss_bytes: int
+    """That came from below: a staged row came once, however often it was read."""
 
 
 @dataclass
@@ -41,8 +42,15 @@ class _Placed:
     counts: Tensor
     seen: Tensor | None
     """[num_rows] int32: how often each row was read, where that is observed."""
-    reported: tuple[int, int] = (0, 0)
-    """The hits and misses that were reported already."""
+    fetched: Tensor
+    """[1] int64: rows that were brought from below ahead of their step."""
+    reported: tuple[int, int, int] = (0, 0, 0)
+    """Hits, misses and rows from below that were reported already."""
+
+    def now(self) -> tuple[int, int, int]:
+        """(hits, misses, rows from below) so far; on a GPU this waits for the device."""
+        hits, direct, staged = self.counts.sum(0).tolist()
+        return hits, direct + staged, direct + int(self.fetched)
 
 
 class TieredTable(Table):
@@ -112,7 +120,7 @@ class TieredTable(Table):
             if num_missed:
                 rows[missed] = self.below.read(ids[missed].cpu()).to(ids.device)
         with self._lock:  # on the CPU several threads would add to the same counter
-            placed.counts[0] += torch.tensor([num_present - num_missed, num_missed], device=ids.device)
+            placed.counts[0] += torch.tensor([num_present - num_missed, num_missed, 0], device=ids.device)
         return rows
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
@@ -121,7 +129,7 @@ class TieredTable(Table):
             hot, _, place = placed.tiers
             new, slots = rows.to(device, self.dtype), ids.to(device).long()
             if place is not None:
-                slots = place[slots].long()
+                slots = slot_of(place[slots].long())
             hot[slots[slots >= 0]] = new[slots >= 0]
 
     def storage(self) -> Tensor | None:
@@ -149,21 +157,21 @@ class TieredTable(Table):
 
     def counters(self) -> Counts:
         """Hits and misses so far, in this process. On a GPU this waits for the device."""
-        found = [placed.counts.sum(0).tolist() for placed in self._placed.values()]
-        hits, misses = (sum(pair[i] for pair in found) for i in (0, 1))
-        return Counts(hits=hits, misses=misses, hit_bytes=hits * self.row_bytes, miss_bytes=misses * self.row_bytes)
+        found = [placed.now() for placed in self._placed.values()]
+        hits, misses, below = (sum(three[i] for three in found) for i in range(3))
+        return Counts(hits=hits, misses=misses, hit_bytes=hits * self.row_bytes, miss_bytes=below * self.row_bytes)
 
     def report(self) -> None:
         """Tell who listens (`trace`) of the reads since the last report."""
         for placed in self._placed.values():
-            now = placed.counts.sum(0).tolist()
-            hits, misses = now[0] - placed.reported[0], now[1] - placed.reported[1]
-            placed.reported = (now[0], now[1])
+            now = placed.now()
+            hits, misses, below = (new - old for new, old in zip(now, placed.reported, strict=True))
+            placed.reported = now
             if hits or misses:
                 trace.count("rows.cache_hit", hits)
                 trace.count("rows.cache_miss", misses)
                 trace.count("bytes.from_cache", hits * self.row_bytes)
-                trace.count("bytes.from_host", misses * self.row_bytes)
+                trace.count("bytes.from_host", below * self.row_bytes)
 
     def end_epoch(self) -> None:
         self.report()
@@ -200,11 +208,19 @@ class TieredTable(Table):
         hot = torch.empty((self.num_hot, *self.shape[1:]), dtype=self.dtype, device=device)
         if self.hot_ids is None:
             self._fill(hot, None, torch.arange(len(self)))
-            return _Placed(Tiers(hot, None, None), new_counts(device), None)
+            return _Placed(Tiers(hot, None, None), new_counts(device), None, _zero(device))
         place = torch.full((len(self),), -1, dtype=torch.int32, device=device)
         self._fill(hot, place, self.hot_ids.cpu())
         seen = torch.zeros(len(self), dtype=torch.int32, device=device) if self.observing else None
-        return _Placed(Tiers(hot, self._readable(device), place), new_counts(device), seen)
+        return _Placed(Tiers(hot, self._readable(device), place), new_counts(device), seen, _zero(device))
+
+    def reserve(self, device: torch.device, num_rows: int) -> _Placed:
+        """Room for so many rows behind the hot ones, for `staging`: call it before a graph knows where they are."""
+        placed = self._on(device)
+        hot, cold, place = placed.tiers
+        room = hot.new_empty((num_rows, *self.shape[1:]))
+        placed.tiers = Tiers(torch.cat([hot[: self.num_hot], room]), cold, place)
+        return placed
 
     def _fill(self, hot: Tensor, place: Tensor | None, hot_ids: Tensor) -> None:
         for start, ids in _pieces(hot_ids, self.row_bytes):
@@ -230,6 +246,10 @@ class TieredTable(Table):
 
 def _open(below: Table, hot_ids: SharedArray | None, device: str, observe: bool) -> TieredTable:
     return TieredTable(below, None if hot_ids is None else hot_ids.tensor, device, observe=observe)
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def _pieces(ids: Tensor, row_bytes: int) -> Iterator[tuple[int, Tensor]]:
