@@ -32,7 +32,7 @@ ROWS = [
         "pinned",
     ],
     ["graph", "batch", "schedule", "world", "report_html"],
-    ["tree", "sharded", "exchange", "partial"],
+    ["tree", "sharded", "transports", "exchange", "partial"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings", "transfer", "divide", "halo"],
     ["data", "callbacks", "launch", "interop", "tree_sampling", "partition", "staging"],
     ["work", "loader", "shards"],

@@ -108,20 +108,27 @@ def shard_layouts(graph: Graph, partition: Partition) -> list[ShardLayout]:
 
 def virtual_layout(graph: Graph, partition: Partition) -> ShardLayout:
     """All shards in one process: one part for each, with all nodes, in the partition's order, as destinations."""
-    order, ptr = partition.order, partition.ptr
-    owner = partition.part_of[graph.indices.long()]
-    src, dst = graph.edge_index()
-    src, dst = partition.position[src], partition.position[dst]
-    parts, slabs = [], []
-    for p in range(partition.num_parts):
+    return _in_one_process(graph, partition.position[graph.edge_index()], partition.ptr, partition.order)
+
+
+def slab_layout(graph: Graph, ptr: Tensor) -> ShardLayout:
+    """All shards in one process, of a graph whose nodes are numbered shard after shard already."""
+    return _in_one_process(graph, graph.edge_index(), ptr, torch.arange(graph.num_nodes))
+
+
+def _in_one_process(graph: Graph, ends: Tensor, ptr: Tensor, own_ids: Tensor) -> ShardLayout:
+    """ends: [2, num_edges] reordered ids at both ends of the graph's edges."""
+    src, dst = ends
+    num_shards = ptr.numel() - 1
+    owner = torch.bucketize(src, ptr[1:], right=True)
+    parts = []
+    for p in range(num_shards):
         edges = (owner == p).nonzero().view(-1)
         edges = edges[torch.argsort(dst[edges], stable=True)]
         parts.append(_part(graph, edges, src[edges] - ptr[p], dst[edges], graph.num_nodes))
-        slabs.append(torch.arange(int(ptr[p + 1] - ptr[p])))
-    rows = tuple(slabs)
-    return ShardLayout(
-        0, partition.num_parts, ptr, order, tuple(parts), rows, rows, graph.in_degrees(order), virtual=True
-    )
+    slabs = tuple(torch.arange(n) for n in ptr.diff().tolist())
+    degrees = graph.in_degrees(own_ids)
+    return ShardLayout(0, num_shards, ptr, own_ids, tuple(parts), slabs, slabs, degrees, virtual=True)
 
 
 def _parts_by_pair(graph: Graph, partition: Partition) -> list[list[tuple[Part, Tensor]]]:

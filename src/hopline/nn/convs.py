@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -30,6 +31,15 @@ Convention = Literal["fused", "pair", "square"]
 EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type"}
 """Argument of a PyG conv -> name of the graph's edge array."""
 
+
+class RunsConvs(Block, ABC):
+    """A block that runs convs itself, since its source rows are not all here."""
+
+    @abstractmethod
+    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+        """The conv's output for the block's destinations."""
+
+
 _conventions: WeakKeyDictionary[nn.Module, Convention] = WeakKeyDictionary()
 
 
@@ -39,6 +49,8 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
     h: source rows [num_src, ...] or the handle to them; x0: initial rows, whose first num_dst are the destinations'.
     layer: which of the model's it is, for draws of the conv's own.
     """
+    if isinstance(block, RunsConvs):
+        return block.convolve(conv, h, x0)
     convention = _conventions.get(conv)
     if convention is None or is_fused(conv) != (convention == "fused"):
         convention = _conventions[conv] = find_convention(conv, h.shape[1], block, x0)
@@ -120,7 +132,7 @@ def find_convention(conv: nn.Module, width: int, block: Block, x0: Tensor | None
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
     initialise(conv, width, block, x0)
-    trial = _fresh_copy(conv).cpu().double().eval()
+    trial = fresh_copy(conv).cpu().double().eval()
     options = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
     graph = _tiny_graph(block, options)
     x = torch.randn(graph.num_nodes, width, **options)
@@ -150,7 +162,7 @@ def find_convention(conv: nn.Module, width: int, block: Block, x0: Tensor | None
     )
 
 
-def _fresh_copy(conv: nn.Module) -> nn.Module:
+def fresh_copy(conv: nn.Module) -> nn.Module:
     """A copy that remembers no graph it was run on."""
     try:
         trial = copy.deepcopy(conv)

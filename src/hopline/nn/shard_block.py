@@ -1,0 +1,207 @@
+"""`ShardBlock`: a shard's in-edges, handed to a conv where it expects `edge_index`.
+
+What a conv does to its edges before it sends messages (nothing, self-loops, the degree norm of GCN) is found by a
+probe on a tiny graph: the first way whose outputs and gradients equal the conv's own on plain PyG. A conv that equals
+itself in none of them is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hopline.batch import Handle
+from hopline.graph import Graph
+from hopline.nn.convs import RunsConvs, edge_arguments, fresh_copy, initialise, takes_x0
+from hopline.nn.edges import Edges, gcn_edges, loop_attributes
+from hopline.nn.overrides import Mode, on_shard
+from hopline.nn.replay import CannotSplit
+from hopline.nn.rows import typed
+from hopline.sharded import ShardLayout, slab_layout
+from hopline.transports import LocalTransport, Transport
+
+Rule = Literal["plain", "loops", "gcn"]
+CHUNK_BYTES = 8 << 20
+"""Memory for the messages of one chunk of edges, in forward and backward."""
+RUN = (
+    "Convs such as SAGEConv, GCNConv, GINConv, GINEConv, GraphConv, GATConv, GATv2Conv, PNAConv, NNConv, EdgeConv, "
+    "ResGatedGraphConv, TAGConv, SGConv and TransformerConv can, with aggregations put together from sum, mean, max, "
+    "min, var, std, softmax and powermean; mode='one_shot' takes any other aggregation"
+)
+
+_rules: WeakKeyDictionary[nn.Module, dict[tuple[Mode, bool], Rule]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardBlock(RunsConvs):
+    """All in-edges of a shard's nodes. Its sources and its destinations are these nodes; others' rows are fetched."""
+
+    layout: ShardLayout
+    transport: Transport
+    edge_rows: Mapping[str, Tensor]
+    """[num_edges, ...] rows of the graph's edge arrays, part after part."""
+    mode: Mode = "sequential"
+    """"sequential": one part's rows at a time, fetched again in backward. "stored": rows and messages are kept for
+    backward. "one_shot": the same, and the rows come in one exchange per layer and direction."""
+    depth: int = 1
+    """Rounds of rows that are asked for ahead; no result depends on it."""
+    chunk_bytes: int = CHUNK_BYTES
+    """About what the messages of a chunk of edges take."""
+
+    @classmethod
+    def of(cls, layout: ShardLayout, transport: Transport | None = None, **options: Any) -> ShardBlock:
+        """transport: by default that of virtual shards in one process. options: mode, depth, chunk_bytes, key, ..."""
+        if transport is None:
+            transport = LocalTransport(layout)
+        names = layout.parts[0].edge
+        options.setdefault("edge_rows", {n: torch.cat([part.edge[n] for part in layout.parts]) for n in names})
+        return cls(layout.own_ids, layout.num_own, layout.parts, layout=layout, transport=transport, **options)
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(get_args(Mode))}")
+        if self.depth < 0 or self.chunk_bytes < 1:
+            raise ValueError(f"depth={self.depth}, chunk_bytes={self.chunk_bytes}: give 0 or more, and at least 1")
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> ShardBlock:
+        layout = self.layout.to(device)
+        edge_rows = {name: rows.to(device) for name, rows in self.edge_rows.items()}
+        src_ids = self.src_ids.to(device)
+        return replace(self, src_ids=src_ids, parts=layout.parts, layout=layout, edge_rows=edge_rows)
+
+    @property
+    def edge(self) -> Mapping[str, Tensor]:
+        return self.edge_rows
+
+    @cached_property
+    def edges(self) -> Edges:
+        return Edges.of(self.layout)
+
+    @cached_property
+    def looped(self) -> Edges:
+        return self.edges.with_loops()
+
+    @cached_property
+    def _norms(self) -> dict[Any, Tensor]:
+        return {}
+
+    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+        return run_conv(conv, h, self, x0)
+
+    def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
+        """[num_edges] the degree norm of GCN: exchanged once where it has no gradient."""
+        weight = self.edge_rows.get("weight")
+        key = (add_loops, improved, dtype)
+        if key in self._norms:
+            return self._norms[key]
+        looped = self.looped if add_loops else None
+        found = gcn_edges(self.edges, looped, self.transport, weight, improved, dtype)
+        if not found.requires_grad:
+            self._norms[key] = found
+        return found
+
+
+def run_conv(conv: nn.Module, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
+    """A PyG conv on a shard: the output of its own nodes, [num_own, ...], differentiable. h: their rows.
+
+    Every rank must call it, and backward, in the same order.
+    """
+    known = _rules.setdefault(conv, {})
+    way: tuple[Mode, bool] = (block.mode, conv.training)
+    if way not in known:
+        initialise(conv, h.shape[1], block, x0)
+        known[way] = find_rule(conv, h.shape[1], block, x0)
+    return _run(conv, known[way], h, block, x0)
+
+
+def _run(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
+    rows = typed(h, next((p.dtype for p in conv.parameters()), h.dtype if isinstance(h, Tensor) else torch.float32))
+    dtype = rows.dtype
+    edges, arguments = block.edges, edge_arguments(conv, block.edge_rows, dtype)
+    if rule == "loops":
+        edges = block.looped
+        fill = getattr(conv, "fill_value", 1.0)
+        arguments = {
+            name: edges.values(values, loop_attributes(block.edges, values, fill)) for name, values in arguments.items()
+        }
+    elif rule == "gcn":
+        add_loops = bool(getattr(conv, "add_self_loops", False))
+        edges = block.looped if add_loops else block.edges
+        arguments = {"edge_weight": block.norm(add_loops, bool(getattr(conv, "improved", False)), dtype)}
+    first = (x0,) if takes_x0(conv) else ()
+    with on_shard(conv, edges, block.transport, block.mode, block.depth, block.chunk_bytes):
+        return conv(rows, *first, block, **arguments)
+
+
+def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None) -> Rule:
+    """How the conv's edges are made, by comparing it with plain PyG on a tiny graph, outputs and gradients."""
+    trial = fresh_copy(conv).cpu().double().eval()
+    graph = _tiny_graph(block)
+    x = _random(graph.num_nodes, width)
+    start = () if x0 is None or not takes_x0(conv) else (_random(graph.num_nodes, x0.size(1)),)
+    try:
+        arguments = edge_arguments(trial, graph.edge, torch.float64)
+        expected = _tried(trial, x, lambda h: trial(h, *start, graph.edge_index(), **arguments))
+    except Exception as error:
+        raise ValueError(f"{_name(conv)} cannot be called as conv(x, edge_index): {error}") from error
+    small = ShardBlock.of(slab_layout(graph, torch.tensor([0, 5, 8, 12])), mode=block.mode, chunk_bytes=1 << 10)
+    reason = "it does something to its edges that is neither self-loops nor the norm of GCNConv"
+    for rule in get_args(Rule):
+        try:
+            found = _tried(trial, x, lambda h, rule=rule: _run(trial, rule, h, small, *start))
+            if _is_same(found, expected):
+                with torch.random.fork_rng([]):  # what it does in training may be more than in evaluation
+                    _run(trial.train(conv.training), rule, x, small, *start)
+                return rule
+        except CannotSplit as error:
+            reason = str(error)
+        except Exception as error:  # not a way in which this conv can run
+            if rule == "plain":
+                reason = f"it works on edge_index itself, which no shard has whole ({type(error).__name__}: {error})"
+    raise ValueError(f"{_name(conv)} cannot run over shards in mode {block.mode}: {reason}. {RUN}")
+
+
+def _tried(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    """The output of a call, and the gradients of its input and of the conv's parameters."""
+    h = x.clone().requires_grad_()
+    with torch.enable_grad():
+        out = call(h)
+        wanted = [h, *(p for p in conv.parameters() if p.requires_grad)]
+        return [out.detach(), *torch.autograd.grad((out * _random(*out.shape)).sum(), wanted, allow_unused=True)]
+
+
+def _is_same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None or b is not None]
+    return all(
+        a is not None and b is not None and a.shape == b.shape and torch.allclose(a, b, 1e-7, 1e-9) for a, b in pairs
+    )
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _tiny_graph(block: ShardBlock) -> Graph:
+    """12 nodes with from 0 to 5 in-edges, some double and some from the node itself, and the block's edge arrays."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([3, 1, 2, 5, 0, 3, 2, 4, 1, 3, 0, 4])
+    num_edges = int(counts.sum())
+    sources = torch.randint(0, 11, (num_edges,), generator=generator)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    sources[:6], sources[6], sources[7] = torch.tensor([0, 7, 7, 3, 2, 6]), 3, 3  # loops at 0, 2 and two at 3; a double
+    edge = {}
+    for name, rows in block.edge_rows.items():
+        shape = (num_edges, *rows.shape[1:])
+        random = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
+        edge[name] = random if rows.is_floating_point() else torch.zeros(shape, dtype=rows.dtype)
+    return Graph(indptr, sources, edge)
+
+
+def _name(conv: nn.Module) -> str:
+    return type(conv).__name__

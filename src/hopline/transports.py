@@ -1,0 +1,237 @@
+"""How rows of a layer's sources reach the shard that aggregates them, and their gradients go back.
+
+A transport serves one `ShardLayout`. Rows arrive in rounds, one part in each, so that a shard need not hold the rows
+of all others at once. Every rank must ask for the same exchanges in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hopline import trace
+
+if TYPE_CHECKING:
+    from hopline.sharded import ShardLayout
+
+FORWARD, REFETCH, GRADIENT, DEGREES = "forward", "refetch", "gradient", "degrees"
+"""What the bytes of an exchange are for."""
+
+
+class Returns(Protocol):
+    """Gradients on their way back to the rows' owners."""
+
+    def buffers(self, k: int) -> list[Tensor]:
+        """Zeros, one row per source row of part k, to which its gradients are added."""
+        ...
+
+    def push(self, k: int) -> None:
+        """Send part k's buffers; they must not be changed any more."""
+        ...
+
+    def finish(self) -> list[Tensor]:
+        """Gradients of all own rows, when those of every round have arrived."""
+        ...
+
+
+class Transport(ABC):
+    """One shard's way to the rows of the others."""
+
+    def __init__(self, layout: ShardLayout) -> None:
+        self.layout = layout
+        self.traffic: Counter[str] = Counter()
+        """Bytes by what they were for; rows that never left their shard do not count."""
+
+    @abstractmethod
+    def fetch(self, rows: Sequence[Tensor], kind: str, depth: int) -> Iterator[list[Tensor]]:
+        """The source rows of each part in turn. rows: own rows; depth: how many rounds are asked for ahead."""
+
+    @abstractmethod
+    def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
+        """Collects the gradients of rows that were fetched.
+
+        like: tensors of the shape of the own rows; depth: rounds under way at a time.
+        """
+
+    @abstractmethod
+    def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
+        """The source rows of all parts, one after the other, in one exchange."""
+
+    @abstractmethod
+    def return_all(self, gradient: Tensor) -> Tensor:
+        """Own rows' gradients, from those of all parts' source rows, in one exchange."""
+
+    def count(self, kind: str, tensors: Sequence[Tensor]) -> None:
+        num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        self.traffic[kind] += num_bytes
+        trace.count(f"bytes.{kind}", num_bytes)
+
+
+class LocalTransport(Transport):
+    """Virtual shards in one process: a part's rows are a slice of all rows, and nothing is copied."""
+
+    def __init__(self, layout: ShardLayout) -> None:
+        super().__init__(layout)
+        if layout.num_shards > 1 and not layout.virtual:
+            raise ValueError(
+                f"shard {layout.rank} of {layout.num_shards} needs rows of the others: use P2PTransport, or a layout "
+                "by virtual_layout, in which all shards are in one process"
+            )
+
+    def fetch(self, rows: Sequence[Tensor], kind: str, depth: int) -> Iterator[list[Tensor]]:
+        for k in range(self.layout.num_shards):
+            first, stop = self.layout.own_range(k)
+            part = [t[first:stop] for t in rows]
+            self.count(kind, part)
+            yield part
+
+    def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
+        return _LocalReturns(self, like)
+
+    def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
+        self.count(kind, [rows])
+        return rows
+
+    def return_all(self, gradient: Tensor) -> Tensor:
+        self.count(GRADIENT, [gradient])
+        return gradient
+
+
+class _LocalReturns:
+    def __init__(self, transport: LocalTransport, like: Sequence[Tensor]) -> None:
+        self.transport = transport
+        self.totals = [t.new_zeros(t.shape) for t in like]
+
+    def buffers(self, k: int) -> list[Tensor]:
+        first, stop = self.transport.layout.own_range(k)
+        return [t[first:stop] for t in self.totals]
+
+    def push(self, k: int) -> None:
+        self.transport.count(GRADIENT, self.buffers(k))
+
+    def finish(self) -> list[Tensor]:
+        return self.totals
+
+
+class P2PTransport(Transport):
+    """A shard per process: messages between two ranks at a time, in a fixed order, without threads or barriers.
+
+    Tensors on a GPU go through host memory with gloo, and directly with NCCL.
+    """
+
+    def __init__(self, layout: ShardLayout, group: Any = None) -> None:
+        super().__init__(layout)
+        self.group = group
+        size = dist.get_world_size(group)
+        if size != layout.num_shards or dist.get_rank(group) != layout.rank:
+            raise ValueError(
+                f"shard {layout.rank} of {layout.num_shards} is open on rank {dist.get_rank(group)} of {size}: "
+                "start as many ranks as there are shards"
+            )
+        self.on_host = dist.get_backend(group) == "gloo"
+
+    def fetch(self, rows: Sequence[Tensor], kind: str, depth: int) -> Iterator[list[Tensor]]:
+        layout, posted = self.layout, deque[tuple[list[Tensor], list[Any]]]()
+        ahead = 1
+        for k in range(layout.num_shards):
+            while ahead < layout.num_shards and ahead <= k + depth:
+                sent = [t.index_select(0, layout.sends[ahead].to(t.device)) for t in rows]
+                shapes = [(layout.halos[ahead].numel(), *t.shape[1:]) for t in rows]
+                posted.append(self.post(sent, layout.receiver(ahead), shapes, layout.sender(ahead), kind))
+                ahead += 1
+            if k == 0:
+                yield list(rows)
+                continue
+            received, works = posted.popleft()
+            yield [t.to(own.device) for t, own in zip(_waited(received, works), rows, strict=True)]
+
+    def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
+        return _P2PReturns(self, like, depth)
+
+    def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
+        layout = self.layout
+        sent = [rows.index_select(0, index.to(rows.device)) for index in layout.sends]
+        return self._all_to_all(sent, [halo.numel() for halo in layout.halos], kind)
+
+    def return_all(self, gradient: Tensor) -> Tensor:
+        layout = self.layout
+        sent = list(gradient.split([halo.numel() for halo in layout.halos]))
+        counts = [index.numel() for index in layout.sends]
+        received = self._all_to_all(sent, counts, GRADIENT, backwards=True)
+        total = gradient.new_zeros(layout.num_own, *gradient.shape[1:])
+        return total.index_add_(0, torch.cat(layout.sends).to(gradient.device), received)
+
+    def post(
+        self, sent: list[Tensor], to: int, shapes: list[tuple[int, ...]], source: int, kind: str
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Start one round's messages both ways: (tensors that will be filled, what to wait for)."""
+        sent = [self._staged(t).contiguous() for t in sent]
+        received = [t.new_empty(shape) for t, shape in zip(sent, shapes, strict=True)]
+        self.count(kind, received)
+        wanted = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t in sent if t.numel()]
+        wanted += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t in received if t.numel()]
+        return received, dist.batch_isend_irecv(wanted) if wanted else []
+
+    def _staged(self, rows: Tensor) -> Tensor:
+        return rows.cpu() if self.on_host else rows
+
+    def _all_to_all(self, sent: list[Tensor], counts: list[int], kind: str, backwards: bool = False) -> Tensor:
+        """Tensors by round to and from all ranks; `backwards`: from the receivers of the rows to their senders."""
+        layout, num = self.layout, self.layout.num_shards
+        to = layout.sender if backwards else layout.receiver
+        source = layout.receiver if backwards else layout.sender
+        outgoing = [self._staged(sent[k]) for k in sorted(range(num), key=to)]
+        rounds = sorted(range(num), key=source)
+        sizes = [counts[k] for k in rounds]
+        incoming = outgoing[0].new_empty(sum(sizes), *sent[0].shape[1:])
+        splits = [t.size(0) for t in outgoing]
+        dist.all_to_all_single(incoming, torch.cat(outgoing), sizes, splits, group=self.group)
+        by_round = dict(zip(rounds, incoming.split(sizes), strict=True))
+        self.count(kind, [by_round[k] for k in range(1, num)])
+        return torch.cat([by_round[k] for k in range(num)]).to(sent[0].device)
+
+
+class _P2PReturns:
+    def __init__(self, transport: P2PTransport, like: Sequence[Tensor], depth: int) -> None:
+        self.transport, self.depth = transport, depth
+        self.totals = [t.new_zeros(t.shape) for t in like]
+        self.filled: list[Tensor] = []
+        self.posted = deque[tuple[int, list[Tensor], list[Any]]]()
+
+    def buffers(self, k: int) -> list[Tensor]:
+        count = self.transport.layout.halos[k].numel()
+        self.filled = self.totals if k == 0 else [t.new_zeros(count, *t.shape[1:]) for t in self.totals]
+        return self.filled
+
+    def push(self, k: int) -> None:
+        if k == 0:
+            return
+        layout = self.transport.layout
+        shapes = [(layout.sends[k].numel(), *t.shape[1:]) for t in self.totals]
+        posted = self.transport.post(self.filled, layout.sender(k), shapes, layout.receiver(k), GRADIENT)
+        self.posted.append((k, *posted))
+        while len(self.posted) > self.depth:
+            self._drain()
+
+    def finish(self) -> list[Tensor]:
+        while self.posted:
+            self._drain()
+        return self.totals
+
+    def _drain(self) -> None:
+        k, received, works = self.posted.popleft()
+        rows = self.transport.layout.sends[k]
+        for total, gradient in zip(self.totals, _waited(received, works), strict=True):
+            total.index_add_(0, rows.to(total.device), gradient.to(total.device))
+
+
+def _waited(tensors: list[Tensor], works: list[Any]) -> list[Tensor]:
+    for work in works:
+        work.wait()
+    return tensors
