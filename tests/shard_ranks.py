@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
+from hopline import shard_infer
 from hopline.batch import Batch, Block
 from hopline.collective import CollectiveLoader, CollectiveSampler
 from hopline.exchange import Channel, Question
@@ -62,9 +65,9 @@ def check_questions(channel: Channel, shard: Shard) -> None:
 
 def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tensor) -> None:
     """The draws of one process, for seeds of any owner, for no seeds, and for all neighbours."""
-    for fanouts, replace in (((3, 2), False), ((2, 3), True), ((-1, -1), False), ((4, -1, 1), False)):
-        sampler = CollectiveSampler(shard, channel, fanouts, replace=replace, edge_ids=True)
-        oracle = NeighborSampler(data.graph, fanouts, replace=replace, edge_ids=True)
+    for fanouts, again in (((3, 2), False), ((2, 3), True), ((-1, -1), False), ((4, -1, 1), False)):
+        sampler = CollectiveSampler(shard, channel, fanouts, replace=again, edge_ids=True)
+        oracle = NeighborSampler(data.graph, fanouts, replace=again, edge_ids=True)
         for count in (9, 0):
             seeds = randint(0, data.num_nodes, 30, seed=channel.rank).unique()[: count * (channel.rank + 1)]
             blocks, _ = sampler.sample(place[seeds], KEY)
@@ -92,6 +95,8 @@ def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
                 assert torch.equal(rows, data.tables[name].read(batch.input_ids))  # type: ignore[arg-type]
             assert torch.equal(batch.labels, data.labels[batch.seeds])
             sizes.append(batch.num_seeds)
+    whole_epoch = [batch.seeds.tolist() for batch in loader.epoch(1)]
+    assert [batch.seeds.tolist() for batch in loader.epoch(1, done=1, seeds_done=4 * world.size)] == whole_epoch[1:]
     ids = torch.tensor([7, 3, 59, 20])
     in_order = hl.Sampled(fanouts=(1,), batch_size=2, shuffle=False).loader(shard, ids, world=world)
     found = torch.cat([batch.seeds for batch in in_order])
@@ -109,6 +114,16 @@ def check_early_end(world: World, shard: Shard) -> None:
     assert torch.equal(next(loader.epoch(1)).seeds, first.seeds)
     total = sum(batch.num_seeds for batch in loader.epoch(2))
     assert world.sum([total])[0] == loader.places.numel()
+
+
+def check_differences(world: World, shard: Shard) -> None:
+    """Ranks that were not given the same are told before the first batch."""
+    if world.size > 1:
+        with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the seeds, the method or the tables"):
+            hl.Sampled(fanouts=(2,), batch_size=2 + world.rank).loader(shard, world=world)
+        other = replace(shard, cut=str(world.rank))
+        with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the cut of the dataset"):
+            hl.ShardedData(other, world)
 
 
 def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
@@ -131,6 +146,40 @@ def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
     return losses
 
 
+def trained(world: World, data: hl.Dataset, kind: str, inference: str, out: str | None = None) -> dict[str, Any]:
+    """A run of the Trainer: losses, metrics and weights."""
+    convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"dropout": 0.3}
+    if kind == "gcn":
+        options |= {"encoder": torch.nn.Linear(4, 4), "jk": "cat", "head": torch.nn.Linear(10, 5)}
+    model = hl.nn.GNN([convs(4, 5), convs(5, 5)], **options).double()
+    method = hl.Sampled(fanouts=(4, 3), batch_size=6 // world.size)
+    settings: dict[str, Any] = {"epochs": 2, "lr": 0.05, "show": False, "inference": inference}
+    run = hl.Trainer(model, data, method, world=world, out=out, **settings).fit()
+    return {
+        "losses": [epoch.loss for epoch in run.history],
+        "metrics": [evaluation.metrics["accuracy"] for evaluation in run.evaluations],
+        "weights": [float(p.detach().square().sum()) for p in model.parameters()],
+    }
+
+
+RUNS = [("sage", "exact"), ("gcn", "exact"), ("gat", "sampled")]
+
+
+def check_exact(world: World, shard: Shard, data: hl.Dataset) -> None:
+    """Layer-wise inference on shards is that of one process."""
+    for kind, convs in (("sage", SAGEConv), ("gcn", GCNConv), ("gat", GATConv)):
+        torch.manual_seed(2)
+        options: dict[str, Any] = {}
+        if kind == "gcn":
+            options = {"encoder": torch.nn.Linear(4, 4), "initial_residual": 0.1, "head": torch.nn.Linear(4, 5)}
+        model = hl.nn.GNN([convs(4, 4), convs(4, 4), convs(4, 4)], **options).double()
+        found = shard_infer.exact(model, shard, Channel(world), chunk_edges=50)
+        expected = hl.infer.exact(model, data)[shard.nodes]
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def check(world: World, folder: str) -> dict[str, Any]:
     data, shard = hl.open(Path(folder) / "data"), hl.open_shard(Path(folder) / f"shards-{world.size}", world.rank)
     place = torch.empty(data.num_nodes, dtype=torch.int64)
@@ -140,11 +189,14 @@ def check(world: World, folder: str) -> dict[str, Any]:
     check_sampler(channel, shard, data, place)
     sizes = check_loader(world, shard, data)
     check_early_end(world, shard)
+    check_exact(world, shard, data)
+    check_differences(world, shard)
     # Seeds for fewer ranks than there are.
     few = hl.Sampled(fanouts=(2, 2), batch_size=5).loader(shard, torch.tensor([4]), world=world)
     alone = [batch.num_seeds for batch in few]
     return {
         "losses": {kind: own_loop(world, shard, kind) for kind in ("sage", "gcn", "gat")},
+        "runs": [trained(world, hl.ShardedData(shard, world), *run) for run in RUNS],
         "seeds": world.sum([sum(sizes), sum(alone)]),
         "batches": [len(sizes), len(alone)],
     }

@@ -24,7 +24,7 @@ def rich(num_nodes: int = 60, num_edges: int = 400) -> Dataset:
     graph = random_graph(num_nodes, num_edges, weight=True, attr=2, loops=True, dtype=torch.int32)
     words = randn(num_nodes, 7, seed=5)
     ids = torch.arange(num_nodes)
-    splits = ({"train": ids[::3], "valid": ids[1::3]}, {"train": ids[5:10], "test": ids[40:]})
+    splits = ({"train": ids[::3], "valid": ids[1::3], "test": ids[2::3]}, {"train": ids[5:10], "test": ids[40:]})
     return Dataset(
         name="rich",
         graph=graph,

@@ -14,6 +14,7 @@ from hopline.placement import Placement
 from hopline.sampling import NeighborSampler
 from hopline.schedule import Schedule
 from hopline.settings import TrainSettings
+from hopline.shard_data import ShardedData, open_sharded
 from hopline.shards import Shard, open_shard
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable, table
 from hopline.trace import Counters, Timers
@@ -48,6 +49,7 @@ __all__ = [
     "Sampled",
     "Schedule",
     "Shard",
+    "ShardedData",
     "SparseTable",
     "StepEnd",
     "Table",
@@ -67,6 +69,7 @@ __all__ = [
     "nn",
     "open",
     "open_shard",
+    "open_sharded",
     "table",
     "verify",
 ]

@@ -20,7 +20,7 @@ from hopline.ops.cpu_tree import sample_children
 from hopline.partial import PartialGraph
 from hopline.pipeline import Pipeline, Stage
 from hopline.sampling import check_fanouts, seed_batches, share_of
-from hopline.shards import Shard, node_ranges
+from hopline.shards import Shard, check_fits, node_ranges
 from hopline.spec import to_dict
 from hopline.tables import SparseTable, Table
 from hopline.transfer import Mover
@@ -69,7 +69,8 @@ class CollectiveSampler:
         own = shard.layout.parts[0]
         loops = ops.self_loops(own.indptr, own.src_idx).numel()
         self.has_loops = bool(channel.highest(torch.tensor([loops])) > 0)
-        self._weights = _weights(shard) if self.has_loops or "weight" in shard.edge else None
+        self.weights = _weights(shard) if self.has_loops or "weight" in shard.edge else None
+        """[num_own, 3] what `PartialGraph.weights` says of the own nodes, where it must say something."""
 
     def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], Question]:
         """(blocks, question for rows of the first one's sources). seeds: places, each once."""
@@ -113,20 +114,8 @@ class CollectiveSampler:
 
     def _graph(self, question: Question, ids: Tensor) -> PartialGraph:
         degrees = question.answer(self.shard.layout.degrees[question.rows])
-        weights = None if self._weights is None else question.answer(self._weights[question.rows])
+        weights = None if self.weights is None else question.answer(self.weights[question.rows])
         return PartialGraph.of(self.shard.edge, ids, degrees, self.has_loops, weights)
-
-
-def check_fits(shard: Shard, channel: Channel) -> None:
-    """Find what does not fit together before the first batch is asked for."""
-    if shard.num_shards != channel.size:
-        raise ValueError(
-            f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard, or cut "
-            f"the dataset again with shards={channel.size}"
-        )
-    if shard.rank != channel.rank:
-        raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")
-    channel.check_same(shard.cut.encode(), "the cut of the dataset")
 
 
 def _weights(shard: Shard) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hopline import metrics
 from hopline.batch import Batch, Block, Part, Readable, Rows, as_tensor
 from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN, State
@@ -55,7 +56,7 @@ def exact(
         if isinstance(walk, Whole):
             return _whole(walk, data, torch.device(device))[slice(None) if ids is None else ids]
         walk.check_blocks()
-        return _Layerwise(walk, data, chunk_edges, torch.device(device), keep).run(ids, show)
+        return Layerwise(walk, data, chunk_edges, torch.device(device), keep).run(ids, show)
 
 
 def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None = None, show: bool = False) -> Tensor:
@@ -88,6 +89,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
+def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
+    """The metric that goes with the dataset's task."""
+    if data.task == "binary" and scores.size(-1) == 1:
+        scores = scores.squeeze(-1)
+    return {data.metric: metrics.METRICS[data.metric](scores.float(), labels)}
+
+
 def _whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
     graph = data.graph
     edge_bytes = graph.num_edges * data.num_features * 4
@@ -112,7 +120,7 @@ def _read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
 
 
 @dataclass
-class _Tables:
+class Tables:
     """The state of all nodes between two layers."""
 
     h: Readable
@@ -120,7 +128,9 @@ class _Tables:
     jk: TensorTable | None = None
 
 
-class _Layerwise:
+class Layerwise:
+    """One layer after the other, over chunks of the nodes it is needed at."""
+
     def __init__(
         self, model: GNN, data: Dataset, chunk_edges: int, device: torch.device, keep: KeepRows | None = None
     ) -> None:
@@ -129,7 +139,7 @@ class _Layerwise:
         self.sampler = NeighborSampler(data.graph, (-1,))
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
-        needed = self._needed(ids)
+        needed = self.needed(ids)
         total = sum(nodes.numel() for nodes in needed[1:])
         tables = self._encode(needed[0])
         with progress("inference", total, "rows", enabled=show, brief=True) as bar:
@@ -143,10 +153,14 @@ class _Layerwise:
                     if self.keep is not None and not last:
                         self.keep(l, chunk, as_tensor(state.h))
                     bar.advance(chunk.numel())
-                tables = new.tables()
+                tables = new.tables() if last else self.completed(new.tables())
         return _read_on(CPU, tables.h, torch.arange(self.data.num_nodes) if ids is None else ids)
 
-    def _needed(self, ids: Tensor | None) -> list[Tensor]:
+    def completed(self, tables: Tables) -> Tables:
+        """The rows between two layers; where others compute some of them, these are added."""
+        return tables
+
+    def needed(self, ids: Tensor | None) -> list[Tensor]:
         """Nodes whose rows are needed before each layer, and at the end."""
         home = self.data.graph.indptr.device
         everything = torch.arange(self.data.num_nodes, device=home)
@@ -162,9 +176,9 @@ class _Layerwise:
             needed.insert(0, grown)
         return needed
 
-    def _encode(self, nodes: Tensor) -> _Tables:
+    def _encode(self, nodes: Tensor) -> Tables:
         if not self.model.encodes:
-            return _Tables(self.data.x)
+            return Tables(self.data.x)
         new = _NewTables(self.data.num_nodes, self.device)
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
             new.write(chunk, self.model.encode(self._on_device(Rows(self.data.x, chunk)), chunk, None))
@@ -174,7 +188,7 @@ class _Layerwise:
         """Rows on another device than the CPU are read and sent; on the CPU a layer may read them itself."""
         return rows if self.device.type == "cpu" else _read_on(self.device, rows.table, rows.ids)
 
-    def _state(self, tables: _Tables, block: Block) -> State:
+    def _state(self, tables: Tables, block: Block) -> State:
         """The state a layer needs: all sources' hidden rows, the destinations' own other rows."""
         others = [None if t is None else _read_on(self.device, t, block.dst_ids) for t in (tables.x0, tables.jk)]
         return State(self._on_device(Rows(tables.h, block.src_ids)), *others)
@@ -217,5 +231,5 @@ class _NewTables:
             home = self.device if needed < DEVICE_SHARE * torch.cuda.mem_get_info(self.device)[0] else CPU
         return TensorTable(torch.empty(shape, dtype=rows.dtype, device=home))
 
-    def tables(self) -> _Tables:
-        return _Tables(self.made["h"], self.made.get("x0"), self.made.get("jk"))
+    def tables(self) -> Tables:
+        return Tables(self.made["h"], self.made.get("x0"), self.made.get("jk"))

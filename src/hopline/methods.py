@@ -16,6 +16,7 @@ from hopline.data.dataset import Dataset
 from hopline.loader import Loader
 from hopline.nn.whole import Whole, as_walkable
 from hopline.sampling import check_fanouts
+from hopline.shard_data import ShardedData
 from hopline.shards import Shard
 from hopline.validate import check_fields
 from hopline.work import BatchUnit, Job, Method, Unit, Work
@@ -55,9 +56,12 @@ class Sampled(Method):
             if value != "auto" and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value!r}")
 
-    def inference_batches(self, job: Job, ids: Tensor) -> Loader:
+    def inference_batches(self, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
         in_order = replace(self, shuffle=False, drop_last=False)
-        return in_order.loader(job.data, ids, seed=job.seed, device=job.device, model=job.model)
+        options = {"seed": job.seed, "device": job.device}
+        if isinstance(job.data, ShardedData):
+            return in_order.loader(job.data.shard, ids, world=job.world, **options)
+        return in_order.loader(job.data, ids, model=job.model, **options)
 
     def bind(self, job: Job) -> Work:
         num_layers = getattr(job.model, "num_layers", len(self.fanouts))
@@ -69,6 +73,9 @@ class Sampled(Method):
         if self.scale_sums and isinstance(job.model, Whole):
             raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
         job.model.check_blocks()
+        if isinstance(job.data, ShardedData):
+            shard, ids = job.data.shard, job.train_ids
+            return SampledWork(job, self.loader(shard, ids, seed=job.seed, device=job.device, world=job.world))
         loader = self.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model)
         loader.rank, loader.size, loader.num_cores = job.world.rank, job.world.size, job.world.num_cores
         if loader.layout == "tree" and loader.on_gpu:
@@ -127,7 +134,7 @@ class SampledWork:
     """Sampled training of one job."""
 
     job: Job
-    loader: Loader
+    loader: Loader | CollectiveLoader
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         with closing(self.loader.epoch(epoch, done, examples)) as batches:

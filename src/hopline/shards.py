@@ -18,6 +18,7 @@ from hopline.data import writer
 from hopline.data.dataset import METRICS
 from hopline.data.manifest import Manifest, Task, read_manifest
 from hopline.data.store import SHARDS, map_arrays, splits_of, tables_of
+from hopline.exchange import Channel
 from hopline.sharded import ShardLayout
 from hopline.tables import Table
 
@@ -262,3 +263,15 @@ def _layout(arrays: dict[str, Tensor], edge: dict[str, Tensor], rank: int, num_s
         tuple(rows("send", shard) for shard in receivers),
         arrays["indptr"].diff(),
     )
+
+
+def check_fits(shard: Shard, channel: Channel) -> None:
+    """Find what does not fit together before the first batch is asked for."""
+    if shard.num_shards != channel.size:
+        raise ValueError(
+            f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard, or cut "
+            f"the dataset again with shards={channel.size}"
+        )
+    if shard.rank != channel.rank:
+        raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")
+    channel.check_same(shard.cut.encode(), "the cut of the dataset")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hopline import checkpoint, infer, metrics, ops, trace
+from hopline import checkpoint, infer, ops, shard_infer, trace
 from hopline.callbacks import (
     Callback,
     EarlyStop,
@@ -37,6 +37,7 @@ from hopline.placement import Placement, describe, place
 from hopline.report import Report
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings, find_device
+from hopline.shard_data import ShardedData
 from hopline.spec import to_dict
 from hopline.update import Update, make_optimizer, split_decay
 from hopline.work import Job, TrainStep, Unit, supervised
@@ -140,7 +141,7 @@ class Trainer:
         self.optimizer = self.make_optimizer()
         self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not isinstance(self.data, ShardedData):
             self.say(describe(self.data))
         self._call("on_fit_start")
         self._checkpoints.resume(self, run)
@@ -234,6 +235,8 @@ class Trainer:
                 return self.test_step(self.job.model, self.data, ids)
         batches = None if exact else self.method.inference_batches(self.job, ids)
         with self._threads():
+            if isinstance(self.data, ShardedData):
+                return shard_infer.evaluate(self.job.model, self.data, split, batches, self.device)
             if batches is None:
                 keep = getattr(self.work, "keep_rows", None)  # of a method that has a use for hidden rows
                 show = self.settings.show
@@ -241,10 +244,7 @@ class Trainer:
             else:
                 scores = infer.sampled(self.job.model, batches, num_nodes=ids.numel(), show=self.settings.show)
         assert self.data.y is not None
-        if self.data.task == "binary" and scores.size(-1) == 1:
-            scores = scores.squeeze(-1)
-        name = self.data.metric
-        return {name: metrics.METRICS[name](scores.float(), self.data.y[ids.to(self.data.y.device)].cpu())}
+        return infer.measure(self.data, scores, self.data.y[ids.to(self.data.y.device)].cpu())
 
     def _validate(self, epoch: int, run: Run, default: float) -> float:
         if not self._has("valid"):
@@ -256,7 +256,8 @@ class Trainer:
     def _evaluated(self, epoch: int, split: str, exact: bool) -> Evaluation:
         started = time.perf_counter()
         with trace.span("evaluate"):
-            found = self.evaluate(split, exact=exact) if self.world.rank == 0 else {}
+            together = isinstance(self.data, ShardedData)
+            found = self.evaluate(split, exact=exact) if self.world.rank == 0 or together else {}
             found = self.world.broadcast_object(found)
         if not found:
             raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
@@ -362,7 +363,8 @@ class Trainer:
 
     def _placed(self, data: Dataset, placement: Placement | None) -> Dataset:
         """The data where the device reads it fastest; data that is on a GPU already stays as it is."""
-        if self.device.type != "cuda" or (placement is None and data.graph.indptr.device.type == "cuda"):
+        stays = isinstance(data, ShardedData) or (placement is None and data.graph.indptr.device.type == "cuda")
+        if self.device.type != "cuda" or stays:
             return data
         drawn = {name: getattr(self.method, name) for name in ("fanouts", "batch_size") if hasattr(self.method, name)}
         return place(data, placement or Placement(), self.device, **drawn)

@@ -1,0 +1,58 @@
+"""`ShardedData`: a dataset of which every rank has one shard, as the Trainer sees it."""
+
+from __future__ import annotations
+
+import os
+
+from hopline.data.dataset import Dataset
+from hopline.exchange import Channel
+from hopline.graph import Graph
+from hopline.shards import Shard, check_fits, open_shard
+from hopline.world import World
+
+
+class ShardedData(Dataset):
+    """What all ranks know of a dataset in shards: its sizes and the ids of its splits; the rest is in `shard`.
+
+    Made by all ranks together. Methods that look at the whole graph are refused when they ask for it.
+    """
+
+    def __init__(self, shard: Shard, world: World | None = None) -> None:
+        self.shard, self.channel = shard, Channel(world)
+        check_fits(shard, self.channel)
+        self.name, self.task, self.num_classes = shard.name, shard.task, shard.num_classes
+        self.tables, self.y, self.alternatives = {}, None, ()
+        self.splits = {name: self.channel.all(ids).sort().values for name, ids in shard.splits.items()}
+        self.meta, self.folder = {}, shard.folder
+
+    @property
+    def graph(self) -> Graph:  # type: ignore[override]
+        raise ValueError(
+            f"dataset {self.name!r} is in shards, of which this rank has one, and this needs the whole graph: train by "
+            "method=sampled on layers with known widths, or open the dataset that was cut"
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        return self.shard.num_nodes
+
+    @property
+    def num_edges(self) -> int:
+        return self.shard.num_edges
+
+    @property
+    def num_features(self) -> int:
+        return self.shard.num_features
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's shard."""
+        return self.shard.num_bytes
+
+    def __repr__(self) -> str:
+        return f"ShardedData({self.shard!r})"
+
+
+def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, split: int = 0) -> ShardedData:
+    """Open this rank's shard for a Trainer: every rank must call this. world: as of `hopline.launch`."""
+    return ShardedData(open_shard(folder, Channel(world).rank, split=split), world)
