@@ -89,7 +89,20 @@ def test_partition_and_verify(graph: Path, tmp_path: Path, settings: tuple[str, 
     assert_refused(command("partition", graph, folder, *settings), f"{folder} is not empty", "overwrite=true")
     assert command("partition", graph, folder, "shards=2", "how=labels", "overwrite=true").status == 0
     assert hl.open_shard(folder, 1).num_shards == 2
-    assert_refused(command("train", folder), "hl.open_shard")
+    words = "there are 2 shards and 1 processes: start one process per shard (devices=2)"
+    assert_refused(command("train", folder, "model.hidden=4"), words)
+    assert_refused(command("train", folder, "symmetrize=true"), "is cut already")
+    assert_refused(command("verify", folder / "shard-0"), "give the folder above it")
+
+
+def test_training_on_shards_is_training_on_the_dataset(graph: Path, tmp_path: Path):
+    assert command("partition", graph, tmp_path / "shards", "shards=2", "how=random").status == 0
+    for name, data, devices in (("whole", graph, 1), ("cut", tmp_path / "shards", 2)):
+        settings = overrides(out=tmp_path / name, devices=devices, timeout_s=60, method__batch_size=20 // devices)
+        outcome = command("train", data, *settings)
+        assert outcome.status == 0, outcome.err
+    whole, cut = (records(tmp_path / name, "epoch") for name in ("whole", "cut"))
+    assert [e["loss"] for e in cut] == pytest.approx([e["loss"] for e in whole], abs=1e-5)
 
 
 def test_datasets_lists_what_is_built_in_and_what_is_under_the_data_root(graph: Path):

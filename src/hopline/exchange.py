@@ -15,6 +15,14 @@ from hopline import ops, trace
 from hopline.world import World
 
 
+def rank_and_size(world: World | None = None) -> tuple[int, int]:
+    """Which process this is, of how many: of a world, or of torch.distributed."""
+    if world is not None:
+        return world.rank, world.size
+    grouped = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+
+
 class Channel:
     """All-to-all between the ranks, apart from all else that they say to each other.
 
@@ -25,12 +33,8 @@ class Channel:
     """
 
     def __init__(self, world: World | None = None) -> None:
-        grouped = dist.is_available() and dist.is_initialized()
         self.world = world
-        if world is not None:
-            self.rank, self.size = world.rank, world.size
-        else:
-            self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self.rank, self.size = rank_and_size(world)
         self._group = None
         if self.size > 1:
             timeout = None if world is None else timedelta(seconds=world.timeout_s)

@@ -30,6 +30,8 @@ from hopline.methods import Sampled
 from hopline.models import ModelSpec, make_model
 from hopline.placement import Placement
 from hopline.settings import TrainSettings, find_device
+from hopline.shard_data import open_sharded
+from hopline.shards import is_shards
 from hopline.sharing import share
 from hopline.spec import from_dict, to_dict
 from hopline.trace import RegionStatistics
@@ -149,6 +151,10 @@ def _from_plain(done: dict[str, Any]) -> Run:
 
 def _open_together(config: RunConfig, world: World) -> Dataset:
     """The run's dataset, one copy of it per host; what has to be downloaded or converted is so once."""
+    if is_shards(config.data):
+        if config.symmetrize or config.features != "given":
+            raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
+        return open_sharded(config.data, world, split=config.split)
     data = _open(config) if world.local_rank == 0 else None
     mapped = world.broadcast_object(data is not None and data.folder is not None)  # all hosts wait for the first rank
     if not mapped:

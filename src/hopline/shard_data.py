@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hopline.data.dataset import Dataset
-from hopline.exchange import Channel
+from hopline.exchange import Channel, rank_and_size
 from hopline.graph import Graph
 from hopline.shards import Shard, check_fits, open_shard
 from hopline.world import World
@@ -55,4 +55,4 @@ class ShardedData(Dataset):
 
 def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, split: int = 0) -> ShardedData:
     """Open this rank's shard for a Trainer: every rank must call this. world: as of `hopline.launch`."""
-    return ShardedData(open_shard(folder, Channel(world).rank, split=split), world)
+    return ShardedData(open_shard(folder, rank_and_size(world)[0], split=split), world)

@@ -269,8 +269,8 @@ def check_fits(shard: Shard, channel: Channel) -> None:
     """Find what does not fit together before the first batch is asked for."""
     if shard.num_shards != channel.size:
         raise ValueError(
-            f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard, or cut "
-            f"the dataset again with shards={channel.size}"
+            f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard "
+            f"(devices={shard.num_shards}), or cut the dataset again with shards={channel.size}"
         )
     if shard.rank != channel.rank:
         raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")
