@@ -47,14 +47,13 @@ class Reader(ABC):
 
 def report_ages(ages: Tensor) -> None:
     """Count how many steps ago rows that are about to be read were written."""
+    known = ages[ages >= 0]
     trace.count("history.rows", ages.numel())
-    trace.count("history.never_written", int((ages < 0).sum()))
-    trace.count("history.age_sum", float(ages.clamp(min=0).sum()))
-    low = -1
-    for high in (*AGES, None):
-        inside = (ages > low) if high is None else (ages > low) & (ages <= high)
-        trace.count(f"history.age.{'older' if high is None else f'to_{high}'}", int(inside.sum()))
-        low = low if high is None else high
+    trace.count("history.never_written", ages.numel() - known.numel())
+    trace.count("history.age_sum", float(known.sum()))
+    counts = torch.bincount(torch.bucketize(known, torch.tensor(AGES)), minlength=len(AGES) + 1)
+    for name, count in zip([*(f"to_{high}" for high in AGES), "older"], counts.tolist(), strict=True):
+        trace.count(f"history.age.{name}", count)
 
 
 class Histories(Reader):
