@@ -44,6 +44,8 @@ class PartitionConfig:
     """How many shards to make, one for each rank."""
     how: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
     """How to divide the nodes: fewest edges cut (metis, or streaming in little memory), or by chance, id or label."""
+    labels: str = "y"
+    """With how=labels: the labels themselves, or the table whose one column they are, such as a part per node."""
     seed: int = 0
     """Of metis, streaming and random."""
     slack: float = 0.1
@@ -66,13 +68,11 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
     if is_dataset(folder) and not config.overwrite:
         raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
     data = open_dataset(source, data_root=config.data_root)
-    if config.how == "labels" and (data.y is None or data.y.dim() > 1):
-        raise ValueError(f"how=labels needs one label per node, and {data.name!r} has none: use how=streaming")
     made = make_partition(
         data.graph,
         config.shards,
         "metis" if config.how == "labels" else config.how,
-        labels=data.y if config.how == "labels" else None,
+        labels=_labels(data, config.labels) if config.how == "labels" else None,
         seed=config.seed,
         slack=config.slack,
         passes=config.passes,
@@ -80,6 +80,19 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
     )
     cut(data, made, folder, show=True)
     return describe(data.graph, made)
+
+
+def _labels(data: Dataset, name: str) -> Tensor:
+    """A label per node, by name."""
+    found = data.y
+    if name != "y":
+        found = data.tables[name].read(torch.arange(data.num_nodes)) if name in data.tables else None
+    if found is not None and found.dim() == 2 and found.size(1) == 1:
+        found = found.view(-1)
+    if found is None or found.dim() > 1 or found.is_floating_point():
+        names = ", ".join(["y", *data.tables])
+        raise ValueError(f"there are no labels {name!r}, one whole number per node: choose labels= of {names}")
+    return found
 
 
 def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, show: bool = False) -> None:

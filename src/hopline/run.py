@@ -18,6 +18,7 @@ from hopline import checkpoint, infer, launch
 from hopline.callbacks import EpochEnd, Evaluation, Run
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.dgl import from_dgl, is_dgl_folder
 from hopline.data.edges import EdgeOptions
 from hopline.data.names import open_dataset
 from hopline.data.npz import from_npz
@@ -321,6 +322,8 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
         from_npz(path, **changed).save(folder)
     elif path.suffix == ".npy":
         from_edges(path, folder=folder, num_nodes=config.num_nodes, **options)
+    elif is_dgl_folder(path):
+        from_dgl(path, folder=folder, **changed)
     elif is_ogb_folder(path):
         from_ogb_folder(path, folder=folder, **changed)
     else:
