@@ -26,7 +26,14 @@ from hopline.nn import GNN
 from hopline.sweep import fill, go_back, measure_bias
 from hopline.work import Job
 
-METHODS: dict[str, dict[str, Any]] = {"Cluster-GCN": {"halo": "drop"}, "plain": {}, "compensated": {"compensate": True}}
+METHODS: dict[str, dict[str, Any]] = {
+    "Cluster-GCN": {"halo": "drop"},
+    "plain": {},
+    "momentum 0.5": {"momentum": 0.5},
+    "mixing 0.9": {"mixing": 0.9},
+    "compensated": {"compensate": True},
+    "compensated, mixing 0.9": {"compensate": True, "mixing": 0.9},
+}
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hopline import sharing
 from hopline.world import World
@@ -36,6 +37,22 @@ def two_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World.alone()
     monkeypatch.setattr(world, "local_size", 2)
     return world
+
+
+def test_memory_for_all_ranks_of_a_host_has_no_name(bases: list[Path], monkeypatch: pytest.MonkeyPatch):
+    found = sharing.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
+    assert torch.equal(found, torch.zeros(3, 4))
+    found[1] = 7
+    assert not [*bases[0].iterdir(), *bases[1].iterdir()]
+
+    def full(num_bytes: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sharing, "_new_file", full)
+    with pytest.raises(
+        ValueError, match=r"a table of 48 B does not fit into shared memory \(No space left on device\)"
+    ):
+        sharing.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
 
 
 @pytest.mark.parametrize("room", [0, 1 << 40])

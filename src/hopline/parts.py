@@ -88,6 +88,7 @@ class Parts:
         """The batches of this rank in a sweep over all parts."""
         self.sweep_length = max(-(-len(parts) // size) for parts in shares.parts)
         """The most that a rank has of them."""
+        self._swept = frozenset(self.sweep)
         self._kept: dict[Group, GroupBlocks] = {}
 
     def turns_of(self, epoch: int) -> list[tuple[Group, ...]]:
@@ -150,7 +151,7 @@ class Parts:
             block = without_halo(block)
         later = full_block(self.sampler, self._readers_of(nodes)) if self.method.compensate else None
         made = GroupBlocks(block, later, self._around(block) if self.method.mixes else None)
-        if self.method.groups == "fixed" or (group in self.sweep and self.graph.num_edges <= KEPT_EDGES):
+        if self.method.groups == "fixed" or (group in self._swept and self.graph.num_edges <= KEPT_EDGES):
             self._kept[group] = made
         return made
 

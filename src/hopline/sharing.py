@@ -19,6 +19,7 @@ from torch import Tensor
 from hopline.data.dataset import Dataset
 from hopline.data.store import open_folder
 from hopline.handles import _map, _new_file
+from hopline.spec import format_size
 from hopline.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -65,13 +66,17 @@ def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tens
     if not world.any(world.local_size > 1):
         return torch.zeros(shape, dtype=dtype)
     firsts = world.sum([(world.node + 1) * (world.local_rank == 0 and r == world.rank) for r in range(world.size)])
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
     file: int | str = ""
     problem: Exception | None = None
     try:
         if world.local_rank == 0:
-            file = _new_file(torch.Size(shape).numel() * dtype.itemsize)
+            file = _new_file(num_bytes)
     except OSError as error:
-        problem = error
+        problem = ValueError(
+            f"a table of {format_size(num_bytes)} does not fit into shared memory ({error.strerror}): store less by "
+            "method.storage=bf16, or keep tables in files by method.folder="
+        )
     _agree(problem, world, "make shared tables")
     own = f"/proc/{os.getpid()}/fd/{file}" if isinstance(file, int) else file
     paths = {int(node) - 1: world.broadcast_object(own, rank) for rank, node in enumerate(firsts) if node}
