@@ -64,7 +64,7 @@ def test_captured_steps_have_the_losses_of_steps_run_as_they_are(name: str):
     losses = [[e.loss for e in run.history] for run in (captured, eager)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-4)
     # Later ones drift: products may be summed in another order in a graph, and stock convs add up in any order.
-    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
     assert losses[0][-1] < losses[0][0]
 
 

@@ -20,15 +20,16 @@ def test_steps_are_torchs_with_clipping(kind: str, device: str):
     update = Update(ours, make_optimizer(kind, [(list(ours.parameters()), 0.01)], 0.05), 0.5, print)
     plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     optimizer = plain(theirs.parameters(), lr=0.05, weight_decay=0.01)
-    places = [torch.empty_like(p) for p in ours.parameters()]  # gradients that stay where they are are captured
-    for turn in range(8):
-        for p, q, place in zip(ours.parameters(), theirs.parameters(), places, strict=True):
+    # Gradients that stay where they are are captured; those of other places must not be taken for them.
+    both = [[torch.empty_like(p) for p in ours.parameters()] for _ in range(2)]
+    for turn, here in enumerate([0] * 5 + [1] * 3 + [0, 1] * 3):
+        for p, q, place in zip(ours.parameters(), theirs.parameters(), both[here], strict=True):
             q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
             p.grad = place.copy_(q.grad)
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step()
         update()
-        if turn == 4:
+        if turn == 4:  # by then it is captured
             for group in update.optimizer.param_groups:
                 group["lr"] = group["lr"].fill_(0.01) if device == "cuda" else 0.01
             for group in optimizer.param_groups:
@@ -36,6 +37,30 @@ def test_steps_are_torchs_with_clipping(kind: str, device: str):
     assert (update.graph is not None) == (device == "cuda")
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(monkeypatch: pytest.MonkeyPatch):
+    module, done = nn.Linear(2, 1), []
+
+    class Graph:
+        def __init__(self) -> None:
+            self.reads = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
+
+        def replay(self) -> None:
+            done.append("replayed")
+            assert self.reads == [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
+
+    update = Update(module, make_optimizer("adam", [(list(module.parameters()), 0.0)], 0.1), None, print)
+    update.can_capture = True
+    monkeypatch.setattr(update, "_run", lambda: done.append("ran"))
+    monkeypatch.setattr(update, "_capture", lambda: (setattr(update, "graph", Graph()), done.append("captured")))
+    both = [[torch.zeros_like(p) for p in module.parameters()] for _ in range(2)]
+    for place in [0] * 4 + [1, 1, 1] + [0, 1, 0]:
+        for p, grad in zip(module.parameters(), both[place], strict=True):
+            p.grad = grad
+        update()
+    expected = ["ran", "ran", "captured", "replayed", "ran", "captured", "replayed", "ran", "replayed", "ran"]
+    assert done == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

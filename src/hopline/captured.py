@@ -53,6 +53,11 @@ class DeviceBatches:
             self.state[place].fill_(value)
         self.ahead.copy_(self.state)
 
+    def held(self, num_seeds: int, first: int) -> list[Tensor]:
+        """What every batch of that size reads beside its own tensors."""
+        slots, device = Slots(num_seeds, self.sampler.fanouts, first), self.loader.device
+        return [slots.ids(device), slots.parents(device), slots.first_children(device)]
+
     def nodes_ahead(self, num_seeds: int, first: int, total: int) -> Tensor:
         """The nodes of the next batch that was not looked at yet."""
         seeds, keys = on_tree.next_step(self.ahead, self.order, num_seeds, first, total)
@@ -202,6 +207,8 @@ class CapturedStep:
             with torch.cuda.graph(self.graph, stream=stream):
                 self.loss = self._run()
             self.gradients = [p.grad for p in self.parameters]
+            # The graph knows only where they are.
+            self.held = self.batches.held(self.size, self.first)
             self._forget_gradients()
         torch.cuda.current_stream(job.device).wait_stream(stream)
 

@@ -19,7 +19,7 @@ from hopline.tables.tiered import TieredTable
 
 STEPS = 16
 """Steps whose rows are read at once: of a table of papers100M's size, enough that pages are read whole."""
-MOST_BYTES = 1 << 30
+MOST_BYTES = 5 << 29
 """Of the rows of so many steps; there is room for twice that."""
 
 

@@ -57,7 +57,8 @@ class Update:
         self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
         self.device = self.parameters[0].device
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.known: list[int] = []
+        self.last: list[int] = []  # where the gradients were in the last step
+        self.captured: list[int] = []  # and where the graph reads them
         self.steps, self.captures = 0, 0
         rate = optimizer.param_groups[0]["lr"]
         self.can_capture = self.device.type == "cuda" and isinstance(rate, Tensor) and rate.device.type == "cuda"
@@ -66,15 +67,15 @@ class Update:
         with trace.span("optimizer", self.device):
             self.steps += 1
             addresses = [0 if p.grad is None else p.grad.data_ptr() for p in self.parameters]
-            if self.graph is not None and addresses == self.known:
+            moved, self.last = addresses != self.last, addresses
+            if self.graph is not None and addresses == self.captured:
                 self.graph.replay()
-                return
             # The first steps set the optimizer up; gradients that moved since the last step may do so each time.
-            moved, self.known = addresses != self.known, addresses
-            if not self.can_capture or self.steps <= WARM_UP_STEPS or moved or self.captures == MOST_CAPTURES:
+            elif not self.can_capture or self.steps <= WARM_UP_STEPS or moved or self.captures == MOST_CAPTURES:
                 self._run()
-                return
-            self._capture()
+            else:
+                self.captured = addresses
+                self._capture()
 
     def _run(self) -> None:
         if self.clip_norm is not None:

@@ -190,6 +190,6 @@ def rows_by_slot(nodes: Tensor, all_parents: Tensor) -> RowMap:
     return RowMap(same, same, parents, total)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)  # of captured graphs, which do not hold what they read
 def _counted(num: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.arange(num, dtype=torch.int32, device=device), torch.full((1,), num, dtype=torch.int32, device=device)
