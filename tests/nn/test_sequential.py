@@ -59,6 +59,22 @@ def test_a_weight_with_a_gradient_needs_the_rows() -> None:
         assert (b.transport.traffic["refetch"] > 0) == needs
 
 
+class Masked(pyg.SAGEConv):
+    """Keeps only a mask of its source rows for backward."""
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return torch.where(x_j > 0.3, x_j, -2 * x_j)
+
+
+def test_a_mask_made_of_the_rows_is_seen() -> None:
+    b, conv = block(), Masked(4, 4).double()
+    x, other = (randn(30, 4).requires_grad_() for _ in range(2))
+    run_conv(conv, x, b).square().sum().backward()
+    conv(other, GRAPH.edge_index()).square().sum().backward()
+    assert b.transport.traffic["refetch"] == b.transport.traffic["forward"]
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
 def test_a_frozen_layer_sends_no_gradients() -> None:
     b = block()
     conv = pyg.EdgeConv(mlp(8, 4, 4)).double()

@@ -7,6 +7,7 @@ for the gradients, it does not fetch them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def aggregate(
 
 
 def look(conv: MessagePassing, call: Call, inputs: Inputs) -> Found:
-    """Run the conv on a few random edges, twice with different source rows, and see what it keeps for backward."""
+    """Run the conv on a few made-up edges, twice with different source rows, and see what it keeps for backward."""
     device = next((t.device for role in ROLES for t in getattr(inputs, role)), torch.device("cpu"))
     chunk = Chunk(
         slice(0, TRIED_EDGES),
@@ -95,15 +96,13 @@ def look(conv: MessagePassing, call: Call, inputs: Inputs) -> Found:
     )
     degrees = torch.tensor([3, 2], device=device)
     kept: list[list[Tensor]] = []
-    with _same_draws(device), _no_batch_norm(conv), _left_as_it_was(conv):
-        for trial in range(2):
-            torch.manual_seed(0)
-            given = {role: [_like(t, role == "source" and trial == 1) for t in getattr(inputs, role)] for role in ROLES}
-            saved: list[Tensor] = []
-            kept.append(saved)
-            torch.manual_seed(0)  # for draws in the messages
-            with saved_tensors_hooks(_keeping(saved), lambda t: t):
-                found = replay(conv, call, given, chunk, degrees, lambda logits: logits.new_zeros(2, *logits.shape[1:]))
+    for other in (False, True):
+        given = {role: [_like(t, other and role == "source") for t in getattr(inputs, role)] for role in ROLES}
+        saved: list[Tensor] = []
+        kept.append(saved)
+        keeping = saved_tensors_hooks(_keeping(saved), lambda t: t)
+        with _same_draws(device), _no_batch_norm(conv), _left_as_it_was(conv), keeping:
+            found = replay(conv, call, given, chunk, degrees, lambda logits: logits.new_zeros(2, *logits.shape[1:]))
     kinds = tuple(Kind(r.how, tuple(r.rows.shape[1:]), r.rows.dtype) for r in found.records)
     weights = None if found.weights is None else Kind("sum", tuple(found.weights.shape[1:]), found.weights.dtype)
     same = len(kept[0]) == len(kept[1]) and all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
@@ -115,11 +114,15 @@ def look(conv: MessagePassing, call: Call, inputs: Inputs) -> Found:
 
 
 def _like(tensor: Tensor, other: bool) -> Tensor:
-    """A few rows like those of an input; `other` ones the second time. The numbers of ints may have a meaning."""
+    """A few rows like those of an input. Whole numbers may have a meaning, such as a type: these are 0.
+
+    `other` rows have other signs and sizes, so that masks made of them differ as well.
+    """
     shape = (TRIED_EDGES, *tensor.shape[1:])
     if not tensor.is_floating_point():
         return tensor.new_zeros(shape)
-    rows = torch.rand(shape, dtype=tensor.dtype, device=tensor.device) + (1.0 if other else 0.0)
+    rows = torch.linspace(-0.7, 1.1, math.prod(shape), dtype=tensor.dtype, device=tensor.device).view(shape)
+    rows = -9.7 * rows if other else rows
     return rows.requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
 
 
