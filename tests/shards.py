@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from hopline.partition import make_partition
 from hopline.sharded import ShardLayout, shard_layouts
 from hopline.transports import P2PTransport, Transport
 from hopline.world import World
-from tests.helpers import CONVS, mlp, randint, randn, random_graph
+from tests.helpers import CONVS, graph_of, mlp, randint, randn, random_graph
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12
 CHUNK_BYTES = 4000
@@ -112,21 +111,30 @@ def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], layout: S
 
 
 def on_ranks(world: World, names: list[str]) -> dict[str, Any]:
-    """On this rank's shard: the largest error of each conv, and what travelled. World sizes from 2 on."""
+    """On this rank's shard: the largest error of each conv, and what travelled."""
     errors: dict[str, float] = {}
     for name in names:
         for discrete in (False, True) if name in TIES[:3] else (False,):
-            graph, x = case(name, discrete)
-            conv = model(name, discrete)
-            expected = plain(conv, graph, x)
             how = "random" if discrete else "metis"
-            layout = shard_layouts(graph, make_partition(graph, world.size, how, seed=1))[world.rank]
-            found = sharded(conv, graph, x, layout, P2PTransport(layout))
-            for value in (value for key, value in sorted(found.items()) if key.startswith("parameter")):
-                dist.all_reduce(value)
-            errors[f"{name} {how}"] = error(found, expected, layout)
+            errors[f"{name} {how}"] = _on_rank(world, model(name, discrete), *case(name, discrete), how)
+    for name in ("gat", "edge", "sage-multi", "gcn"):
+        errors[f"{name} no edges"] = _on_rank(world, model(name), *one_sided(), "range")
     errors |= {f"modes {name}": _modes_and_depths(world, name) for name in ("sage-mean", "gat", "sage-max", "gcn")}
     return {"errors": dict(zip(errors, world.most(list(errors.values())), strict=True)), "traffic": _traffic(world)}
+
+
+def one_sided() -> tuple[Graph, Tensor]:
+    """All edges lead from the second half of the nodes to the first: some shards have none, and nobody's rows."""
+    return graph_of(randint(20, 40, 100), randint(0, 20, 100, seed=1), 40), randn(40, 4)
+
+
+def _on_rank(world: World, conv: nn.Module, graph: Graph, x: Tensor, how: str, **options: Any) -> float:
+    expected = plain(conv, graph, x)
+    layout = shard_layouts(graph, make_partition(graph, world.size, how, seed=1))[world.rank]
+    found = sharded(conv, graph, x, layout, P2PTransport(layout), **options)
+    world.sum_gradients(conv.parameters())
+    found |= {f"parameter.{name}": p.grad for name, p in conv.named_parameters() if p.grad is not None}
+    return error(found, expected, layout)
 
 
 def _modes_and_depths(world: World, name: str) -> float:
@@ -138,14 +146,7 @@ def _modes_and_depths(world: World, name: str) -> float:
     for depth in (1, 2, 5):
         again = sharded(conv, graph, x, layout, P2PTransport(layout), depth=depth)
         assert all(torch.equal(first[key], again[key]) for key in first), (name, depth)
-    expected = plain(conv, graph, x)
-    worst = 0.0
-    for mode in ("stored", "one_shot"):
-        found = sharded(conv, graph, x, layout, P2PTransport(layout), mode=mode)
-        for value in (value for key, value in sorted(found.items()) if key.startswith("parameter")):
-            dist.all_reduce(value)
-        worst = max(worst, error(found, expected, layout))
-    return worst
+    return max(_on_rank(world, conv, graph, x, "random", mode=mode) for mode in ("stored", "one_shot"))
 
 
 def _traffic(world: World) -> dict[str, dict[str, float]]:

@@ -85,10 +85,10 @@ class ShardLayout:
         return torch.cat([i for i in ids if i is not None])
 
     def to(self, device: torch.device | str) -> ShardLayout:
-        """The same layout with its edges and degrees on a device."""
+        """The same layout with its edges, its degrees and what it sends on a device."""
         target = torch.device(device)
-        parts = tuple(part.to(target) for part in self.parts)
-        return replace(self, parts=parts, degrees=self.degrees.to(target))
+        parts, sends = tuple(part.to(target) for part in self.parts), tuple(rows.to(target) for rows in self.sends)
+        return replace(self, parts=parts, sends=sends, degrees=self.degrees.to(target))
 
 
 def shard_layouts(graph: Graph, partition: Partition) -> list[ShardLayout]:

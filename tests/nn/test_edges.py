@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm as plain_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from hopline.nn.edges import Edges, gathered, gcn_edges, loop_attributes
+from hopline.nn.edges import Edges, all_gathered, gathered, gcn_edges, loop_attributes
 from hopline.partition import make_partition
 from hopline.sharded import shard_layouts, virtual_layout
 from hopline.transports import LocalTransport
@@ -109,6 +109,21 @@ def test_all_edges_at_once_are_in_the_order_of_the_graph() -> None:
             if edges.takes is not None:
                 neighbours = torch.cat([neighbours[neighbours != node], torch.tensor([node])])
             assert rows[chunk.dst == place].tolist() == neighbours.tolist()
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.float32])
+def test_several_tensors_travel_together_where_they_can(other: torch.dtype) -> None:
+    calls, transport = [], LocalTransport(LAYOUT)
+    x, y = randn(30, 2, 3).requires_grad_(), randn(30, dtype=other).requires_grad_()
+    real = transport.fetch_all
+    transport.fetch_all = lambda rows, kind: (calls.append(kind), real(rows, kind))[1]
+    found = all_gathered([x, y], transport, None, "forward")
+    assert torch.equal(found[0], x)
+    assert torch.equal(found[1], y)
+    assert len(calls) == (1 if other == torch.float64 else 2)
+    (found[0].sum() + 2 * found[1].sum()).backward()
+    assert torch.equal(x.grad, torch.ones_like(x))  # type: ignore[arg-type]
+    assert torch.equal(y.grad, 2 * torch.ones_like(y))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("depth", [None, 0, 1])

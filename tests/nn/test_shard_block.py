@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from hopline.launch import LaunchSettings, run
 from hopline.nn.shard_block import ShardBlock, find_rule, run_conv
 from hopline.partition import make_partition
 from hopline.sharded import slab_layout, virtual_layout
+from hopline.world import World
 from tests.helpers import batch_of, mlp, pna, randn, random_graph
 from tests.shards import SUITE, TIES, case, error, model, on_ranks, plain, sharded
 
@@ -34,6 +36,15 @@ def test_virtual_shards_equal_plain_pyg(name: str) -> None:
             assert error(found, expected, layout) <= 1, (num_shards, how, discrete)
         for mode in ("stored", "one_shot"):
             assert error(sharded(conv, graph, x, layout, None, mode=mode), expected, layout) <= 1, mode
+
+
+def test_one_rank_equals_plain_pyg() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = on_ranks(World.alone(), list(SUITE))
+    finally:
+        dist.destroy_process_group()
+    assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -151,6 +162,13 @@ def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
         assert torch.equal(torch.get_rng_state(), state)
         assert all(torch.equal(weights[k], v) for k, v in conv.state_dict().items())
         copy.deepcopy(conv)  # no tensor of the computation is kept on it
+
+
+def test_inference_needs_no_gradients() -> None:
+    block, graph = small()
+    conv, x = pyg.GATConv(4, 3).double(), randn(40, 4)
+    with torch.inference_mode():
+        torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
 def test_degrees_are_exchanged_once_where_they_have_no_gradient() -> None:

@@ -6,7 +6,8 @@ none, so what it would have done is done before, from the degrees of the whole g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -207,6 +208,16 @@ def gcn_edges(
         found.append(of_sources[first : first + halo.numel()].index_select(0, part.src_idx.long()))
         first += halo.numel()
     return torch.cat(found) * values * inverse.index_select(0, chosen.destinations())
+
+
+def all_gathered(tensors: Sequence[Tensor], transport: Transport, depth: int | None, kind: str) -> list[Tensor]:
+    """As `gathered`, for several tensors of own rows; those of one type travel side by side, in one exchange."""
+    if len({t.dtype for t in tensors}) != 1:
+        return [gathered(t, transport, depth, kind) for t in tensors]
+    widths = [math.prod(t.shape[1:]) for t in tensors]
+    beside = gathered(torch.cat([t.reshape(t.size(0), w) for t, w in zip(tensors, widths, strict=True)], 1), transport, depth, kind)
+    columns = beside.split(widths, dim=1)
+    return [c.reshape(-1, *t.shape[1:]) for c, t in zip(columns, tensors, strict=True)]
 
 
 def gathered(rows: Tensor, transport: Transport, depth: int | None, kind: str) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from hopline.nn.edges import Edges, gathered
+from hopline.nn.edges import Edges, all_gathered
 from hopline.nn.replay import CannotSplit, Deferred, Inputs, arguments_of, plan, run
 from hopline.nn.sequential import aggregate, lifted
 from hopline.transports import FORWARD, Transport
@@ -82,7 +82,7 @@ def _all_at_once(
     chunk, order = edges.whole
     given = lifted(
         {
-            "source": [gathered(t, transport, depth, FORWARD) for t in inputs.source],
+            "source": all_gathered(inputs.source, transport, depth, FORWARD),
             "destination": inputs.destination,
             "edge": [t.index_select(0, order) for t in inputs.edge],
             "constant": inputs.constant,

@@ -116,7 +116,8 @@ def run_conv(conv: nn.Module, h: Handle | Tensor, block: ShardBlock, x0: Tensor 
     way: tuple[Mode, bool] = (block.mode, conv.training)
     if way not in known:
         initialise(conv, h.shape[1], block, x0)
-        known[way] = find_rule(conv, h.shape[1], block, x0)
+        with torch.inference_mode(False):  # the probe takes gradients
+            known[way] = find_rule(conv, h.shape[1], block, x0)
     return _run(conv, known[way], h, block, x0)
 
 
