@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -87,6 +88,8 @@ class Wires(P2PTransport):
     def __init__(self, layout: Any) -> None:
         Transport.__init__(self, layout)
         self.on_host, self.events = True, list[tuple[str, int]]()
+        self.received: WeakSet[Tensor] = WeakSet()
+        self.most_alive = 0
 
     def post(
         self, sent: list[Tensor], to: int, shapes: list[tuple[int, ...]], source: int, kind: str
@@ -98,18 +101,24 @@ class Wires(P2PTransport):
                 transport.events.append(("wait", source))
 
         self.events.append(("post", to))
-        return [t.new_ones(shape) for t, shape in zip(sent, shapes, strict=True)], [Wait()]
+        received = [t.new_ones(shape) for t, shape in zip(sent, shapes, strict=True)]
+        self.received.update(received)
+        self.most_alive = max(self.most_alive, len(self.received))
+        return received, [Wait()]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
 def test_so_many_rounds_are_asked_for_ahead(depth: int) -> None:
     layout = shard_layouts(*graph_and_parts(5))[1]
     transport, rows = Wires(layout), randn(layout.num_own, 2)
-    for k, _ in enumerate(transport.fetch([rows], "forward", depth)):
+    fetched = transport.fetch([rows], "forward", depth)
+    for k in range(5):
+        next(fetched)  # dropped at once, as a part's rows are when it is done
         posted = [to for event, to in transport.events if event == "post"]
         waited = [source for event, source in transport.events if event == "wait"]
         assert posted == [layout.receiver(i) for i in range(1, min(5, k + depth + 1))]
         assert waited == [layout.sender(i) for i in range(1, k + 1)]
+    assert transport.most_alive == min(4, depth + 1)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

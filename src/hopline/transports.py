@@ -145,11 +145,8 @@ class P2PTransport(Transport):
                 shapes = [(layout.halos[ahead].numel(), *t.shape[1:]) for t in rows]
                 posted.append(self.post(sent, layout.receiver(ahead), shapes, layout.sender(ahead), kind))
                 ahead += 1
-            if k == 0:
-                yield list(rows)
-                continue
-            received, works = posted.popleft()
-            yield [t.to(own.device) for t, own in zip(_waited(received, works), rows, strict=True)]
+            # Nothing here holds on to a round's rows: they are gone when the caller is done with them.
+            yield list(rows) if k == 0 else _on_device_of(rows, *posted.popleft())
 
     def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
         return _P2PReturns(self, like, depth)
@@ -229,6 +226,10 @@ class _P2PReturns:
         rows = self.transport.layout.sends[k]
         for total, gradient in zip(self.totals, _waited(received, works), strict=True):
             total.index_add_(0, rows.to(total.device), gradient.to(total.device))
+
+
+def _on_device_of(rows: Sequence[Tensor], received: list[Tensor], works: list[Any]) -> list[Tensor]:
+    return [t.to(own.device) for t, own in zip(_waited(received, works), rows, strict=True)]
 
 
 def _waited(tensors: list[Tensor], works: list[Any]) -> list[Tensor]:

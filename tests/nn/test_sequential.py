@@ -149,6 +149,23 @@ def test_dropout_is_the_same_in_backward_for_many_chunks() -> None:
     assert not torch.allclose(other, total)  # drawn anew each time
 
 
+def test_backward_is_that_of_the_mode_of_forward() -> None:
+    found = []
+    for mode in (True, False):
+        conv = pyg.EdgeConv(torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Dropout(0.5)), aggr="sum").double()
+        with torch.no_grad():
+            for p in conv.parameters():
+                p.fill_(0.5)
+        x = randn(30, 4).requires_grad_()
+        torch.manual_seed(2)
+        out = run_conv(conv, x, block())
+        conv.train(mode)
+        out.sum().backward()
+        assert conv.nn[1].training == mode
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("chunk_bytes", [1, 3000, 1 << 30])
 def test_no_result_depends_on_chunks_or_depth(depth: int, chunk_bytes: int) -> None:

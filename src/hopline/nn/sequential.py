@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, cast
 
@@ -157,6 +158,19 @@ def _left_as_it_was(conv: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Within, each module is in training or evaluation as it was in forward."""
+    now = [(module, module.training) for module, _ in modes]
+    for module, training in modes:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, training in now:
+            module.training = training
+
+
+@contextmanager
 def _no_batch_norm(conv: nn.Module) -> Iterator[None]:
     """Within, a batch norm that runs is refused: its statistics would be those of a few edges."""
 
@@ -187,18 +201,13 @@ class _Aggregate(torch.autograd.Function):
         edges, found = run.edges, run.found
         device = edges.degrees.device
         ctx.states = _states(device) if run.conv.training else None
+        ctx.modes = [(module, module.training) for module in run.conv.modules()]
         ctx.autocast = (device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
         given = run.by_role([t.detach() for t in tensors])
         so_far = Accumulators(found.kinds, found.weights, edges.num_dst, device)
-        for k, rows in enumerate(run.transport.fetch(given["source"], FORWARD, run.depth)):
-            of_part = {**given, "source": rows}
-            for chunk in edges.chunks(k, run.most_edges):
-                degrees = edges.degrees[chunk.dst_rows]
-
-                def largest(logits: Tensor, chunk: Chunk = chunk) -> Tensor:
-                    return so_far.largest(chunk, logits)
-
-                so_far.add(chunk, replay(run.conv, run.call, lifted(of_part, chunk), chunk, degrees, largest))
+        fetched = run.transport.fetch(given["source"], FORWARD, run.depth)
+        for k in range(len(edges.parts)):
+            _add_part(run, so_far, k, {**given, "source": next(fetched)})
         so_far.close(edges.degrees)
         ctx.run = run
         ctx.shapes = [(t.shape, t.dtype) for t in given["source"]]
@@ -217,8 +226,16 @@ class _Aggregate(torch.autograd.Function):
         kept = _Kept(gradients, rest[:num], rest[num : 2 * num], rest[-1])
         device = run.edges.degrees.device
         draws = nullcontext() if ctx.states is None else _same_draws(device, ctx.states)
-        with draws, torch.autocast(*ctx.autocast), _left_as_it_was(run.conv):
+        with draws, torch.autocast(*ctx.autocast), _left_as_it_was(run.conv), _in_modes(ctx.modes):
             return None, *_Backward(run, inputs, ctx.needs_input_grad[1:], ctx.shapes).over_parts(kept)
+
+
+def _add_part(run: Run, so_far: Accumulators, k: int, given: Mapping[Role, Sequence[Tensor]]) -> None:
+    """Part k's messages, chunk by chunk. given: rows of its sources, of all destinations and of all edges."""
+    for chunk in run.edges.chunks(k, run.most_edges):
+        degrees = run.edges.degrees[chunk.dst_rows]
+        largest = partial(so_far.largest, chunk)
+        so_far.add(chunk, replay(run.conv, run.call, lifted(given, chunk), chunk, degrees, largest))
 
 
 def _states(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -270,19 +287,21 @@ class _Backward:
         run = self.run
         wanted = [t for t, need in zip(self.like, self.needs["source"], strict=True) if need]
         returns = run.transport.returns(wanted, run.depth)
-        fetched: Iterator[Any] = repeat(None, len(run.edges.parts))
+        fetched: Iterator[Any] = repeat(None)
         if run.found.needs_sources:
             fetched = run.transport.fetch(self.given["source"], REFETCH, run.depth)
-        for k, rows in enumerate(fetched):
-            buffers = returns.buffers(k)
-            for chunk in run.edges.chunks(k, run.most_edges):
-                self._add(chunk, rows, buffers, kept)
+        for k in range(len(run.edges.parts)):
+            self._add_part(k, next(fetched), returns.buffers(k), kept)
             if wanted:
                 returns.push(k)
         arrived = iter(returns.finish())
         of_sources = [next(arrived) if need else None for need in self.needs["source"]]
         totals = self.totals
         return [*of_sources, *totals["destination"], *totals["edge"], *totals["constant"], *self.of_parameters]
+
+    def _add_part(self, k: int, rows: list[Tensor] | None, buffers: list[Tensor], kept: _Kept) -> None:
+        for chunk in self.run.edges.chunks(k, self.run.most_edges):
+            self._add(chunk, rows, buffers, kept)
 
     def _add(self, chunk: Chunk, rows: list[Tensor] | None, buffers: list[Tensor], kept: _Kept) -> None:
         """One chunk's messages again, and its gradients. rows: of the part's sources; buffers: for their gradients."""
