@@ -121,7 +121,7 @@ def _save(dataset: Dataset | None, name: str, cleaning: contextlib.ExitStack) ->
 def _open(name: str) -> Dataset:
     folders = [base / name / "data" for base in _bases()]
     opened = open_folder(next((folder for folder in folders if folder.is_dir()), folders[-1]))
-    return replace(opened, alternatives=opened.alternatives[1:])
+    return replace(opened, alternatives=opened.alternatives[1:], folder=None)  # which will be gone
 
 
 @contextlib.contextmanager
