@@ -101,7 +101,7 @@ def test_exact_tables_and_exact_fresh_rows_change_nothing(name: str, settings: d
         made = work.batch(group, None)
         assert made is not None
         assert made.mixer is not None
-        around = made.mixer.around.block
+        around = made.mixer.block
         assert torch.equal(around.part.indptr.diff(), DENSE.graph.in_degrees(around.dst_ids))  # all their edges
         unit = work.unit(made)
         unit.forward_backward(1)

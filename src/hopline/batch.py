@@ -102,7 +102,8 @@ class Part:
     def edge_index(self) -> Tensor:
         """[2, num_edges] int64, sources first: PyG computes wrong gradients with int32."""
         counts = self.indptr.diff()
-        dst = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
+        nodes = torch.arange(counts.numel(), device=counts.device)
+        dst = torch.repeat_interleave(nodes, counts, output_size=self.num_edges)  # else a GPU would be asked
         return torch.stack([self.src_idx.long(), dst])
 
     def rows_from(self, first: int) -> Part:
@@ -298,4 +299,4 @@ def _tensors(batch: Batch) -> list[Tensor]:
         found += block.tensors()
     if isinstance(batch.x, ReducedRows):
         found.append(batch.x.beside)
-    return [t for t in found if isinstance(t, Tensor)]
+    return list({id(t): t for t in found if isinstance(t, Tensor)}.values())  # blocks may be one and the same

@@ -41,8 +41,8 @@ class Reader(ABC):
         return torch.where(stamps < 0, -1, self.step - stamps)
 
     def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
-        """The rows at some places of layer `l`, in the precision of `like`."""
-        return self.rows(l, places).to(like.dtype)
+        """The rows at some places of layer `l`, where `like` is and in its precision."""
+        return self.rows(l, places).to(like.device, like.dtype)
 
 
 def report_ages(ages: Tensor) -> None:
@@ -99,8 +99,18 @@ class Histories(Reader):
         """
         return self
 
+    def ahead(self, layers: Sequence[int], places: Tensor) -> Reader:
+        """Where a batch will read these rows, which may be on their way from now on: they are those of now."""
+        return self
+
     def rows(self, l: int, places: Tensor) -> Tensor:
-        return ops.gather_rows(self.tables[l], places)
+        table = self.tables[l]
+        return ops.gather_rows(table, places.to(table.device))
+
+    @property
+    def home(self) -> torch.device:
+        """Where rows are summed up that are as many as the tables'."""
+        return torch.device("cpu")
 
     def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
         self.table(l, like)
@@ -109,18 +119,22 @@ class Histories(Reader):
     def stamps(self, places: Tensor) -> Tensor:
         return self.written[places]
 
-    def write(self, l: int, slabs: Sequence[slice], rows: Tensor) -> None:
-        """Rows of some slabs, one after the other."""
+    def mark(self) -> Any:
+        """This moment of the computation, for `write`; None where computation is done when it returns."""
+        return None
+
+    def write(self, l: int, slabs: Sequence[slice], rows: Tensor, mark: Any = None) -> None:
+        """Rows of some slabs, one after the other. mark: when they were computed; now, by default."""
         table, start = self.table(l, rows), 0
         for slab in slabs:
             count = slab.stop - slab.start
-            table[slab] = rows[start : start + count].to(table.dtype)
+            table[slab].copy_(rows[start : start + count])
             start += count
 
     def write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
         """Rows at some places."""
         table = self.table(l, rows)
-        table[places] = rows.to(table.dtype)
+        table[places.to(table.device)] = rows.to(table.device, table.dtype)
 
     def mix_in(self, places: Tensor, stamps: Tensor, rows: Mapping[int, Tensor]) -> None:
         """Rows that a batch made of those at some places, unless one was committed since they were read.
@@ -129,7 +143,7 @@ class Histories(Reader):
         """
         same = self.written[places] == stamps
         for l, mixed in rows.items():
-            self.write_at(l, places[same], mixed[same])
+            self.write_at(l, places[same], mixed[same.to(mixed.device)])
 
     def stamp(self, slabs: Sequence[slice], step: int) -> None:
         """These rows are as of a step."""
@@ -141,14 +155,14 @@ class Histories(Reader):
         return sum(t.numel() * t.element_size() for t in self.tables.values()) + self.written.nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        tables = {str(l): table.clone() for l, table in self.tables.items()}
+        tables = {str(l): table.to("cpu", copy=True) for l, table in self.tables.items()}
         return {"tables": tables, "written": self.written.clone(), "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.tables = {}
         for l, rows in state["tables"].items():
             self.dtype = self.dtype or rows.dtype
-            self.table(int(l), rows)[:] = rows
+            self.table(int(l), rows).copy_(rows)
         self.written, self.step = state["written"].clone(), state["step"]
 
 
@@ -187,6 +201,7 @@ class HaloBlock(Block):
     slabs: Sequence[slice]
     """The places of its nodes, in their order."""
     halo_places: Tensor
+    """Those of the halo; on the host."""
     histories: Reader | None
     """Where halo rows come from; None in a block without any."""
     last: int
@@ -206,6 +221,22 @@ class HaloBlock(Block):
             return h
         halo = self.histories.read(l, self.halo_places, h)
         return torch.cat([h, halo if self.mix is None else self.mix(l, h, halo)])
+
+    @property
+    def src_places(self) -> Tensor:
+        """Of all sources, on the host."""
+        own = [torch.arange(slab.start, slab.stop) for slab in self.slabs]
+        return torch.cat([*own, self.halo_places])
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> HaloBlock:
+        known = self.__dict__.setdefault("_moved", {})  # a batch has it once per layer
+        if device not in known:
+            plain = Block(self.src_ids, self.num_dst, self.parts, self.graph, self.key, self.scale_sums)
+            known[device] = HaloBlock(
+                plain.to(device, non_blocking), self.slabs, self.halo_places, self.histories, self.last,
+                self.keeps_gradients, self.mix,
+            )  # fmt: skip
+        return known[device]
 
     def scaling_sums(self, wanted: bool) -> Block:
         """For one conv: its edges alone."""

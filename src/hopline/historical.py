@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from hopline.history import HistoricalWork
 from hopline.nn.whole import Whole
+from hopline.placement import Placement
 from hopline.validate import check_fields
 from hopline.work import Job, Method
 
@@ -56,6 +57,12 @@ class Historical(Method):
     """Steps that a commit waits before it is seen: batch t sees the commits of batches up to t - 1 - lag."""
     storage: Literal["model", "float32", "bf16", "fp16"] = "model"
     """Element type of the tables; `model` is that of the rows."""
+    tables: Literal["auto", "device", "pinned", "host"] = "auto"
+    """Where a GPU's tables are: on it, `pinned` in host memory that it reads itself, `host`, or what fits."""
+    pool_size: int | Literal["auto"] = "auto"
+    """Pinned buffers through which rows of `host` tables go; 0 moves rows only when they are needed."""
+    buffer_rows: int | Literal["auto"] = "auto"
+    """Rows that a pinned buffer has room for."""
     folder: Path | None = None
     """Where tables are kept as mapped files, for those larger than memory; in memory by default."""
 
@@ -74,6 +81,11 @@ class Historical(Method):
         for name in ("lag", "lipschitz"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for name, least in (("pool_size", 0), ("buffer_rows", 1)):
+            if (value := getattr(self, name)) != "auto" and value < least:
+                raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value}")
+        if self.folder is not None and self.tables in ("device", "pinned"):
+            raise ValueError(f"tables={self.tables} are not files: set tables=host, or leave out folder=")
         if not 0 <= self.edge_dropout < 1:
             raise ValueError(f"edge_dropout must be at least 0 and below 1, not {self.edge_dropout}")
         for name in ("momentum", "mixing"):
@@ -95,6 +107,14 @@ class Historical(Method):
         """Whether rows of the halo are computed as far as a batch can."""
         return self.momentum > 0 or self.mixing > 0
 
+    def placement(self, wanted: Placement) -> Placement:
+        if wanted.graph in ("device", "pinned"):
+            raise ValueError(
+                f"placement.graph={wanted.graph}, but method=historical makes its batches on the host: set "
+                "placement.graph=host, or leave it at auto"
+            )
+        return replace(wanted, graph="host")
+
     def bind(self, job: Job) -> HistoricalWork:
         if isinstance(job.model, Whole):
             raise ValueError(
@@ -106,7 +126,7 @@ class Historical(Method):
                 "refresh_with_evaluation=true is for one process, since the first rank evaluates alone: set "
                 "refresh_every=1 instead, which all ranks share"
             )
-        if job.device.type != "cpu":
-            raise ValueError("method=historical runs on the CPU so far: set device=cpu, or method=sampled")
+        if job.data.graph.device.type != "cpu":
+            raise ValueError("method=historical makes its batches on the host: give it a graph that is there")
         job.model.check_blocks()
         return HistoricalWork(job, job.model, self)

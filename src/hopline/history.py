@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 
 from hopline import ops, trace
-from hopline.batch import Batch, Block, Rows
-from hopline.halo import HaloBlock, Histories, Reader, RecordedBlock
+from hopline.batch import Batch, Block
+from hopline.device_history import DeviceHistories, Where, choose_where
+from hopline.halo import HaloBlock, Histories, RecordedBlock
+from hopline.history_batches import HistoricalBatches
 from hopline.history_unit import HistoricalBatch, HistoricalUnit
 from hopline.infer import KeepRows, evaluating
-from hopline.mixing import Mixer
 from hopline.nn.gnn import GNN, State
 from hopline.partition import Partition, make_partition
 from hopline.parts import Group, Parts, Shares, without_halo
 from hopline.sampling import full_block
 from hopline.shared_history import Owners, SharedHistories
+from hopline.spec import format_size
 from hopline.sweep import fill, go_back, measure_bias
 from hopline.work import Job, Unit
 
@@ -47,9 +49,19 @@ class Commit:
     halo: tuple[Tensor, Tensor, Mapping[int, Tensor]]
     """With momentum: places of the halo, their stamps when they were read, and by layer what their rows became."""
     step: int
+    mark: Any = None
+    """The moment of the computation when they were there."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "slabs": [[slab.start, slab.stop] for slab in self.slabs]}
+        """On the host."""
+        places, stamps, mixed = self.halo
+        return {
+            "slabs": [[slab.start, slab.stop] for slab in self.slabs],
+            "rows": _on_host(self.rows),
+            "gradients": _on_host(self.gradients),
+            "halo": (places, stamps, _on_host(mixed)),
+            "step": self.step,
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Commit:
@@ -69,20 +81,36 @@ class HistoricalWork:
         self.partition = partition or partition_together(job, method)
         self.parts = Parts(graph, self.partition, method, self.shares, job.seed)
         self.owners = Owners(job.world, self.shares, self.partition.ptr)
+        self.batches = HistoricalBatches(self)
         self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
-        self.is_training = torch.zeros(graph.num_nodes, dtype=torch.bool)
-        self.is_training[job.train_ids] = True
         self.filled = False
         self.waiting: deque[Commit] = deque()
         self._began_with = self.shares.hosts
-        self._place = torch.full((graph.num_nodes,), -1, dtype=torch.int64)
         self._encoded: dict[tuple[int, ...], Tensor | None] | None = None
 
     def _new_histories(self, name: str) -> Histories:
         dtype, folder = DTYPES[self.method.storage], self.method.folder
         if self.job.world.size > 1:
             return SharedHistories(self.owners, name=name, dtype=dtype, folder=folder)
-        return Histories(self.partition.num_nodes, name=name, dtype=dtype, folder=folder)
+        num_nodes, device = self.partition.num_nodes, self.job.device
+        if device.type == "cpu":
+            return Histories(num_nodes, name=name, dtype=dtype, folder=folder)
+        pool, rows = (None if value == "auto" else value for value in (self.method.pool_size, self.method.buffer_rows))
+        return DeviceHistories(
+            num_nodes, device, self.tables_at, pool_size=pool, buffer_rows=rows, name=name, dtype=dtype, folder=folder
+        )
+
+    @cached_property
+    def tables_at(self) -> Where:
+        """Where the tables of a GPU are."""
+        dtype, sizes = DTYPES[self.method.storage], 1 + self.method.compensate
+        row = sum((dtype or like.dtype).itemsize * like[0].numel() for like in self._probed().values())
+        where = choose_where(
+            sizes * row * self.partition.num_nodes, self.job.device, self.method.tables, self.method.folder
+        )
+        text = {"device": "on the device", "pinned": "pinned on the host", "host": "on the host, behind pinned buffers"}
+        self.job.say(f"history: {format_size(sizes * row * self.partition.num_nodes)} {text[where]}")
+        return where
 
     # ---- batches
 
@@ -141,43 +169,11 @@ class HistoricalWork:
 
     @cached_property
     def _seeds_of_parts(self) -> Tensor:
-        return torch.bincount(self.partition.part_of[self.is_training], minlength=self.partition.num_parts)
+        return torch.bincount(self.partition.part_of[self.batches.is_training], minlength=self.partition.num_parts)
 
     def batch(self, group: Group, key: int | None, *, pull: bool = True) -> HistoricalBatch | None:
-        """All in-edges of the group's nodes; None for a group of no parts.
-
-        pull: rows of the halo that other hosts keep are asked for now, by all ranks together; without, it has none.
-        """
-        if not group:
-            self._readers(torch.empty(0, dtype=torch.int64), None, pull)
-            return None
-        nodes = self.parts.nodes_of(group)
-        found = self.parts.blocks_of(group, nodes, key)
-        plain, later = found.block, found.later
-        places = self.partition.position[plain.src_ids[plain.num_dst :]]
-        rows, gradients = self._readers(places, later, pull)
-        last = self.model.num_layers - 1
-        slabs = self.parts.slabs_of(group)
-        mixer = None if found.around is None or not pull else Mixer(self, found.around, key, rows.stamps(places))
-        block = HaloBlock(replace(plain, key=key), slabs, places, rows, last, self.method.compensate, mixer)
-        data = self.job.data
-        output_idx = self.is_training[nodes].nonzero().view(-1)
-        seeds = nodes[output_idx]
-        x = Rows(data.tables["x"], block.src_ids) if "x" in data.tables else None
-        others = {name: Rows(t, block.src_ids) for name, t in data.tables.items() if name != "x"}
-        y = None if data.y is None else ops.gather_rows(data.y, seeds)
-        blocks = (block,) * self.model.num_layers
-        batch = Batch(seeds, blocks, x, y, others, key, seeds.numel(), output_idx)
-        return HistoricalBatch(batch, block, nodes, later, rows, gradients, mixer)
-
-    def _readers(self, halo: Tensor, later: Block | None, pull: bool) -> tuple[Reader, Reader]:
-        """Where a batch finds rows and gradients of other nodes: in the tables, or in a copy of what is far away."""
-        if not (pull and self.shares.several_hosts):
-            return self.histories, self.gradients
-        layers, position = range(self.model.num_layers), self.partition.position
-        src, dst = (halo[:0], halo[:0]) if later is None else (position[later.src_ids], position[later.dst_ids])
-        rows = self.histories.snapshot(layers[:-1], torch.cat([halo, src]).unique())
-        return rows, self.gradients.snapshot(layers[1:], dst.unique()) if self.method.compensate else self.gradients
+        """All in-edges of the group's nodes: see `HistoricalBatches.make`."""
+        return self.batches.make(group, key, pull=pull)
 
     # ---- tables
 
@@ -185,16 +181,23 @@ class HistoricalWork:
         """Several ranks make their tables together, so all of them must know the widths."""
         if self.job.world.size == 1 or self.histories.tables:
             return
-        nodes = self.parts.nodes_of((0,))[:PROBED]
-        block = RecordedBlock(without_halo(full_block(self.parts.sampler, nodes)))
-        blocks = (block,) * self.model.num_layers
-        with evaluating(self.model):
-            self.model(Batch(nodes, blocks, Rows(self.job.data.x, nodes), None))
-        for l, like in block.own.items():
+        for l, like in self._probed().items():
             if l < self.model.num_layers - 1:
                 self.histories.table(l, like)
             if self.method.compensate:
                 self.gradients.table(l, like)
+
+    def _probed(self) -> dict[int, Tensor]:
+        """By layer, rows of some nodes: as wide as all are."""
+        nodes = self.parts.nodes_of((0,))[:PROBED]
+        block = RecordedBlock(without_halo(full_block(self.parts.sampler, nodes)))
+        blocks = (block,) * self.model.num_layers
+        with evaluating(self.model):
+            batch = Batch(nodes, blocks, None, None).to(self.job.device)
+            self.model(replace(batch, x=self.batches.inputs_of(batch.seeds)))
+        (block, *_) = batch.blocks
+        assert isinstance(block, HaloBlock)
+        return block.own
 
     def refresh(self) -> None:
         """Make the tables exact, those of gradients too where there are any."""
@@ -215,7 +218,7 @@ class HistoricalWork:
 
         def keep(l: int, ids: Tensor, rows: Tensor) -> None:
             self.settle(0)  # older rows must not come later
-            places = self.partition.position[ids]
+            places = self.partition.position[ids.cpu()]
             self.histories.write_at(l, places, rows)
             self.histories.written[places] = self.histories.step
 
@@ -233,7 +236,7 @@ class HistoricalWork:
         """Places of all rows that a sweep of this rank reads, ascending."""
         if self.job.world.size == 1:
             return torch.arange(self.partition.num_nodes)
-        return torch.cat([self.partition.position[made.block.src_ids] for made in self.all_batches()]).unique()
+        return torch.cat([made.block.src_places for made in self.all_batches()]).unique()
 
     def layer_at(self, l: int, block: Block, src_ids: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Rows of a block's destinations after layer `l`, before dropout. inputs: the layer's, but for the first."""
@@ -244,10 +247,10 @@ class HistoricalWork:
     def state_of(self, l: int, block: Block, src_ids: Tensor, inputs: Tensor | None) -> State:
         """What layer `l` reads: encoded input rows, or those given."""
         if l == 0:
-            return self.model.encode(Rows(self.job.data.x, src_ids), block.src_keys, block.key)
+            return self.model.encode(self.batches.inputs_of(src_ids), block.src_keys, block.key)
         assert inputs is not None
         x0 = self._initial_rows(block) if self.model.encodes else None
-        return State(self.model.dropped(inputs.to(self.dtype), block.src_keys, block.key, l - 1), x0)
+        return State(self.model.dropped(inputs.to(self.job.device, self.dtype), block.src_keys, block.key, l - 1), x0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -259,7 +262,7 @@ class HistoricalWork:
         place = tuple(slab.start for slab in block.slabs) if isinstance(block, HaloBlock) else ()
         if self._encoded is not None and place in self._encoded:
             return self._encoded[place]
-        own = Rows(self.job.data.x, block.dst_ids)
+        own = self.batches.inputs_of(block.dst_ids)
         x0 = self.model.encode(own, block.src_keys[: block.num_dst], block.key).x0
         if self._encoded is not None and place:
             self._encoded[place] = x0
@@ -283,7 +286,7 @@ class HistoricalWork:
             slabs, rows, places = made.block.slabs, dict(made.block.commits()), made.block.halo_places
             if self.method.momentum and made.mixer is not None:
                 halo = (places, made.mixer.stamps, made.mixer.mixed)
-        self.waiting.append(Commit(slabs, rows, gradients, halo, self.histories.step))
+        self.waiting.append(Commit(slabs, rows, gradients, halo, self.histories.step, self.histories.mark()))
         self.settle(self.method.lag)
         # Ranks that read each other's rows go by the same running statistics.
         self.job.world.broadcast_tensors(self.job.module.buffers())
@@ -296,9 +299,9 @@ class HistoricalWork:
         while len(self.waiting) > most:
             commit = self.waiting.popleft()
             for l, rows in commit.rows.items():
-                self.histories.write(l, commit.slabs, rows)
+                self.histories.write(l, commit.slabs, rows, commit.mark)
             for l, rows in commit.gradients.items():
-                self.gradients.write(l, commit.slabs, rows)
+                self.gradients.write(l, commit.slabs, rows, commit.mark)
             self.histories.stamp(commit.slabs, commit.step)
             if self.method.momentum:
                 self.job.world.barrier()  # what was committed goes before what was mixed
@@ -333,6 +336,10 @@ class HistoricalWork:
         self.gradients.load_state_dict(state["gradients"])
         self.filled = state["filled"]
         self.waiting = deque(map(Commit.from_state, waiting[self.shares.rank] if any(waiting) else ()))
+
+
+def _on_host(rows: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {l: tensor.cpu() for l, tensor in rows.items()}
 
 
 def partition_together(job: Job, method: Historical) -> Partition:

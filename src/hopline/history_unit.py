@@ -23,6 +23,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
+class Later:
+    """All in-edges of nodes outside a batch that have the batch's nodes among their sources."""
+
+    block: Block
+    src_idx: Tensor
+    """Those of its sources that are the batch's nodes,"""
+    own_idx: Tensor
+    """and which of the batch's they are."""
+    src_places: Tensor
+    dst_places: Tensor
+    """Of all its sources and destinations, on the host."""
+
+    def to(self, device: torch.device) -> Later:
+        return replace(
+            self, block=self.block.to(device), src_idx=self.src_idx.to(device), own_idx=self.own_idx.to(device)
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class HistoricalBatch:
     """A batch, and what is needed to write its rows and to hear from its neighbours."""
 
@@ -30,8 +49,8 @@ class HistoricalBatch:
     block: HaloBlock
     nodes: Tensor
     """[n] int64: the batch's own nodes, part by part."""
-    later: Block | None
-    """With compensation: all in-edges of nodes outside the batch that have the batch's nodes among their sources."""
+    later: Later | None
+    """With compensation: the nodes outside the batch that read from it."""
     rows: Reader
     gradients: Reader
     """Where rows and gradients of nodes outside are read."""
@@ -62,9 +81,9 @@ class HistoricalUnit(Unit):
         work, job, made = self.work, self.work.job, self.made
         if made is None or not (self.size or work.method.compensate):
             self._forward_only()
-            return torch.zeros(())
+            return torch.zeros((), device=job.device)
         report_ages(made.rows.ages(made.block.halo_places))
-        with autocast(job), trace.span("forward"):
+        with autocast(job), trace.span("forward", job.device):
             with spreads(work.model, work.method.lipschitz > 0) as found:
                 # A batch without seeds learns from others' messages only.
                 loss = job.train_step(job.model, made.batch) if self.size else job.model(made.batch).sum()
@@ -73,7 +92,7 @@ class HistoricalUnit(Unit):
                 objective = objective + work.method.lipschitz * self.size * torch.stack(found).mean()
             if work.method.compensate:
                 objective = objective + missing_messages(work, made)
-        with trace.span("backward"):
+        with trace.span("backward", job.device):
             (objective / total).backward()
         if work.method.compensate:
             self.pushed = {l: h.grad * total for l, h in made.block.own.items() if h.grad is not None}
@@ -95,21 +114,17 @@ class HistoricalUnit(Unit):
 
 def missing_messages(work: HistoricalWork, made: HistoricalBatch) -> Tensor:
     """A sum whose gradient at the batch's rows is what nodes outside would have sent back, by the tables."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=work.job.device)
     later, own = made.later, made.block.own
-    if later is None or not later.num_dst:
+    if later is None or not later.block.num_dst:
         return total
-    work._place[made.nodes] = torch.arange(made.nodes.numel())
-    inside = work._place[later.src_ids]
-    work._place[made.nodes] = -1
-    ours = (inside >= 0).nonzero().view(-1)
-    position = work.partition.position
+    block = replace(later.block, key=made.batch.key)
     for l in range(work.model.num_layers - 1):
         fresh = own[l].detach().requires_grad_()
-        rows = made.rows.read(l, position[later.src_ids], fresh).index_put((ours,), fresh[inside[ours]])
+        rows = made.rows.read(l, later.src_places, fresh).index_put((later.src_idx,), fresh[later.own_idx])
         with _norms_as_in_evaluation(work.model, l + 1):
-            out = work.layer_at(l + 1, replace(later, key=made.batch.key), later.src_ids, rows)
-        given = made.gradients.read(l + 1, position[later.dst_ids], out)
+            out = work.layer_at(l + 1, block, block.src_ids, rows)
+        given = made.gradients.read(l + 1, later.dst_places, out)
         (sent,) = torch.autograd.grad(out, fresh, given)
         total = total + (own[l] * sent).sum()
     return total

@@ -34,7 +34,7 @@ class Mixer:
     """
 
     def __init__(self, work: HistoricalWork, around: Around, key: int | None, stamps: Tensor) -> None:
-        self.work, self.around, self.key = work, around, key
+        self.work, self.key = work, key
         self.stamps = stamps
         """Of the stored rows, before anything is committed."""
         self.mixed: dict[int, Tensor] = {}
@@ -42,13 +42,15 @@ class Mixer:
         method, block = work.method, around.block
         degree = work.parts.graph.in_degrees(block.dst_ids)
         share = torch.where(degree == 0, 1.0, block.part.indptr.diff().double() / degree.clamp(min=1))
-        self.weight = method.mixing * SCORES[method.mixing_score](share)
+        weight = method.mixing * SCORES[method.mixing_score](share)
         if method.momentum:
-            self.weight = torch.full_like(share, method.momentum)
+            weight = torch.full_like(share, method.momentum)
+        device = work.job.device
+        self.weight, self.src_idx, self.block = weight.to(device), around.src_idx.to(device), block.to(device)
 
     def __call__(self, l: int, own: Tensor, stored: Tensor) -> Tensor:
-        work, block = self.work, replace(self.around.block, key=self.key)
-        inputs = None if l == 0 else self._before[self.around.src_idx]
+        work, block = self.work, replace(self.block, key=self.key)
+        inputs = None if l == 0 else self._before[self.src_idx]
         norms = running_statistics([work.model.convs[l], work.model.norms[l]], only_if=True)
         with torch.no_grad(), norms:
             fresh = work.layer_at(l, block, block.src_ids, inputs)

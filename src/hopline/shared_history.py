@@ -105,7 +105,7 @@ class SharedHistories(Histories):
     def stamps(self, places: Tensor) -> Tensor:
         return super().stamps(places - self.owners.host.start)
 
-    def write(self, l: int, slabs: Sequence[slice], rows: Tensor) -> None:
+    def write(self, l: int, slabs: Sequence[slice], rows: Tensor, mark: Any = None) -> None:
         super().write(l, self._here(slabs), rows)
 
     def mix_in(self, places: Tensor, stamps: Tensor, rows: Mapping[int, Tensor]) -> None:

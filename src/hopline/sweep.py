@@ -44,7 +44,7 @@ def fill(work: HistoricalWork) -> None:
         for l in range(work.model.num_layers - 1):
             source = histories.snapshot(range(l)[-1:], work.swept_places)
             for made in work.all_batches():
-                inputs = None if l == 0 else source.rows(l - 1, work.partition.position[made.block.src_ids])
+                inputs = None if l == 0 else source.rows(l - 1, made.block.src_places)
                 histories.write(l, made.block.slabs, work.layer_at(l, made.block, made.block.src_ids, inputs))
             world.barrier()  # the next layer reads what others wrote
     histories.stamp([_slab(work)], histories.step)
@@ -61,22 +61,23 @@ def go_back(work: HistoricalWork) -> None:
 
     Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks.
     """
-    model, position, swept = work.model, work.partition.position, work.swept_places
+    model, position, swept, home = work.model, work.partition.position, work.swept_places, work.histories.home
     last = model.num_layers - 1
     weights = [p for p in work.job.module.parameters() if p.requires_grad]
     totals: dict[int, Tensor] = {
-        l: torch.zeros(swept.numel(), *work.histories.tables[l].shape[1:], dtype=work.dtype) for l in range(last)
+        l: torch.zeros(swept.numel(), *work.histories.tables[l].shape[1:], dtype=work.dtype, device=home)
+        for l in range(last)
     }
 
-    def add(l: int, ids: Tensor, rows: Tensor | None) -> None:
+    def add(l: int, places: Tensor, rows: Tensor | None) -> None:
         if rows is not None:
             if l not in totals:
-                totals[l] = torch.zeros(swept.numel(), *rows.shape[1:], dtype=rows.dtype)
-            totals[l].index_add_(0, torch.searchsorted(swept, position[ids]), rows)
+                totals[l] = torch.zeros(swept.numel(), *rows.shape[1:], dtype=rows.dtype, device=home)
+            totals[l].index_add_(0, torch.searchsorted(swept, places).to(home), rows.to(home))
 
     def collect(l: int) -> Tensor:
         """The gradient at the rows that this rank keeps."""
-        rows = work.owners.collect(swept, totals.pop(l))
+        rows = totals.pop(l) if work.job.world.size == 1 else work.owners.collect(swept, totals.pop(l))
         work.gradients.write(l, [_slab(work)], rows)
         return rows
 
@@ -84,21 +85,23 @@ def go_back(work: HistoricalWork) -> None:
         source = work.histories.snapshot(range(last), swept)
         for made in work.all_batches():
             of_last, of_inputs, of_kept = _from_loss(work, made, source, weights)
-            add(last, made.nodes, of_last)
-            add(last - 1, made.block.src_ids, of_inputs)
+            own = position[made.nodes]
+            add(last, own, of_last)
+            add(last - 1, made.block.src_places, of_inputs)
             for l, rows in of_kept.items():
-                add(l, made.nodes, rows)
+                add(l, own, rows)
         collect(last)
         for l in range(last - 1, -1, -1):
             known = collect(l)
             for made in work.all_batches():
-                src_ids = made.block.src_ids
-                inputs = None if l == 0 else _leaf(work, source, l - 1, src_ids)
-                out = work.layer_at(l, made.block, src_ids, inputs)
-                given = known[position[made.nodes] - work.owners.own.start].to(out.dtype)
+                places = made.block.src_places
+                inputs = None if l == 0 else _leaf(work, source, l - 1, places)
+                out = work.layer_at(l, made.block, made.block.src_ids, inputs)
+                own = (position[made.nodes] - work.owners.own.start).to(home)
+                given = known[own].to(out.device, out.dtype)
                 out.backward(given, inputs=weights if inputs is None else [inputs, *weights])
                 if inputs is not None:
-                    add(l - 1, src_ids, inputs.grad)
+                    add(l - 1, places, inputs.grad)
     work.job.world.barrier()
 
 
@@ -108,8 +111,9 @@ def _from_loss(
     """Gradients of a batch's summed loss: at the last layer's rows, at its inputs, at what jumping knowledge keeps."""
     model, block = work.model, made.block
     last = model.num_layers - 1
-    inputs = _leaf(work, source, last - 1, block.src_ids) if last else None
-    kept = {l: _leaf(work, source, l, made.nodes) for l in range(last)} if model.keeps_jk else {}
+    own = work.partition.position[made.nodes]
+    inputs = _leaf(work, source, last - 1, block.src_places) if last else None
+    kept = {l: _leaf(work, source, l, own) for l in range(last)} if model.keeps_jk else {}
     state, recorded = work.state_of(last, block, block.src_ids, inputs), RecordedBlock(block, keeps_gradients=True)
     jk = torch.cat(list(kept.values()), dim=1) if kept else None
     ended = model.layer(last, State(state.h, state.x0, jk), recorded)
@@ -123,8 +127,8 @@ def _from_loss(
     return of_last, None if inputs is None else inputs.grad, {l: rows.grad for l, rows in kept.items()}
 
 
-def _leaf(work: HistoricalWork, source: Reader, l: int, ids: Tensor) -> Tensor:
-    return source.rows(l, work.partition.position[ids]).to(work.dtype).requires_grad_()
+def _leaf(work: HistoricalWork, source: Reader, l: int, places: Tensor) -> Tensor:
+    return source.rows(l, places).to(work.job.device, work.dtype).requires_grad_()
 
 
 def measure_bias(work: HistoricalWork) -> dict[str, float]:

@@ -367,7 +367,7 @@ class Trainer:
         if self.device.type != "cuda" or stays:
             return data
         drawn = {name: getattr(self.method, name) for name in ("fanouts", "batch_size") if hasattr(self.method, name)}
-        return place(data, placement or Placement(), self.device, **drawn)
+        return place(data, self.method.placement(placement or Placement()), self.device, **drawn)
 
     def _train_ids(self) -> Tensor:
         if not self._has("train"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import Whole
 from hopline.world import World
+
+if TYPE_CHECKING:
+    from hopline.placement import Placement
 
 TrainStep = Callable[[nn.Module, Batch], Tensor]
 """(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
@@ -103,6 +106,10 @@ class Method(ABC):
 
     @abstractmethod
     def bind(self, job: Job) -> Work: ...
+
+    def placement(self, wanted: Placement) -> Placement:
+        """Where a GPU should find the data, given what was asked for."""
+        return wanted
 
     def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
         """Batches for approximate inference at `ids`, in their order; None where only exact inference exists."""

@@ -180,7 +180,7 @@ def _reduce(
     if isinstance(rows, ReducedRows) and weight is None and rows.how == how:
         return rows.beside if beside_own else rows.reduced
     if how == "sum" and block.scale_sums:
-        factor = torch.repeat_interleave(block.sampling_factor, part.indptr.diff())
+        factor = torch.repeat_interleave(block.sampling_factor, part.indptr.diff(), output_size=part.num_edges)
         weight = factor if weight is None else weight * factor
     if isinstance(rows, Rows):
         stored = rows.table.storage()

@@ -34,6 +34,18 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
     """(weight of each edge, weight of each destination's own row) for a GCN-like conv."""
     if not conv.normalize:
         return block.edge.get("weight"), None
+    weight = block.edge.get("weight")
+    if isinstance(block, TreeBlock) or (weight is not None and weight.requires_grad):
+        return _normalised(conv, block, dtype)
+    # The layers of a historical batch have their edges in common.
+    known = block.part.__dict__.setdefault("_gcn_weights", {})
+    settings = (bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
+    if settings not in known:
+        known[settings] = _normalised(conv, block, dtype)
+    return known[settings]
+
+
+def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     graph = block.graph
     assert graph is not None
     add_loops = bool(conv.add_self_loops)
@@ -48,7 +60,7 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
         weight, src, dst = inverse * by_dst[parents], src_ids, src_ids[parents]
     else:
         part = block.part
-        weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff())
+        weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
         src, dst = src_ids[part.edge_index]  # in a tree one node has several places
     if "weight" in block.edge:
         weight = weight * block.edge["weight"]

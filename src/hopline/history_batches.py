@@ -1,0 +1,116 @@
+"""Batches of historical training: the edges of some parts, and where rows of their neighbours are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.batch import Batch, Block, Rows
+from hopline.graph import Graph
+from hopline.halo import HaloBlock, Reader
+from hopline.history_unit import HistoricalBatch, Later
+from hopline.mixing import Mixer
+from hopline.parts import Group
+from hopline.transfer import Mover
+
+if TYPE_CHECKING:
+    from hopline.history import HistoricalWork
+
+LOOK_AHEAD = 2
+"""Batches whose tensors may be on their way to a GPU."""
+
+
+class HistoricalBatches:
+    """Makes the batches of one work; for a GPU on the host, from where they are moved while it computes."""
+
+    def __init__(self, work: HistoricalWork) -> None:
+        self.work, self.device, self.data = work, work.job.device, work.job.data
+        self.mover = Mover(self.device, LOOK_AHEAD)
+        self.is_training = torch.zeros(self.data.num_nodes, dtype=torch.bool)
+        self.is_training[work.job.train_ids.cpu()] = True
+        graph = work.parts.graph
+        # Degrees are asked where the batch is; edges stay on the host.
+        self.graph = Graph(graph.indptr.to(self.device), graph.indices, graph.edge) if self.on_gpu else graph
+        self._place = torch.full((self.data.num_nodes,), -1, dtype=torch.int64)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+    def make(self, group: Group, key: int | None, *, pull: bool = True) -> HistoricalBatch | None:
+        """All in-edges of the group's nodes; None for a group of no parts.
+
+        pull: rows of the halo are asked for now, from other hosts by all ranks together; without, they are not read.
+        """
+        if not group:
+            self._readers(torch.empty(0, dtype=torch.int64), None, pull)
+            return None
+        work, parts = self.work, self.work.parts
+        nodes = parts.nodes_of(group)
+        found = parts.blocks_of(group, nodes, key)
+        places = work.partition.position[found.block.src_ids[found.block.num_dst :]]
+        later = self._later(nodes, found.later)
+        rows, gradients = self._readers(places, later, pull)
+        mixer = None if found.around is None or not pull else Mixer(work, found.around, key, rows.stamps(places))
+        plain, last = replace(found.block, key=key, graph=self.graph), work.model.num_layers - 1
+        block = HaloBlock(plain, parts.slabs_of(group), places, rows, last, work.method.compensate, mixer)
+        batch = self._batch(block, nodes, key)
+        if self.on_gpu:
+            batch, later = self._moved(batch), None if later is None else later.to(self.device)
+        (block, *_) = batch.blocks
+        assert isinstance(block, HaloBlock)
+        return HistoricalBatch(batch, block, nodes, later, rows, gradients, mixer)
+
+    def _batch(self, block: HaloBlock, nodes: Tensor, key: int | None) -> Batch:
+        data = self.data
+        output_idx = self.is_training[nodes].nonzero().view(-1)
+        seeds = nodes[output_idx]
+        handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()}
+        y = None if data.y is None else ops.gather_rows(data.y, seeds.to(data.y.device))
+        x, blocks = handles.pop("x", None), (block,) * self.work.model.num_layers
+        return Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx)
+
+    def _moved(self, batch: Batch) -> Batch:
+        """On the GPU; rows that it does not reach itself are read first."""
+        handles = {} if batch.x is None else {"x": batch.x}
+        handles |= batch.tables
+        read = {n: r.read() for n, r in handles.items() if isinstance(r, Rows) and r.table.tiers(self.device) is None}
+        moved = self.mover.ready(self.mover.move(replace(batch, x=read.pop("x", None), tables=read)))
+        ids = moved.input_ids
+        near = {n: Rows(r.table, ids) for n, r in handles.items() if isinstance(r, Rows) and n not in moved.tables}
+        x = near.pop("x", None) if moved.x is None else moved.x
+        near.pop("x", None)
+        return replace(moved, x=x, tables={**moved.tables, **near})
+
+    def inputs_of(self, ids: Tensor) -> Rows | Tensor:
+        """Input rows of some nodes, for the model."""
+        table = self.data.x
+        if not self.on_gpu or table.tiers(self.device) is not None:
+            return Rows(table, ids)
+        return table.read(ids.cpu()).to(self.device)
+
+    def _later(self, nodes: Tensor, block: Block | None) -> Later | None:
+        if block is None:
+            return None
+        self._place[nodes] = torch.arange(nodes.numel())
+        own = self._place[block.src_ids]
+        self._place[nodes] = -1
+        position, src_idx = self.work.partition.position, (own >= 0).nonzero().view(-1)
+        block = replace(block, graph=self.graph)
+        return Later(block, src_idx, own[src_idx], position[block.src_ids], position[block.dst_ids])
+
+    def _readers(self, halo: Tensor, later: Later | None, pull: bool) -> tuple[Reader, Reader]:
+        """Where a batch finds rows and gradients of other nodes: in the tables, or in a copy of what is far away."""
+        work = self.work
+        layers = range(work.model.num_layers)
+        if not pull:
+            return work.histories, work.gradients
+        if not work.shares.several_hosts:
+            return work.histories.ahead(layers[:-1], halo), work.gradients
+        src, dst = (halo[:0], halo[:0]) if later is None else (later.src_places, later.dst_places)
+        rows = work.histories.snapshot(layers[:-1], torch.cat([halo, src]).unique())
+        return rows, work.gradients.snapshot(layers[1:], dst.unique()) if work.method.compensate else work.gradients
