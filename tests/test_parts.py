@@ -43,7 +43,7 @@ def test_edges_are_dropped_in_training_only(settings: dict[str, Any]):
     assert some.block.part.edge_ids.tolist() != other.block.part.edge_ids.tolist()
     assert torch.equal(some.block.src_ids, every.block.src_ids)
     if every.later is not None:
-        assert some.later.num_edges < every.later.num_edges
+        assert some.later.block.num_edges < every.later.block.num_edges
 
 
 def test_the_halo_can_be_dropped():

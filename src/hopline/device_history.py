@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hopline import ops, pinned, trace
 from hopline.halo import Histories, Reader
-from hopline.ops.tiers import gather_tiers
 
 Where = Literal["device", "pinned", "host"]
 
@@ -172,15 +171,18 @@ class DeviceHistories(Histories):
         """Where a kernel reads them, if one does."""
         if self.where == "host" or self.device.type == "cpu":
             return places
-        return places.pin_memory().to(self.device, non_blocking=True)
+        places = places if places.is_pinned() else places.pin_memory()
+        return places.to(self.device, non_blocking=True)
 
     def _gather(self, l: int, places: Tensor, at: Tensor) -> Tensor:
         table = self.tables[l]
         if self.where == "device" or self.device.type == "cpu":
             return ops.gather_rows(table, at)
         trace.count("bytes.pulled", places.numel() * _row_bytes(table))
-        if self.where == "pinned":  # by ascending place, as host memory is fast at
-            return gather_tiers(table, None, None, at, None, True)
+        if self.where == "pinned":
+            from hopline.ops.gpu_stage import gather_aside  # Triton is imported by those who use it only
+
+            return gather_aside(table, at)
         self.pool.flush()
         out = torch.empty(places.numel(), *table.shape[1:], dtype=table.dtype, device=self.device)
         self.pool.pull(table, places, out)

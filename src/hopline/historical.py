@@ -25,8 +25,8 @@ class Historical(Method):
     """Parts that the graph is cut into."""
     parts_per_batch: int = 10
     """Parts of a batch."""
-    partition: Literal["metis", "streaming", "random", "range"] = "metis"
-    """How the graph is cut; `metis` needs pymetis, `streaming` takes any size."""
+    partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
+    """How the graph is cut; `metis` needs pymetis, `streaming` takes any size, `labels` takes y for the parts."""
     groups: Literal["redrawn", "fixed"] = "redrawn"
     """Which parts make a batch: drawn anew each epoch, or the same ones always, whose blocks are then kept."""
     halo: Literal["history", "drop"] = "history"

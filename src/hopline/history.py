@@ -348,9 +348,11 @@ def partition_together(job: Job, method: Historical) -> Partition:
     part_of = torch.empty(job.data.num_nodes, dtype=torch.int32)
     try:
         if world.rank == 0:
+            labels = _labels(job) if method.partition == "labels" else None
             made = make_partition(
-                job.data.graph, method.num_parts, how=method.partition, seed=job.seed, cache=_cache_of(job)
-            )
+                job.data.graph, method.num_parts, how=method.partition, seed=job.seed, labels=labels,
+                cache=_cache_of(job),
+            )  # fmt: skip
             if world.size == 1:
                 return made
             part_of = made.part_of
@@ -362,6 +364,13 @@ def partition_together(job: Job, method: Historical) -> Partition:
         raise ValueError(problem)
     world.broadcast_tensors([part_of])
     return Partition(part_of, method.num_parts, method.partition)
+
+
+def _labels(job: Job) -> Tensor:
+    y = job.data.y
+    if y is None or y.dim() != 1 or y.is_floating_point():
+        raise ValueError("partition=labels takes the classes for the parts, and there are none: choose another one")
+    return y.cpu()
 
 
 def _cache_of(job: Job) -> Path | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hopline import ops
+from hopline import ops, pinned
 from hopline.batch import Batch, Block, Rows
 from hopline.graph import Graph
 from hopline.halo import HaloBlock, Reader
@@ -35,6 +35,7 @@ class HistoricalBatches:
         graph = work.parts.graph
         # Degrees are asked where the batch is; edges stay on the host.
         self.graph = Graph(graph.indptr.to(self.device), graph.indices, graph.edge) if self.on_gpu else graph
+        self._places: dict[Group, Tensor] = {}
         self._place = torch.full((self.data.num_nodes,), -1, dtype=torch.int64)
 
     @property
@@ -52,10 +53,14 @@ class HistoricalBatches:
         work, parts = self.work, self.work.parts
         nodes = parts.nodes_of(group)
         found = parts.blocks_of(group, nodes, key)
-        places = work.partition.position[found.block.src_ids[found.block.num_dst :]]
+        places = self._halo_places(group, found.block)
         later = self._later(nodes, found.later)
         rows, gradients = self._readers(places, later, pull)
         mixer = None if found.around is None or not pull else Mixer(work, found.around, key, rows.stamps(places))
+        if self.on_gpu and parts.keeps(group):
+            for tensor in (*found.block.tensors(), places):
+                if tensor is not None:
+                    pinned.pin(tensor)
         plain, last = replace(found.block, key=key, graph=self.graph), work.model.num_layers - 1
         block = HaloBlock(plain, parts.slabs_of(group), places, rows, last, work.method.compensate, mixer)
         batch = self._batch(block, nodes, key)
@@ -65,12 +70,20 @@ class HistoricalBatches:
         assert isinstance(block, HaloBlock)
         return HistoricalBatch(batch, block, nodes, later, rows, gradients, mixer)
 
+    def _halo_places(self, group: Group, block: Block) -> Tensor:
+        if group in self._places:
+            return self._places[group]
+        places = self.work.partition.position[block.src_ids[block.num_dst :]]
+        if self.work.parts.keeps(group):
+            self._places[group] = places
+        return places
+
     def _batch(self, block: HaloBlock, nodes: Tensor, key: int | None) -> Batch:
         data = self.data
         output_idx = self.is_training[nodes].nonzero().view(-1)
         seeds = nodes[output_idx]
         handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()}
-        y = None if data.y is None else ops.gather_rows(data.y, seeds.to(data.y.device))
+        y = None if data.y is None or data.y.device != seeds.device else ops.gather_rows(data.y, seeds)
         x, blocks = handles.pop("x", None), (block,) * self.work.model.num_layers
         return Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx)
 
@@ -84,7 +97,8 @@ class HistoricalBatches:
         near = {n: Rows(r.table, ids) for n, r in handles.items() if isinstance(r, Rows) and n not in moved.tables}
         x = near.pop("x", None) if moved.x is None else moved.x
         near.pop("x", None)
-        return replace(moved, x=x, tables={**moved.tables, **near})
+        y = moved.y if self.data.y is None or moved.y is not None else ops.gather_rows(self.data.y, moved.seeds)
+        return replace(moved, x=x, y=y, tables={**moved.tables, **near})
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         """Input rows of some nodes, for the model."""

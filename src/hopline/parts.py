@@ -151,9 +151,16 @@ class Parts:
             block = without_halo(block)
         later = full_block(self.sampler, self._readers_of(nodes)) if self.method.compensate else None
         made = GroupBlocks(block, later, self._around(block) if self.method.mixes else None)
-        if self.method.groups == "fixed" or (group in self._swept and self.graph.num_edges <= KEPT_EDGES):
+        if self._keeps_whole(group):
             self._kept[group] = made
         return made
+
+    def keeps(self, group: Group) -> bool:
+        """Whether the group's blocks are the same ones every time."""
+        return self._keeps_whole(group) and not self.method.edge_dropout
+
+    def _keeps_whole(self, group: Group) -> bool:
+        return self.method.groups == "fixed" or (group in self._swept and self.graph.num_edges <= KEPT_EDGES)
 
     def _around(self, block: Block) -> Around | None:
         halo = block.src_ids[block.num_dst :]

@@ -160,7 +160,9 @@ class _Staged(TorchFunctionMode):
 
     def _through_buffer(self, tensor: Tensor) -> Tensor:
         start, stop = self.used, self.used + tensor.nbytes
-        if stop > self.buffer.numel():
+        if tensor.is_pinned():
+            moved = self.copies.copy(tensor)
+        elif stop > self.buffer.numel():
             moved = tensor.to(self.device)  # waits; the batch has more tensors than it counts
         else:
             self.used = (stop + ALIGNED - 1) // ALIGNED * ALIGNED

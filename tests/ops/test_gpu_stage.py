@@ -51,6 +51,15 @@ def test_more_than_fit_are_counted_but_not_kept():
     assert int(found.max()) < NUM_ROWS
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (256,), (2, 150)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...], dtype: torch.dtype):
+    rows = randn(NUM_ROWS, *shape).to(dtype)
+    ids = randint(0, NUM_ROWS, 250)
+    found = gpu_stage.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
+    assert torch.equal(found.cpu(), rows[ids])
+
+
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float32, 7), (torch.float64, 300)])
 def test_staged_rows_are_read_where_they_stand(dtype: torch.dtype, width: int):
     rows, place = randn(NUM_ROWS, width).to(dtype), places()

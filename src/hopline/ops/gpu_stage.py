@@ -58,6 +58,19 @@ def _stage_kernel(
     tl.atomic_add(fetched, num_fetched, sem="relaxed")
 
 
+@triton.jit(do_not_specialize=["num"])
+def _gather_kernel(rows, ids, order, out, num, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    for start in range(tl.program_id(0) * R, num, tl.num_programs(0) * R):
+        inside = start + tl.arange(0, R) < num
+        at = tl.load(order + start + tl.arange(0, R), mask=inside, other=0).to(tl.int64)
+        row = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
+        for begin in tl.static_range(0, WIDTH, C):
+            column = begin + tl.arange(0, C)
+            mask = inside[:, None] & (column < WIDTH)[None, :]
+            words = tl.load(rows + row[:, None] * WIDTH + column[None, :], mask=mask)
+            tl.store(out + at[:, None] * WIDTH + column[None, :], words, mask=mask)
+
+
 @triton.jit(do_not_specialize=["capacity", "first_slot"])
 def _point_kernel(place, found, count, capacity, first_slot, STANDS: tl.constexpr, T: tl.constexpr):
     at = tl.program_id(0) * T + tl.arange(0, T)
@@ -102,6 +115,19 @@ def point(place: Tensor, found: Tensor, count: Tensor, first_slot: int | None) -
         _point_kernel[(triton.cdiv(found.numel(), block),)](
             place, found, count, found.numel(), first_slot or 0, first_slot is not None, block
         )
+
+
+def gather_aside(rows: Tensor, ids: Tensor) -> Tensor:
+    """rows[ids] of pinned host memory, by few programs and in ascending order; all ids must be in range."""
+    out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype, device=ids.device)
+    width, word = row_words(rows, out)
+    size = triton.next_power_of_2(max(1, ids.numel())) if is_interpreted() else ROWS
+    with launching(ids.device):
+        _gather_kernel[(1 if is_interpreted() else PROGRAMS,)](
+            words_of(rows, word), ids, ids.argsort(), words_of(out, word), ids.numel(),
+            WIDTH=width, R=size, C=min(MAX_COLUMNS, triton.next_power_of_2(width)), num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return out
 
 
 def unclaimed(dtype: torch.dtype) -> int:
