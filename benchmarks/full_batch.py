@@ -1,9 +1,11 @@
 """Full-batch training over virtual shards against plain PyG on the CPU: peak tensor bytes and time.
 
     python benchmarks/full_batch.py [--nodes 20000] [--edges 1500000] [--width 64] [--shards 1,8,32] [--json FILE]
+    python benchmarks/full_batch.py --ranks 1,2,4
 
 Every row is one forward and backward of two layers. Times are the best of `--repeats`, without the meter; peaks are
-what lives at most of what torch allocates, above the graph, the rows and the weights.
+what lives at most of what torch allocates, above the graph, the rows and the weights. With `--ranks`, shards are
+processes that exchange rows by gloo, and the peak is the largest of any rank.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopline.graph import Graph
+from hopline.launch import LaunchSettings, run
 from hopline.nn.shard_block import ShardBlock, run_conv
-from hopline.sharded import slab_layout
+from hopline.partition import Partition
+from hopline.sharded import shard_layouts, slab_layout
+from hopline.transports import LocalTransport, P2PTransport
+from hopline.world import World
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "GAT": lambda width: pyg.GATConv(width, width),
@@ -110,26 +116,67 @@ def compare(name: str, graph: Graph, width: int, shards: list[int], repeats: int
     return rows
 
 
+def on_rank(world: World, name: str, num_nodes: int, num_edges: int, width: int, repeats: int) -> dict[str, Any]:
+    """One rank's part: the slowest time and the largest peak of all ranks, and what they sent in one step."""
+    graph = made_up(num_nodes, num_edges)
+    part_of = (torch.arange(num_nodes) * world.size // num_nodes).int()
+    layout = shard_layouts(graph, Partition(part_of, world.size))[world.rank]
+    torch.manual_seed(0)
+    convs = nn.ModuleList([MODELS[name](width), MODELS[name](width)])
+    x = torch.randn(num_nodes, width)[layout.own_ids]
+    transport = LocalTransport(layout) if world.size == 1 else P2PTransport(layout)
+    block = ShardBlock.of(layout, transport)
+    del graph
+    seconds, peak = measured(lambda: trained(convs, x, lambda conv, h: run_conv(conv, h, block)), repeats)
+    transport.traffic.clear()
+    trained(convs, x, lambda conv, h: run_conv(conv, h, block))
+    sent = {kind: world.sum([transport.traffic[kind]])[0] for kind in ("forward", "refetch", "gradient")}
+    seconds, peak = world.most([seconds, float(peak)])
+    return {"model": name, "shards": f"{world.size} ranks", "seconds": seconds, "peak_bytes": peak, "sent_bytes": sent}
+
+
+def scale(name: str, ranks: list[int], *sizes: int) -> list[dict[str, Any]]:
+    """Rows of a table: each number of ranks against the one before."""
+    rows: list[dict[str, Any]] = []
+    for num_ranks in ranks:
+        row = run(on_rank, LaunchSettings(devices=num_ranks, timeout_s=120), name, *sizes)
+        before = rows[-1] if rows else row
+        ratios = {f"{k}_ratio": row[v] / before[v] for k, v in (("time", "seconds"), ("memory", "peak_bytes"))}
+        rows.append({**row, **ratios})
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['model']:>10} {row['shards']:>10} {row['seconds']:8.2f} {row['time_ratio']:9.2f} "
+        f"{row['peak_bytes'] / 1e6:8.1f} {row['memory_ratio']:9.3f} "
+        + (f"{row['difference']:11.1e}" if "difference" in row else str(row["sent_bytes"]))
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=20_000)
     parser.add_argument("--edges", type=int, default=1_500_000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--shards", default="1,8,32")
+    parser.add_argument("--ranks")
     parser.add_argument("--models", default="GAT,SAGE-max")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    graph = made_up(args.nodes, args.edges)
+    of, last = ("of before", "sent in a step") if args.ranks else ("of plain", "difference")
+    print(f"{'model':>10} {'shards':>10} {'seconds':>8} {of:>9} {'peak MB':>8} {of:>9} {last:>11}")
     rows = []
-    print(f"{'model':>10} {'shards':>10} {'seconds':>8} {'of plain':>9} {'peak MB':>8} {'of plain':>9} {'difference':>11}")
     for name in args.models.split(","):
-        for row in compare(name, graph, args.width, [int(n) for n in args.shards.split(",")], args.repeats):
-            rows.append(row)
-            print(
-                f"{row['model']:>10} {row['shards']:>10} {row['seconds']:8.2f} {row['time_ratio']:9.2f} "
-                f"{row['peak_bytes'] / 1e6:8.1f} {row['memory_ratio']:9.3f} {row['difference']:11.1e}"
-            )
+        if args.ranks:
+            ranks = [int(n) for n in args.ranks.split(",")]
+            rows += scale(name, ranks, args.nodes, args.edges, args.width, args.repeats)
+        else:
+            shards = [int(n) for n in args.shards.split(",")]
+            rows += compare(name, made_up(args.nodes, args.edges), args.width, shards, args.repeats)
+    for row in rows:
+        show(row)
     print(json.dumps(rows))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))

@@ -213,6 +213,7 @@ class _P2PReturns:
         shapes = [(layout.sends[k].numel(), *t.shape[1:]) for t in self.totals]
         posted = self.transport.post(self.filled, layout.sender(k), shapes, layout.receiver(k), GRADIENT)
         self.posted.append((k, *posted))
+        self.filled = []
         while len(self.posted) > self.depth:
             self._drain()
 

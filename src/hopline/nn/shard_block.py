@@ -27,7 +27,7 @@ from hopline.sharded import ShardLayout, slab_layout
 from hopline.transports import LocalTransport, Transport
 
 Rule = Literal["plain", "loops", "gcn"]
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 """Memory for the messages of one chunk of edges, in forward and backward."""
 RUN = (
     "Convs such as SAGEConv, GCNConv, GINConv, GINEConv, GraphConv, GATConv, GATv2Conv, PNAConv, NNConv, EdgeConv, "
