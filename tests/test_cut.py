@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,12 @@ import hopline.cut as cutting
 from hopline.cut import cut
 from hopline.data import store
 from hopline.data.dataset import Dataset
+from hopline.graph import Graph
 from hopline.partition import Partition, make_partition
 from hopline.rejoin import join_shards, verify_shards
 from hopline.sharded import shard_layouts
 from hopline.shards import open_shard
-from hopline.tables import SparseTable, TensorTable
+from hopline.tables import SparseTable, Table, TensorTable
 from tests.data.test_store import assert_same
 from tests.helpers import randint, randn, random_graph
 
@@ -127,3 +130,41 @@ def test_mistakes_get_a_sentence(tmp_path: Path) -> None:
     cut(data, make_partition(data.graph, 2, "range"), tmp_path / "shards")
     with pytest.raises(ValueError, match="open_shard"):
         store.open_folder(tmp_path / "shards")
+
+
+def own_memory() -> int:
+    """Bytes that are this process's own: pages of mapped files, which the system may drop, do not count."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts the pages of a process as Linux does")
+def test_memory_does_not_grow_with_edges_and_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "CHUNK", 1 << 14)
+    monkeypatch.setattr(cutting, "PIECE_BYTES", 1 << 20)
+
+    def opened(num_nodes: int, num_edges: int) -> Dataset:
+        graph = random_graph(num_nodes, num_edges, dtype=torch.int32)
+        edge = {"attr": torch.zeros(graph.num_edges, 32)}
+        tables: dict[str, Table] = {"x": TensorTable(torch.zeros(num_nodes, 500))}
+        Dataset(name="large", graph=Graph(graph.indptr, graph.indices, edge), tables=tables).save(tmp_path / "data")
+        return store.open_folder(tmp_path / "data")
+
+    few = opened(20, 100)
+    cut(few, make_partition(few.graph, 3, "range"), tmp_path / "shards")  # what is compiled once
+    data = opened(20_000, 600_000)
+    gc.collect()
+    before, highest, done = own_memory(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            highest[0] = max(highest[0], own_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        cut(data, make_partition(data.graph, 4, "random"), tmp_path / "shards")
+    finally:
+        done.set()
+        watcher.join()
+    assert highest[0] - before < data.num_bytes // 4, (highest[0] - before, data.num_bytes)

@@ -20,7 +20,7 @@ from tests.test_cut import rich
 
 def test_two_tables_are_read_as_one() -> None:
     rows = torch.where(randn(9, 3) > 0, randn(9, 3), 0)
-    table = JoinedTable(SparseTable.from_dense(rows[:4]), TensorTable(rows[4:]))
+    table = JoinedTable(SparseTable.from_dense(rows[:4]), TensorTable(rows[[4, 8]]), torch.tensor([0, 4]), 5)
     ids = torch.tensor([8, 0, 4, 3, 3])
     assert table.shape == (9, 3)
     assert table.dtype == torch.float64

@@ -100,7 +100,7 @@ def export(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="A file (.npz, .csv, .parquet, .npy), a folder of OGB or DGL, or a name")],
+    source: Annotated[str, typer.Argument(help="A .npz, .csv, .parquet or .npy file, an OGB or DGL folder, or a name")],
     folder: Annotated[Path, typer.Argument(help="The dataset folder to write")] = Path(),
     overrides: Overrides = None,
     keys: ShowKeys = False,

@@ -133,15 +133,20 @@ def _weights(shard: Shard) -> Tensor:
     return found
 
 
-def fetch(question: Question, table: Table | Tensor) -> Tensor:
-    """Dense rows of what was asked for; sparse ones travel as they are stored."""
-    if isinstance(table, Tensor):
-        return question.answer(ops.gather_rows(table, question.rows))
+def fetch(question: Question, table: Table | Tensor) -> Table | Tensor:
+    """Rows of what was asked for: dense, or as a table where they are stored sparse."""
     if isinstance(table, SparseTable):
         indptr, columns, values = table.read_csr(question.rows)
         starts, (columns, values) = question.answer_lists(indptr.diff(), [columns, values])
-        return SparseTable(starts, columns, values, table.num_columns).read(torch.arange(starts.numel() - 1))
-    return question.answer(table.read(question.rows))
+        return SparseTable(starts, columns, values, table.num_columns)
+    rows = ops.gather_rows(table, question.rows) if isinstance(table, Tensor) else table.read(question.rows)
+    return question.answer(rows)
+
+
+def fetch_dense(question: Question, table: Table | Tensor) -> Tensor:
+    """Dense rows of what was asked for; sparse ones travel as they are stored."""
+    rows = fetch(question, table)
+    return rows if isinstance(rows, Tensor) else rows.read(torch.arange(len(rows)))
 
 
 @dataclass(frozen=True)
@@ -243,13 +248,13 @@ class CollectiveLoader:
         if self.method.scale_sums:
             blocks = tuple(block.scaling_sums(True) for block in blocks)
         trace.count("edges.sampled", sum(block.num_edges for block in blocks))
-        rows = {name: fetch(question, table) for name, table in self.tables.items()}
+        rows = {name: fetch_dense(question, table) for name, table in self.tables.items()}
         x = rows.pop("x", None)
         batch = Batch(blocks[-1].dst_ids, blocks, x, None, rows, key=request.key, total_seeds=request.total)
         if self.shard.y is None:
             return batch
         of_seeds = Question(self.channel, self.shard.ptr, request.seeds)
-        return replace(batch, y=fetch(of_seeds, self.shard.y))
+        return replace(batch, y=fetch_dense(of_seeds, self.shard.y))
 
 
 def _chosen(tables: Mapping[str, Table], names: Sequence[str] | None) -> dict[str, Table]:

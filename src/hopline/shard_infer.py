@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from hopline import ops
 from hopline.batch import Batch
 from hopline.collective import CollectiveSampler, fetch
 from hopline.data.dataset import Dataset
+from hopline.data.edges import index_dtype
 from hopline.exchange import Channel, Question
 from hopline.infer import CHUNK_EDGES, Layerwise, Tables, evaluating, measure
 from hopline.nn.gnn import GNN
@@ -18,18 +20,22 @@ from hopline.nn.whole import as_walkable
 from hopline.partial import PartialGraph
 from hopline.shard_data import ShardedData
 from hopline.shards import Shard
-from hopline.tables import Table, TensorTable
+from hopline.tables import SparseTable, Table, TensorTable
+
+CHUNK = 1 << 22
+"""Edges looked at in one go."""
 
 
 class JoinedTable(Table):
-    """Rows of one table, and behind them those of another."""
+    """Rows of one table, and behind them those of another, of which only some are there."""
 
-    def __init__(self, first: Table, second: Table) -> None:
-        self.first, self.second = first, second
+    def __init__(self, first: Table, second: Table, known: Tensor, num_second: int) -> None:
+        self.first, self.second, self.known, self.num_second = first, second, known, num_second
+        # known: [len(second)] int64, ascending: the numbers of the second's rows among num_second.
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.first) + len(self.second), *self.first.shape[1:])
+        return (len(self.first) + self.num_second, *self.first.shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,7 +45,7 @@ class JoinedTable(Table):
         of_first = ids < len(self.first)
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
         rows[of_first] = self.first.read(ids[of_first])
-        rows[~of_first] = self.second.read(ids[~of_first] - len(self.first))
+        rows[~of_first] = self.second.read(torch.searchsorted(self.known, ids[~of_first] - len(self.first)))
         return rows
 
 
@@ -47,13 +53,15 @@ def exact(
     model: nn.Module,
     shard: Shard,
     channel: Channel | None = None,
+    rows: Tensor | None = None,
     *,
     chunk_edges: int = CHUNK_EDGES,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The model's output for this rank's nodes, over every edge: [num_own, ...]. Every rank must call this.
+    """The model's output for some of this rank's nodes (by row; all by default), over every edge: [n, ...].
 
-    Memory is that of the hidden rows of the own nodes and of those that their edges come from.
+    Every rank must call this, with rows of its own or none. Only what these rows need is computed, by whoever owns it,
+    and only that travels. Memory is that of the hidden rows of the own nodes and of their sources.
     """
     channel = Channel() if channel is None else channel
     walk = as_walkable(model)
@@ -62,7 +70,17 @@ def exact(
     walk.check_blocks()
     with evaluating(walk):
         work = _OnShard(walk, shard, channel, chunk_edges, torch.device(device))
-        return work.run(torch.arange(shard.num_own), show=False)
+        rows = torch.arange(shard.num_own) if rows is None else rows
+        # A rank that wants nothing computes a row all the same: from it, it learns how wide rows are.
+        return work.run(rows if rows.numel() else torch.zeros(1, dtype=torch.int64), show=False)[: rows.numel()]
+
+
+class _Wanted(NamedTuple):
+    """Rows of others that a layer reads."""
+
+    numbers: Tensor
+    """[n] int64, ascending: among all nodes of others that edges lead from."""
+    question: Question
 
 
 class _OnShard(Layerwise):
@@ -70,50 +88,81 @@ class _OnShard(Layerwise):
 
     def __init__(self, model: GNN, shard: Shard, channel: Channel, chunk_edges: int, device: torch.device) -> None:
         self.shard, self.channel = shard, channel
-        super().__init__(model, _local(shard, channel), chunk_edges, device)
+        self.wanted: list[_Wanted] = []
+        super().__init__(model, Dataset(name=shard.name, graph=_local(shard, channel)), chunk_edges, device)
 
     def needed(self, ids: Tensor | None) -> list[Tensor]:
-        own = torch.arange(self.shard.num_own)
-        return [torch.arange(self.data.num_nodes), *[own] * self.model.num_layers]
+        """Own nodes whose rows are needed after each layer, by this rank or another; first, all that the input is."""
+        assert ids is not None
+        needed, num_own = [ids.unique()], self.shard.num_own
+        for _ in range(self.model.num_layers):
+            sources = self._sources(needed[0])
+            numbers = sources[sources >= num_own] - num_own
+            question = Question(self.channel, self.shard.ptr, self.shard.halo_places[numbers])
+            self.wanted.insert(0, _Wanted(numbers, question))
+            needed.insert(0, torch.cat([sources[sources < num_own], question.rows]).unique())
+        numbers = self.wanted[0].numbers
+        if "x" in self.shard.tables:
+            own = self.shard.tables["x"]
+            rows = fetch(self.wanted[0].question, own)
+            self.data.tables["x"] = _joined(own, rows, numbers, self.shard.halo_places.numel())
+        return [torch.cat([needed[0], numbers + num_own]), *needed[1:]]
+
+    def _sources(self, rows: Tensor) -> Tensor:
+        """The rows themselves and all that their edges lead from, ascending."""
+        graph = self.data.graph
+        marked = torch.zeros(graph.num_nodes, dtype=torch.bool)
+        marked[rows] = True
+        costs = (graph.in_degrees(rows) + 1).cumsum(0) // CHUNK
+        for piece in rows.split(torch.bincount(costs).tolist()):
+            marked[graph.indices[ops.row_positions(graph.indptr, piece)[1]].long()] = True
+        return marked.nonzero().view(-1)
 
     def completed(self, tables: Tables) -> Tables:
-        """The same tables, with the rows that other ranks have computed."""
-        layout, rank, size = self.shard.layout, self.channel.rank, self.channel.size
+        """The same tables, with the rows of the next layer's sources that other ranks have computed."""
+        del self.wanted[0]
+        numbers, question = self.wanted[0]
         assert isinstance(tables.h, TensorTable)
-        # The layout speaks of rounds: shard r receives in round (r - rank), and sends in round (rank - r).
-        wanted = [layout.sends[(r - rank) % size] if r != rank else torch.empty(0).long() for r in range(size)]
-        giving, coming = [rows.numel() for rows in wanted], self.shard.halo_ptr.diff().tolist()
         home = tables.h.rows.device
-        rows = self.channel.send(tables.h.read(torch.cat(wanted).to(home)).cpu(), giving, coming)
-        tables.h.rows[self.shard.num_own :] = rows.to(home)
+        rows = question.answer(tables.h.read(question.rows.to(home)).cpu())
+        tables.h.write((numbers + self.shard.num_own).to(home), rows.to(home))
         return tables
 
 
-def _local(shard: Shard, channel: Channel) -> Dataset:
+def _local(shard: Shard, channel: Channel) -> PartialGraph:
     """The own nodes with all their in-edges, and the sources of others."""
     question = Question(channel, shard.ptr, shard.halo_places)
     num_all = shard.num_own + shard.halo_places.numel()
-    at = shard.at.long()
-    owner = torch.bucketize(at, shard.part_ptr[1:-1], right=True)
     first = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
+    indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_all))
+    for start in range(0, shard.at.numel(), CHUNK):
+        at = shard.at[start : start + CHUNK].long()
+        owner = torch.bucketize(at, shard.part_ptr[1:-1], right=True)
+        indices[start : start + CHUNK] = (shard.src_idx[at] + first[owner]).to(indices.dtype)
     indptr = torch.full((num_all + 1,), int(shard.indptr[-1]))
     indptr[: shard.num_own + 1] = shard.indptr
     known = CollectiveSampler(shard, channel, (-1,))
-    degrees = shard.layout.degrees
-    weights = known.weights
-    graph = PartialGraph(
+    degrees, weights = shard.layout.degrees, known.weights
+    return PartialGraph(
         indptr,
-        ops.gather_rows(shard.src_idx, at) + first[owner],
-        {name: ops.gather_rows(array, at) for name, array in shard.edge.items()},
+        indices,
+        {name: ops.gather_rows(array, shard.at) for name, array in shard.edge.items()},
         ids=torch.arange(num_all),
         degrees=torch.cat([degrees, question.answer(degrees[question.rows])]),
         has_loops=known.has_loops,
         weights=None if weights is None else torch.cat([weights, question.answer(weights[question.rows])]),
     )
-    tables: dict[str, Table] = {}
-    if "x" in shard.tables:
-        tables["x"] = JoinedTable(shard.tables["x"], TensorTable(fetch(question, shard.tables["x"])))
-    return Dataset(name=shard.name, graph=graph, tables=tables)
+
+
+def _joined(own: Table, others: Table | Tensor, known: Tensor, num_others: int) -> Table:
+    """Both as one table; sparse rows stay sparse."""
+    if isinstance(own, SparseTable) and isinstance(others, SparseTable):
+        counts = torch.zeros(num_others, dtype=torch.int64)
+        counts[known] = others.indptr.diff()
+        indptr = torch.cat([own.indptr, counts.cumsum(0) + own.indptr[-1]])
+        columns, values = (torch.cat([getattr(own, name), getattr(others, name)]) for name in ("columns", "values"))
+        return SparseTable(indptr, columns, values, own.num_columns)
+    return JoinedTable(own, TensorTable(others) if isinstance(others, Tensor) else others, known, num_others)
 
 
 def evaluate(
@@ -124,13 +173,15 @@ def evaluate(
     if batches is None:
         ids = shard.splits[split]
         rows = shard.rows_of(ids)
-        scores, labels = exact(model, shard, channel, device=device)[rows], shard.labels[rows]
+        scores, labels = exact(model, shard, channel, rows, device=device), shard.labels[rows]
     else:
-        found = []
-        with evaluating(as_walkable(model)):
+        found, walk = [], as_walkable(model)
+        with evaluating(walk):
             for batch in batches:
-                out = as_walkable(model)(batch).cpu() if batch.num_seeds else torch.empty(0, data.num_outputs)
-                found.append((batch.seeds.cpu(), out.float(), batch.labels.cpu()))
-        ids, scores, labels = (torch.cat(rows) for rows in zip(*found, strict=True))
+                out = walk(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0)
+                found.append((batch.seeds.cpu(), out, batch.labels.cpu()))
+        ids, labels = (torch.cat([entry[k] for entry in found]) for k in (0, 2))
+        width = int(channel.highest(torch.tensor([max(out.size(1) for _, out, _ in found)])))
+        scores = torch.cat([out.view(-1, width) for _, out, _ in found])
     order = channel.all(ids).argsort()  # as one process has them, so that ties in a metric fall the same way
     return measure(data, channel.all(scores.float())[order], channel.all(labels)[order])
