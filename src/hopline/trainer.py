@@ -89,6 +89,7 @@ class Trainer:
         self.model = model.to(self.device)
         self.method = method if method is not None else Sampled()
         self.data = data = self._placed(data, placement)
+        self._report: Report | None = None
         self.callbacks = list(callbacks)
         self.test_step = test_step
         self.usual_loss = train_step is None
@@ -115,7 +116,6 @@ class Trainer:
         self.stop_reason: str | None = None
         self.num_steps = 0
         self.position = Position()
-        self._report: Report | None = None
         self._checkpoints = Checkpoints(self.out, self.settings, self.world)
 
     # ---- the loop
