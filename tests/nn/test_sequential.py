@@ -10,6 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopline.nn.edges import Edges
 from hopline.nn.replay import Inputs, plan
@@ -111,6 +112,33 @@ def test_nothing_with_a_row_per_edge_is_kept(make: Callable[[], Any]) -> None:
         sizes.append((kept(lambda: run_conv(conv, x, b)), kept(lambda: conv(x, graph.edge_index()))))  # noqa: B023
     assert sizes[0][0] == sizes[1][0]
     assert sizes[1][1] > 5 * sizes[0][1]
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in one tensor that is made within."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, Tensor) and t.is_floating_point():
+                self.most = max(self.most, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+@pytest.mark.parametrize("aggr", ["mean", "max", "std", "softmax"])
+def test_no_matrix_with_a_row_per_edge_of_a_part_is_made(aggr: str) -> None:
+    graph = random_graph(30, 3000)
+    b = ShardBlock.of(slab_layout(graph, torch.tensor([0, 15, 30])), chunk_bytes=8000)
+    conv, x = pyg.SAGEConv(4, 8, aggr=aggr, project=True).double(), randn(30, 4).requires_grad_()
+    run_conv(conv, x, b)
+    with Largest() as largest:
+        run_conv(conv, x, b).sum().backward()
+    assert 30 * 8 <= largest.most <= 8000 / 8  # own rows, or a chunk
+    with Largest() as largest:
+        conv(x, graph.edge_index()).sum().backward()
+    assert largest.most >= 3000 * 4
 
 
 def test_dropout_draws_what_plain_pyg_draws() -> None:

@@ -164,11 +164,33 @@ def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
         copy.deepcopy(conv)  # no tensor of the computation is kept on it
 
 
-def test_inference_needs_no_gradients() -> None:
-    block, graph = small()
-    conv, x = pyg.GATConv(4, 3).double(), randn(40, 4)
+@pytest.mark.parametrize("make", [pyg.GATConv, pyg.GCNConv])
+@pytest.mark.parametrize("mode", ["sequential", "one_shot"])
+def test_training_goes_on_with_what_inference_has_kept(make: Any, mode: str) -> None:
+    block, graph = small(mode=mode)
+    conv, x = make(4, 3).double(), randn(40, 4)
     with torch.inference_mode():
         torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    h = x.clone().requires_grad_()
+    run_conv(conv, h, block).sum().backward()
+    torch.testing.assert_close(h.grad, torch.autograd.grad(conv(h, graph.edge_index()).sum(), h)[0])
+
+
+def test_a_weights_gradient_is_there_after_an_evaluation_without() -> None:
+    weight = torch.rand(226, dtype=torch.float64, requires_grad=True)
+    block, conv = small(edge_rows={"weight": weight})[0], pyg.GCNConv(4, 3).double()
+    with torch.no_grad():
+        run_conv(conv, randn(40, 4), block)
+    run_conv(conv, randn(40, 4), block).square().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
+
+
+def test_weights_that_are_no_numbers_any_more_are_not_the_convs_fault() -> None:
+    conv = pyg.GATConv(4, 3)
+    with torch.no_grad():
+        conv.att_src.fill_(float("nan"))
+    assert run_conv(conv, torch.randn(40, 4), small()[0]).isnan().any()
 
 
 def test_degrees_are_exchanged_once_where_they_have_no_gradient() -> None:

@@ -7,7 +7,8 @@ none, so what it would have done is done before, from the degrees of the whole g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -116,6 +117,10 @@ class Edges:
 
         With it, each one's place among the edges part after part.
         """
+        with to_keep():
+            return self._whole()
+
+    def _whole(self) -> tuple[Chunk, Tensor]:
         first, src = 0, []
         for part, halo in zip(self.parts, self.layout.halos, strict=True):
             src.append(part.src_idx.long() + first)
@@ -160,6 +165,13 @@ class Edges:
     @cached_property
     def _known_bounds(self) -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
         return {}
+
+
+@contextmanager
+def to_keep() -> Generator[None]:
+    """Within, tensors are made that training can use, even if it is inference that needs them first."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _destinations(part: Part) -> Tensor:
