@@ -72,36 +72,36 @@ class CollectiveSampler:
         self.weights = _weights(shard) if self.has_loops or "weight" in shard.edge else None
         """[num_own, 3] what `PartialGraph.weights` says of the own nodes, where it must say something."""
 
-    def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], Question]:
-        """(blocks, question for rows of the first one's sources). seeds: places, each once."""
+    def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], Question, Question]:
+        """(blocks, questions for rows of the first one's sources and of the seeds). seeds: places, each once."""
         id_map, hops = self._id_map, list[_Hop]()
         try:
             id_map.add(seeds)
             if id_map.size != seeds.numel():
                 raise ValueError("the seeds of a batch must be distinct: pass each node id once")
-            places = seeds
+            places, of_seeds = seeds, Question(self.channel, self.shard.ptr, seeds)
+            question = of_seeds
             for fanout in self.fanouts:
-                indptr, (sources, *rest) = self._ask(places, fanout, key)
+                indptr, (sources, *rest) = self._ask(question, fanout, key)
                 hops.append(_Hop(places.numel(), indptr, id_map.add(sources), rest))
                 places = id_map.ids()
+                question = Question(self.channel, self.shard.ptr, places)
         finally:
             id_map.clear()
-        question = Question(self.channel, self.shard.ptr, places)
-        ids = question.answer(self.shard.nodes[question.rows])
-        graph = self._graph(question, ids)
+        ids, graph = self._graph(question)
         sizes = [*(hop.num_dst for hop in hops[1:]), ids.numel()]
         blocks = [self._block(hop, ids[:size], graph, key) for hop, size in zip(hops, sizes, strict=True)]
-        return tuple(reversed(blocks)), question
+        return tuple(reversed(blocks)), question, of_seeds
 
-    def _ask(self, places: Tensor, fanout: int, key: int) -> tuple[Tensor, list[Tensor]]:
+    def _ask(self, question: Question, fanout: int, key: int) -> tuple[Tensor, list[Tensor]]:
         """(indptr, [places of the sources, edge ids, rows of each edge array]) of the in-edges of some nodes."""
-        question, shard = Question(self.channel, self.shard.ptr, places), self.shard
-        rows = question.rows
+        shard, rows = self.shard, question.rows
         if fanout < 0:
             starts, taken = ops.row_positions(shard.indptr, rows)
-            counts, at = starts.diff(), shard.at[taken].long()
+            counts, at = starts.diff(), ops.gather_rows(shard.at, taken).long()
         else:
-            drawn = sample_children(shard.indptr, shard.at, rows, shard.nodes[rows], fanout, key, self.replace)
+            nodes = ops.gather_rows(shard.nodes, rows)
+            drawn = sample_children(shard.indptr, shard.at, rows, nodes, fanout, key, self.replace)
             counts = drawn.counts.long()
             at = drawn.ids[torch.arange(fanout) < counts[:, None]].long()
         answers = [shard.sources(at)] + ([ops.gather_rows(shard.edge_ids, at)] if self.edge_ids else [])
@@ -112,10 +112,13 @@ class CollectiveSampler:
         edge = dict(zip(self.shard.edge, hop.rest[1:] if self.edge_ids else hop.rest, strict=True))
         return Block(src_ids, hop.num_dst, (Part(hop.indptr, hop.src_idx, edge, edge_ids),), graph, key)
 
-    def _graph(self, question: Question, ids: Tensor) -> PartialGraph:
-        degrees = question.answer(self.shard.layout.degrees[question.rows])
-        weights = None if self.weights is None else question.answer(self.weights[question.rows])
-        return PartialGraph.of(self.shard.edge, ids, degrees, self.has_loops, weights)
+    def _graph(self, question: Question) -> tuple[Tensor, PartialGraph]:
+        """The ids of some nodes, and what is known of them."""
+        shard, rows = self.shard, question.rows
+        known = torch.stack([ops.gather_rows(a, rows) for a in (shard.nodes, shard.layout.degrees)], 1)
+        ids, degrees = question.answer(known).t().contiguous()
+        weights = None if self.weights is None else question.answer(ops.gather_rows(self.weights, rows))
+        return ids, PartialGraph.of(shard.edge, ids, degrees, self.has_loops, weights)
 
 
 def _weights(shard: Shard) -> Tensor:
@@ -244,17 +247,14 @@ class CollectiveLoader:
             yield _Request(share, places.numel(), ops.derive_key(epoch_key, step))
 
     def _prepare(self, request: _Request) -> Batch:
-        blocks, question = self.sampler.sample(request.seeds, request.key)
+        blocks, question, of_seeds = self.sampler.sample(request.seeds, request.key)
         if self.method.scale_sums:
             blocks = tuple(block.scaling_sums(True) for block in blocks)
         trace.count("edges.sampled", sum(block.num_edges for block in blocks))
         rows = {name: fetch_dense(question, table) for name, table in self.tables.items()}
         x = rows.pop("x", None)
         batch = Batch(blocks[-1].dst_ids, blocks, x, None, rows, key=request.key, total_seeds=request.total)
-        if self.shard.y is None:
-            return batch
-        of_seeds = Question(self.channel, self.shard.ptr, request.seeds)
-        return replace(batch, y=fetch_dense(of_seeds, self.shard.y))
+        return batch if self.shard.y is None else replace(batch, y=fetch_dense(of_seeds, self.shard.y))
 
 
 def _chosen(tables: Mapping[str, Table], names: Sequence[str] | None) -> dict[str, Table]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopline import ops
 from hopline.batch import Part
 from hopline.data import writer
 from hopline.data.dataset import METRICS
@@ -146,9 +147,11 @@ class Shard:
     def sources(self, positions: Tensor) -> Tensor:
         """The places of the sources of some edges, given by their numbers among the edges by owner."""
         owner = torch.bucketize(positions, self.part_ptr[1:-1], right=True)
-        idx = self.src_idx[positions].long()
-        wanted = (idx + self.halo_ptr[owner]).clamp(max=max(0, self.halo_places.numel() - 1))
-        others = self.halo_places[wanted] if self.halo_places.numel() else idx
+        idx = ops.gather_rows(self.src_idx, positions).long()
+        if not self.halo_places.numel():
+            return idx + self.ptr[self.rank]
+        wanted = (idx + self.halo_ptr[owner]).clamp(max=self.halo_places.numel() - 1)
+        others = ops.gather_rows(self.halo_places, wanted)
         return torch.where(owner == self.rank, idx + self.ptr[self.rank], others)
 
     @cached_property
