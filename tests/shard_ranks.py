@@ -21,6 +21,7 @@ from hopline.sampling import NeighborSampler, share_of
 from hopline.shards import Shard
 from hopline.world import World
 from tests.helpers import randint
+from tests.ranks import KillRank
 
 KEY = 12345
 
@@ -146,8 +147,10 @@ def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
     return losses
 
 
-def trained(world: World, data: hl.Dataset, kind: str, inference: str, out: str | None = None) -> dict[str, Any]:
-    """A run of the Trainer: losses, metrics and weights."""
+def trained(
+    world: World, data: hl.Dataset, kind: str, inference: str, out: str | None = None, kill: int | None = None
+) -> dict[str, Any]:
+    """A run of the Trainer: losses, metrics and weights. kill: the step after which rank 1 dies."""
     convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
     torch.manual_seed(1)
     options: dict[str, Any] = {"dropout": 0.3}
@@ -156,12 +159,18 @@ def trained(world: World, data: hl.Dataset, kind: str, inference: str, out: str 
     model = hl.nn.GNN([convs(4, 5), convs(5, 5)], **options).double()
     method = hl.Sampled(fanouts=(4, 3), batch_size=6 // world.size)
     settings: dict[str, Any] = {"epochs": 2, "lr": 0.05, "show": False, "inference": inference}
-    run = hl.Trainer(model, data, method, world=world, out=out, **settings).fit()
+    settings |= {"checkpoint_s": 0.0, "resume": True} if out else {}
+    callbacks = [] if kill is None else [KillRank(1, kill)]
+    run = hl.Trainer(model, data, method, world=world, out=out, callbacks=callbacks, **settings).fit()
     return {
         "losses": [epoch.loss for epoch in run.history],
         "metrics": [evaluation.metrics["accuracy"] for evaluation in run.evaluations],
         "weights": [float(p.detach().square().sum()) for p in model.parameters()],
     }
+
+
+def trained_on_shards(world: World, folder: str, out: str, kill: int | None) -> dict[str, Any]:
+    return trained(world, hl.open_sharded(Path(folder) / f"shards-{world.size}", world), *RUNS[0], out, kill)
 
 
 RUNS = [("sage", "exact"), ("gcn", "exact"), ("gat", "sampled")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ import torch
 import hopline as hl
 from hopline.cut import cut
 from hopline.exchange import Channel
-from hopline.launch import LaunchSettings, run
+from hopline.launch import LaunchSettings, RankError, run
 from hopline.partition import make_partition
 from hopline.world import World
-from tests.shard_ranks import RUNS, check, own_loop, trained
+from tests.shard_ranks import RUNS, check, own_loop, trained, trained_on_shards
 from tests.test_cut import rich
 
 
@@ -38,11 +40,17 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     return [trained(World.alone(), hl.open(folder / "data"), *run) for run in RUNS]
 
 
+@pytest.fixture(scope="module")
+def found_by(folder: Path) -> Callable[[int], dict[str, Any]]:
+    """What so many ranks find: started once."""
+    return functools.cache(lambda size: run(check, LaunchSettings(devices=size, timeout_s=30), str(folder)))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_get_what_one_process_gets(
-    folder: Path, alone: dict[str, list[float]], runs: list[dict[str, Any]], size: int
+    found_by: Callable[[int], dict[str, Any]], alone: dict[str, list[float]], runs: list[dict[str, Any]], size: int
 ) -> None:
-    found: dict[str, Any] = run(check, LaunchSettings(devices=size, timeout_s=30), str(folder))
+    found = found_by(size)
     assert found["seeds"] == [2 * 20, 1]
     assert found["batches"] == [2 * -(-20 // (4 * size)), 1]
     for kind, losses in alone.items():
@@ -51,6 +59,15 @@ def test_ranks_get_what_one_process_gets(
         assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-9)
         assert ours["weights"] == pytest.approx(theirs["weights"], abs=1e-6)
         assert ours["metrics"] == theirs["metrics"]
+
+
+def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(
+    folder: Path, found_by: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = LaunchSettings(devices=2, timeout_s=20)
+    with pytest.raises(RankError, match="rank 1"):
+        run(trained_on_shards, settings, str(folder), str(tmp_path), 5)
+    assert run(trained_on_shards, settings, str(folder), str(tmp_path), None) == found_by(2)["runs"][0]  # bit for bit
 
 
 def test_mistakes_get_a_sentence(folder: Path) -> None:
