@@ -43,7 +43,7 @@ ROWS = [
     ["history_batches"],
     ["history"],
     ["historical"],
-    ["trainer"],
+    ["trainer", "full_batch"],
     ["run", "doctor"],
     ["recipes"],
     ["cli"],

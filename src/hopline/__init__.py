@@ -6,6 +6,7 @@ from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, St
 from hopline.collective import CollectiveLoader, CollectiveSampler
 from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, verify
 from hopline.data import open_dataset as open
+from hopline.full_batch import FullBatch
 from hopline.graph import Graph
 from hopline.historical import Historical
 from hopline.loader import Loader
@@ -36,6 +37,7 @@ __all__ = [
     "EarlyStop",
     "EpochEnd",
     "Evaluation",
+    "FullBatch",
     "Graph",
     "Historical",
     "Job",

@@ -224,10 +224,10 @@ class HistoricalWork:
 
         return keep
 
-    def all_batches(self) -> Iterator[HistoricalBatch]:
-        """Every node that this rank keeps, once and without a key: nothing is drawn."""
+    def all_batches(self, key: int | None = None) -> Iterator[HistoricalBatch]:
+        """Every node that this rank keeps, once; without a key nothing is drawn."""
         for group in self.parts.sweep:
-            made = self.batch(group, None, pull=False)
+            made = self.batch(group, key, pull=False)
             assert made is not None
             yield made
 

@@ -25,6 +25,7 @@ from hopline.data.npz import from_npz
 from hopline.data.ogb import from_ogb_folder, is_ogb_folder
 from hopline.data.store import is_dataset, verify
 from hopline.data.tabular import Columns, from_csv
+from hopline.full_batch import FullBatch
 from hopline.historical import Historical
 from hopline.launch import LaunchSettings
 from hopline.methods import Sampled
@@ -56,7 +57,7 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Input rows as they are; each divided by its sum; or each column with mean 0 and deviation 1."""
     model: ModelSpec = ModelSpec()
     """The model."""
-    method: Sampled | Historical = Sampled()
+    method: Sampled | Historical | FullBatch = Sampled()
     """How to train."""
     placement: Placement = Placement()
     """Where a GPU finds graph and features."""

@@ -7,7 +7,7 @@ way, that of all parameters: what one backward pass over the whole graph would g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from hopline import trace
 from hopline.batch import Batch
-from hopline.halo import Reader, RecordedBlock
+from hopline.halo import HaloBlock, Reader, RecordedBlock
 from hopline.infer import evaluating
 from hopline.nn.gnn import State
+from hopline.ops import derive_key
 from hopline.world import World
 
 if TYPE_CHECKING:
@@ -35,20 +36,41 @@ class _Given(nn.Module):
         return self.scores
 
 
-def fill(work: HistoricalWork) -> None:
-    """Fill the tables of rows by an exact forward pass, in evaluation mode; each rank fills what it keeps."""
+def fill(work: HistoricalWork, key: int | None = None) -> None:
+    """Fill the tables of rows by an exact forward pass; each rank fills what it keeps.
+
+    key: of the draws, where the pass is one of training; without, it is in evaluation mode.
+    """
     world, histories = work.job.world, work.histories
     work.prepare()
     world.barrier()  # nobody reads any more
-    with trace.span("refresh"), evaluating(work.model), work.encoding_once():
+    with trace.span("refresh"), _mode(work, key), torch.no_grad(), work.encoding_once():
         for l in range(work.model.num_layers - 1):
             source = histories.snapshot(range(l)[-1:], work.swept_places)
-            for made in work.all_batches():
+            for made in work.all_batches(key):
                 inputs = None if l == 0 else source.rows(l - 1, made.block.src_places)
-                histories.write(l, made.block.slabs, work.layer_at(l, made.block, made.block.src_ids, inputs))
+                with drawn_again(key, l, made):
+                    rows = work.layer_at(l, made.block, made.block.src_ids, inputs)
+                histories.write(l, made.block.slabs, rows)
             world.barrier()  # the next layer reads what others wrote
     histories.stamp([_slab(work)], histories.step)
     world.barrier()
+
+
+def _mode(work: HistoricalWork, key: int | None) -> AbstractContextManager[None]:
+    return evaluating(work.model) if key is None else nullcontext()
+
+
+@contextmanager
+def drawn_again(key: int | None, l: int, made: HistoricalBatch) -> Iterator[None]:
+    """Within, what convs draw by themselves (attention dropout) is the same each time for a layer and a batch."""
+    if key is None:
+        yield
+        return
+    device = made.block.src_ids.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(derive_key(key, l, made.block.slabs[0].start))
+        yield
 
 
 def _slab(work: HistoricalWork) -> slice:
@@ -56,10 +78,11 @@ def _slab(work: HistoricalWork) -> slice:
     return slice(work.owners.own.start, work.owners.own.stop)
 
 
-def go_back(work: HistoricalWork) -> None:
-    """Fill the tables of gradients, for tables of rows that are exact; gradients are added to the parameters' too.
+def go_back(work: HistoricalWork, key: int | None = None, scale: float = 1.0, *, keep: bool = True) -> Tensor:
+    """Add the gradient of `scale` times the summed loss to the parameters', for tables of rows that are exact.
 
-    Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks.
+    Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks. Returns the summed loss of
+    its nodes. key: as `fill` had it. keep: write the gradients at all rows into the tables of gradients.
     """
     model, position, swept, home = work.model, work.partition.position, work.swept_places, work.histories.home
     last = model.num_layers - 1
@@ -78,53 +101,72 @@ def go_back(work: HistoricalWork) -> None:
     def collect(l: int) -> Tensor:
         """The gradient at the rows that this rank keeps."""
         rows = totals.pop(l) if work.job.world.size == 1 else work.owners.collect(swept, totals.pop(l))
-        work.gradients.write(l, [_slab(work)], rows)
+        if keep:
+            work.gradients.write(l, [_slab(work)], rows)
         return rows
 
-    with trace.span("refresh"), evaluating(model), torch.enable_grad():
+    summed = torch.zeros((), dtype=torch.promote_types(work.dtype, torch.float32), device=work.job.device)
+    with trace.span("refresh"), _mode(work, key), torch.enable_grad():
         source = work.histories.snapshot(range(last), swept)
-        for made in work.all_batches():
-            of_last, of_inputs, of_kept = _from_loss(work, made, source, weights)
+        for made in work.all_batches(key):
+            with drawn_again(key, last, made):
+                loss, of_last, of_inputs, of_kept = _from_loss(work, made, source, weights, scale)
+            summed += loss
             own = position[made.nodes]
-            add(last, own, of_last)
+            if keep:
+                add(last, own, of_last)
             add(last - 1, made.block.src_places, of_inputs)
             for l, rows in of_kept.items():
                 add(l, own, rows)
-        collect(last)
+        if keep:
+            collect(last)
         for l in range(last - 1, -1, -1):
             known = collect(l)
-            for made in work.all_batches():
+            for made in work.all_batches(key):
                 places = made.block.src_places
                 inputs = None if l == 0 else _leaf(work, source, l - 1, places)
-                out = work.layer_at(l, made.block, made.block.src_ids, inputs)
+                with drawn_again(key, l, made):
+                    out = work.layer_at(l, made.block, made.block.src_ids, inputs)
                 own = (position[made.nodes] - work.owners.own.start).to(home)
                 given = known[own].to(out.device, out.dtype)
                 out.backward(given, inputs=weights if inputs is None else [inputs, *weights])
                 if inputs is not None:
                     add(l - 1, places, inputs.grad)
     work.job.world.barrier()
+    return summed
 
 
 def _from_loss(
-    work: HistoricalWork, made: HistoricalBatch, source: Reader, weights: list[nn.Parameter]
-) -> tuple[Tensor, Tensor | None, dict[int, Tensor | None]]:
-    """Gradients of a batch's summed loss: at the last layer's rows, at its inputs, at what jumping knowledge keeps."""
+    work: HistoricalWork, made: HistoricalBatch, source: Reader, weights: list[nn.Parameter], scale: float
+) -> tuple[Tensor, Tensor, Tensor | None, dict[int, Tensor | None]]:
+    """(summed loss of a batch, its gradients at the last layer's rows, its inputs, what jumping knowledge keeps)."""
     model, block = work.model, made.block
     last = model.num_layers - 1
     own = work.partition.position[made.nodes]
     inputs = _leaf(work, source, last - 1, block.src_places) if last else None
     kept = {l: _leaf(work, source, l, own) for l in range(last)} if model.keeps_jk else {}
     state, recorded = work.state_of(last, block, block.src_ids, inputs), RecordedBlock(block, keeps_gradients=True)
-    jk = torch.cat(list(kept.values()), dim=1) if kept else None
+    jk = _jumped(work, block, kept) if model.keeps_jk else None
     ended = model.layer(last, State(state.h, state.x0, jk), recorded)
     out = recorded.own[last]
     if not made.batch.num_seeds:
-        return torch.zeros_like(out), None, dict.fromkeys(kept)
+        return torch.zeros((), device=out.device), torch.zeros_like(out), None, dict.fromkeys(kept)
     scores = model.decode(ended)[made.batch.output_idx]
     loss = work.job.train_step(_Given(scores), made.batch) * made.batch.num_seeds
-    loss.backward(inputs=[out, *([inputs] if inputs is not None else []), *kept.values(), *weights])
+    (loss * scale).backward(inputs=[out, *([inputs] if inputs is not None else []), *kept.values(), *weights])
     of_last = torch.zeros_like(out) if out.grad is None else out.grad
-    return of_last, None if inputs is None else inputs.grad, {l: rows.grad for l, rows in kept.items()}
+    return loss.detach(), of_last, None if inputs is None else inputs.grad, {l: rows.grad for l, rows in kept.items()}
+
+
+def _jumped(work: HistoricalWork, block: HaloBlock, kept: dict[int, Tensor]) -> Tensor | None:
+    """What jumping knowledge has of a batch's own nodes before the last layer."""
+    model, keys = work.model, block.src_keys[: block.num_dst]
+    rows = [model.dropped(rows, keys, block.key, l) for l, rows in kept.items()]
+    if model.jk_encoder:
+        encoded = model.encode(work.batches.inputs_of(block.dst_ids), keys, block.key).jk
+        assert encoded is not None
+        rows = [encoded, *rows]
+    return torch.cat(rows, dim=1) if rows else None
 
 
 def _leaf(work: HistoricalWork, source: Reader, l: int, places: Tensor) -> Tensor:

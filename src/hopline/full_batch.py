@@ -1,0 +1,236 @@
+"""`FullBatch`: exact full-batch training of a graph in shards, by parts in one process or by ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops, trace
+from hopline.batch import Batch, Rows
+from hopline.historical import Historical
+from hopline.history import HistoricalWork, partition_together
+from hopline.nn.global_norm import over_all_ranks
+from hopline.nn.gnn import GNN
+from hopline.nn.shard_block import ShardBlock
+from hopline.nn.whole import Whole
+from hopline.partition import Partition
+from hopline.placement import Placement
+from hopline.shard_data import ShardedData
+from hopline.sharded import shard_layouts, virtual_layout
+from hopline.spec import parse_size
+from hopline.sweep import fill, go_back
+from hopline.tables import Table
+from hopline.transports import LocalTransport, P2PTransport, Transport
+from hopline.validate import check_fields
+from hopline.work import Job, Method, Unit, Work, autocast
+
+Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullBatch(Method):
+    """One step per epoch, over every edge and every training node; gradients are exact to rounding."""
+
+    num_shards: int = 8
+    """Shards that the graph is cut into; with several ranks, as many as these."""
+    aggregation: Aggregation = "auto"
+    """`sweep`: by parts, layer by layer, rows in tables; `sequential`: other shards' rows come one shard at a time and
+    again in backward; `stored`: they are kept; `one_shot`: they come all at once; `auto`: sweep in one process."""
+    partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
+    """How the graph is cut; `metis` needs pymetis, `streaming` takes any size, `labels` takes y for the parts."""
+    depth: int = 1
+    """Shards whose rows are asked for ahead; no result depends on it."""
+    chunk: str | int = "4MiB"
+    """About what the messages of a chunk of edges take, in all ways but sweep."""
+    tables: Literal["auto", "device", "pinned", "host"] = "auto"
+    """Where a GPU's tables of a sweep are: on it, `pinned` in host memory that it reads, `host`, or what fits."""
+    folder: Path | None = None
+    """Where a sweep's tables are kept as mapped files, for those larger than memory; in memory by default."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.num_shards < 1:
+            raise ValueError(f"num_shards must be at least 1, not {self.num_shards}")
+        if self.depth < 0:
+            raise ValueError(f"depth must be at least 0, not {self.depth}")
+        if parse_size(self.chunk) < 1:
+            raise ValueError(f"chunk must be at least a byte, not {self.chunk}")
+        if self.folder is not None and self.aggregation not in ("auto", "sweep"):
+            raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
+
+    def placement(self, wanted: Placement) -> Placement:
+        if wanted.graph in ("device", "pinned"):
+            raise ValueError(
+                f"placement.graph={wanted.graph}, but method=full_batch cuts the graph on the host: set "
+                "placement.graph=host, or leave it at auto"
+            )
+        return replace(wanted, graph="host")
+
+    def bind(self, job: Job) -> Work:
+        model = job.model
+        if isinstance(model, Whole):
+            raise ValueError(
+                f"{type(model.module).__name__} is not made of layers, of which each goes over all shards: use "
+                "hl.nn.GNN, or a PyG model such as GCN"
+            )
+        model.check_blocks()
+        chosen = self._chosen(job, model)
+        return SweepWork(job, model, self) if chosen == "sweep" else ShardedWork(job, model, self, chosen)
+
+    def _chosen(self, job: Job, model: GNN) -> Literal["sweep", "sequential", "stored", "one_shot"]:
+        """The aggregation, "auto" replaced and said."""
+        several, normed = job.world.size > 1 or isinstance(job.data, ShardedData), bool(_batch_norms(model))
+        if self.aggregation == "auto":
+            chosen = "sequential" if several or normed else "sweep"
+            reason = "several ranks" if several else "batch norms need all rows at once" if normed else "one process"
+            job.say(f"full batch by aggregation={chosen} ({reason}), {self._shards_of(job)} shards")
+            return chosen
+        if self.aggregation == "sweep" and several:
+            raise ValueError("aggregation=sweep is for one process: set aggregation=sequential, or devices=1")
+        if self.aggregation == "sweep" and normed:
+            raise ValueError(
+                f"{type(_batch_norms(model)[0]).__name__} takes its statistics from all rows, and a sweep has some of "
+                "them at a time: set aggregation=sequential, or norm=layer"
+            )
+        return self.aggregation
+
+    def _shards_of(self, job: Job) -> int:
+        return job.world.size if job.world.size > 1 else self.num_shards
+
+
+def _batch_norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+
+
+class SweepWork:
+    """Layer by layer over the parts, forward and then back, in the memory of a part and its neighbours.
+
+    After the forward pass the tables hold every layer's rows, so that going back can compute each layer again.
+    """
+
+    def __init__(self, job: Job, model: GNN, method: FullBatch) -> None:
+        parts = Historical(
+            num_parts=method.num_shards, parts_per_batch=1, partition=method.partition, groups="fixed",
+            tables=method.tables, folder=method.folder,
+        )  # fmt: skip
+        self.job, self.work = job, HistoricalWork(job, model, parts)
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if not done:
+            yield SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0))
+
+
+@dataclass(eq=False)
+class SweepUnit(Unit):
+    """One step: a sweep over all parts, there and back."""
+
+    job: Job
+    work: HistoricalWork
+    key: int
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.job.train_ids.numel()
+
+    def forward_backward(self, total: int) -> Tensor:
+        with autocast(self.job), trace.span("forward", self.job.device):
+            fill(self.work, self.key)
+        with autocast(self.job), trace.span("backward", self.job.device):
+            return go_back(self.work, self.key, 1 / total, keep=False)
+
+
+class ShardedWork:
+    """All own rows of a layer at once; those of other shards come one shard at a time, or all together."""
+
+    def __init__(
+        self, job: Job, model: GNN, method: FullBatch, mode: Literal["sequential", "stored", "one_shot"]
+    ) -> None:
+        self.job, self.model = job, model
+        device = job.device
+        self.tables, transport, ids, self.y = self._opened(method)
+        self.rows = torch.arange(ids.numel()) if isinstance(job.data, ShardedData) else ids
+        options: dict[str, Any] = {"mode": mode, "depth": method.depth, "chunk_bytes": parse_size(method.chunk)}
+        self.transport = transport
+        self.block = ShardBlock.of(transport.layout, transport, **options).to(device)
+        transport.layout = self.block.layout
+        is_training = torch.zeros(job.data.num_nodes, dtype=torch.bool)
+        is_training[job.train_ids.cpu()] = True
+        self.output_idx = is_training[ids].nonzero().view(-1)
+        self.seeds = ids[self.output_idx]
+        self.total = job.train_ids.numel()
+
+    def _opened(self, method: FullBatch) -> tuple[dict[str, Table], Transport, Tensor, Tensor | None]:
+        """(tables, transport, the own nodes' ids, their labels)."""
+        job, data, world = self.job, self.job.data, self.job.world
+        if isinstance(data, ShardedData):
+            layout = data.shard.layout
+            transport = P2PTransport(layout) if world.size > 1 else LocalTransport(layout)
+            return dict(data.shard.tables), transport, layout.own_ids, data.shard.y
+        num_shards = world.size if world.size > 1 else method.num_shards
+        partition = _cut(job, method, num_shards)
+        if world.size == 1:
+            layout = virtual_layout(data.graph, partition)
+            transport: Transport = LocalTransport(layout)
+        else:
+            layout = shard_layouts(data.graph, partition)[world.rank]
+            transport = P2PTransport(layout)
+        y = None if data.y is None else ops.gather_rows(data.y, layout.own_ids.to(data.y.device))
+        return dict(data.tables), transport, layout.own_ids, y
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if not done:
+            yield ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
+
+    def batch(self, key: int | None) -> Batch:
+        """All own nodes; the seeds are those that train."""
+        device = self.job.device
+        block = copy.copy(self.block)  # with what it has worked out
+        object.__setattr__(block, "key", key)
+
+        def rows_of(table: Table) -> Rows | Tensor:
+            if device.type == "cpu":
+                return Rows(table, self.rows)
+            near = table.tiers(device) is not None
+            return Rows(table, self.rows.to(device)) if near else table.read(self.rows).to(device)
+
+        found = {name: rows_of(table) for name, table in self.tables.items()}
+        y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)
+        x, blocks = found.pop("x", None), (block,) * self.model.num_layers
+        seeds, output_idx = self.seeds.to(device), self.output_idx.to(device)
+        return Batch(seeds, blocks, x, y, found, key, self.total, output_idx)
+
+
+@dataclass(eq=False)
+class ShardedUnit(Unit):
+    """One step over all shards."""
+
+    work: ShardedWork
+    key: int
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.work.seeds.numel()
+
+    @property
+    def total_size(self) -> int:
+        return self.work.total
+
+    def forward_backward(self, total: int) -> Tensor:
+        job, batch = self.work.job, self.work.batch(self.key)
+        with autocast(job), over_all_ranks(job.world):
+            with trace.span("forward", job.device):
+                # A rank without seeds takes part: others wait for its rows and its gradients.
+                loss = job.train_step(job.model, batch) if self.size else job.model(batch).sum() * 0
+            with trace.span("backward", job.device):
+                (loss * (max(1, self.size) / total)).backward()
+        return loss.detach() * self.size
+
+
+def _cut(job: Job, method: FullBatch, num_shards: int) -> Partition:
+    return partition_together(job, Historical(num_parts=num_shards, parts_per_batch=1, partition=method.partition))

@@ -1,0 +1,56 @@
+"""What several ranks do in tests of full-batch training, and one process that does the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+
+import hopline as hl
+from hopline.shard_data import open_sharded
+from hopline.world import World
+from tests.helpers import dataset_of, randn, random_graph
+
+DATA = dataset_of(random_graph(num_nodes=80, num_edges=500), randn(80, 6))
+
+
+def gin(i: int, o: int) -> nn.Module:
+    return pyg.GINConv(nn.Sequential(nn.Linear(i, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, o)))
+
+
+CONVS = {
+    "gcn": lambda: [pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)],
+    "sage": lambda: [pyg.SAGEConv(6, 8, aggr="max"), pyg.SAGEConv(8, 3)],
+    "gat": lambda: [pyg.GATConv(6, 4, heads=2), pyg.GATConv(8, 3)],
+    "gin": lambda: [gin(6, 8), gin(8, 3)],
+}
+
+
+def model_of(kind: str, **options: Any) -> hl.nn.GNN:
+    torch.manual_seed(0)
+    return hl.nn.GNN(CONVS[kind](), **options).double()
+
+
+def result_of(trainer: hl.Trainer) -> dict[str, Any]:
+    run = trainer.fit()
+    tensors = [*trainer.model.parameters(), *(b for b in trainer.model.buffers() if b.is_floating_point())]
+    return {
+        "losses": [epoch.loss for epoch in run.history],
+        "weights": torch.cat([t.detach().cpu().double().flatten() for t in tensors]).tolist(),
+        "test": run.test,
+    }
+
+
+def train(world: World, kind: str, settings: dict[str, Any], folder: str | None = None, **more: Any) -> dict[str, Any]:
+    model = {name: more.pop(name) for name in ("dropout", "norm", "residual", "jk") if name in more}
+    data = DATA if folder is None else open_sharded(Path(folder), world)
+    method = hl.FullBatch(**({"partition": "random", "num_shards": 4} | settings))
+    options = {"epochs": 3, "show": False} | more
+    return result_of(hl.Trainer(model_of(kind, **model), data, method, world=world, **options))
+
+
+def train_all(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [train(world, **case) for case in cases]

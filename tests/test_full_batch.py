@@ -1,0 +1,159 @@
+"""Full-batch training in shards: every way gives the gradient of plain PyG, in one process and in several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline.cut import cut
+from hopline.launch import LaunchSettings, run
+from hopline.partition import make_partition
+from hopline.world import World
+from tests.full_batch_ranks import DATA, model_of, train, train_all
+from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, gnn_of, plain_gnn
+
+WAYS = ("sweep", "sequential", "stored", "one_shot")
+SETTINGS: dict[str, Any] = {"partition": "random", "num_shards": 4}
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def gradients(model: hl.nn.GNN, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients) of one step without dropout."""
+    data = DATA
+    work = hl.Trainer(model, data, hl.FullBatch(**(SETTINGS | settings)), epochs=1, show=False).work
+    model.train()
+    model.zero_grad()
+    (unit,) = work.units(1)
+    loss = unit.forward_backward(unit.total_size) / unit.total_size
+    return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+NORMED = ("batch-norm", "jk-last", "everything")
+"""Models with batch norms, which a sweep refuses."""
+
+
+def oracle(model: hl.nn.GNN) -> float:
+    """The loss of plain PyG over the whole graph; gradients are in the parameters."""
+    model.zero_grad()
+    assert DATA.y is not None
+    train_ids = DATA.splits["train"]
+    out = plain_gnn(model, DATA.x[torch.arange(DATA.num_nodes)].double(), DATA.graph)
+    loss = torch.nn.functional.cross_entropy(out[train_ids], DATA.y[train_ids])
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("name", [name for name in GNN_OPTIONS if name not in NORMED])
+def test_dropout_is_drawn_by_node_whatever_the_way(name: str):
+    model = gnn_of(name)
+    model.dropout, model.input_dropout = 0.4, 0.2
+    loss, expected = gradients(model, aggregation="sequential")
+    again, found = gradients(model, aggregation="sweep")
+    assert again == pytest.approx(loss, rel=1e-10)
+    for key, grad in expected.items():
+        torch.testing.assert_close(found[key], grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", WAYS)
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat", *GNN_OPTIONS])
+def test_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
+    if name in NORMED and aggregation == "sweep":
+        pytest.skip("batch norms need all rows at once")
+    model = gnn_of(name) if name in GNN_OPTIONS else model_of(name)
+    model.dropout = model.input_dropout = 0.0
+    loss, found = gradients(model, aggregation=aggregation)
+    assert loss == pytest.approx(oracle(model), rel=1e-10)
+    for key, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{"num_shards": 1}, {"num_shards": 7}, {"partition": "range"}], ids=str)
+def test_training_is_the_same_in_every_way(settings: dict[str, Any], tmp_path: Path):
+    ways = [{"aggregation": a} for a in WAYS] + [{"aggregation": "sequential", "depth": 2, "chunk": 500}]
+    ways += [{"aggregation": "sweep", "folder": tmp_path / "tables"}]
+    runs = [train(World.alone(), "gcn", settings | way, dropout=0.4) for way in ways]
+    for other in runs[1:]:
+        assert other["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
+        assert other["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
+
+
+def test_auto_says_what_it_takes(capsys: pytest.CaptureFixture[str]):
+    for norm, taken in ((None, "aggregation=sweep"), ("batch", "aggregation=sequential")):
+        hl.Trainer(model_of("gcn", norm=norm), DATA, hl.FullBatch(**SETTINGS), epochs=1)
+        assert taken in capsys.readouterr().out
+
+
+def test_batch_norms_are_those_of_all_rows():
+    runs = [train(World.alone(), "gin", {"aggregation": a}, norm="batch") for a in ("sequential", "one_shot")]
+    assert runs[0]["weights"] == pytest.approx(runs[1]["weights"], rel=1e-8)
+    with pytest.raises(ValueError, match="aggregation=sequential"):
+        train(World.alone(), "gcn", {"aggregation": "sweep"}, norm="batch")
+
+
+def test_ranks_are_one_process(tmp_path: Path):
+    cut(DATA, make_partition(DATA.graph, 2, "random"), tmp_path / "shards")
+    one_shot = {"aggregation": "one_shot"}
+    cases: list[dict[str, Any]] = [
+        {"kind": "gcn", "settings": {}, "dropout": 0.4},
+        {"kind": "sage", "settings": {"depth": 2, "aggregation": "stored"}},
+        {"kind": "gat", "settings": one_shot},
+        {"kind": "gin", "settings": {}, "norm": "batch"},
+        {"kind": "gcn", "settings": {}, "folder": str(tmp_path / "shards"), "dropout": 0.4},
+        {"kind": "gin", "settings": one_shot, "folder": str(tmp_path / "shards"), "norm": "batch"},
+    ]
+    found = run(train_all, LaunchSettings(devices=2, timeout_s=60), cases)
+    for case, result in zip(cases, found, strict=True):
+        alone = {name: value for name, value in case.items() if name != "folder"}
+        expected = train(World.alone(), **(alone | {"settings": {"aggregation": "sequential"}}))
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert result["weights"] == pytest.approx(expected["weights"], rel=1e-7, abs=1e-9)
+        assert result["test"] == pytest.approx(expected["test"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_shards": 0}, "num_shards must be at least 1"),
+        ({"depth": -1}, "depth must be at least 0"),
+        ({"chunk": "a lot"}, "as a size"),
+        ({"aggregation": "one_shot", "folder": Path("x")}, "folder= is for a sweep"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        hl.FullBatch(**settings)
+
+
+def test_what_cannot_train_is_refused():
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = torch.nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            return self.lin(x)
+
+    with pytest.raises(ValueError, match="not made of layers"):
+        hl.Trainer(Own(), DATA, hl.FullBatch(), epochs=1, show=False)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path):
+    whole = train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "whole", epochs=4)
+    train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "cut", epochs=2)
+    again = train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "cut", epochs=4, resume=True)
+    assert again["losses"] == whole["losses"]
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
+@pytest.mark.parametrize("aggregation", WAYS)
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
+def test_a_gpu_trains_as_the_cpu_does(kind: str, aggregation: str, _: int):
+    expected = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4)
+    found = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4, device=KERNEL_DEVICE)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+    assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-8)
