@@ -46,10 +46,27 @@ def result_of(trainer: hl.Trainer) -> dict[str, Any]:
 
 def train(world: World, kind: str, settings: dict[str, Any], folder: str | None = None, **more: Any) -> dict[str, Any]:
     model = {name: more.pop(name) for name in ("dropout", "norm", "residual", "jk") if name in more}
+    if "seed_of_weights" in more:  # other ones on every rank: the first rank's count
+        torch.manual_seed(more.pop("seed_of_weights") + world.rank)
+        made = hl.nn.GNN(CONVS[kind](), **model).double()
+    else:
+        made = model_of(kind, **model)
     data = DATA if folder is None else open_sharded(Path(folder), world)
     method = hl.FullBatch(**({"partition": "random", "num_shards": 4} | settings))
     options = {"epochs": 3, "show": False} | more
-    return result_of(hl.Trainer(model_of(kind, **model), data, method, world=world, **options))
+    return result_of(hl.Trainer(made, data, method, world=world, **options))
+
+
+def other_models(world: World) -> str:
+    """What a rank says whose model is not that of the others."""
+    torch.manual_seed(0)
+    width = 8 + world.rank
+    model = hl.nn.GNN([pyg.SAGEConv(6, width), pyg.SAGEConv(width, 3)])
+    try:
+        hl.Trainer(model, DATA, hl.FullBatch(partition="random"), world=world, epochs=1, show=False).fit()
+    except ValueError as error:
+        return str(error)
+    return "trained"
 
 
 def train_all(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from hopline.cut import cut
 from hopline.launch import LaunchSettings, run
 from hopline.partition import make_partition
 from hopline.world import World
-from tests.full_batch_ranks import DATA, model_of, train, train_all
+from tests.full_batch_ranks import DATA, model_of, other_models, train, train_all
 from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, gnn_of, plain_gnn
 
 WAYS = ("sweep", "sequential", "stored", "one_shot")
@@ -101,7 +101,7 @@ def test_ranks_are_one_process(tmp_path: Path):
     cases: list[dict[str, Any]] = [
         {"kind": "gcn", "settings": {}, "dropout": 0.4},
         {"kind": "sage", "settings": {"depth": 2, "aggregation": "stored"}},
-        {"kind": "gat", "settings": one_shot},
+        {"kind": "gat", "settings": one_shot, "seed_of_weights": 0},
         {"kind": "gin", "settings": {}, "norm": "batch"},
         {"kind": "gcn", "settings": {}, "folder": str(tmp_path / "shards"), "dropout": 0.4},
         {"kind": "gin", "settings": one_shot, "folder": str(tmp_path / "shards"), "norm": "batch"},
@@ -113,6 +113,10 @@ def test_ranks_are_one_process(tmp_path: Path):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9)
         assert result["weights"] == pytest.approx(expected["weights"], rel=1e-7, abs=1e-9)
         assert result["test"] == pytest.approx(expected["test"])
+
+
+def test_models_that_differ_are_found_before_the_first_step():
+    assert "rank 1 and rank 0 differ in the model" in run(other_models, LaunchSettings(devices=2, timeout_s=60))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch_geometric.nn
 
 import hopline as hl
 from hopline import infer, run
-from hopline.models import ModelSpec
+from hopline.models import ModelSpec, make_model
 from hopline.run import ConvertConfig, InferConfig, RunConfig
 from hopline.spec import from_dict, to_dict
 from tests.runs import fit, method, same_weights, small
@@ -343,6 +343,14 @@ def best_valid(folder: Path) -> float:
     """The best validation metric of a run."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return max(r["metrics"]["accuracy"] for r in records if r["event"] == "evaluate" and r["split"] == "valid")
+
+
+def test_weights_saved_from_within_ddp_are_read_too(config: RunConfig, done: Path, tmp_path: Path):
+    weights = torch.load(done / "best.pt", weights_only=True)
+    torch.save({f"module.{name}": value for name, value in weights.items()}, tmp_path / "ddp.pt")
+    model = make_model(config.model, hl.open(config.data))
+    run.load_weights(model, tmp_path / "ddp.pt")
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 def test_weights_to_begin_with_that_do_not_fit_are_named(config: RunConfig, done: Path, tmp_path: Path):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hopline import ops, trace
 from hopline.batch import Batch, Rows
+from hopline.exchange import Channel
 from hopline.historical import Historical
 from hopline.history import HistoricalWork, partition_together
 from hopline.nn.global_norm import over_all_ranks
@@ -164,6 +165,7 @@ class ShardedWork:
         self.output_idx = is_training[ids].nonzero().view(-1)
         self.seeds = ids[self.output_idx]
         self.total = job.train_ids.numel()
+        self.agreed = False
 
     def _opened(self, method: FullBatch) -> tuple[dict[str, Table], Transport, Tensor, Tensor | None]:
         """(tables, transport, the own nodes' ids, their labels)."""
@@ -183,7 +185,17 @@ class ShardedWork:
         y = None if data.y is None else ops.gather_rows(data.y, layout.own_ids.to(data.y.device))
         return dict(data.tables), transport, layout.own_ids, y
 
+    def agree(self) -> None:
+        """Ranks must have the same model, and begin with the first one's weights."""
+        world, model = self.job.world, self.job.module
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        Channel(world).check_same(repr([(n, tuple(t.shape), t.dtype) for n, t in tensors]).encode(), "the model")
+        world.broadcast_tensors(t.data for _, t in tensors)
+
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if self.job.world.size > 1 and not self.agreed:
+            self.agree()
+            self.agreed = True
         if not done:
             yield ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
 

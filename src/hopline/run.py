@@ -251,6 +251,10 @@ def load_config(folder: Path) -> RunConfig:
         raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
 
 
+DDP = "module."
+"""What torch's DistributedDataParallel puts before the names of weights."""
+
+
 def load_weights(model: nn.Module, path: Path) -> None:
     """A `state_dict` file into a model; nothing in it is executed."""
     if not path.exists():
@@ -259,6 +263,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         weights = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}): restore it or train again") from error
+    if all(name.startswith(DDP) for name in weights):  # saved from within DistributedDataParallel
+        weights = {name.removeprefix(DDP): value for name, value in weights.items()}
     try:
         model.load_state_dict(weights)
     except Exception as error:
