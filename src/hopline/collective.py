@@ -19,7 +19,7 @@ from hopline.nn.gcn import weights_of
 from hopline.ops.cpu_tree import sample_children
 from hopline.partial import PartialGraph
 from hopline.pipeline import Pipeline, Stage
-from hopline.sampling import check_fanouts, seed_batches, share_of
+from hopline.sampling import check_fanouts, check_ids, seed_batches, share_of
 from hopline.shards import Shard, check_fits, node_ranges
 from hopline.spec import to_dict
 from hopline.tables import SparseTable, Table
@@ -166,7 +166,8 @@ class CollectiveLoader:
 
     A step has the seeds that a single process would have for a batch of `batch_size` times the number of ranks, in an
     order drawn from (seed, epoch). Each rank gets an equal share, of nodes that it owns as far as that goes.
-    ids: a split, or the same ids on every rank.
+    ids: a split, or the same ids on every rank. tables: which to fetch; all by default. channel: one that nothing else
+    uses while batches are taken, instead of one of its own.
     """
 
     def __init__(
@@ -178,14 +179,15 @@ class CollectiveLoader:
         device: torch.device | str = "cpu",
         world: World | None = None,
         tables: Sequence[str] | None = None,
+        channel: Channel | None = None,
     ) -> None:
         if method.layout == "tree":
             raise ValueError("layout=tree draws every slot by itself, which shards cannot: set layout=block")
         self.shard, self.method, self.seed, self.device = shard, method, seed, torch.device(device)
-        self.channel = Channel(world)
+        self.channel = Channel(world) if channel is None else channel
         self.sampler = CollectiveSampler(shard, self.channel, method.fanouts, replace=method.replace)
         self.tables = _chosen(shard.tables, tables)
-        self.places = self._find(ids)
+        self.places = self._find(ids if isinstance(ids, str) else torch.as_tensor(ids))
         settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()
         self.channel.check_same(settings + self.places.numpy().tobytes(), "the seeds, the method or the tables")
         if self.places.numel() == 0:
@@ -202,12 +204,9 @@ class CollectiveLoader:
             own = shard.splits[ids]
             both = self.channel.all(torch.stack([own, shard.rows_of(own) + shard.ptr[shard.rank]], 1))
             return both[both[:, 0].argsort(), 1].contiguous()
+        check_ids(ids, shard.num_nodes)
         rows = torch.searchsorted(shard.nodes, ids).clamp(max=shard.num_own - 1)
-        places = torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1)
-        places = self.channel.highest(places)
-        if bool((places < 0).any()):
-            raise ValueError(f"an id is not a node: ids go from 0 to {shard.num_nodes - 1}")
-        return places
+        return self.channel.highest(torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1))
 
     def __len__(self) -> int:
         full, rest = divmod(self.places.numel(), self.method.batch_size * self.channel.size)

@@ -60,7 +60,7 @@ class Sampled(Method):
         in_order = replace(self, shuffle=False, drop_last=False)
         options = {"seed": job.seed, "device": job.device}
         if isinstance(job.data, ShardedData):
-            return in_order.loader(job.data.shard, ids, world=job.world, **options)
+            return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, **options)
         return in_order.loader(job.data, ids, model=job.model, **options)
 
     def bind(self, job: Job) -> Work:
