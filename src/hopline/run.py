@@ -53,8 +53,9 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Which split, for datasets that come with several."""
     symmetrize: bool = False
     """Add the reverse of every edge when the dataset is converted; each choice is kept under its own name."""
-    features: Literal["given", "normalized", "standardized"] = "given"
-    """Input rows as they are; each divided by its sum; or each column with mean 0 and deviation 1."""
+    features: Literal["given", "normalized", "standardized", "one_hot"] = "given"
+    """Input rows as they are; each divided by its sum; each column with mean 0 and deviation 1; or one column per node,
+    so that model.linear=true learns the input rows themselves."""
     model: ModelSpec = ModelSpec()
     """The model."""
     method: Sampled | Historical | FullBatch = Sampled()
@@ -233,7 +234,7 @@ def _open(config: RunConfig) -> Dataset:
     data = open_dataset(config.data, data_root=config.data_root, split=config.split, **options)
     if config.features == "given":
         return data
-    return data.normalized() if config.features == "normalized" else data.standardized()
+    return getattr(data, config.features)()
 
 
 def load_config(folder: Path) -> RunConfig:

@@ -76,6 +76,12 @@ def test_unlabelled_training_nodes_are_refused(tiny: Dataset) -> None:
         tiny.validate()
 
 
+def test_every_node_can_have_a_column_of_its_own(tiny: Dataset) -> None:
+    data = replace(tiny, tables={}).one_hot()
+    assert torch.equal(data.x.read(torch.arange(40)), torch.eye(40))
+    assert data.num_features == 40
+
+
 def test_columns_can_be_standardized(tiny: Dataset) -> None:
     rows = torch.rand(40, 5) * torch.arange(5)
     data = replace(tiny, tables={**tiny.tables, "x": TensorTable(rows)}).standardized()

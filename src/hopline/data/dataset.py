@@ -157,6 +157,12 @@ class Dataset:
             new = TensorTable(dense / dense.sum(-1, keepdim=True).clamp(min=1.0))
         return replace(self, tables={**self.tables, table: new})
 
+    def one_hot(self, table: str = "x") -> Dataset:
+        """The same dataset with a column for every node as features, so that a first linear layer learns a row each."""
+        every = torch.arange(self.num_nodes)
+        rows = SparseTable(torch.arange(self.num_nodes + 1), every, torch.ones(self.num_nodes), self.num_nodes)
+        return replace(self, tables={**self.tables, table: rows})
+
     def standardized(self, table: str = "x") -> Dataset:
         """The same dataset with features of mean 0 and standard deviation 1, columns of one value being 0; dense."""
         rows = self.tables[table].read(torch.arange(self.num_nodes))
