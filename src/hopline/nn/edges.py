@@ -227,8 +227,8 @@ def all_gathered(tensors: Sequence[Tensor], transport: Transport, depth: int | N
     if len({t.dtype for t in tensors}) != 1:
         return [gathered(t, transport, depth, kind) for t in tensors]
     widths = [math.prod(t.shape[1:]) for t in tensors]
-    beside = gathered(torch.cat([t.reshape(t.size(0), w) for t, w in zip(tensors, widths, strict=True)], 1), transport, depth, kind)
-    columns = beside.split(widths, dim=1)
+    flat = [t.reshape(t.size(0), width) for t, width in zip(tensors, widths, strict=True)]
+    columns = gathered(torch.cat(flat, 1), transport, depth, kind).split(widths, dim=1)
     return [c.reshape(-1, *t.shape[1:]) for c, t in zip(columns, tensors, strict=True)]
 
 
