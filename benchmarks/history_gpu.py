@@ -37,7 +37,7 @@ WAYS = {
 
 def graph(homophily: float, scale: float, device: torch.device) -> tuple[hl.Dataset, float]:
     """(data on the host, where batches are made, nodes of a batch's halo over its own on average)."""
-    sizes = {"num_nodes": round(NUM_NODES * scale), "num_edges": round(NUM_EDGES * scale)}
+    sizes: dict[str, Any] = {"num_nodes": round(NUM_NODES * scale), "num_edges": round(NUM_EDGES * scale)}
     made = planted(
         **sizes, num_classes=NUM_PARTS, num_features=NUM_FEATURES, homophily=homophily, device=str(device), seed=1
     )
@@ -92,13 +92,13 @@ def full_batch(data: hl.Dataset, device: torch.device) -> tuple[float, float]:
 
 
 def historical(
-    data: hl.Dataset, parts: dict[str, Any], device: torch.device, epochs: int, **settings: object
+    data: hl.Dataset, parts: dict[str, Any], device: torch.device, epochs: int, **settings: Any
 ) -> tuple[float, float]:
     """(peak GiB, seconds of the fastest epoch but the first, which makes the batches)."""
     forget_peak(device)
     method = hl.Historical(
         num_parts=NUM_PARTS, parts_per_batch=1, partition="labels", groups="fixed", lag=1, warm_up=False, **settings
-    )  # type: ignore[arg-type]
+    )
     plain = replace(data, splits={"train": data.splits["train"]})
     ends: list[float] = []
 

@@ -94,7 +94,7 @@ def test_where_tables_go(tmp_path: Path):
         assert choose_where(1 << 60, DEVICE, "auto", None) == "host"
 
 
-DATA = {"num_nodes": 600, "num_edges": 6000, "num_classes": 4, "num_features": 10, "seed": 3}
+DATA: dict[str, Any] = {"num_nodes": 600, "num_edges": 6000, "num_classes": 4, "num_features": 10, "seed": 3}
 MODELS = {
     "gcn": lambda: [pyg.GCNConv(10, 16), pyg.GCNConv(16, 12), pyg.GCNConv(12, 4)],
     "sage": lambda: [pyg.SAGEConv(10, 16), pyg.SAGEConv(16, 12, aggr="max"), pyg.SAGEConv(12, 4)],

@@ -108,8 +108,9 @@ def test_ranks_are_one_process(tmp_path: Path):
     ]
     found = run(train_all, LaunchSettings(devices=2, timeout_s=60), cases)
     for case, result in zip(cases, found, strict=True):
-        alone = {name: value for name, value in case.items() if name != "folder"}
-        expected = train(World.alone(), **(alone | {"settings": {"aggregation": "sequential"}}))
+        alone: dict[str, Any] = {name: value for name, value in case.items() if name != "folder"}
+        alone["settings"] = {"aggregation": "sequential"}
+        expected = train(World.alone(), **alone)
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9)
         assert result["weights"] == pytest.approx(expected["weights"], rel=1e-7, abs=1e-9)
         assert result["test"] == pytest.approx(expected["test"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch_geometric.nn as pyg
 
@@ -14,7 +16,8 @@ def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
     data = planted(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
     net = hl.nn.GNN([pyg.SAGEConv(5, 8), pyg.SAGEConv(8, 3)])
     method = hl.Historical(num_parts=6, parts_per_batch=2, partition="random", compensate=True)
-    work = hl.Trainer(net, data, method, epochs=1, show=False).work
+    work: Any = hl.Trainer(net, data, method, epochs=1, show=False).work
+    assert data.y is not None
     edges, seeds = [], []
     for group in work.parts.groups_of(1):
         made = work.batches.make(group, 7)
@@ -43,7 +46,7 @@ def test_input_rows_are_left_to_the_model():
     data = planted(num_nodes=50, num_edges=200, num_classes=3, num_features=5, seed=1)
     net = hl.nn.GNN([pyg.SAGEConv(5, 8), pyg.SAGEConv(8, 3)])
     method = hl.Historical(num_parts=2, parts_per_batch=1, partition="random")
-    work = hl.Trainer(net, data, method, epochs=1, show=False).work
+    work: Any = hl.Trainer(net, data, method, epochs=1, show=False).work
     found = work.batches.inputs_of(torch.tensor([3, 1]))
     assert isinstance(found, Rows)
     assert torch.equal(found.read(), data.x[torch.tensor([3, 1])])

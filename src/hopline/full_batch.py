@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from hopline.nn.gnn import GNN
 from hopline.nn.shard_block import ShardBlock
 from hopline.nn.whole import Whole
 from hopline.partition import Partition
-from hopline.placement import Placement
+from hopline.placement import Placement, with_graph_on_host
 from hopline.shard_data import ShardedData
 from hopline.sharded import shard_layouts, virtual_layout
 from hopline.spec import parse_size
@@ -66,12 +66,7 @@ class FullBatch(Method):
             raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
 
     def placement(self, wanted: Placement) -> Placement:
-        if wanted.graph in ("device", "pinned"):
-            raise ValueError(
-                f"placement.graph={wanted.graph}, but method=full_batch cuts the graph on the host: set "
-                "placement.graph=host, or leave it at auto"
-            )
-        return replace(wanted, graph="host")
+        return with_graph_on_host(wanted, "method=full_batch cuts the graph on the host")
 
     def bind(self, job: Job) -> Work:
         model = job.model

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from hopline.history import HistoricalWork
 from hopline.nn.whole import Whole
-from hopline.placement import Placement
+from hopline.placement import Placement, with_graph_on_host
 from hopline.validate import check_fields
 from hopline.work import Job, Method
 
@@ -108,12 +108,7 @@ class Historical(Method):
         return self.momentum > 0 or self.mixing > 0
 
     def placement(self, wanted: Placement) -> Placement:
-        if wanted.graph in ("device", "pinned"):
-            raise ValueError(
-                f"placement.graph={wanted.graph}, but method=historical makes its batches on the host: set "
-                "placement.graph=host, or leave it at auto"
-            )
-        return replace(wanted, graph="host")
+        return with_graph_on_host(wanted, "method=historical makes its batches on the host")
 
     def bind(self, job: Job) -> HistoricalWork:
         if isinstance(job.model, Whole):

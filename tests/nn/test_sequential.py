@@ -189,7 +189,7 @@ def test_backward_is_that_of_the_mode_of_forward() -> None:
         out = run_conv(conv, x, block())
         conv.train(mode)
         out.sum().backward()
-        assert conv.nn[1].training == mode
+        assert conv.nn[1].training == mode  # type: ignore[index]
         found.append(x.grad)
     assert torch.equal(*found)
 

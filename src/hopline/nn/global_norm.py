@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from hopline.nn.norm import remember, scaled
 from hopline.world import World
 
 
@@ -69,10 +70,5 @@ def batch_norm(
     count = _sum(torch.tensor([float(x.size(0))], dtype=exact.dtype, device=x.device)).clamp(min=1)
     mean = _Summed.apply(exact.sum(0)) / count
     var = _Summed.apply((exact - mean).square().sum(0)) / count
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((var * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
-    out = (exact - mean) * (var + eps).rsqrt()
-    out = out if weight is None else out * weight
-    return (out if bias is None else out + bias).to(x.dtype)
+    remember((mean, var, count), (running_mean, running_var), momentum)
+    return scaled((exact - mean) * (var + eps).rsqrt(), weight, bias).to(x.dtype)

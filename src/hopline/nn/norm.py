@@ -104,10 +104,21 @@ def _batch_norm(
     count = there.sum().clamp(min=1)
     mean = (exact * there).sum(0) / count
     var = ((exact - mean).square() * there).sum(0) / count
+    remember((mean, var, count), (running_mean, running_var), momentum)
+    return scaled((exact - mean) * (var + eps).rsqrt(), weight, bias).to(x.dtype)
+
+
+def remember(
+    found: tuple[Tensor, Tensor, Tensor], running: tuple[Tensor | None, Tensor | None], momentum: float
+) -> None:
+    """Move running mean and variance towards those found, of so many rows, as torch does."""
+    (mean, var, count), (running_mean, running_var) = found, running
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((var * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
-    out = (exact - mean) * (var + eps).rsqrt()
-    out = out if weight is None else out * weight
-    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def scaled(rows: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    rows = rows if weight is None else rows * weight
+    return rows if bias is None else rows + bias
