@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch_geometric.nn as pyg
 
 import hopline as hl
+from hopline import history_batches
 from hopline.batch import Rows
 from hopline.data import planted
+from hopline.history_batches import HistoricalBatches
 
 
 def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
@@ -50,3 +54,20 @@ def test_input_rows_are_left_to_the_model():
     found = work.batches.inputs_of(torch.tensor([3, 1]))
     assert isinstance(found, Rows)
     assert torch.equal(found.read(), data.x[torch.tensor([3, 1])])
+
+
+def test_batches_that_are_moved_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The way to a GPU, on a machine that may have none."""
+    data = planted(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
+    far = hl.CachedTable(data.x, torch.arange(20))  # rows that a device does not reach are read first
+    results = []
+    for moves, x in ((False, data.x), (True, data.x), (True, far)):
+        monkeypatch.setattr(HistoricalBatches, "on_gpu", moves)
+        monkeypatch.setattr(history_batches.pinned, "register", lambda tensor: "there is no GPU")
+        torch.manual_seed(0)
+        net = hl.nn.GNN([pyg.GCNConv(5, 8), pyg.GCNConv(8, 3)], dropout=0.3)
+        method = hl.Historical(num_parts=6, parts_per_batch=2, partition="random", compensate=True, groups="fixed")
+        held = replace(data, tables={"x": x, "other": hl.TensorTable(torch.ones(300, 2))})
+        run = hl.Trainer(net, held, method, epochs=2, show=False).fit()
+        results.append([epoch.loss for epoch in run.history])
+    assert results[0] == results[1] == results[2]

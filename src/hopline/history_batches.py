@@ -59,8 +59,8 @@ class HistoricalBatches:
         mixer = None if found.around is None or not pull else Mixer(work, found.around, key, rows.stamps(places))
         if self.on_gpu and parts.keeps(group):
             for tensor in (*found.block.tensors(), places):
-                if tensor is not None:
-                    pinned.pin(tensor)
+                if tensor is not None and tensor.numel() and not pinned.is_registered(tensor):
+                    pinned.register(tensor)  # what cannot be goes through the mover's buffers
         plain, last = replace(found.block, key=key, graph=self.graph), work.model.num_layers - 1
         block = HaloBlock(plain, parts.slabs_of(group), places, rows, last, work.method.compensate, mixer)
         batch = self._batch(block, nodes, key)
