@@ -41,6 +41,7 @@ def result_of(trainer: hl.Trainer) -> dict[str, Any]:
         "losses": [epoch.loss for epoch in run.history],
         "weights": torch.cat([t.detach().cpu().double().flatten() for t in tensors]).tolist(),
         "test": run.test,
+        "counters": run.history[-1].counters,
     }
 
 

@@ -72,6 +72,29 @@ def test_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
             torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat", *(name for name in GNN_OPTIONS if name not in NORMED)])
+def test_trimmed_the_gradient_is_that_of_plain_pyg(name: str):
+    model = gnn_of(name) if name in GNN_OPTIONS else model_of(name)
+    model.dropout = model.input_dropout = 0.0
+    loss, found = gradients(model, trim=True)
+    assert loss == pytest.approx(oracle(model), rel=1e-10)
+    for key, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_trimmed_training_counts_fewer_bytes():
+    runs = [train(World.alone(), "gcn", {"aggregation": "sequential", "trim": trim}) for trim in (False, True)]
+    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
+    for name in ("bytes.forward", "bytes.gradient"):
+        assert 0 < runs[1]["counters"][name] < runs[0]["counters"][name]
+
+
+def test_degrees_are_exchanged_in_the_first_epoch_only():
+    run = train(World.alone(), "gcn", {"aggregation": "sequential"})
+    assert "bytes.degrees" not in run["counters"]
+
+
 @pytest.mark.parametrize("settings", [{"num_shards": 1}, {"num_shards": 7}, {"partition": "range"}], ids=str)
 def test_training_is_the_same_in_every_way(settings: dict[str, Any], tmp_path: Path):
     ways = [{"aggregation": a} for a in WAYS] + [{"aggregation": "sequential", "depth": 2, "chunk": 500}]
@@ -93,6 +116,8 @@ def test_batch_norms_are_those_of_all_rows():
     assert runs[0]["weights"] == pytest.approx(runs[1]["weights"], rel=1e-8)
     with pytest.raises(ValueError, match="aggregation=sequential"):
         train(World.alone(), "gcn", {"aggregation": "sweep"}, norm="batch")
+    with pytest.raises(ValueError, match="BatchNorm1d takes its statistics from all rows, of which trim=true"):
+        train(World.alone(), "gcn", {"trim": True}, norm="batch")
 
 
 def test_ranks_are_one_process(tmp_path: Path):
@@ -105,6 +130,8 @@ def test_ranks_are_one_process(tmp_path: Path):
         {"kind": "gin", "settings": {}, "norm": "batch"},
         {"kind": "gcn", "settings": {}, "folder": str(tmp_path / "shards"), "dropout": 0.4},
         {"kind": "gin", "settings": one_shot, "folder": str(tmp_path / "shards"), "norm": "batch"},
+        {"kind": "gcn", "settings": {"trim": True}, "dropout": 0.4},
+        {"kind": "gat", "settings": {"trim": True}, "folder": str(tmp_path / "shards")},
     ]
     found = run(train_all, LaunchSettings(devices=2, timeout_s=60), cases)
     for case, result in zip(cases, found, strict=True):
@@ -127,6 +154,7 @@ def test_models_that_differ_are_found_before_the_first_step():
         ({"depth": -1}, "depth must be at least 0"),
         ({"chunk": "a lot"}, "as a size"),
         ({"aggregation": "one_shot", "folder": Path("x")}, "folder= is for a sweep"),
+        ({"aggregation": "sweep", "trim": True}, "trim=true is not for aggregation=sweep"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str):

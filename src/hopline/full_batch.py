@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from hopline.history import HistoricalWork, partition_together
 from hopline.nn.global_norm import over_all_ranks
 from hopline.nn.gnn import GNN
 from hopline.nn.shard_block import ShardBlock
+from hopline.nn.trimmed import trimmed_blocks
 from hopline.nn.whole import Whole
 from hopline.partition import Partition
 from hopline.placement import Placement, with_graph_on_host
@@ -49,6 +50,8 @@ class FullBatch(Method):
     """Shards whose rows are asked for ahead; no result depends on it."""
     chunk: str | int = "4MiB"
     """About what the messages of a chunk of edges take, in all ways but sweep."""
+    trim: bool = False
+    """Compute and send, layer by layer, only what the training nodes need; the gradient stays the same."""
     tables: Literal["auto", "device", "pinned", "host"] = "auto"
     """Where a GPU's tables of a sweep are: on it, `pinned` in host memory that it reads, `host`, or what fits."""
     folder: Path | None = None
@@ -62,6 +65,8 @@ class FullBatch(Method):
             raise ValueError(f"depth must be at least 0, not {self.depth}")
         if parse_size(self.chunk) < 1:
             raise ValueError(f"chunk must be at least a byte, not {self.chunk}")
+        if self.trim and self.aggregation == "sweep":
+            raise ValueError("trim=true is not for aggregation=sweep, which goes over whole parts: set sequential")
         if self.folder is not None and self.aggregation not in ("auto", "sweep"):
             raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
 
@@ -76,22 +81,29 @@ class FullBatch(Method):
                 "hl.nn.GNN, or a PyG model such as GCN"
             )
         model.check_blocks()
-        chosen = self._chosen(job, model)
+        norms = _batch_norms(model)
+        if self.trim and norms:
+            raise ValueError(
+                f"{type(norms[0]).__name__} takes its statistics from all rows, of which trim=true leaves some out: "
+                "set trim=false, or norm=layer"
+            )
+        chosen = self._chosen(job, norms)
         return SweepWork(job, model, self) if chosen == "sweep" else ShardedWork(job, model, self, chosen)
 
-    def _chosen(self, job: Job, model: GNN) -> Literal["sweep", "sequential", "stored", "one_shot"]:
+    def _chosen(self, job: Job, norms: list[nn.Module]) -> Literal["sweep", "sequential", "stored", "one_shot"]:
         """The aggregation, "auto" replaced and said."""
-        several, normed = job.world.size > 1 or isinstance(job.data, ShardedData), bool(_batch_norms(model))
+        several = job.world.size > 1 or isinstance(job.data, ShardedData)
         if self.aggregation == "auto":
-            chosen = "sequential" if several or normed else "sweep"
-            reason = "several ranks" if several else "batch norms need all rows at once" if normed else "one process"
+            reasons = {"several ranks": several, "batch norms need all rows at once": norms, "trim": self.trim}
+            reason = next((text for text, holds in reasons.items() if holds), "one process")
+            chosen = "sweep" if reason == "one process" else "sequential"
             job.say(f"full batch by aggregation={chosen} ({reason}), {self._shards_of(job)} shards")
             return chosen
         if self.aggregation == "sweep" and several:
             raise ValueError("aggregation=sweep is for one process: set aggregation=sequential, or devices=1")
-        if self.aggregation == "sweep" and normed:
+        if self.aggregation == "sweep" and norms:
             raise ValueError(
-                f"{type(_batch_norms(model)[0]).__name__} takes its statistics from all rows, and a sweep has some of "
+                f"{type(norms[0]).__name__} takes its statistics from all rows, and a sweep has some of "
                 "them at a time: set aggregation=sequential, or norm=layer"
             )
         return self.aggregation
@@ -152,12 +164,16 @@ class ShardedWork:
         self.tables, transport, ids, self.y = self._opened(method)
         self.rows = torch.arange(ids.numel()) if isinstance(job.data, ShardedData) else ids
         options: dict[str, Any] = {"mode": mode, "depth": method.depth, "chunk_bytes": parse_size(method.chunk)}
-        self.transport = transport
-        self.block = ShardBlock.of(transport.layout, transport, **options).to(device)
-        transport.layout = self.block.layout
         is_training = torch.zeros(job.data.num_nodes, dtype=torch.bool)
         is_training[job.train_ids.cpu()] = True
         self.output_idx = is_training[ids].nonzero().view(-1)
+        self.transport = transport
+        whole = ShardBlock.of(transport.layout, transport, **options)
+        self.blocks = (
+            trimmed_blocks(whole, is_training[ids], model.num_layers, device, **options)
+            if method.trim
+            else (whole.to(device),) * model.num_layers
+        )
         self.seeds = ids[self.output_idx]
         self.total = job.train_ids.numel()
         self.agreed = False
@@ -167,7 +183,7 @@ class ShardedWork:
         job, data, world = self.job, self.job.data, self.job.world
         if isinstance(data, ShardedData):
             layout = data.shard.layout
-            transport = P2PTransport(layout) if world.size > 1 else LocalTransport(layout)
+            transport = P2PTransport(layout, world=world) if world.size > 1 else LocalTransport(layout)
             return dict(data.shard.tables), transport, layout.own_ids, data.shard.y
         num_shards = world.size if world.size > 1 else method.num_shards
         partition = _cut(job, method, num_shards)
@@ -176,7 +192,7 @@ class ShardedWork:
             transport: Transport = LocalTransport(layout)
         else:
             layout = shard_layouts(data.graph, partition)[world.rank]
-            transport = P2PTransport(layout)
+            transport = P2PTransport(layout, world=world)
         y = None if data.y is None else ops.gather_rows(data.y, layout.own_ids.to(data.y.device))
         return dict(data.tables), transport, layout.own_ids, y
 
@@ -197,8 +213,7 @@ class ShardedWork:
     def batch(self, key: int | None) -> Batch:
         """All own nodes; the seeds are those that train."""
         device = self.job.device
-        block = copy.copy(self.block)  # with what it has worked out
-        object.__setattr__(block, "key", key)
+        self.blocks = _with_key(self.blocks, key)
 
         def rows_of(table: Table) -> Rows | Tensor:
             if device.type == "cpu":
@@ -208,9 +223,9 @@ class ShardedWork:
 
         found = {name: rows_of(table) for name, table in self.tables.items()}
         y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)
-        x, blocks = found.pop("x", None), (block,) * self.model.num_layers
+        x = found.pop("x", None)
         seeds, output_idx = self.seeds.to(device), self.output_idx.to(device)
-        return Batch(seeds, blocks, x, y, found, key, self.total, output_idx)
+        return Batch(seeds, self.blocks, x, y, found, key, self.total, output_idx)
 
 
 @dataclass(eq=False)
@@ -237,6 +252,14 @@ class ShardedUnit(Unit):
             with trace.span("backward", job.device):
                 (loss * (max(1, self.size) / total)).backward()
         return loss.detach() * self.size
+
+
+def _with_key(blocks: Sequence[ShardBlock], key: int | None) -> tuple[ShardBlock, ...]:
+    """The same blocks, with what they have worked out, for the draws of another step."""
+    copies = {id(block): copy.copy(block) for block in blocks}
+    for block in copies.values():
+        object.__setattr__(block, "key", key)
+    return tuple(copies[id(block)] for block in blocks)
 
 
 def _cut(job: Job, method: FullBatch, num_shards: int) -> Partition:

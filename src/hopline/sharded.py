@@ -45,6 +45,8 @@ class ShardLayout:
     """[num_own] int64: in-edges of the own nodes, over all parts."""
     virtual: bool = False
     """All shards in one process: the own nodes are all nodes, and part k has the sources that shard k owns."""
+    reads: tuple[int, ...] | None = None
+    """By round, how many rows of the halo the edges read, where that is not all of them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_shards:
@@ -63,6 +65,10 @@ class ShardLayout:
     @property
     def num_edges(self) -> int:
         return sum(part.num_edges for part in self.parts)
+
+    def num_read(self, k: int) -> int:
+        """How many source rows the edges of part k read."""
+        return self.halos[k].numel() if self.reads is None else self.reads[k]
 
     def sender(self, k: int) -> int:
         """The shard whose rows arrive in round k."""

@@ -6,10 +6,12 @@ of all others at once. Every rank must ask for the same exchanges in the same or
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,9 @@ from hopline import trace
 
 if TYPE_CHECKING:
     from hopline.sharded import ShardLayout
+    from hopline.world import World
 
-FORWARD, REFETCH, GRADIENT, DEGREES = "forward", "refetch", "gradient", "degrees"
+FORWARD, REFETCH, GRADIENT, DEGREES, MASKS = "forward", "refetch", "gradient", "degrees", "masks"
 """What the bytes of an exchange are for."""
 
 
@@ -67,6 +70,16 @@ class Transport(ABC):
     def return_all(self, gradient: Tensor) -> Tensor:
         """Own rows' gradients, from those of all parts' source rows, in one exchange."""
 
+    @abstractmethod
+    def wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
+        """By round: which of the rows that are sent the receivers still want. of_halos: which are wanted here."""
+
+    def on(self, layout: ShardLayout) -> Self:
+        """The same way for another layout between the same shards; bytes are counted together."""
+        other = copy.copy(self)
+        other.layout = layout
+        return other
+
     def count(self, kind: str, tensors: Sequence[Tensor]) -> None:
         num_bytes = sum(t.numel() * t.element_size() for t in tensors)
         self.traffic[kind] += num_bytes
@@ -88,19 +101,30 @@ class LocalTransport(Transport):
         for k in range(self.layout.num_shards):
             first, stop = self.layout.own_range(k)
             part = [t[first:stop] for t in rows]
-            self.count(kind, part)
+            self.count_read(k, kind, part)
             yield part
 
     def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
         return _LocalReturns(self, like)
 
     def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
-        self.count(kind, [rows])
+        self._count_all(rows, kind)
         return rows
 
     def return_all(self, gradient: Tensor) -> Tensor:
-        self.count(GRADIENT, [gradient])
+        self._count_all(gradient, GRADIENT)
         return gradient
+
+    def wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
+        return list(of_halos)
+
+    def count_read(self, k: int, kind: str, part: Sequence[Tensor]) -> None:
+        """Part k's rows, as far as its edges read them."""
+        self.count(kind, [t[: self.layout.num_read(k)] for t in part])
+
+    def _count_all(self, rows: Tensor, kind: str) -> None:
+        for k in range(self.layout.num_shards):
+            self.count_read(k, kind, [rows[slice(*self.layout.own_range(k))]])
 
 
 class _LocalReturns:
@@ -113,7 +137,7 @@ class _LocalReturns:
         return [t[first:stop] for t in self.totals]
 
     def push(self, k: int) -> None:
-        self.transport.count(GRADIENT, self.buffers(k))
+        self.transport.count_read(k, GRADIENT, self.buffers(k))
 
     def finish(self) -> list[Tensor]:
         return self.totals
@@ -123,11 +147,16 @@ class P2PTransport(Transport):
     """A shard per process: messages between two ranks at a time, in a fixed order, without threads or barriers.
 
     Tensors on a GPU go through host memory with gloo, and directly with NCCL.
+
+    world: names the rank that stopped where a message fails; without it, the processes of torch.distributed.
     """
 
-    def __init__(self, layout: ShardLayout, group: Any = None) -> None:
+    group: Any = None
+    world: World | None = None
+
+    def __init__(self, layout: ShardLayout, group: Any = None, world: World | None = None) -> None:
         super().__init__(layout)
-        self.group = group
+        self.group, self.world = group, world
         size = dist.get_world_size(group)
         if size != layout.num_shards or dist.get_rank(group) != layout.rank:
             raise ValueError(
@@ -146,7 +175,7 @@ class P2PTransport(Transport):
                 posted.append(self.post(sent, layout.receiver(ahead), shapes, layout.sender(ahead), kind))
                 ahead += 1
             # Nothing here holds on to a round's rows: they are gone when the caller is done with them.
-            yield list(rows) if k == 0 else _on_device_of(rows, *posted.popleft())
+            yield list(rows) if k == 0 else self.arrived(rows, *posted.popleft())
 
     def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
         return _P2PReturns(self, like, depth)
@@ -173,7 +202,30 @@ class P2PTransport(Transport):
         self.count(kind, received)
         wanted = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t in sent if t.numel()]
         wanted += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t in received if t.numel()]
-        return received, dist.batch_isend_irecv(wanted) if wanted else []
+        with self.guarded():
+            return received, dist.batch_isend_irecv(wanted) if wanted else []
+
+    def wait(self, tensors: list[Tensor], works: list[Any]) -> list[Tensor]:
+        """The tensors of a round, when they have arrived."""
+        with self.guarded():
+            for work in works:
+                work.wait()
+        return tensors
+
+    def arrived(self, rows: Sequence[Tensor], received: list[Tensor], works: list[Any]) -> list[Tensor]:
+        """The same, where the own rows are."""
+        return [t.to(own.device) for t, own in zip(self.wait(received, works), rows, strict=True)]
+
+    def wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
+        layout, found = self.layout, [of_halos[0]]
+        for k in range(1, layout.num_shards):
+            shape, sent = (layout.sends[k].numel(),), of_halos[k].to(torch.uint8)
+            found.append(self.wait(*self.post([sent], layout.sender(k), [shape], layout.receiver(k), MASKS))[0].bool())
+        return found
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Whatever goes wrong inside is another rank's doing, and the world says whose."""
+        return nullcontext() if self.world is None else self.world._exchange()
 
     def _staged(self, rows: Tensor) -> Tensor:
         return rows.cpu() if self.on_host else rows
@@ -188,7 +240,8 @@ class P2PTransport(Transport):
         sizes = [counts[k] for k in rounds]
         incoming = outgoing[0].new_empty(sum(sizes), *sent[0].shape[1:])
         splits = [t.size(0) for t in outgoing]
-        dist.all_to_all_single(incoming, torch.cat(outgoing), sizes, splits, group=self.group)
+        with self.guarded():
+            dist.all_to_all_single(incoming, torch.cat(outgoing), sizes, splits, group=self.group)
         by_round = dict(zip(rounds, incoming.split(sizes), strict=True))
         self.count(kind, [by_round[k] for k in range(1, num)])
         return torch.cat([by_round[k] for k in range(num)]).to(sent[0].device)
@@ -225,15 +278,5 @@ class _P2PReturns:
     def _drain(self) -> None:
         k, received, works = self.posted.popleft()
         rows = self.transport.layout.sends[k]
-        for total, gradient in zip(self.totals, _waited(received, works), strict=True):
+        for total, gradient in zip(self.totals, self.transport.wait(received, works), strict=True):
             total.index_add_(0, rows.to(total.device), gradient.to(total.device))
-
-
-def _on_device_of(rows: Sequence[Tensor], received: list[Tensor], works: list[Any]) -> list[Tensor]:
-    return [t.to(own.device) for t, own in zip(_waited(received, works), rows, strict=True)]
-
-
-def _waited(tensors: list[Tensor], works: list[Any]) -> list[Tensor]:
-    for work in works:
-        work.wait()
-    return tensors

@@ -72,8 +72,10 @@ class ShardBlock(RunsConvs):
     def to(self, device: torch.device, non_blocking: bool = False) -> ShardBlock:
         layout = self.layout.to(device)
         edge_rows = {name: rows.to(device) for name, rows in self.edge_rows.items()}
-        src_ids = self.src_ids.to(device)
-        return replace(self, src_ids=src_ids, parts=layout.parts, layout=layout, edge_rows=edge_rows)
+        src_ids, transport = self.src_ids.to(device), self.transport.on(layout)
+        return replace(
+            self, src_ids=src_ids, parts=layout.parts, layout=layout, transport=transport, edge_rows=edge_rows
+        )
 
     @property
     def edge(self) -> Mapping[str, Tensor]:
@@ -118,10 +120,10 @@ def run_conv(conv: nn.Module, h: Handle | Tensor, block: ShardBlock, x0: Tensor 
         initialise(conv, h.shape[1], block, x0)
         with torch.inference_mode(False):  # the probe takes gradients
             known[way] = find_rule(conv, h.shape[1], block, x0)
-    return _run(conv, known[way], h, block, x0)
+    return run_by_rule(conv, known[way], h, block, x0)
 
 
-def _run(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
+def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
     rows = typed(h, next((p.dtype for p in conv.parameters()), h.dtype if isinstance(h, Tensor) else torch.float32))
     dtype = rows.dtype
     edges, arguments = block.edges, edge_arguments(conv, block.edge_rows, dtype)
@@ -143,9 +145,9 @@ def _run(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0:
 def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None) -> Rule:
     """How the conv's edges are made, by comparing it with plain PyG on a tiny graph, outputs and gradients."""
     trial = fresh_copy(conv).cpu().double().eval()
-    graph = _tiny_graph(block)
-    x = _random(graph.num_nodes, width)
-    start = () if x0 is None or not takes_x0(conv) else (_random(graph.num_nodes, x0.size(1)),)
+    graph = tiny_graph(block)
+    x = random_rows(graph.num_nodes, width)
+    start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
     try:
         arguments = edge_arguments(trial, graph.edge, torch.float64)
         expected = _tried(trial, x, lambda h: trial(h, *start, graph.edge_index(), **arguments))
@@ -155,10 +157,10 @@ def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None)
     reason = "it does something to its edges that is neither self-loops nor the norm of GCNConv"
     for rule in get_args(Rule):
         try:
-            found = _tried(trial, x, lambda h, rule=rule: _run(trial, rule, h, small, *start))
+            found = _tried(trial, x, lambda h, rule=rule: run_by_rule(trial, rule, h, small, *start))
             if _is_same(found, expected):
                 with torch.random.fork_rng([]):  # what it does in training may be more than in evaluation
-                    _run(trial.train(conv.training), rule, x, small, *start)
+                    run_by_rule(trial.train(conv.training), rule, x, small, *start)
                 return rule
         except CannotSplit as error:
             reason = str(error)
@@ -174,7 +176,7 @@ def _tried(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list
     with torch.enable_grad():
         out = call(h)
         wanted = [h, *(p for p in conv.parameters() if p.requires_grad)]
-        return [out.detach(), *torch.autograd.grad((out * _random(*out.shape)).sum(), wanted, allow_unused=True)]
+        return [out.detach(), *torch.autograd.grad((out * random_rows(*out.shape)).sum(), wanted, allow_unused=True)]
 
 
 def _is_same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
@@ -185,11 +187,11 @@ def _is_same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     return same_shapes and all(torch.allclose(a, b, 1e-7, 1e-9, equal_nan=True) for a, b in pairs)
 
 
-def _random(*shape: int) -> Tensor:
+def random_rows(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def _tiny_graph(block: ShardBlock) -> Graph:
+def tiny_graph(block: ShardBlock) -> Graph:
     """12 nodes with from 0 to 5 in-edges, some double and some from the node itself, and the block's edge arrays."""
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([3, 1, 2, 5, 0, 3, 2, 4, 1, 3, 0, 4])
