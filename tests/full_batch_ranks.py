@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,10 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 import hopline as hl
+from hopline.batch import Batch
 from hopline.shard_data import open_sharded
-from hopline.world import World
+from hopline.work import supervised
+from hopline.world import PeerError, World
 from tests.helpers import dataset_of, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500), randn(80, 6))
@@ -58,17 +64,55 @@ def train(world: World, kind: str, settings: dict[str, Any], folder: str | None 
     return result_of(hl.Trainer(made, data, method, world=world, **options))
 
 
-def other_models(world: World) -> str:
-    """What a rank says whose model is not that of the others."""
-    torch.manual_seed(0)
-    width = 8 + world.rank
-    model = hl.nn.GNN([pyg.SAGEConv(6, width), pyg.SAGEConv(width, 3)])
+def differences(world: World, folder: str) -> list[str]:
+    """What a rank says whose model, method, data, layers or number of shards is not that of the others."""
+    other = dataset_of(random_graph(num_nodes=80, num_edges=500, seed=world.rank), randn(80, 6))
+    ways: list[dict[str, Any]] = [
+        {"model": [pyg.SAGEConv(6, 8 + world.rank), pyg.SAGEConv(8 + world.rank, 3)]},
+        {"trim": True, "model": [pyg.SAGEConv(6, 6) for _ in range(2 + world.rank)]},
+        {"aggregation": "sequential" if world.rank else "one_shot"},
+        {"data": other},
+    ]
+    return [_said(world, **way) for way in ways] + [_said_of_shards(world, folder)]
+
+
+def _said(world: World, model: list[nn.Module] | None = None, data: hl.Dataset = DATA, **settings: Any) -> str:
+    gnn = hl.nn.GNN([pyg.SAGEConv(6, 3)] if model is None else model)
     try:
-        hl.Trainer(model, DATA, hl.FullBatch(partition="random"), world=world, epochs=1, show=False).fit()
+        hl.Trainer(gnn, data, hl.FullBatch(partition="random", **settings), world=world, epochs=1, show=False).fit()
     except ValueError as error:
         return str(error)
     return "trained"
 
 
+def _said_of_shards(world: World, folder: str) -> str:
+    try:
+        open_sharded(folder, world)
+    except ValueError as error:
+        return str(error)
+    return "opened"
+
+
 def train_all(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(world, **case) for case in cases]
+
+
+def train_until_death(world: World, case: dict[str, Any], folder: str) -> None:
+    """Rank 1 dies between forward and backward of the third step; rank 0 writes down what it learns, and when."""
+    calls, usual, start = [0], supervised(DATA.task, DATA.num_classes), [0.0]
+
+    def train_step(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss = usual(model, batch)
+        calls[0] += 1
+        if calls[0] == 3:
+            start[0] = time.monotonic()
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    try:
+        train(world, **case, train_step=train_step)
+    except PeerError as error:
+        found = {"error": str(error), "seconds": time.monotonic() - start[0], "steps": calls[0]}
+        (Path(folder) / "lost").write_text(json.dumps(found))
+        raise

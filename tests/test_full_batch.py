@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 
 import hopline as hl
 from hopline.cut import cut
-from hopline.launch import LaunchSettings, run
+from hopline.launch import LaunchSettings, RankError, run
 from hopline.partition import make_partition
 from hopline.world import World
-from tests.full_batch_ranks import DATA, model_of, other_models, train, train_all
+from tests.full_batch_ranks import DATA, differences, model_of, train, train_all, train_until_death
 from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, gnn_of, plain_gnn
 
 WAYS = ("sweep", "sequential", "stored", "one_shot")
@@ -143,8 +144,28 @@ def test_ranks_are_one_process(tmp_path: Path):
         assert result["test"] == pytest.approx(expected["test"])
 
 
-def test_models_that_differ_are_found_before_the_first_step():
-    assert "rank 1 and rank 0 differ in the model" in run(other_models, LaunchSettings(devices=2, timeout_s=60))
+def test_what_differs_between_ranks_is_found_before_the_first_step(tmp_path: Path):
+    cut(DATA, make_partition(DATA.graph, 3, "random"), tmp_path / "shards")
+    found = run(differences, LaunchSettings(devices=2, timeout_s=60), str(tmp_path / "shards"))
+    assert found[0] == "rank 1 and rank 0 differ in the model: give all ranks the same"
+    text = "rank 1 and rank 0 differ in the method, the seed, the dataset or the layers: give all ranks the same"
+    assert found[1:4] == [text] * 3
+    assert "there are 3 shards and 2 processes" in found[4]
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
+    case: dict[str, Any] = {"kind": "gat", "settings": {"trim": True}, "dropout": 0.4, "epochs": 4}
+    settings, kept = LaunchSettings(devices=2, timeout_s=20), {"out": str(tmp_path / "run"), "checkpoint_s": 0.0}
+    with pytest.raises(RankError, match="rank 1"):
+        run(train_until_death, settings, case | kept, str(tmp_path))
+    lost = json.loads((tmp_path / "lost").read_text())
+    assert lost["steps"] == 3
+    assert lost["seconds"] < 20
+    assert lost["error"].startswith("rank 1 ")
+    assert "resume=true" in lost["error"]
+    again, whole = run(train_all, settings, [case | kept | {"resume": True}, case])
+    assert again["losses"] == whole["losses"]
+    assert again["weights"] == whole["weights"]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,10 @@ class ShardedWork:
         self, job: Job, model: GNN, method: FullBatch, mode: Literal["sequential", "stored", "one_shot"]
     ) -> None:
         self.job, self.model = job, model
-        device = job.device
+        device, self.channel = job.device, None
+        if job.world.size > 1:
+            self.channel = Channel(job.world)
+            self.channel.check_same(_common(job, model, method), "the method, the seed, the dataset or the layers")
         self.tables, transport, ids, self.y = self._opened(method)
         self.rows = torch.arange(ids.numel()) if isinstance(job.data, ShardedData) else ids
         options: dict[str, Any] = {"mode": mode, "depth": method.depth, "chunk_bytes": parse_size(method.chunk)}
@@ -198,13 +201,14 @@ class ShardedWork:
 
     def agree(self) -> None:
         """Ranks must have the same model, and begin with the first one's weights."""
-        world, model = self.job.world, self.job.module
+        model = self.job.module
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        Channel(world).check_same(repr([(n, tuple(t.shape), t.dtype) for n, t in tensors]).encode(), "the model")
-        world.broadcast_tensors(t.data for _, t in tensors)
+        assert self.channel is not None
+        self.channel.check_same(repr([(n, tuple(t.shape), t.dtype) for n, t in tensors]).encode(), "the model")
+        self.job.world.broadcast_tensors(t.data for _, t in tensors)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        if self.job.world.size > 1 and not self.agreed:
+        if self.channel is not None and not self.agreed:
             self.agree()
             self.agreed = True
         if not done:
@@ -252,6 +256,15 @@ class ShardedUnit(Unit):
             with trace.span("backward", job.device):
                 (loss * (max(1, self.size) / total)).backward()
         return loss.detach() * self.size
+
+
+def _common(job: Job, model: GNN, method: FullBatch) -> bytes:
+    """What decides which messages the ranks exchange."""
+    layers, data = [type(conv).__name__ for conv in model.convs], job.data
+    found = [repr(method), job.seed, data.num_nodes, data.num_edges, layers, int(job.train_ids.sum()), job.bf16]
+    if not isinstance(data, ShardedData):  # else the cuts were compared
+        found += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
+    return repr(found).encode()
 
 
 def _with_key(blocks: Sequence[ShardBlock], key: int | None) -> tuple[ShardBlock, ...]:

@@ -21,15 +21,19 @@ def over_all_ranks(world: World) -> AbstractContextManager[Any]:
 
     Every rank must run the same ones in the same order, forward and backward; in evaluation nothing changes.
     """
-    return nullcontext() if world.size == 1 else _OverAllRanks()
+    return nullcontext() if world.size == 1 else _OverAllRanks(world)
 
 
 class _OverAllRanks(TorchFunctionMode):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is nn.functional.batch_norm:
-            return batch_norm(*args, **(kwargs or {}))
+            return batch_norm(self.world, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -37,23 +41,26 @@ class _Summed(torch.autograd.Function):
     """The sum over ranks. Each rank's loss depends on the sum, so its gradient is summed as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _sum(x)
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return _sum(x, world)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return _sum(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _sum(grad, ctx.world), None
 
 
-def _sum(x: Tensor) -> Tensor:
+def _sum(x: Tensor, world: World) -> Tensor:
     total = x.cpu() if dist.get_backend() == "gloo" else x.clone()
     total = total.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
+    with world._exchange():  # says which rank stopped
+        dist.all_reduce(total)
     return total.to(x.device)
 
 
 def batch_norm(
+    world: World,
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -67,8 +74,8 @@ def batch_norm(
     if not training:
         return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, False)
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    count = _sum(torch.tensor([float(x.size(0))], dtype=exact.dtype, device=x.device)).clamp(min=1)
-    mean = _Summed.apply(exact.sum(0)) / count
-    var = _Summed.apply((exact - mean).square().sum(0)) / count
+    count = _sum(torch.tensor([float(x.size(0))], dtype=exact.dtype, device=x.device), world).clamp(min=1)
+    mean = _Summed.apply(exact.sum(0), world) / count
+    var = _Summed.apply((exact - mean).square().sum(0), world) / count
     remember((mean, var, count), (running_mean, running_var), momentum)
     return scaled((exact - mean) * (var + eps).rsqrt(), weight, bias).to(x.dtype)
