@@ -27,6 +27,9 @@ class StandIn:
     def stop(self, reason: str) -> None:
         self.reason = reason
 
+    def evaluated_weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
 
 def evaluation(epoch: int, value: float, split: str = "valid", **more: float) -> hl.Evaluation:
     return hl.Evaluation(epoch=epoch, split=split, metrics={"accuracy": value, **more}, seconds=0.0)

@@ -25,6 +25,8 @@ import hopline as hl
         ({"seed": 1 << 70}, "seed must be between 0 and"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"evaluate": "later"}, "evaluate must be 'blocking' or 'async'"),
+        ({"evaluate": "async", "schedule": hl.Schedule(name="plateau")}, "plateau needs each evaluation before"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from torch import Tensor
 from hopline import ops
 from hopline.files import replacing
 from hopline.progress import Progress, progress
-from hopline.report import Report
+from hopline.report import Report, write_text
+from hopline.report_html import read_records
 from hopline.trace import RegionStatistics
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ class Run:
     folder: Path | None = None
     rank: int = 0
     """Which of the processes that trained together this is from; all have the same numbers."""
+    dropped: int = 0
+    """Epochs trained, the last perhaps in part, while the evaluation that ended the run went on; they left nothing."""
 
 
 class Callback:
@@ -155,10 +159,14 @@ class KeepWeights(Callback):
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
         if evaluation.split == "valid" and evaluation.metrics[trainer.metric] > self.best_value:
             self.best_value, self.best_epoch = evaluation.metrics[trainer.metric], evaluation.epoch
-            self.best = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
+            self.best = {name: t.detach().clone() for name, t in trainer.evaluated_weights().items()}
             self._save("best.pt", self.best)
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        self.save_last(trainer)
+
+    def save_last(self, trainer: Trainer) -> None:
+        """The weights as they are, as the last ones."""
         if self.folder is not None:
             self._save("last.pt", trainer.model.state_dict())
 
@@ -239,11 +247,18 @@ class WriteReport(Callback):
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
         self.report.log({"event": "evaluate", **vars(evaluation)})
 
+    def drop_after(self, epoch: int) -> None:
+        """Take the epochs behind this one, which has ended the run, out of the record."""
+        path = self.report.folder / "metrics.jsonl"
+        records = [r for r in read_records(path) if r.get("event") != "epoch" or r["epoch"] <= epoch]
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         self.report.log(
             {
                 "event": "end",
                 "epochs": run.epochs,
+                "dropped": run.dropped,
                 "best_epoch": run.best_epoch,
                 "reason": run.reason,
                 "valid": {run.metric: run.valid},

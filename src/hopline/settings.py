@@ -36,6 +36,8 @@ class TrainSettings:
     """bf16 runs the forward pass under bfloat16 autocast; parameters stay float32."""
     evaluate_every: int = 1
     """Epochs from one evaluation to the next; the last epoch is always evaluated."""
+    evaluate: Literal["blocking", "async"] = "blocking"
+    """Training waits for each evaluation, or goes on while a process on the CPU evaluates; the run is the same."""
     patience: int | None = None
     """Evaluations without a better validation metric before training stops early."""
     inference: Literal["exact", "sampled"] = "exact"
@@ -66,6 +68,11 @@ class TrainSettings:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
         if not self.checkpoint_s >= 0:
             raise ValueError(f"checkpoint_s must be at least 0 seconds, not {self.checkpoint_s}")
+        if self.evaluate == "async" and self.schedule.name == "plateau":
+            raise ValueError(
+                "schedule.name=plateau needs each evaluation before the next epoch: set evaluate=blocking, or "
+                "schedule.name=cosine"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")
 

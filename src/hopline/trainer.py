@@ -6,20 +6,19 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hopline import checkpoint, infer, ops, shard_infer, trace
+from hopline import checkpoint, infer, ops, trace
 from hopline.callbacks import (
     Callback,
     EarlyStop,
     EpochEnd,
-    Evaluation,
     KeepWeights,
     Run,
     ShowProgress,
@@ -29,6 +28,8 @@ from hopline.callbacks import (
 from hopline.checkpoint import Checkpoints, Position
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
+from hopline.evaluation import Beside, Blocking, Evaluations, Measure, TestStep, check_beside, own_threads
+from hopline.evaluation_process import SentData
 from hopline.files import remove_unfinished
 from hopline.methods import Method, Sampled
 from hopline.nn.gnn import GNN
@@ -43,15 +44,8 @@ from hopline.update import Update, make_optimizer, split_decay
 from hopline.work import Job, TrainStep, Unit, supervised
 from hopline.world import World
 
-TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
-"""(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
-
 STAGES = ("sample", "gather", "move", "forward", "backward", "step", "optimizer")
 """Spans that can be the slowest stage; `wait` is the training thread waiting for the first three."""
-
-
-MOST_THREADS = 8
-"""Our threads that train: more of them gain nothing, as the parts between products and reductions stay in one."""
 
 
 class Trainer:
@@ -88,6 +82,7 @@ class Trainer:
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
         self.method = method if method is not None else Sampled()
+        self.sent = self._send(data) if self.settings.evaluate == "async" else None
         self.data = data = self._placed(data, placement)
         self._report: Report | None = None
         self.callbacks = list(callbacks)
@@ -109,14 +104,16 @@ class Trainer:
             say=self.say,
         )
         self.num_seeds = self.job.train_ids.numel()
-        if self.settings.patience is not None and not self._has("valid"):
+        if self.settings.patience is not None and not self.has("valid"):
             raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
         check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
         self.work = self.method.bind(self.job)
+        if self.settings.evaluate == "async":
+            check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
         self.stop_reason: str | None = None
         self.num_steps = 0
         self.position = Position()
-        self._checkpoints = Checkpoints(self.out, self.settings, self.world)
+        self.checkpoints = Checkpoints(self.out, self.settings, self.world)
 
     # ---- the loop
 
@@ -126,15 +123,19 @@ class Trainer:
         timers, counters = trace.Timers(), trace.Counters()
         with ExitStack() as stack:
             keep = self._start(stack, timers, counters)
+            kind = Beside if self.settings.evaluate == "async" else Blocking
+            self.evaluations: Evaluations = stack.enter_context(kind(self, run))
             try:
                 self._loop(run, timers, counters)
                 self._test(run, keep)
             except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    self.evaluations.salvage()
                 run.reason = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
             finally:
                 run.metric, run.stages = self.metric, timers.statistics()
-                self._call("on_fit_end", run)
+                self.call("on_fit_end", run)
         return run
 
     def _loop(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:
@@ -143,21 +144,27 @@ class Trainer:
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
         if self.device.type == "cuda" and not isinstance(self.data, ShardedData):
             self.say(describe(self.data))
-        self._call("on_fit_start")
-        self._checkpoints.resume(self, run)
+        self.call("on_fit_start")
+        self.checkpoints.resume(self, run)
+        self.evaluations.begin()
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
             if self.stop_reason is not None:
                 break
             ended = self._train_epoch(epoch, run, timers, counters)
+            if ended is None:
+                break
             run.epochs = epoch
             run.history.append(ended)
-            self._call("on_epoch_end", ended)
+            self.call("on_epoch_end", ended)
             due = self._is_due(epoch)
-            value = self._validate(epoch, run, default=-ended.loss) if due else -ended.loss
-            self.schedule.step(value, evaluated=due)
+            value = self.evaluations.validate(epoch) if due and self.has("valid") else None
+            self.schedule.step(-ended.loss if value is None else value, evaluated=due)
             timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
             self.position = Position(epoch=epoch + 1)
-            self._checkpoints.write(self, run)
+            self.evaluations.arrive()
+            if self.evaluations.ended_after is None:
+                self.checkpoints.write(self, run)
+        self.evaluations.finish()
         run.reason = self.stop_reason or f"all {self.settings.epochs} epochs are trained"
         run.finished = True
 
@@ -167,7 +174,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
-        with self._threads(usual=self.usual_loss):
+        with own_threads(self.job) if self.usual_loss else nullcontext():
             losses = [unit.forward_backward(total) for unit in units]
             loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) / total
             with trace.span("exchange"):
@@ -177,12 +184,13 @@ class Trainer:
             unit.commit()
         return loss, total
 
-    def _train_epoch(self, epoch: int, run: Run, timers: trace.Timers, counters: trace.Counters) -> EpochEnd:
+    def _train_epoch(self, epoch: int, run: Run, timers: trace.Timers, counters: trace.Counters) -> EpochEnd | None:
+        """Train an epoch, or the rest of it; None if an evaluation that came in has ended the run before."""
         self.job.model.train()
         self.model.train()
         at, started = self.position, time.perf_counter() - self.position.seconds
         with (
-            self._checkpoints.between_steps(),
+            self.checkpoints.between_steps(),
             closing(_groups(self._units(epoch), self.settings.accumulate)) as groups,
         ):
             for group in groups:
@@ -190,9 +198,12 @@ class Trainer:
                 at.loss_sum, at.seeds, at.units = at.loss_sum + loss * size, at.seeds + size, at.units + len(group)
                 at.seconds = time.perf_counter() - started
                 self.num_steps += 1
-                self._call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
-                self._checkpoints.write_if_due(self, run)
-            self._checkpoints.write(self, run)
+                self.call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
+                self.evaluations.arrive(between_steps=True)
+                if self.evaluations.ended_after is not None:
+                    return None
+                self.checkpoints.write_if_due(self, run)
+            self.checkpoints.write(self, run)
         if not at.seeds:
             raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
         mean_loss = self.world.sum([float(at.loss_sum)])[0] / at.seeds
@@ -218,60 +229,23 @@ class Trainer:
             counters=counters.last_epoch(),
         )
 
-    def _threads(self, usual: bool = True) -> AbstractContextManager[None]:
-        """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
-        model = self.job.model
-        if usual and self.device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
-            return ops.own_threads(min(torch.get_num_threads(), self.world.num_cores, MOST_THREADS))
-        return nullcontext()
-
     # ---- evaluation
 
     def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
         """Metrics of a split: over every edge, or over sampled ones."""
-        ids = self.data.splits[split]
-        if self.test_step is not None:
-            with infer.evaluating(self.job.model):
-                return self.test_step(self.job.model, self.data, ids)
-        batches = None if exact else self.method.inference_batches(self.job, ids)
-        with self._threads():
-            if isinstance(self.data, ShardedData):
-                return shard_infer.evaluate(self.job.model, self.data, split, batches, self.device)
-            if batches is None:
-                keep = getattr(self.work, "keep_rows", None)  # of a method that has a use for hidden rows
-                show = self.settings.show
-                scores = infer.exact(self.job.model, self.data, ids, device=self.device, show=show, keep=keep)
-            else:
-                scores = infer.sampled(self.job.model, batches, num_nodes=ids.numel(), show=self.settings.show)
-        assert self.data.y is not None
-        return infer.measure(self.data, scores, self.data.y[ids.to(self.data.y.device)].cpu())
+        measure = Measure(self.method, self.test_step, split, exact, self.settings.show)
+        return measure(self.job, getattr(self.work, "keep_rows", None))  # of a method that has a use for hidden rows
 
-    def _validate(self, epoch: int, run: Run, default: float) -> float:
-        if not self._has("valid"):
-            return default
-        evaluation = self._evaluated(epoch, "valid", exact=self.settings.inference == "exact")
-        run.evaluations.append(evaluation)
-        return evaluation.metrics[self.metric]
-
-    def _evaluated(self, epoch: int, split: str, exact: bool) -> Evaluation:
-        started = time.perf_counter()
-        with trace.span("evaluate"):
-            together = isinstance(self.data, ShardedData)
-            found = self.evaluate(split, exact=exact) if self.world.rank == 0 or together else {}
-            found = self.world.broadcast_object(found)
-        if not found:
-            raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
-        self.metric = next(iter(found))
-        evaluation = Evaluation(epoch=epoch, split=split, metrics=found, seconds=time.perf_counter() - started)
-        self._call("on_evaluate_end", evaluation)
-        return evaluation
+    def evaluated_weights(self) -> Mapping[str, Tensor]:
+        """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
+        return self.evaluations.weights or self.model.state_dict()
 
     def _is_due(self, epoch: int) -> bool:
         return (
             epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self.stop_reason is not None
         )
 
-    def _has(self, split: str) -> bool:
+    def has(self, split: str) -> bool:
         return split in self.data.splits and self.data.splits[split].numel() > 0
 
     # ---- beginning and end
@@ -304,7 +278,7 @@ class Trainer:
         self.active = [*self.callbacks]
         if self.settings.patience is not None:
             self.active.append(EarlyStop(self.settings.patience))
-        stack.enter_context(self._checkpoints)
+        stack.enter_context(self.checkpoints)
         if self.out is not None and self.world.rank == 0:
             goes_on = self.settings.resume and (self.out / checkpoint.FILE).exists()
             if (self.out / "metrics.jsonl").exists() and not self.settings.resume:
@@ -351,15 +325,19 @@ class Trainer:
         run.best_epoch = keep.restore(self, run.epochs)
         at_best = [e for e in run.evaluations if e.epoch == run.best_epoch]
         run.valid = at_best[-1].metrics[self.metric] if at_best else math.nan
-        if self._has("test"):
-            evaluation = self._evaluated(run.best_epoch, "test", exact=True)
-            run.evaluations.append(evaluation)
-            run.test = evaluation.metrics[self.metric]
+        if self.has("test"):
+            run.test = self.evaluations.evaluate_now(run.best_epoch, "test", exact=True).metrics[self.metric]
 
     def _initialise(self) -> None:
         """One forward pass without gradients gives lazily built layers their parameters before the optimizer asks."""
         if any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters()):
             infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
+
+    def _send(self, data: Dataset) -> SentData | None:
+        """The data for another process, before it is placed: what is pinned cannot be shared any more."""
+        if self.world.rank or isinstance(data, ShardedData) or not data.splits.get("valid", torch.empty(0)).numel():
+            return None
+        return SentData.of(data)
 
     def _placed(self, data: Dataset, placement: Placement | None) -> Dataset:
         """The data where the device reads it fastest; data that is on a GPU already stays as it is."""
@@ -370,7 +348,7 @@ class Trainer:
         return place(data, self.method.placement(placement or Placement()), self.device, **drawn)
 
     def _train_ids(self) -> Tensor:
-        if not self._has("train"):
+        if not self.has("train"):
             raise ValueError(f"dataset {self.data.name!r} has no training nodes: give it a 'train' split")
         return self.data.splits["train"]
 
@@ -387,7 +365,7 @@ class Trainer:
             "model": repr(self.model),
         }
 
-    def _call(self, hook: str, *args: Any) -> None:
+    def call(self, hook: str, *args: Any) -> None:
         for callback in self.active:
             getattr(callback, hook)(self, *args)
 

@@ -1,0 +1,324 @@
+"""When a run is validated, where, and what becomes of the results: in the training process, or beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hopline import infer, ops, shard_infer, trace
+from hopline.callbacks import Callback, Evaluation, KeepWeights, Run, WriteReport
+from hopline.checkpoint import Position
+from hopline.data.dataset import Dataset
+from hopline.evaluation_process import EvaluationProcess, Layout, Room
+from hopline.infer import KeepRows
+from hopline.nn.gnn import GNN
+from hopline.shard_data import ShardedData
+from hopline.work import Job, Method
+
+if TYPE_CHECKING:
+    from hopline.trainer import Trainer
+
+TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
+"""(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
+MOST_THREADS = 8
+"""Our threads that train: more of them gain nothing, as the parts between products and reductions stay in one."""
+BACKLOG = 8
+"""Evaluations that may wait for their turn beside training; with so many, training waits for the oldest."""
+
+
+def own_threads(job: Job) -> AbstractContextManager[None]:
+    """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
+    if job.device.type == "cpu" and isinstance(job.model, GNN) and job.model.is_fused:
+        return ops.own_threads(min(torch.get_num_threads(), job.world.num_cores, MOST_THREADS))
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a split is measured: over every edge, over sampled ones, or by the user's own function."""
+
+    method: Method
+    test_step: TestStep | None = None
+    split: str = "valid"
+    exact: bool = True
+    show: bool = False
+
+    def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
+        data, ids = job.data, job.data.splits[self.split]
+        if self.test_step is not None:
+            with infer.evaluating(job.model):
+                return self.test_step(job.model, data, ids)
+        batches = None if self.exact else self.method.inference_batches(job, ids)
+        with own_threads(job):
+            if isinstance(data, ShardedData):
+                return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
+            if batches is None:
+                scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, keep=keep)
+            else:
+                scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show)
+        assert data.y is not None
+        return infer.measure(data, scores, data.y[ids.to(data.y.device)].cpu())
+
+
+@dataclass
+class Snapshot:
+    """An epoch that is to be evaluated, and its weights."""
+
+    epoch: int
+    room: Room
+    reason: str | None = None
+    """Why training was to stop after it, if it was."""
+
+
+class Waiting(Callback):
+    """Epochs whose evaluation is not done: a checkpoint keeps their weights, so that a run that goes on does them."""
+
+    def __init__(self) -> None:
+        self.snapshots: deque[Snapshot] = deque()
+        self.restored: list[dict[str, Any]] = []
+
+    def state(self) -> dict[str, Any]:
+        waiting = [
+            {"epoch": one.epoch, "reason": one.reason, "weights": {n: t.clone() for n, t in one.room.weights.items()}}
+            for one in self.snapshots
+        ]
+        return {"waiting": waiting}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        self.restored = state["waiting"]
+
+
+class Evaluations(ABC):
+    """Evaluates the epochs that are due, each once and in order, and acts on the results; a context that ends it."""
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self.trainer, self.run = trainer, run
+        self.waiting = Waiting()
+        trainer.active.append(self.waiting)
+        self.weights: Mapping[str, Tensor] | None = None
+        """Those of the evaluation whose results are acted on; None where they are the model's own."""
+
+    def __enter__(self) -> Evaluations:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def ended_after(self) -> int | None:
+        """The epoch whose result has ended the run although training has gone on, if there is one."""
+        return None
+
+    @abstractmethod
+    def begin(self) -> None:
+        """After a checkpoint was read: do what it left to do."""
+
+    @abstractmethod
+    def validate(self, epoch: int) -> float | None:
+        """Evaluate the model as it is; the metric, if it is known at once."""
+
+    def arrive(self, *, between_steps: bool = False) -> None:  # noqa: B027 - who waits has nothing left
+        """Act on the results that have come."""
+
+    def finish(self) -> None:  # noqa: B027 - who waits has nothing left
+        """Wait for all results; afterwards run and model are as the last epoch that counts has left them."""
+
+    def salvage(self) -> None:  # noqa: B027 - who waits has nothing left
+        """After an interruption: act on results that have come already."""
+
+    def close(self) -> None:  # noqa: B027 - who waits has nothing left
+        """End without waiting for anything."""
+
+    def evaluate_now(self, epoch: int, split: str, exact: bool) -> Evaluation:
+        """Evaluate the model here and act on the result."""
+        trainer, started = self.trainer, time.perf_counter()
+        with trace.span("evaluate"):
+            together = isinstance(trainer.data, ShardedData)
+            found = trainer.evaluate(split, exact=exact) if trainer.world.rank == 0 or together else {}
+            found = trainer.world.broadcast_object(found)
+        evaluation = Evaluation(epoch=epoch, split=split, metrics=found, seconds=time.perf_counter() - started)
+        self._act_on(evaluation)
+        return evaluation
+
+    def _act_on(self, evaluation: Evaluation) -> None:
+        if not evaluation.metrics:
+            raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
+        self.trainer.metric = next(iter(evaluation.metrics))
+        self.trainer.call("on_evaluate_end", evaluation)
+        self.run.evaluations.append(evaluation)
+
+    def _drop_after(self, epoch: int, weights: Mapping[str, Tensor]) -> None:
+        """Leave model, run and folder as they were after the epoch that has ended the run."""
+        trainer, run = self.trainer, self.run
+        begun = trainer.position.units > 0
+        if run.epochs == epoch and not begun:
+            return
+        run.dropped = run.epochs + begun - epoch
+        trainer.say(f"the run has ended with epoch {epoch}: what was trained while it was evaluated is dropped")
+        trainer.model.load_state_dict(weights)
+        run.epochs = epoch
+        run.history = [ended for ended in run.history if ended.epoch <= epoch]
+        trainer.position = Position(epoch=epoch + 1)
+        for callback in trainer.active:
+            if isinstance(callback, KeepWeights):
+                callback.save_last(trainer)
+            elif isinstance(callback, WriteReport):
+                callback.drop_after(epoch)
+
+
+class Blocking(Evaluations):
+    """Training waits for every evaluation."""
+
+    def begin(self) -> None:
+        """Of a run that was begun with evaluate=async, epochs may be left: done here, as if training had waited."""
+        trainer, left = self.trainer, self.waiting.restored
+        self.waiting.restored = []
+        if not left:
+            return
+        now, later = {name: t.clone() for name, t in trainer.model.state_dict().items()}, trainer.stop_reason
+        for snapshot in left:
+            trainer.stop_reason = snapshot["reason"]
+            trainer.model.load_state_dict(snapshot["weights"])
+            self.validate(snapshot["epoch"])
+            if trainer.stop_reason is not None:
+                self._drop_after(snapshot["epoch"], snapshot["weights"])
+                trainer.checkpoints.write(trainer, self.run)
+                return
+        trainer.model.load_state_dict(now)
+        trainer.stop_reason = later
+
+    def validate(self, epoch: int) -> float | None:
+        exact = self.trainer.settings.inference == "exact"
+        return self.evaluate_now(epoch, "valid", exact).metrics[self.trainer.metric]
+
+
+class Beside(Evaluations):
+    """A process on the CPU evaluates, and training goes on.
+
+    What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
+    waited. The first rank has the process; results come to all ranks together, at the end of an epoch.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        super().__init__(trainer, run)
+        self.layout = Layout.of(trainer.model.state_dict())
+        self.free: list[Room] = []
+        self.rooms: list[Room] = []
+        self.process: EvaluationProcess | None = None
+        self.ended: Snapshot | None = None
+
+    @property
+    def ended_after(self) -> int | None:
+        return None if self.ended is None else self.ended.epoch
+
+    def begin(self) -> None:
+        trainer, left = self.trainer, self.waiting.restored
+        goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
+        if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
+            exact = trainer.settings.inference == "exact"
+            measure = Measure(trainer.method, trainer.test_step, exact=exact)
+            assert trainer.sent is not None
+            self.process = EvaluationProcess(measure, trainer.sent, trainer.model, self.layout, trainer.settings.seed)
+        self.waiting.restored = []
+        for state in left:
+            self._ask(state["epoch"], state["weights"], state["reason"])
+
+    def validate(self, epoch: int) -> float | None:
+        if len(self.waiting.snapshots) >= BACKLOG:
+            trace.count("evaluate.waits", 1)
+            with trace.span("evaluate.wait"):
+                self._collect(at_least=1)
+        if self.ended is None:
+            with trace.span("evaluate.snapshot"):
+                self._ask(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
+        return None
+
+    def arrive(self, *, between_steps: bool = False) -> None:
+        if self.ended is None and not (between_steps and self.trainer.world.size > 1):
+            self._collect()
+
+    def finish(self) -> None:
+        waited = bool(self.waiting.snapshots)
+        with trace.span("evaluate.finish"):
+            while self.waiting.snapshots and self.ended is None:
+                self._collect(at_least=1)
+        if self.ended is not None:
+            self.waiting.snapshots.clear()
+            self._drop_after(self.ended.epoch, self.ended.room.weights)
+        if waited or self.ended is not None:
+            self.trainer.checkpoints.write(self.trainer, self.run)
+
+    def salvage(self) -> None:
+        if self.process is not None and self.ended is None:
+            with contextlib.suppress(Exception):  # the interruption is what ends the run
+                for answer in self.process.answers():
+                    self._deliver(answer)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+        for room in self.rooms:
+            room.close()
+        self.process, self.rooms = None, []
+
+    def _ask(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
+        if not self.free:
+            self.free.append(Room(self.layout))
+            self.rooms.append(self.free[-1])
+        room = self.free.pop()
+        room.fill(weights)
+        self.waiting.snapshots.append(Snapshot(epoch, room, reason))
+        if self.process is not None:
+            self.process.ask(epoch, room)
+
+    def _collect(self, at_least: int = 0) -> None:
+        if not self.waiting.snapshots:
+            return
+        found = [] if self.process is None else self.process.answers(at_least)
+        for answer in self.trainer.world.broadcast_object(found):
+            if self.ended is None:
+                self._deliver(answer)
+
+    def _deliver(self, answer: Mapping[str, Any]) -> None:
+        """Act on a result as if training had waited for it."""
+        trainer, snapshot = self.trainer, self.waiting.snapshots.popleft()
+        assert answer["epoch"] == snapshot.epoch
+        found = {"metrics": answer["metrics"], "seconds": answer["seconds"]}
+        later, trainer.stop_reason, self.weights = trainer.stop_reason, snapshot.reason, snapshot.room.weights
+        try:
+            self._act_on(Evaluation(epoch=snapshot.epoch, split="valid", **found))
+        finally:
+            self.weights = None
+        if trainer.stop_reason is not None:
+            self.ended = snapshot
+        else:
+            trainer.stop_reason = later
+            self.free.append(snapshot.room)
+
+
+def check_beside(trainer: Trainer, *, own_way: bool) -> None:
+    """Refuse what could not be evaluated beside training, or not with the same result.
+
+    own_way: whether the trainer is of a class that overrides `evaluate`.
+    """
+    instead = "or set evaluate=blocking"
+    if isinstance(trainer.data, ShardedData):
+        raise ValueError("evaluate=async needs the whole graph in one process: open the dataset uncut, " + instead)
+    if own_way:
+        raise ValueError(
+            f"evaluate=async runs in another process, without {type(trainer).__name__}.evaluate: give a function of a "
+            f"module as test_step=, {instead}"
+        )
+    if getattr(trainer.work, "keep_rows", None) is not None:
+        raise ValueError(
+            "evaluate=async leaves no rows for training: set method.refresh_with_evaluation=false, " + instead
+        )
