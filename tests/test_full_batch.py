@@ -144,6 +144,33 @@ def test_ranks_are_one_process(tmp_path: Path):
         assert result["test"] == pytest.approx(expected["test"])
 
 
+def test_approximations_train_and_say_how_far_off_they_are(tmp_path: Path):
+    exact: dict[str, Any] = {"kind": "gcn", "settings": {}, "epochs": 4, "dropout": 0.4}
+    kept = {"out": str(tmp_path / "run")}
+    ways: list[dict[str, Any]] = [
+        {"compress": "bf16", "compress_gradients": True},
+        {"compress": "topk", "topk": 0.5, "aggregation": "one_shot"},
+        {"boundary_rate": 0.5, "trim": True},
+        {"stale": True},
+    ]
+    cases = [exact, *(exact | {"settings": way} for way in ways)]
+    cases += [cases[4] | kept | {"epochs": 2}, cases[4] | kept | {"resume": True}]
+    whole, half, largest, drawn, stale, _, again = run(train_all, LaunchSettings(devices=2, timeout_s=60), cases)
+    for name in ("forward", "gradient"):
+        assert half["counters"][f"bytes.{name}"] == whole["counters"][f"bytes.{name}"] / 4
+        assert 0 < half["counters"][f"error.{name}"] < 2**-8
+    assert 0.1 < largest["counters"]["error.forward"] < 1
+    assert "error.gradient" not in largest["counters"]
+    assert 0 < drawn["counters"]["bytes.forward"] < 0.7 * whole["counters"]["bytes.forward"]
+    assert half["losses"] == pytest.approx(whole["losses"], rel=1e-2)
+    assert half["losses"] != whole["losses"]
+    for other in (largest, drawn, stale):
+        assert other["losses"] == pytest.approx(whole["losses"], rel=0.3)
+        assert other["losses"] != whole["losses"]
+    assert stale["losses"][0] == whole["losses"][0]
+    assert again["losses"] == stale["losses"]
+
+
 def test_what_differs_between_ranks_is_found_before_the_first_step(tmp_path: Path):
     cut(DATA, make_partition(DATA.graph, 3, "random"), tmp_path / "shards")
     found = run(differences, LaunchSettings(devices=2, timeout_s=60), str(tmp_path / "shards"))
@@ -175,12 +202,21 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_as_if_it_had_not_been(tmp_pa
         ({"depth": -1}, "depth must be at least 0"),
         ({"chunk": "a lot"}, "as a size"),
         ({"aggregation": "one_shot", "folder": Path("x")}, "folder= is for a sweep"),
+        ({"topk": 0.0}, "topk is a share"),
+        ({"boundary_rate": 1.5}, "boundary_rate is a share"),
+        ({"aggregation": "sequential", "stale": True}, "stale=true keeps other ranks' rows"),
         ({"aggregation": "sweep", "trim": True}, "trim=true is not for aggregation=sweep"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         hl.FullBatch(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"compress": "bf16"}, {"boundary_rate": 0.5}, {"stale": True}], ids=str)
+def test_one_process_has_nothing_to_approximate(settings: dict[str, Any]):
+    with pytest.raises(ValueError, match="is about rows that travel between ranks: set devices=2"):
+        hl.Trainer(model_of("gcn"), DATA, hl.FullBatch(**settings), epochs=1, show=False)
 
 
 def test_what_cannot_train_is_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from hopline.batch import Batch, Rows
 from hopline.exchange import Channel
 from hopline.historical import Historical
 from hopline.history import HistoricalWork, partition_together
+from hopline.lossy import LossyTransport, codecs_of
 from hopline.nn.global_norm import over_all_ranks
 from hopline.nn.gnn import GNN
 from hopline.nn.shard_block import ShardBlock
@@ -24,14 +25,18 @@ from hopline.nn.whole import Whole
 from hopline.partition import Partition
 from hopline.placement import Placement, with_graph_on_host
 from hopline.shard_data import ShardedData
-from hopline.sharded import shard_layouts, virtual_layout
+from hopline.sharded import ShardLayout, shard_layouts, virtual_layout
 from hopline.spec import parse_size
+from hopline.stale import Memory, StaleTransport
 from hopline.sweep import fill, go_back
 from hopline.tables import Table
 from hopline.transports import LocalTransport, P2PTransport, Transport
 from hopline.validate import check_fields
 from hopline.work import Job, Method, Unit, Work, autocast
+from hopline.world import World
 
+EXACT = {"compress": "none", "boundary_rate": 1.0, "stale": False}
+"""Settings that make an approximation of training by ranks, at the values where they do not."""
 Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
 
 
@@ -52,6 +57,16 @@ class FullBatch(Method):
     """About what the messages of a chunk of edges take, in all ways but sweep."""
     trim: bool = False
     """Compute and send, layer by layer, only what the training nodes need; the gradient stays the same."""
+    compress: Literal["none", "bf16", "topk"] = "none"
+    """How rows travel between ranks: as they are, as bfloat16, or of each message the largest rows, the rest as 0."""
+    topk: float = 0.25
+    """The share of a message's rows that compress=topk sends."""
+    compress_gradients: bool = False
+    """Whether the gradients of these rows are compressed on their way back too."""
+    boundary_rate: float = 1.0
+    """The share of other ranks' rows that is drawn and fetched in an epoch, made larger by as much; 1 takes all."""
+    stale: bool = False
+    """Take other ranks' rows and gradients from the epoch before, while those of this one are on their way."""
     tables: Literal["auto", "device", "pinned", "host"] = "auto"
     """Where a GPU's tables of a sweep are: on it, `pinned` in host memory that it reads, `host`, or what fits."""
     folder: Path | None = None
@@ -65,6 +80,13 @@ class FullBatch(Method):
             raise ValueError(f"depth must be at least 0, not {self.depth}")
         if parse_size(self.chunk) < 1:
             raise ValueError(f"chunk must be at least a byte, not {self.chunk}")
+        for name in ("topk", "boundary_rate"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share: give more than 0 and at most 1, not {getattr(self, name)}")
+        if self.stale and self.aggregation not in ("auto", "stored"):
+            raise ValueError(
+                f"stale=true keeps other ranks' rows, which aggregation={self.aggregation} does not: set stored"
+            )
         if self.trim and self.aggregation == "sweep":
             raise ValueError("trim=true is not for aggregation=sweep, which goes over whole parts: set sequential")
         if self.folder is not None and self.aggregation not in ("auto", "sweep"):
@@ -81,6 +103,11 @@ class FullBatch(Method):
                 "hl.nn.GNN, or a PyG model such as GCN"
             )
         model.check_blocks()
+        changed = [name for name, neutral in EXACT.items() if getattr(self, name) != neutral]
+        if changed and job.world.size == 1:
+            raise ValueError(
+                f"{changed[0]}= is about rows that travel between ranks: set devices=2 or more, or leave it out"
+            )
         norms = _batch_norms(model)
         if self.trim and norms:
             raise ValueError(
@@ -88,7 +115,9 @@ class FullBatch(Method):
                 "set trim=false, or norm=layer"
             )
         chosen = self._chosen(job, norms)
-        return SweepWork(job, model, self) if chosen == "sweep" else ShardedWork(job, model, self, chosen)
+        if chosen == "sweep":
+            return SweepWork(job, model, self)
+        return (StaleWork if self.stale else ShardedWork)(job, model, self, chosen)
 
     def _chosen(self, job: Job, norms: list[nn.Module]) -> Literal["sweep", "sequential", "stored", "one_shot"]:
         """The aggregation, "auto" replaced and said."""
@@ -96,7 +125,7 @@ class FullBatch(Method):
         if self.aggregation == "auto":
             reasons = {"several ranks": several, "batch norms need all rows at once": norms, "trim": self.trim}
             reason = next((text for text, holds in reasons.items() if holds), "one process")
-            chosen = "sweep" if reason == "one process" else "sequential"
+            chosen = "sweep" if reason == "one process" else "stored" if self.stale else "sequential"
             job.say(f"full batch by aggregation={chosen} ({reason}), {self._shards_of(job)} shards")
             return chosen
         if self.aggregation == "sweep" and several:
@@ -186,7 +215,7 @@ class ShardedWork:
         job, data, world = self.job, self.job.data, self.job.world
         if isinstance(data, ShardedData):
             layout = data.shard.layout
-            transport = P2PTransport(layout, world=world) if world.size > 1 else LocalTransport(layout)
+            transport = _between_ranks(layout, method, world) if world.size > 1 else LocalTransport(layout)
             return dict(data.shard.tables), transport, layout.own_ids, data.shard.y
         num_shards = world.size if world.size > 1 else method.num_shards
         partition = _cut(job, method, num_shards)
@@ -195,7 +224,7 @@ class ShardedWork:
             transport: Transport = LocalTransport(layout)
         else:
             layout = shard_layouts(data.graph, partition)[world.rank]
-            transport = P2PTransport(layout, world=world)
+            transport = _between_ranks(layout, method, world)
         y = None if data.y is None else ops.gather_rows(data.y, layout.own_ids.to(data.y.device))
         return dict(data.tables), transport, layout.own_ids, y
 
@@ -232,6 +261,26 @@ class ShardedWork:
         return Batch(seeds, self.blocks, x, y, found, key, self.total, output_idx)
 
 
+class StaleWork(ShardedWork):
+    """As above, where the rows and gradients of others are those of the epoch before: these are in the checkpoints."""
+
+    @property
+    def memory(self) -> Memory:
+        assert isinstance(self.transport, StaleTransport)
+        return self.transport.memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """By rank, what it knows: complete in the first one, which writes it."""
+        known, world = self.memory.to_bytes(), self.job.world
+        return {"known": world.swap([known if rank == 0 else known[:0] for rank in range(world.size)])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        known, world = state["known"], self.job.world
+        if len(known) != world.size:
+            raise ValueError(f"with stale=true a run goes on with as many ranks as it had: set devices={len(known)}")
+        self.memory.read_bytes(known[world.rank])
+
+
 @dataclass(eq=False)
 class ShardedUnit(Unit):
     """One step over all shards."""
@@ -248,14 +297,23 @@ class ShardedUnit(Unit):
         return self.work.total
 
     def forward_backward(self, total: int) -> Tensor:
-        job, batch = self.work.job, self.work.batch(self.key)
+        job, batch, transport = self.work.job, self.work.batch(self.key), self.work.transport
+        transport.begin_step(self.key)
         with autocast(job), over_all_ranks(job.world):
             with trace.span("forward", job.device):
                 # A rank without seeds takes part: others wait for its rows and its gradients.
                 loss = job.train_step(job.model, batch) if self.size else job.model(batch).sum() * 0
             with trace.span("backward", job.device):
                 (loss * (max(1, self.size) / total)).backward()
+        transport.end_step()
         return loss.detach() * self.size
+
+
+def _between_ranks(layout: ShardLayout, method: FullBatch, world: World) -> Transport:
+    codecs = codecs_of(method.compress, method.topk, method.compress_gradients, method.boundary_rate)
+    if method.stale:
+        return StaleTransport(layout, world, codecs)
+    return LossyTransport(layout, world, codecs) if codecs else P2PTransport(layout, world=world)
 
 
 def _common(job: Job, model: GNN, method: FullBatch) -> bytes:

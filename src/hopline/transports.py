@@ -74,6 +74,12 @@ class Transport(ABC):
     def wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
         """By round: which of the rows that are sent the receivers still want. of_halos: which are wanted here."""
 
+    def begin_step(self, key: int) -> None:  # noqa: B027 - most transports remember nothing
+        """A training step begins. key: of its draws, the same on all ranks."""
+
+    def end_step(self) -> None:  # noqa: B027
+        """The step's last gradient has arrived."""
+
     def on(self, layout: ShardLayout) -> Self:
         """The same way for another layout between the same shards; bytes are counted together."""
         other = copy.copy(self)
@@ -178,7 +184,7 @@ class P2PTransport(Transport):
             yield list(rows) if k == 0 else self.arrived(rows, *posted.popleft())
 
     def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
-        return _P2PReturns(self, like, depth)
+        return P2PReturns(self, like, depth)
 
     def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
         layout = self.layout
@@ -247,7 +253,9 @@ class P2PTransport(Transport):
         return torch.cat([by_round[k] for k in range(num)]).to(sent[0].device)
 
 
-class _P2PReturns:
+class P2PReturns:
+    """Gradients that go back by messages, a few rounds at a time."""
+
     def __init__(self, transport: P2PTransport, like: Sequence[Tensor], depth: int) -> None:
         self.transport, self.depth = transport, depth
         self.totals = [t.new_zeros(t.shape) for t in like]
@@ -262,13 +270,16 @@ class _P2PReturns:
     def push(self, k: int) -> None:
         if k == 0:
             return
+        self.post(k)
+        while len(self.posted) > self.depth:
+            self._drain()
+
+    def post(self, k: int) -> None:
         layout = self.transport.layout
         shapes = [(layout.sends[k].numel(), *t.shape[1:]) for t in self.totals]
         posted = self.transport.post(self.filled, layout.sender(k), shapes, layout.receiver(k), GRADIENT)
         self.posted.append((k, *posted))
         self.filled = []
-        while len(self.posted) > self.depth:
-            self._drain()
 
     def finish(self) -> list[Tensor]:
         while self.posted:
@@ -277,6 +288,10 @@ class _P2PReturns:
 
     def _drain(self) -> None:
         k, received, works = self.posted.popleft()
+        self.add(k, self.transport.wait(received, works))
+
+    def add(self, k: int, gradients: Sequence[Tensor]) -> None:
+        """Round k's gradients to those of the rows that were sent."""
         rows = self.transport.layout.sends[k]
-        for total, gradient in zip(self.totals, self.transport.wait(received, works), strict=True):
+        for total, gradient in zip(self.totals, gradients, strict=True):
             total.index_add_(0, rows.to(total.device), gradient.to(total.device))
