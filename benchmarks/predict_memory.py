@@ -1,0 +1,159 @@
+"""Peak bytes of training steps on the CPU: predicted, promised and measured.
+
+    python benchmarks/predict_memory.py [--models SAGE,GCN,GAT,GIN] [--probes 8] [--steps 40] [--json FILE]
+    python benchmarks/predict_memory.py --resident sage
+
+Three layers of width 128 on a power-law graph, fan-outs (10, 10, 5). Each predictor sees `--probes` steps of 64 to
+1024 seeds, and is then asked about `--steps` steps of 64 to 2048 seeds that it never saw. `mape` is the mean error of
+what it expects, `over` how many steps took more than promised, `promised` the mean of promised over measured, `bound`
+that of the bound before anything was measured. With `--resident`, one step of more than 100 MB in a process of its
+own: bytes by the meter, and growth of the process's resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
+
+from hopline import ops
+from hopline.batch import Batch
+from hopline.data.dataset import Dataset
+from hopline.data.synthetic import planted
+from hopline.meter import meter_of
+from hopline.methods import Sampled
+from hopline.nn import GNN
+from hopline.predict import Predictor, Sizes, costs_of
+
+WIDTH, FANOUTS, SEEDS = 128, (10, 10, 5), 6144
+
+
+def mlp(a: int, b: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.ReLU(), torch.nn.Linear(b, b))
+
+
+CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
+    "SAGE": SAGEConv,
+    "GCN": GCNConv,
+    "GAT": lambda a, b: GATConv(a, b // 4, heads=4),
+    "GIN": lambda a, b: GINConv(mlp(a, b)),
+}
+
+
+def model_of(name: str, data: Dataset) -> GNN:
+    torch.manual_seed(0)
+    conv = CONVS[name]
+    convs = [conv(data.num_features, WIDTH), conv(WIDTH, WIDTH), conv(WIDTH, WIDTH)]
+    return GNN(convs, dropout=0.5, head=torch.nn.Linear(WIDTH, data.num_classes)).train()
+
+
+def batch_at(data: Dataset, model: GNN, num_seeds: int, key: int) -> Batch:
+    """A batch as the trainer gets it."""
+    ids = data.splits["train"]
+    seeds = ids[ops.permutation(key, ids.numel())[:num_seeds]]
+    loader = Sampled(fanouts=FANOUTS, batch_size=num_seeds, workers=0, shuffle=False).loader(
+        data, seeds, seed=key, model=model
+    )
+    return next(iter(loader))
+
+
+def step(model: GNN, batch: Batch) -> None:
+    model.zero_grad(set_to_none=True)
+    with ops.own_threads(torch.get_num_threads()):
+        ops.cross_entropy(model(batch), batch.labels).backward()
+
+
+def measured(model: GNN, batch: Batch) -> int:
+    model.zero_grad(set_to_none=True)
+    with meter_of("cpu") as meter:
+        step(model, batch)
+    return meter.peak_bytes
+
+
+def compare(name: str, data: Dataset, probes: int, steps: int) -> dict[str, Any]:
+    model = model_of(name, data)
+    predictor = None
+    for number in range(probes):
+        batch = batch_at(data, model, [64, 128, 256, 512, 768, 1024][number % 6], 100 + number)
+        predictor = predictor or Predictor(costs_of(model, batch.x, len(batch.blocks)))
+        predictor.observe(Sizes.of(batch), measured(model, batch))
+    assert predictor is not None
+    errors, promised, bounds, over, largest = [], [], [], 0, 0
+    for number in range(steps):
+        batch = batch_at(data, model, 64 + ops.derive_key(7, number) % 1985, 1000 + number)
+        sizes, taken = Sizes.of(batch), measured(model, batch)
+        errors.append(abs(predictor.expected(sizes) - taken) / taken)
+        promised.append(predictor.promise(sizes) / taken)
+        bounds.append(predictor.costs.bound(sizes) / taken)
+        over, largest = over + (promised[-1] < 1), max(largest, taken)
+    start = time.perf_counter()
+    for _ in range(1000):
+        predictor.promise(Sizes.of(batch))  # type: ignore[possibly-undefined]
+    return {
+        "model": name,
+        "mape": 100 * statistics.mean(errors),
+        "worst": 100 * max(errors),
+        "over": over,
+        "promised": statistics.mean(promised),
+        "bound": statistics.mean(bounds),
+        "lowest_bound": min(bounds),
+        "us": (time.perf_counter() - start) * 1e3,
+        "largest_mb": largest / 1e6,
+    }
+
+
+def resident(name: str) -> tuple[int, int]:
+    """(bytes by the meter, growth of resident memory) of one step, after a small one that compiles the kernels."""
+    data = planted(num_nodes=100_000, num_edges=2_000_000, num_features=128)
+    model = model_of({n.lower(): n for n in CONVS}[name], data)
+    large = batch_at(data, model, SEEDS, 1)
+    step(model, batch_at(data, model, 16, 2))
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    step(model, large)
+    after = _status("VmHWM")
+    del large  # a batch keeps what a step found out about its edges
+    return measured(model, batch_at(data, model, SEEDS, 1)), after - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(CONVS))
+    parser.add_argument("--probes", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--resident", choices=[name.lower() for name in CONVS])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.resident:
+        print(*resident(args.resident))
+        return
+    data = planted(num_nodes=100_000, num_edges=2_000_000)
+    columns = ("mape %", "worst %", "over", "promised", "bound", "us", "largest MB")
+    print(f"{'model':>6}", *[f"{column:>10}" for column in columns])
+    rows = [compare(name, data, args.probes, args.steps) for name in args.models.split(",")]
+    for row in rows:
+        numbers = (row["mape"], row["worst"], row["over"], row["promised"], row["bound"], row["us"], row["largest_mb"])
+        print(f"{row['model']:>6}", *[f"{number:10.2f}" for number in numbers])
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

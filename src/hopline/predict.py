@@ -1,0 +1,204 @@
+"""Peak bytes of a step before it runs, from the numbers of nodes and edges of its layers.
+
+`Costs` is an upper bound by the widths of the model alone. `Predictor` begins with it, learns from what steps really
+took how much of each of its terms there is, and bounds its own error by the residuals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from hopline.batch import Batch, Rows
+from hopline.nn.fused import NORMALISED, is_fused
+from hopline.nn.gnn import GNN, out_width
+from hopline.nn.whole import Whole
+from hopline.ops.cpu_linear import ROWS
+
+PER_NODE, PER_EDGE, SMALL = 64, 160, 1 << 16
+"""Bytes for indices, degrees and weights at a node and at an edge, and for what is small in every step."""
+ENOUGH = 6
+"""Steps that must have been measured before anything but the bound is promised."""
+KEPT = 128
+"""Steps that are remembered: the latest."""
+RIDGE = 1e-4
+"""How much the terms are held together: few steps tell how large all are, many how large each is."""
+DEVIATIONS = 3.0
+"""Standard deviations of the residuals that are added to a promise,"""
+LEAST_MARGIN = 0.01
+"""and the least share of it that is."""
+BEYOND = 0.1
+"""Share added per size of the largest step seen for what goes beyond: another moment may then be the step's peak."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many rows and edges a batch has, layer by layer."""
+
+    nodes: tuple[int, ...]
+    """Sources of each block in the order of computation, and the destinations of the last."""
+    edges: tuple[int, ...]
+    """Of each block."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Sizes:
+        blocks = batch.blocks
+        return cls((*[b.num_src for b in blocks], blocks[-1].num_dst), tuple([b.num_edges for b in blocks]))
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """All of them, and a one for what every step takes."""
+        return np.array((*self.nodes, *self.edges, 1), dtype=np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Bytes that a step takes at most: so many per node and per edge of each layer, and so many besides."""
+
+    per_node: tuple[float, ...]
+    """By the entries of `Sizes.nodes`."""
+    per_edge: tuple[float, ...]
+    """By the entries of `Sizes.edges`."""
+    fixed: float
+    """Gradients of the parameters, and what they are summed from."""
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        return np.array((*self.per_node, *self.per_edge, self.fixed), dtype=np.float64)
+
+    def bound(self, sizes: Sizes) -> float:
+        return float(self.array @ sizes.array)
+
+
+def costs_of(model: GNN | Whole, x: Rows | Tensor | None, num_blocks: int) -> Costs:
+    """The bound for a model on batches whose input rows are like `x`."""
+    width = 0 if x is None else math.prod(x.shape[1:])
+    unit = max((p.element_size() for p in model.parameters()), default=4)
+    fixed = 3 * sum(p.numel() * p.element_size() for p in model.parameters()) + SMALL
+    if isinstance(model, Whole):  # all layers on all nodes, however many layers there are
+        numbers = 6 * _widths(model) + 2 * width
+        edges = (numbers * unit + PER_EDGE, *[0.0] * (num_blocks - 1))
+        return Costs((numbers * unit + PER_NODE, *[0.0] * num_blocks), edges, fixed)
+    nodes, edges = [0.0] * (num_blocks + 1), [0.0] * num_blocks
+    if model.encoder is not None:
+        nodes[0] += 2 * width + 4 * _widths(model.encoder)
+        width = out_width(model.encoder)
+    nodes[0] += 0 if model.reads_rows else 3 * width
+    widths = [width]
+    for conv in model.convs:  # one without weights leaves the width as it is
+        widths.append(out_width(conv) if any(True for _ in conv.parameters()) else widths[-1])
+    after_conv = 6 + 6 * (model.residual or model.encodes or any(type(n) is not nn.Identity for n in model.norms))
+    for l, (before, after) in enumerate(pairwise(widths)):
+        src, dst, edge = _conv_numbers(model.convs[l], before, after, learns=l > 0 or model.encodes)
+        nodes[l] += src
+        nodes[l + 1] += dst + after_conv * after + 2 * sum(widths) * model.keeps_jk
+        edges[l] = edge * unit + PER_EDGE
+    head = [module for module in (getattr(model, "jk", None), getattr(model, "lin", None)) if module is not None]
+    nodes[-1] += 6 * (sum(map(_widths, head)) + widths[-1])
+    return Costs(tuple(n * unit + PER_NODE for n in nodes), tuple(edges), fixed)
+
+
+def _conv_numbers(conv: Any, before: int, after: int, learns: bool) -> tuple[float, float, float]:
+    """Numbers that a conv has at once in forward and backward, per source, per destination and per edge.
+
+    learns: whether its input rows have a gradient.
+    """
+    heads = getattr(conv, "heads", 1)
+    if not is_fused(conv):
+        channels = heads * getattr(conv, "out_channels", after)
+        by_edge = 10 * channels if heads > 1 or "GAT" in type(conv).__name__ else 6 * (_widths(conv) + before)
+        by_node = 6 * (_widths(conv) + channels)
+        return by_node, by_node, by_edge + 20 * heads
+    src = 3 * before * learns
+    if isinstance(conv, NORMALISED):  # the product comes first
+        return src + 4 * after, 3 * after, 0
+    inside = sum(_widths(m) for name, m in conv.named_children() if not name.startswith("lin"))
+    sums = 2 * before * after / ROWS  # a product's gradient is the sum of one per range of rows
+    projected = 4 * before * bool(getattr(conv, "project", False))
+    return src + projected, 4 * before + 4 * inside + 4 * after * bool(getattr(conv, "normalize", False)) + sums, 0
+
+
+def _widths(module: nn.Module) -> int:
+    """What goes into and comes out of the weights in a module, side by side."""
+    return sum(sum(p.shape) for p in module.parameters() if p.dim() >= 2)
+
+
+class Predictor:
+    """Learns what steps take. Give it every measured step; ask it before the next.
+
+    The terms of the bound are kept and scaled: with few steps all by one factor, with more each by its own. Errors are
+    relative, so a small batch counts as much as a large one. No factor is negative: more rows or edges never take less.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.num_seen = 0
+        self.over_bound = 1.0
+        """By what factor the bound was exceeded, if it ever was."""
+        self._terms: deque[np.ndarray] = deque(maxlen=KEPT)
+        self._taken: deque[float] = deque(maxlen=KEPT)
+        self._factors = np.ones_like(costs.array)
+        self._spread = np.zeros((costs.array.size, costs.array.size))
+        self._deviation = 0.0
+        self._largest = np.ones_like(costs.array)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether enough steps were measured to promise less than the bound."""
+        return self.num_seen >= ENOUGH
+
+    def observe(self, sizes: Sizes, peak_bytes: int) -> None:
+        """Learn from a step that took `peak_bytes`."""
+        self.num_seen += 1
+        self.over_bound = max(self.over_bound, peak_bytes / self.costs.bound(sizes))
+        self._largest = np.maximum(self._largest, sizes.array)
+        self._terms.append(self.costs.array * sizes.array)
+        self._taken.append(float(max(peak_bytes, 1)))
+        self._fit()
+
+    def expected(self, sizes: Sizes) -> float:
+        """Bytes that a step of these sizes is expected to take; the bound as long as nothing was measured."""
+        return float((self.costs.array * sizes.array) @ self._factors)
+
+    def promise(self, sizes: Sizes) -> float:
+        """Bytes that a step of these sizes will not exceed: the bound at first, then what was learnt and a margin."""
+        terms = self.costs.array * sizes.array
+        bound = float(terms.sum()) * self.over_bound
+        if not self.is_sure:
+            return bound
+        expected = float(terms @ self._factors)
+        relative = terms / expected
+        margin = DEVIATIONS * self._deviation * math.sqrt(1 + float(relative @ self._spread @ relative))
+        beyond = BEYOND * max(0.0, float((sizes.array / self._largest).max()) - 1)
+        return min(bound, expected * (1 + max(margin, LEAST_MARGIN) + beyond))
+
+    def _fit(self) -> None:
+        """Least squares of the relative errors, with every factor held to the one that fits best for all."""
+        taken = np.array(self._taken)
+        shares = np.array(self._terms) / taken[:, None]
+        total = shares.sum(1)
+        common = float(total.sum() / (total @ total))
+        free = np.ones(shares.shape[1], dtype=bool)
+        factors = np.zeros(shares.shape[1])
+        held = RIDGE * len(taken) * np.eye(len(free))
+        while True:
+            use = shares[:, free]
+            inverse = np.linalg.inv(use.T @ use + held[np.ix_(free, free)])
+            factors[free] = common + inverse @ use.T @ (1 - common * use.sum(1))
+            if (factors[free] >= 0).all():
+                break
+            free &= factors > 0
+            factors[:] = 0
+        self._factors = factors
+        self._spread = np.zeros((len(free), len(free)))
+        self._spread[np.ix_(free, free)] = inverse
+        errors = 1 - shares @ factors
+        used = float(np.einsum("ij,jk,ik->", shares, self._spread, shares))  # how many steps the factors took to find
+        self._deviation = math.sqrt(float(errors @ errors) / max(1.0, len(taken) - used))

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+
+from hopline import ops
+from hopline.batch import Batch
+from hopline.meter import meter_of
+from hopline.nn import GNN
+from hopline.nn.whole import Whole
+from hopline.predict import ENOUGH, Costs, Predictor, Sizes, costs_of
+from tests.helpers import CONVS, GNN_OPTIONS, batch_of, gnn_of, randn, random_graph, stack_of
+
+GRAPH = random_graph(3000, 30_000, attr=2)
+X = randn(3000, 6)
+COSTS = Costs((4.0, 8.0, 16.0), (2.0, 3.0), 1000.0)
+
+
+def taken(model: nn.Module, batch: Batch) -> int:
+    model.zero_grad(set_to_none=True)
+    with meter_of("cpu") as meter:
+        model(batch).square().mean().backward()
+    return meter.peak_bytes
+
+
+def batch_at(num_seeds: int, key: int = 1, fanouts: tuple[int, ...] = (5, 5), handle: bool = False) -> Batch:
+    seeds = ops.permutation(key, GRAPH.num_nodes)[:num_seeds]
+    return batch_of(GRAPH, X, fanouts, seeds, key=key, handle=handle)
+
+
+def test_sizes_are_those_of_the_blocks():
+    batch = batch_at(10)
+    first, last = batch.blocks
+    assert Sizes.of(batch) == Sizes((first.num_src, last.num_src, 10), (first.num_edges, last.num_edges))
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_no_conv_exceeds_the_bound(name: str):
+    model = GNN(stack_of(name, 6, 32, 16), dropout=0.5).double()
+    taken(model, batch_at(2))  # how a conv is called is found out once
+    for num_seeds, handle in ((1, False), (300, False), (300, True)):
+        batch = batch_at(num_seeds, handle=handle)
+        assert taken(model, batch) <= costs_of(model, batch.x, 2).bound(Sizes.of(batch))
+
+
+@pytest.mark.parametrize("name", GNN_OPTIONS)
+def test_no_model_exceeds_the_bound(name: str):
+    model = gnn_of(name)
+    fanouts = (5,) * model.num_layers
+    taken(model, batch_at(2, fanouts=fanouts))
+    batch = batch_at(300, fanouts=fanouts)
+    assert taken(model, batch) <= costs_of(model, batch.x, len(fanouts)).bound(Sizes.of(batch))
+
+
+def test_a_model_that_is_not_made_of_layers_has_a_bound_too():
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList([pyg.GATConv(6, 16, heads=2), pyg.GATConv(32, 4)])
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
+
+    model, batch = Whole(Plain().double()), batch_at(200)
+    assert taken(model, batch) <= costs_of(model, batch.x, 2).bound(Sizes.of(batch))
+
+
+def test_the_bound_is_not_far_off():
+    """Or it would split batches that fit, before anything was measured."""
+    for name in ("sage-mean", "gcn", "gin", "gat"):
+        model = GNN(stack_of(name, 6, 64, 64), dropout=0.5).double()
+        taken(model, batch_at(2))
+        batch = batch_at(1000, handle=True)
+        assert costs_of(model, batch.x, 2).bound(Sizes.of(batch)) < 8 * taken(model, batch)
+
+
+def drawn(rng: np.random.Generator) -> Sizes:
+    size = int(rng.integers(100, 5000))
+    near = [max(1, int(size * share * rng.uniform(0.8, 1.2))) for share in (9, 3, 1, 12, 4)]
+    return Sizes(tuple(near[:3]), tuple(near[3:]))
+
+
+def learnt(truth: Callable[[Sizes], float], steps: int, seed: int = 0) -> Predictor:
+    rng, predictor = np.random.default_rng(seed), Predictor(COSTS)
+    for _ in range(steps):
+        sizes = drawn(rng)
+        predictor.observe(sizes, int(truth(sizes)))
+    return predictor
+
+
+def linear(sizes: Sizes) -> float:
+    return float(np.array([1.0, 2.5, 4, 0.5, 2, 700]) @ sizes.array)
+
+
+def test_before_enough_steps_the_bound_is_promised():
+    predictor = learnt(linear, ENOUGH - 1)
+    sizes = Sizes((900, 300, 100), (1000, 400))
+    assert not predictor.is_sure
+    assert predictor.promise(sizes) == COSTS.bound(sizes)
+    assert Predictor(COSTS).expected(sizes) == COSTS.bound(sizes)
+    assert learnt(linear, ENOUGH).promise(sizes) < COSTS.bound(sizes)
+
+
+def test_what_is_linear_is_learnt():
+    predictor, rng = learnt(linear, 30), np.random.default_rng(1)
+    held_out = [drawn(rng) for _ in range(50)]
+    errors = [abs(predictor.expected(s) - linear(s)) / linear(s) for s in held_out]
+    assert np.mean(errors) < 0.01
+    for sizes in held_out:
+        assert linear(sizes) <= predictor.promise(sizes) <= 1.1 * linear(sizes)
+
+
+def test_a_promise_grows_with_the_residuals():
+    rng = np.random.default_rng(2)
+    noisy = learnt(lambda sizes: linear(sizes) * rng.uniform(0.9, 1.1), 60)
+    calm, sizes = learnt(linear, 60), Sizes((900, 300, 100), (1000, 400))
+    assert noisy.promise(sizes) / noisy.expected(sizes) > 1.1 > calm.promise(sizes) / calm.expected(sizes)
+    kept = [linear(s) * rng.uniform(0.9, 1.1) <= noisy.promise(s) for s in (drawn(rng) for _ in range(300))]
+    assert all(kept)
+
+
+def test_what_goes_beyond_all_steps_seen_is_promised_with_care():
+    predictor = learnt(linear, 30)
+    inside, outside = Sizes((9000, 3000, 1000), (12_000, 4000)), Sizes((90_000, 30_000, 10_000), (120_000, 40_000))
+    margins = [predictor.promise(s) / predictor.expected(s) for s in (inside, outside)]
+    assert margins[1] > margins[0] + 0.05
+
+
+def test_it_follows_a_change():
+    predictor, rng = learnt(linear, 20), np.random.default_rng(3)
+    for _ in range(400):
+        sizes = drawn(rng)
+        predictor.observe(sizes, int(1.5 * linear(sizes)))
+    sizes = drawn(rng)
+    assert abs(predictor.expected(sizes) / (1.5 * linear(sizes)) - 1) < 0.01
+
+
+def test_a_bound_that_was_exceeded_is_raised():
+    predictor, sizes = Predictor(COSTS), Sizes((900, 300, 100), (1000, 400))
+    predictor.observe(sizes, int(2 * COSTS.bound(sizes)))
+    assert predictor.promise(sizes) >= 1.99 * COSTS.bound(sizes)
+
+
+def test_more_never_takes_less():
+    predictor = learnt(lambda s: 3.0 * s.nodes[0] + 500, 40)
+    base = Sizes((900, 300, 100), (1000, 400))
+    for place in range(5):
+        counts = [*base.nodes, *base.edges]
+        counts[place] += 500
+        assert predictor.expected(Sizes(tuple(counts[:3]), tuple(counts[3:]))) >= predictor.expected(base)
+
+
+def test_asking_takes_less_than_50_us():
+    predictor, batch = learnt(linear, 100), batch_at(10)
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        predictor.promise(Sizes.of(batch))
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[len(times) // 2] < 50e-6
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "gcn", "gat", "gin"])
+def test_held_out_steps_are_predicted(name: str):
+    model = GNN(stack_of(name, 6, 32, 32), dropout=0.5).double()
+    taken(model, batch_at(2))
+    predictor = Predictor(costs_of(model, X, 2))
+    for step, num_seeds in enumerate((50, 100, 200, 400, 800, 1200, 300, 600)):
+        batch = batch_at(num_seeds, key=step)
+        predictor.observe(Sizes.of(batch), taken(model, batch))
+    errors = []
+    for step, num_seeds in enumerate((70, 150, 350, 500, 700, 1000)):
+        batch = batch_at(num_seeds, key=100 + step)
+        errors.append(abs(predictor.expected(Sizes.of(batch)) / taken(model, batch) - 1))
+    assert np.mean(errors) < 0.03
