@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,6 +67,11 @@ def test_a_module_without_layers_on_too_large_a_graph_says_what_to_write(monkeyp
     monkeypatch.setattr(infer, "WHOLE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"Plain has no layers .* build it as hl.nn.GNN\(\[...convs...\]\), or set"):
         infer.exact(Plain(small()), small())
+
+
+def test_a_module_without_layers_has_nothing_to_go_on_from(tmp_path: Path):
+    with pytest.raises(ValueError, match="Plain has no layers to go on from: leave out folder="):
+        infer.exact(Plain(small()), small(), folder=tmp_path)
 
 
 def test_rows_come_in_the_order_of_the_ids_also_twice():

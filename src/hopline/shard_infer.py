@@ -14,7 +14,8 @@ from hopline.collective import CollectiveSampler, fetch
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.exchange import Channel, Question
-from hopline.infer import CHUNK_EDGES, Layerwise, Tables, evaluating, measure
+from hopline.infer import evaluating, measure
+from hopline.layerwise import CHUNK_EDGES, Layerwise, Tables
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.partial import PartialGraph

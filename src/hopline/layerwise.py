@@ -1,0 +1,255 @@
+"""Exact inference, one layer after the other over the whole graph: chunks prepared ahead, and written behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hopline import trace
+from hopline.batch import Block, Readable, Rows, as_tensor
+from hopline.data.dataset import Dataset
+from hopline.layer_files import LayerFiles
+from hopline.meter import meter_of
+from hopline.nn.gnn import GNN, State
+from hopline.pipeline import Pipeline, Stage
+from hopline.progress import Progress, progress
+from hopline.sampling import NeighborSampler, full_block, in_neighborhood
+from hopline.tables import TensorTable
+
+CHUNK_EDGES = 1 << 20
+"""Edges of one chunk."""
+DEVICE_SHARE = 0.25
+"""The part of the free device memory that a layer's hidden rows may take; larger ones are kept on the host."""
+AHEAD, BEHIND = 2, 2
+"""Chunks that are prepared before their turn, and chunks computed but not written yet."""
+PROBED_NODES = 16
+"""Nodes by which it is found what a chunk takes."""
+MARGIN = 1.5
+"""By how much a chunk may take more, for its edges, than those nodes did."""
+CPU = torch.device("cpu")
+
+KeepRows = Callable[[int, Tensor, Tensor], None]
+"""(layer, node ids, their rows after it): what somebody does with hidden rows."""
+Ahead = Rows | Tensor | None
+"""Rows that were read ahead, or a handle where the layer or the GPU reads them; None where there are none."""
+
+
+def read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
+    """Rows on a device, read where the table's memory can be read from."""
+    storage = table.storage()
+    if storage is not None and storage.device.type != "cpu":
+        return table.read(ids.to(storage.device)).to(device)
+    if device.type != "cpu" and table.tiers(device) is not None:
+        return table.read(ids.to(device))
+    return table.read(ids.cpu()).to(device)
+
+
+@dataclass
+class Tables:
+    """The state of all nodes between two layers."""
+
+    h: Readable
+    x0: TensorTable | None = None
+    jk: TensorTable | None = None
+
+
+class Layerwise:
+    """One layer after the other, over chunks of the nodes it is needed at.
+
+    chunk_bytes: what chunks may take beside the tables of hidden rows, instead of `chunk_edges`. files: where finished
+    chunks are kept, so that a run that is killed goes on from there.
+    """
+
+    def __init__(
+        self,
+        model: GNN,
+        data: Dataset,
+        chunk_edges: int,
+        device: torch.device,
+        keep: KeepRows | None = None,
+        *,
+        chunk_bytes: int | None = None,
+        files: LayerFiles | None = None,
+    ) -> None:
+        self.model, self.data, self.device, self.keep = model, data, device, keep
+        self.chunk_edges, self.chunk_bytes, self.files = chunk_edges, chunk_bytes, files
+        self.sampler = NeighborSampler(data.graph, (-1,))
+
+    def run(self, ids: Tensor | None, show: bool) -> Tensor:
+        needed = self.needed(ids)
+        total = sum(nodes.numel() for nodes in needed[1:])
+        first = 0 if self.files is None else self.files.layer
+        with progress("inference", total, "rows", enabled=show, brief=True) as bar:
+            if first:
+                assert self.files is not None
+                tables = Tables(**self.files.tables(first - 1))
+                bar.advance(sum(nodes.numel() for nodes in needed[1 : first + 1]))
+            else:
+                tables = self._encode(needed[0])
+            for l in range(first, self.model.num_layers):
+                tables = self._layer(l, needed[l + 1], tables, bar)
+                if l < self.model.num_layers - 1:
+                    tables = self.completed(tables)
+        return read_on(CPU, tables.h, torch.arange(self.data.num_nodes) if ids is None else ids)
+
+    def completed(self, tables: Tables) -> Tables:
+        """The rows between two layers; where others compute some of them, these are added."""
+        return tables
+
+    def needed(self, ids: Tensor | None) -> list[Tensor]:
+        """Nodes whose rows are needed before each layer, and at the end."""
+        home = self.data.graph.indptr.device
+        everything = torch.arange(self.data.num_nodes, device=home)
+        if ids is None:
+            return [everything] * (self.model.num_layers + 1)
+        needed = [torch.unique(ids.to(home))]
+        if self.keep is not None:
+            return [everything] * self.model.num_layers + needed
+        for _ in range(self.model.num_layers):
+            grown = (
+                needed[0] if needed[0].numel() == everything.numel() else in_neighborhood(self.data.graph, needed[0])
+            )
+            needed.insert(0, grown)
+        return needed
+
+    def _layer(self, l: int, nodes: Tensor, tables: Tables, bar: Progress) -> Tables:
+        """The tables after a layer: blocks are made ahead, and rows written behind where that takes a while."""
+        edges = None if self.files is None else self.files.chunk_edges
+        edges = edges or self._edges_of_a_chunk(l, nodes, tables)
+        chunks = self._chunks(nodes, edges)
+        new = _NewTables(self.data.num_nodes, self.device, l, self.files)
+        done = 0 if self.files is None else self.files.begin(l, edges)
+        bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
+
+        def write(computed: tuple[Tensor, State]) -> int:
+            new.write(*computed)
+            if self.files is not None:
+                self.files.chunk_done()
+            return computed[0].numel()
+
+        far = self.files is not None or self.device.type != "cpu"  # else writing is a copy within memory
+        behind = Pipeline([Stage("infer.write", write)], workers=int(far and len(chunks) > 1), look_ahead=BEHIND)
+        with (
+            closing(self._computed(l, chunks[done:], tables)) as states,
+            closing(behind.run(states)) as written,
+        ):
+            for count in written:
+                bar.advance(count)
+        if self.files is not None:
+            self.files.layer_done()
+        return Tables(**new.made)
+
+    def _computed(self, l: int, chunks: list[Tensor], tables: Tables) -> Generator[tuple[Tensor, State], None, None]:
+        """Each chunk and its rows after the layer."""
+        last = l == self.model.num_layers - 1
+
+        def prepare(chunk: Tensor) -> tuple[Tensor, Block, list[Ahead]]:
+            block = full_block(self.sampler, chunk)
+            return chunk, block, self._read_ahead(tables, block)
+
+        on_host = self.data.graph.device.type == "cpu"  # a GPU's kernels are asked for by one thread
+        workers = int(on_host and len(chunks) > 1)
+        ahead = Pipeline([Stage("infer.prepare", prepare)], workers=workers, look_ahead=AHEAD)
+        with closing(ahead.run(chunks)) as prepared:
+            for chunk, block, rows in prepared:
+                with trace.span("infer.layer", self.device):
+                    state = self.model.layer(l, self._state(rows), block.to(self.device))
+                    # Rows that were put off are computed here, not where they are written.
+                    state = State(self.model.decode(state)) if last else replace(state, h=as_tensor(state.h))
+                if self.keep is not None and not last:
+                    self.keep(l, chunk, as_tensor(state.h))
+                yield chunk, state
+
+    def _encode(self, nodes: Tensor) -> Tables:
+        if not self.model.encodes:
+            return Tables(self.data.x)
+        new = _NewTables(self.data.num_nodes, self.device)
+        for chunk in nodes.split(max(1, self.chunk_edges // 16)):
+            rows = Rows(self.data.x, chunk) if self.device.type == "cpu" else read_on(self.device, self.data.x, chunk)
+            new.write(chunk, self.model.encode(rows, chunk, None))
+        return Tables(**new.made)
+
+    def _read_ahead(self, tables: Tables, block: Block) -> list[Ahead]:
+        """What a layer needs, as far as it can be read by a thread of the host: all sources' hidden rows, the
+        destinations' own other rows. On the CPU a layer may read the first itself."""
+        handles = [Rows(tables.h, block.src_ids)]
+        handles += [None if table is None else Rows(table, block.dst_ids) for table in (tables.x0, tables.jk)]
+        if self.device.type == "cpu":
+            return [handles[0], *(None if rows is None else rows.read() for rows in handles[1:])]
+        return [rows if rows is None or self._is_near(rows.table) else rows.table.read(rows.ids) for rows in handles]
+
+    def _is_near(self, table: Readable) -> bool:
+        """Whether the GPU reads the table itself."""
+        storage = table.storage()
+        return (storage is not None and storage.device.type != "cpu") or table.tiers(self.device) is not None
+
+    def _state(self, ahead: list[Ahead]) -> State:
+        """What was read ahead, on the device."""
+        if self.device.type == "cpu":
+            return State(*ahead)  # type: ignore[arg-type]
+        rows = [read_on(self.device, rows.table, rows.ids) if isinstance(rows, Rows) else rows for rows in ahead]
+        return State(*(None if one is None else one.to(self.device) for one in rows))  # type: ignore[arg-type]
+
+    def _edges_of_a_chunk(self, l: int, nodes: Tensor, tables: Tables) -> int:
+        """As many as fit the bytes given, by what a few nodes take."""
+        if self.chunk_bytes is None:
+            return self.chunk_edges
+        few = nodes[:: -(-nodes.numel() // PROBED_NODES)]
+        with meter_of(self.device) as preparing:
+            block = full_block(self.sampler, few)
+            rows = self._read_ahead(tables, block)
+        with meter_of(self.device) as computing:
+            state = self.model.layer(l, self._state(rows), block.to(self.device))
+            after = [as_tensor(one) for one in (state.h, state.x0, state.jk) if one is not None]
+        most = (1 + AHEAD) * preparing.peak_bytes + computing.peak_bytes + BEHIND * sum(one.nbytes for one in after)
+        cost = int(self.data.graph.in_degrees(few).sum()) + few.numel()
+        return max(1, int(self.chunk_bytes * cost / (MARGIN * max(1, most))))
+
+    def _chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
+        """Runs of nodes with about `chunk_edges` in-edges; a node with more is a chunk of its own."""
+        cost = (self.data.graph.in_degrees(nodes) + 1).cumsum(0)
+        chunks, start = [], 0
+        while start < nodes.numel():
+            spent = int(cost[start - 1]) if start else 0
+            stop = int(torch.searchsorted(cost, spent + chunk_edges, right=True))
+            stop = max(stop, start + 1)
+            chunks.append(nodes[start:stop])
+            start = stop
+        return chunks
+
+
+class _NewTables:
+    """Tables over all nodes that are made when the width of their rows is known: on the device where there is room."""
+
+    def __init__(
+        self, num_nodes: int, device: torch.device, layer: int | None = None, files: LayerFiles | None = None
+    ) -> None:
+        self.num_nodes, self.device, self.files = num_nodes, device, None if layer is None else files
+        self.made: dict[str, TensorTable] = {}
+        if self.files is not None and layer is not None:
+            self.made = self.files.tables(layer)
+
+    def write(self, ids: Tensor, state: State) -> None:
+        for name in ("h", "x0", "jk"):
+            rows = getattr(state, name)
+            if rows is None:
+                continue
+            rows = as_tensor(rows)
+            if name not in self.made:
+                self.made[name] = self._new(name, rows)
+            table = self.made[name]
+            table.write(ids.to(table.rows.device), rows.to(table.rows.device))
+
+    def _new(self, name: str, rows: Tensor) -> TensorTable:
+        shape = (self.num_nodes, *rows.shape[1:])
+        if self.files is not None:
+            return self.files.new_table(name, rows.dtype, shape)
+        home = CPU
+        if self.device.type == "cuda":
+            needed = torch.Size(shape).numel() * rows.element_size()
+            home = self.device if needed < DEVICE_SHARE * torch.cuda.mem_get_info(self.device)[0] else CPU
+        return TensorTable(torch.empty(shape, dtype=rows.dtype, device=home))

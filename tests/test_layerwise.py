@@ -1,0 +1,122 @@
+"""Layer-wise inference: what is made ahead and written behind changes no bit; chunks keep to their bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.nn import GATConv, GATv2Conv, GENConv, SAGEConv, TransformerConv
+
+import hopline as hl
+from hopline import infer, layerwise
+from hopline.layerwise import AHEAD
+from hopline.meter import TensorMeter
+from hopline.pipeline import Pipeline, StageError
+from tests.helpers import GNN_OPTIONS, gnn_of
+from tests.runs import sage, small
+
+
+def serial(stages: Any, **_: Any) -> Pipeline:
+    return Pipeline(stages, workers=0)
+
+
+@pytest.mark.parametrize("name", [*GNN_OPTIONS])
+def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, data = gnn_of(name).float(), small(num_features=6)
+    threaded = infer.exact(model, data, chunk_edges=150)
+    with monkeypatch.context() as patch:
+        patch.setattr(layerwise, "Pipeline", serial)
+        assert torch.equal(infer.exact(model, data, chunk_edges=150), threaded)
+
+
+def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch):
+    data, made, threads = small(), [], set()
+    plain, ahead = layerwise.full_block, []
+
+    def block(*args: Any) -> hl.Block:
+        made.append(0)
+        threads.add(threading.current_thread().name)
+        return plain(*args)
+
+    class Slow(hl.nn.GNN):
+        def layer(self, *args: Any) -> Any:
+            time.sleep(0.01)
+            ahead.append(len(made) - len(ahead))
+            return super().layer(*args)
+
+    monkeypatch.setattr(layerwise, "full_block", block)
+    model = Slow([SAGEConv(8, 8), SAGEConv(8, 4)])
+    infer.exact(model, data, chunk_edges=300)
+    assert len(ahead) == len(made) > 20
+    assert 2 <= max(ahead) <= AHEAD + 1
+    assert threading.main_thread().name not in threads
+    threads.clear()
+    infer.exact(model, data)  # of a single chunk there is nothing to make ahead
+    assert threads == {threading.main_thread().name}
+
+
+class Faulty(hl.TensorTable):
+    def read(self, ids: Tensor) -> Tensor:
+        raise OSError("the disk is gone")
+
+
+def test_a_table_that_cannot_be_read_ends_it_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch):
+    data = small()
+    model = hl.nn.GNN([GATConv(8, 8), GATConv(8, 4)])
+    data.tables["x"] = Faulty(data.x.read(torch.arange(400)))
+    with pytest.raises(OSError, match="the disk is gone"):
+        infer.exact(model, data, chunk_edges=100)
+
+    def broken(*_: Any) -> hl.Block:
+        raise OSError("the disk is gone too")
+
+    monkeypatch.setattr(layerwise, "full_block", broken)
+    with pytest.raises(StageError, match=r"stage 'infer.prepare' failed: the disk is gone too"):
+        infer.exact(sage(small()), small(), chunk_edges=100)
+
+
+@pytest.mark.parametrize("kind", [SAGEConv, GATConv, GATv2Conv, TransformerConv, GENConv])
+def test_chunks_keep_to_their_bytes(kind: Any):
+    torch.manual_seed(0)
+    indptr = torch.arange(2001) * 20  # no node has so many edges that it cannot keep to the bytes
+    graph = hl.Graph(indptr, torch.randint(0, 2000, (40_000,)))
+    data = hl.Dataset(name="even", graph=graph, tables={"x": hl.TensorTable(torch.randn(2000, 16))})
+    model = hl.nn.GNN([kind(16, 32), kind(32, 4)])
+    expected = infer.exact(model, data)
+    tables = 2000 * 4 * (32 + 4 + 4)
+    for most in (400_000, 1_000_000, 4_000_000):
+        with TensorMeter() as meter:
+            found = infer.exact(model, data, chunk_bytes=most)
+        torch.testing.assert_close(found, expected)
+        assert meter.peak_bytes <= most + tables
+    if kind is not SAGEConv:  # most of whose chunk is made ahead, which the meter does not see
+        assert meter.peak_bytes - tables > most / 4
+
+
+def test_other_widths_make_other_chunks():
+    data = small()
+    sizes = {}
+    for hidden in (4, 256):
+        work = layerwise.Layerwise(
+            hl.nn.GNN([SAGEConv(8, hidden)]), data, 1, torch.device("cpu"), chunk_bytes=1_000_000
+        )
+        sizes[hidden] = work._edges_of_a_chunk(0, torch.arange(400), layerwise.Tables(data.x))
+    assert sizes[4] > 5 * sizes[256] > 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_bytes": 0}, "chunk_bytes must be at least 1, not 0"),
+        ({"chunk_bytes": "much"}, "much"),
+        ({"folder": "f", "keep": print}, "would not come to keep=: give one of them"),
+    ],
+    ids=["none", "no size", "two keepers"],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        infer.exact(sage(small()), small(), **options)
