@@ -84,11 +84,11 @@ class FullBatch(Method):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share: give more than 0 and at most 1, not {getattr(self, name)}")
         if self.stale and self.aggregation not in ("auto", "stored"):
-            raise ValueError(
-                f"stale=true keeps other ranks' rows, which aggregation={self.aggregation} does not: set stored"
-            )
+            raise ValueError(f"stale=true keeps other ranks' rows: set aggregation=stored, not {self.aggregation}")
         if self.trim and self.aggregation == "sweep":
-            raise ValueError("trim=true is not for aggregation=sweep, which goes over whole parts: set sequential")
+            raise ValueError(
+                "trim=true is not for aggregation=sweep, which goes over whole parts: set aggregation=auto"
+            )
         if self.folder is not None and self.aggregation not in ("auto", "sweep"):
             raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
 
