@@ -36,7 +36,7 @@ ROWS = [
     ["tree", "sharded", "transports", "exchange", "partial"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings", "transfer", "divide", "halo", "lossy"],
     ["data", "callbacks", "launch", "interop", "tree_sampling", "partition", "staging", "stale", "predict"],
-    ["work", "loader", "shards", "layer_files"],
+    ["work", "loader", "shards", "layer_files", "split"],
     ["captured", "update", "cut", "rejoin", "collective", "shard_data", "parts", "layerwise"],
     ["methods", "infer", "models", "checkpoint", "sharing", "placement"],
     ["sweep", "shard_infer", "shared_history", "mixing", "device_history"],

@@ -1,0 +1,233 @@
+"""A sampled batch that takes too much: in pieces that together are the same batch, or with fewer edges.
+
+Pieces are micro-batches of the seeds over the edges that were drawn for the whole batch, so their gradients add up to
+the whole batch's. Leaving edges out changes the sample; it is done only where somebody chose it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hopline import ops
+from hopline.batch import Batch, Block, Part, ReducedRows, Rows
+from hopline.nn.whole import Whole
+from hopline.ops import cpu_partition, cpu_prune
+from hopline.predict import Costs, Sizes
+from hopline.spec import format_size
+
+BytesOf = Callable[[Sizes], float]
+"""What a batch of some sizes takes; never less for more nodes or edges."""
+SplitBy = Literal["balance", "metis"]
+CutBy = Literal["random", "degree", "pagerank"]
+
+
+def check_split(model: nn.Module) -> None:
+    """Refuse, by name, a model for which the pieces of a batch are not the batch."""
+    if isinstance(model, Whole):
+        raise ValueError(
+            f"{type(model.module).__name__} runs on all edges of a batch at once, which cannot be split: use hl.nn.GNN "
+            "or a PyG model such as GCN, or set over_budget=cut"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which takes its statistics from a whole batch, so none can be "
+                "split: use norm='layer', or set over_budget=cut"
+            )
+
+
+# ---- pieces
+
+
+def piece(batch: Batch, seed_idx: Tensor) -> Batch:
+    """The batch of some of a batch's seeds (by position), over the same edges."""
+    chosen = own = seed_idx
+    blocks: list[Block] = []
+    for block in reversed(batch.blocks):
+        _check_block(block)
+        part, own = block.part, chosen
+        indptr, edges = ops.row_positions(part.indptr, own)
+        chosen, src_idx = ops.relabel(own, ops.gather_rows(part.src_idx, edges))
+        blocks.append(_block(block, chosen, own.numel(), _part(part, indptr, src_idx, edges)))
+    return _batch(batch, seed_idx, tuple(reversed(blocks)), chosen, own)
+
+
+def split(batch: Batch, groups: Sequence[Tensor]) -> list[Batch]:
+    """A batch in pieces, each of some seeds (by position); every seed must be in one of them."""
+    return [piece(batch, group) for group in groups]
+
+
+def redundancy(pieces: Sequence[Batch], batch: Batch) -> float:
+    """Input rows of all pieces over those of the batch: what they have in common is computed again in each."""
+    return sum(p.input_ids.numel() for p in pieces) / batch.input_ids.numel()
+
+
+def seed_costs(batch: Batch, costs: Costs) -> Tensor:
+    """[num_seeds] float64: what each seed would take alone, by the bound, were nothing shared within its own tree."""
+    total = torch.full((batch.blocks[0].num_src, 1), costs.per_node[0], dtype=torch.float64, device=batch.seeds.device)
+    for block, node, edge in zip(batch.blocks, costs.per_node[1:], costs.per_edge, strict=True):
+        part = block.part
+        below = ops.reduce_edges(total, part.indptr, part.src_idx, "sum")
+        total = below + total[: block.num_dst] + node + edge * part.indptr.diff()[:, None]
+    return total[:, 0]
+
+
+def by_balance(seed_cost: Tensor, num_pieces: int) -> list[Tensor]:
+    """Groups of seeds (positions) of about equal cost: dealt out from the dearest on, there and back."""
+    order = torch.argsort(seed_cost, descending=True, stable=True)
+    turn = torch.arange(order.numel(), device=order.device)
+    place = turn % (2 * num_pieces)
+    owner = torch.minimum(place, 2 * num_pieces - 1 - place)
+    return [order[owner == number].sort().values for number in range(num_pieces) if bool((owner == number).any())]
+
+
+def by_metis(batch: Batch, seed_cost: Tensor, num_pieces: int, seed: int = 0) -> list[Tensor]:
+    """Groups of seeds (positions) of about equal cost that share many neighbours, and few with other groups."""
+    import pymetis
+
+    block = batch.blocks[-1]
+    part = block.part
+    dtype = pymetis.zero_copy_dtype()
+    indptr = np.full(block.num_src + 1, part.num_edges, dtype=np.int64)
+    indptr[: block.num_dst + 1] = part.indptr.cpu().numpy()
+    starts, neighbors = cpu_partition.undirected(indptr, part.src_idx.cpu().numpy(), dtype)
+    weights = np.zeros(block.num_src, dtype=dtype)
+    share = seed_cost.cpu() / seed_cost.cpu().mean().clamp(min=1e-9)
+    weights[: block.num_dst] = (16 * share).long().clamp(1, 1 << 20).numpy()
+    options = pymetis.Options()
+    options.seed = seed % 2**31
+    adjacency = pymetis.CSRAdjacency(cast(Any, starts), cast(Any, neighbors))
+    found = pymetis.part_graph(num_pieces, adjacency, vweights=cast(Any, weights), options=options, recursive=False)
+    part_of = torch.from_numpy(np.array(found.vertex_part[: block.num_dst], dtype=np.int64)).to(batch.seeds.device)
+    groups = [(part_of == number).nonzero().view(-1) for number in range(num_pieces)]
+    return [group for group in groups if group.numel()]
+
+
+def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs, how: SplitBy = "balance") -> list[Batch]:
+    """A batch in as few pieces as fit, each below `limit` bytes; the batch itself where it fits."""
+    if bytes_of(Sizes.of(batch)) <= limit:
+        return [batch]
+    seed_cost, num_pieces = seed_costs(batch, costs), math.ceil(bytes_of(Sizes.of(batch)) / limit)
+    while True:
+        num_pieces = min(num_pieces, batch.num_seeds)
+        by_neighbors = how == "metis" and num_pieces < batch.num_seeds
+        groups = by_metis(batch, seed_cost, num_pieces) if by_neighbors else by_balance(seed_cost, num_pieces)
+        groups.sort(key=lambda group: -float(seed_cost[group].sum()))
+        pieces, worst = [], 0.0
+        for group in groups:
+            pieces.append(piece(batch, group))
+            worst = max(worst, bytes_of(Sizes.of(pieces[-1])))
+            if worst > limit:
+                break
+        else:
+            return pieces
+        if num_pieces == batch.num_seeds:
+            raise ValueError(
+                f"one seed takes {format_size(worst)} and {format_size(limit)} are left for a step: give the budget "
+                f"{format_size(worst - limit)} more, make the fan-outs smaller, or set over_budget=cut"
+            )
+        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, 2)))
+
+
+# ---- fewer edges
+
+
+def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "random", key: int = 0) -> Batch:
+    """The batch with the most edges that fit below `limit` bytes, kept in an order drawn from `key` or by importance.
+
+    Nodes that no kept edge needs go too. `degree` and `pagerank` leave out edges between hubs first.
+    """
+    blocks, numbers = _edges_of(batch), edge_numbers(batch, by, key)
+    nodes, edges = [np.full(batch.num_seeds, -1)], []
+    for block, edge, number in zip(reversed(batch.blocks), reversed(blocks), reversed(numbers), strict=True):
+        src_entry, edge_entry = cpu_prune.entries(edge, number, nodes[0], block.num_src)
+        nodes.insert(0, src_entry)
+        edges.insert(0, edge_entry)
+
+    def fits(counts: Sequence[int]) -> bool:
+        return bytes_of(Sizes(tuple(counts[: len(nodes)]), tuple(counts[len(nodes) :]))) <= limit
+
+    if not fits([*[batch.num_seeds] * len(nodes), *[0] * len(edges)]):
+        raise ValueError(
+            f"the seeds alone take more than the {format_size(limit)} left for a step: give a larger budget, or make "
+            "batch_size smaller"
+        )
+    last = cpu_prune.last_that_fits([*nodes, *edges], lambda counts: fits(counts.tolist()))
+    return _kept(batch, blocks, nodes, edges, last)
+
+
+def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
+    """For the edges of each block a number of their own, int64 from 0 on: those with lower ones are kept first."""
+    blocks, num_nodes = _edges_of(batch), batch.blocks[0].num_src
+    if by == "random":
+        return cpu_prune.drawn_numbers([block.num_edges for block in batch.blocks], key)
+    hub = cpu_prune.num_ends(blocks, num_nodes) if by == "degree" else cpu_prune.page_rank(blocks, num_nodes)
+    return cpu_prune.hub_numbers(blocks, hub, key)
+
+
+def _edges_of(batch: Batch) -> list[cpu_prune.Edges]:
+    for block in batch.blocks:
+        _check_block(block)
+    return [(block.part.indptr.cpu().numpy(), block.part.src_idx.cpu().numpy()) for block in batch.blocks]
+
+
+def _kept(
+    batch: Batch, edges: Sequence[cpu_prune.Edges], nodes: Sequence[np.ndarray], entry: Sequence[np.ndarray], last: int
+) -> Batch:
+    """The batch of the nodes and edges whose entry is not after `last`."""
+
+    def here(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(batch.seeds.device)
+
+    chosen, blocks = [here(np.flatnonzero(n <= last)) for n in nodes], []
+    for l, block in enumerate(batch.blocks):
+        found = cpu_prune.kept_edges(edges[l], entry[l], nodes[l + 1], nodes[l], last)
+        indptr, src_idx, kept = map(here, found)
+        blocks.append(_block(block, chosen[l], chosen[l + 1].numel(), _part(block.part, indptr, src_idx, kept)))
+    return _batch(batch, chosen[-1], tuple(blocks), chosen[0], None)
+
+
+# ---- parts of blocks and batches
+
+
+def _check_block(block: Block) -> None:
+    if type(block) is not Block:
+        raise ValueError(
+            f"a {type(block).__name__} cannot be split or cut: set layout=block, or make batch_size smaller"
+        )
+
+
+def _part(part: Part, indptr: Tensor, src_idx: Tensor, edges: Tensor) -> Part:
+    edge = {name: ops.gather_rows(rows, edges) for name, rows in part.edge.items()}
+    return Part(indptr, src_idx, edge, None if part.edge_ids is None else ops.gather_rows(part.edge_ids, edges))
+
+
+def _block(block: Block, chosen: Tensor, num_dst: int, part: Part) -> Block:
+    return replace(block, src_ids=ops.gather_rows(block.src_ids, chosen), num_dst=num_dst, parts=(part,))
+
+
+def _batch(batch: Batch, seed_idx: Tensor, blocks: tuple[Block, ...], chosen: Tensor, own: Tensor | None) -> Batch:
+    """own: the first block's destinations; None where its edges are others, so that nothing was reduced yet."""
+
+    def rows(of: Rows | Tensor | None) -> Any:
+        if isinstance(of, Tensor):
+            return ops.gather_rows(of, chosen)
+        if isinstance(of, ReducedRows) and own is not None:
+            return replace(of, ids=blocks[0].src_ids, beside=ops.gather_rows(of.beside, own))
+        return None if of is None else Rows(of.table, blocks[0].src_ids)
+
+    return replace(
+        batch,
+        seeds=ops.gather_rows(batch.seeds, seed_idx),
+        blocks=blocks,
+        x=rows(batch.x),
+        y=None if batch.y is None else ops.gather_rows(batch.y, seed_idx),
+        tables={name: rows(of) for name, of in batch.tables.items()},
+    )
