@@ -83,7 +83,7 @@ class LargestRows(Codec):
 
     def lost(self, rows: Sequence[Tensor], encoded: Sequence[Tensor], key: int) -> Tensor:
         all_ = _squares(rows)
-        return torch.stack([all_ - _squares(encoded[1:]), all_])
+        return torch.stack([(all_ - _squares(encoded[1:])).clamp(min=0), all_])
 
     def _count(self, num_rows: int) -> int:
         return math.ceil(self.share * num_rows)
@@ -142,7 +142,9 @@ class Both(Codec):
 
 
 def _squares(rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack([t.detach().double().square().sum().cpu() for t in rows]).sum()
+    """The sum of squares of all numbers, without a copy of them."""
+    norms = [torch.linalg.vector_norm(t.detach() if t.is_floating_point() else t.double()) for t in rows]
+    return torch.stack([norm.double().square().cpu() for norm in norms]).sum()
 
 
 def codecs_of(
