@@ -64,6 +64,10 @@ def groups_of(num_seeds: int, num_pieces: int) -> list[Tensor]:
     return [ids for ids in ops.permutation(3, num_seeds).tensor_split(num_pieces) if ids.numel()]
 
 
+def pieces_of(batch: Batch, groups: list[Tensor]) -> list[Batch]:
+    return [split.piece_of(batch, group).batch() for group in groups]
+
+
 # ---- pieces
 
 
@@ -72,7 +76,7 @@ def test_gradients_of_the_pieces_add_up(name: str):
     model, batch = GNN(stack_of(name, 6, 8, 3), dropout=0.5).double(), made()
     expected = step(model, [batch])
     for num_pieces in (2, 7):
-        assert_same(step(model, split.split(batch, groups_of(40, num_pieces))), expected, 1e-10)
+        assert_same(step(model, pieces_of(batch, groups_of(40, num_pieces))), expected, 1e-10)
 
 
 @pytest.mark.parametrize("name", [n for n in GNN_OPTIONS if n not in ("batch-norm", "jk-last", "everything")])
@@ -81,14 +85,14 @@ def test_gradients_of_the_pieces_add_up_for_every_kind_of_model(name: str):
     model.dropout, model.input_dropout = 0.4, 0.3
     batch = made(fanouts=(3,) * model.num_layers)
     expected = step(model, [batch])
-    assert_same(step(model, split.split(batch, groups_of(40, 5))), expected, 1e-10)
+    assert_same(step(model, pieces_of(batch, groups_of(40, 5))), expected, 1e-10)
 
 
 def test_in_float32_gradients_are_equal_to_rounding():
     model = GNN([conv.float() for conv in stack_of("sage-mean", 6, 32, 3)], dropout=0.5)
     batch = made(60)
     batch = replace(batch, x=batch.x.float())  # type: ignore[union-attr]
-    assert_same(step(model, split.split(batch, groups_of(60, 6))), step(model, [batch]), 1e-6)
+    assert_same(step(model, pieces_of(batch, groups_of(60, 6))), step(model, [batch]), 1e-6)
 
 
 @pytest.mark.parametrize("handle", ["read", "handle", "reduced"])
@@ -98,7 +102,7 @@ def test_rows_go_with_their_piece_however_they_are_held(handle: str):
         assert isinstance(batch.x, Rows)
         batch = replace(batch, x=model.read_ahead(batch.x, batch.blocks[0]))
         assert isinstance(batch.x, ReducedRows)
-    pieces = split.split(batch, groups_of(40, 4))
+    pieces = pieces_of(batch, groups_of(40, 4))
     assert all(type(p.x) is type(batch.x) for p in pieces)
     assert_same(step(model, pieces), step(model, [made()]), 1e-10)
 
@@ -106,7 +110,7 @@ def test_rows_go_with_their_piece_however_they_are_held(handle: str):
 def test_a_piece_has_the_edges_of_its_seeds_and_no_others():
     batch = replace(made(), tables={"z": X[made().input_ids] * 2})
     chosen = torch.tensor([7, 2, 30])
-    found = split.piece(batch, chosen)
+    found = split.piece_of(batch, chosen).batch()
     assert torch.equal(found.seeds, batch.seeds[chosen])
     assert torch.equal(found.labels, batch.labels[chosen])
     wanted = set(found.seeds.tolist())
@@ -137,7 +141,7 @@ def test_what_cannot_be_split_is_refused_by_name():
         split.check_split(Whole(pyg.GATConv(6, 3)))
     blocks = TreeSampler(GRAPH, (2, 2)).sample(torch.arange(4), 1)
     with pytest.raises(ValueError, match=r"TreeBlock cannot be split.*layout=block"):
-        split.piece(Batch(torch.arange(4), blocks, None, None), torch.arange(2))
+        split.piece_of(Batch(torch.arange(4), blocks, None, None), torch.arange(2))
 
 
 # ---- how seeds are grouped
@@ -182,8 +186,10 @@ def test_metis_puts_seeds_with_common_neighbours_together():
     cost = split.seed_costs(batch, COSTS)
     metis = split.by_metis(batch, cost, 8)
     assert torch.equal(torch.cat(metis).sort().values, torch.arange(batch.num_seeds))
-    plain = split.redundancy(split.split(batch, split.by_balance(cost, 8)), batch)
-    near = split.redundancy(split.split(batch, metis), batch)
+    plain, near = (
+        split.redundancy([split.piece_of(batch, group) for group in groups], batch)
+        for groups in (split.by_balance(cost, 8), metis)
+    )
     assert near < 1.3 < 2.5 < plain
 
 
@@ -193,10 +199,9 @@ def test_every_piece_fits(how: split.SplitBy):
     full = bytes_of(Sizes.of(batch))
     for share in (1.0, 0.6, 0.3, 0.1):
         pieces = split.split_to_fit(batch, bytes_of, share * full, COSTS, how)
-        assert max(bytes_of(Sizes.of(p)) for p in pieces) <= share * full
-        assert torch.equal(torch.cat([p.seeds for p in pieces]).sort().values, batch.seeds.sort().values)
+        assert max(bytes_of(p.sizes) for p in pieces) <= share * full
+        assert torch.equal(torch.cat([p.seed_idx for p in pieces]).sort().values, torch.arange(batch.num_seeds))
         assert len(pieces) == 1 if share == 1.0 else len(pieces) > 1
-    assert split.split_to_fit(batch, bytes_of, full, COSTS, how)[0] is batch
 
 
 def test_few_pieces_are_made():
@@ -208,9 +213,9 @@ def test_few_pieces_are_made():
 
 def test_pieces_down_to_single_seeds_and_a_seed_that_does_not_fit():
     batch = made(10)
-    alone = max(bytes_of(Sizes.of(split.piece(batch, torch.tensor([i])))) for i in range(10))
+    alone = max(bytes_of(split.piece_of(batch, torch.tensor([i])).sizes) for i in range(10))
     pieces = split.split_to_fit(batch, bytes_of, alone, COSTS)
-    assert max(bytes_of(Sizes.of(p)) for p in pieces) <= alone
+    assert max(bytes_of(p.sizes) for p in pieces) <= alone
     with pytest.raises(ValueError, match=r"one seed takes .* more, make the fan-outs smaller, or set over_budget=cut"):
         split.split_to_fit(batch, bytes_of, 0.9 * alone, COSTS)
 
@@ -326,5 +331,5 @@ def test_a_million_edges_are_cut_in_a_tenth_of_a_second(by: split.CutBy):
 def test_the_model_is_left_as_it_was():
     model = GNN(stack_of("sage-mean", 6, 8, 3)).double()
     before = copy.deepcopy(model.state_dict())
-    step(model, split.split(made(), groups_of(40, 3)))
+    step(model, pieces_of(made(), groups_of(40, 3)))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -37,7 +37,7 @@ ROWS = [
     ["tables", "sampling", "nn", "pipeline", "report", "settings", "transfer", "divide", "halo", "lossy"],
     ["data", "callbacks", "launch", "interop", "tree_sampling", "partition", "staging", "stale", "predict"],
     ["work", "loader", "shards", "layer_files", "split"],
-    ["captured", "update", "cut", "rejoin", "collective", "shard_data", "parts", "layerwise"],
+    ["captured", "update", "cut", "rejoin", "collective", "shard_data", "parts", "layerwise", "budget"],
     ["methods", "infer", "models", "checkpoint", "sharing", "placement"],
     ["sweep", "shard_infer", "shared_history", "mixing", "device_history"],
     ["history_unit", "evaluation_process"],

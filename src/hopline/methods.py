@@ -10,6 +10,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
+from hopline.budget import Guard
 from hopline.captured import CapturedWork
 from hopline.collective import CollectiveLoader
 from hopline.data.dataset import Dataset
@@ -135,8 +136,10 @@ class SampledWork:
 
     job: Job
     loader: Loader | CollectiveLoader
+    guard: Guard | None = None
+    """Keeps the steps within a budget, where there is one."""
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
-                yield BatchUnit(self.job, batch)
+                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)

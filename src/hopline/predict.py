@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hopline.batch import Batch, Rows
+from hopline.batch import Batch, Block, Rows
 from hopline.nn.fused import NORMALISED, is_fused
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole import Whole
@@ -49,7 +50,10 @@ class Sizes:
 
     @classmethod
     def of(cls, batch: Batch) -> Sizes:
-        blocks = batch.blocks
+        return cls.of_blocks(batch.blocks)
+
+    @classmethod
+    def of_blocks(cls, blocks: Sequence[Block]) -> Sizes:
         return cls((*[b.num_src for b in blocks], blocks[-1].num_dst), tuple([b.num_edges for b in blocks]))
 
     @cached_property

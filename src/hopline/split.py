@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -46,8 +46,28 @@ def check_split(model: nn.Module) -> None:
 # ---- pieces
 
 
-def piece(batch: Batch, seed_idx: Tensor) -> Batch:
-    """The batch of some of a batch's seeds (by position), over the same edges."""
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some seeds of a batch and the edges that lead to them; rows are copied only by `batch()`, when its turn comes."""
+
+    whole: Batch
+    seed_idx: Tensor
+    blocks: tuple[Block, ...]
+    input_idx: Tensor
+    """Where its input rows are among the whole batch's,"""
+    own_idx: Tensor
+    """and its first block's destinations."""
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of_blocks(self.blocks)
+
+    def batch(self) -> Batch:
+        return _batch(self.whole, self.seed_idx, self.blocks, self.input_idx, self.own_idx)
+
+
+def piece_of(batch: Batch, seed_idx: Tensor) -> Piece:
+    """The part of a batch that leads to some of its seeds (by position), over the same edges."""
     chosen = own = seed_idx
     blocks: list[Block] = []
     for block in reversed(batch.blocks):
@@ -56,17 +76,12 @@ def piece(batch: Batch, seed_idx: Tensor) -> Batch:
         indptr, edges = ops.row_positions(part.indptr, own)
         chosen, src_idx = ops.relabel(own, ops.gather_rows(part.src_idx, edges))
         blocks.append(_block(block, chosen, own.numel(), _part(part, indptr, src_idx, edges)))
-    return _batch(batch, seed_idx, tuple(reversed(blocks)), chosen, own)
+    return Piece(batch, seed_idx, tuple(reversed(blocks)), chosen, own)
 
 
-def split(batch: Batch, groups: Sequence[Tensor]) -> list[Batch]:
-    """A batch in pieces, each of some seeds (by position); every seed must be in one of them."""
-    return [piece(batch, group) for group in groups]
-
-
-def redundancy(pieces: Sequence[Batch], batch: Batch) -> float:
+def redundancy(pieces: Sequence[Piece], batch: Batch) -> float:
     """Input rows of all pieces over those of the batch: what they have in common is computed again in each."""
-    return sum(p.input_ids.numel() for p in pieces) / batch.input_ids.numel()
+    return sum(piece.input_idx.numel() for piece in pieces) / batch.input_ids.numel()
 
 
 def seed_costs(batch: Batch, costs: Costs) -> Tensor:
@@ -110,11 +125,9 @@ def by_metis(batch: Batch, seed_cost: Tensor, num_pieces: int, seed: int = 0) ->
     return [group for group in groups if group.numel()]
 
 
-def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs, how: SplitBy = "balance") -> list[Batch]:
-    """A batch in as few pieces as fit, each below `limit` bytes; the batch itself where it fits."""
-    if bytes_of(Sizes.of(batch)) <= limit:
-        return [batch]
-    seed_cost, num_pieces = seed_costs(batch, costs), math.ceil(bytes_of(Sizes.of(batch)) / limit)
+def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs, how: SplitBy = "balance") -> list[Piece]:
+    """A batch in as few pieces as fit, each below `limit` bytes."""
+    seed_cost, num_pieces = seed_costs(batch, costs), max(1, math.ceil(bytes_of(Sizes.of(batch)) / limit))
     while True:
         num_pieces = min(num_pieces, batch.num_seeds)
         by_neighbors = how == "metis" and num_pieces < batch.num_seeds
@@ -122,8 +135,8 @@ def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs, ho
         groups.sort(key=lambda group: -float(seed_cost[group].sum()))
         pieces, worst = [], 0.0
         for group in groups:
-            pieces.append(piece(batch, group))
-            worst = max(worst, bytes_of(Sizes.of(pieces[-1])))
+            pieces.append(piece_of(batch, group))
+            worst = max(worst, bytes_of(pieces[-1].sizes))
             if worst > limit:
                 break
         else:

@@ -1,0 +1,216 @@
+"""A promise about memory: how much a run may take, and steps that keep to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hopline import ops, trace
+from hopline.batch import Batch, Block, Rows
+from hopline.meter import meter_of
+from hopline.predict import Predictor, Sizes, costs_of
+from hopline.spec import format_size, nearest, parse_size
+from hopline.split import CutBy, SplitBy, check_split, cut_to_fit, split_to_fit
+from hopline.validate import check_fields
+from hopline.work import BatchUnit, Job, Unit
+
+OverBudget = Literal["split", "resample", "cut", "refuse"]
+Redraw = Callable[[Tensor, int], tuple[Block, ...]]
+"""(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""
+MOST_REDRAWS = 10
+KEPT_PER_PARAMETER = 3
+"""A weight, and what Adam remembers of it; its gradient belongs to the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Memory that a run may take, and what becomes of a batch that would take more."""
+
+    device: str | None = None
+    """Where the model is: "8GiB"; on a CPU that is the host."""
+    host: str | None = None
+    """Host memory."""
+    disk: str | None = None
+    """Files that a run may write for itself."""
+    over_budget: OverBudget = "split"
+    """`split`: pieces with the same gradients; `resample`: drawn anew; `cut`: fewer edges; `refuse`: the run ends."""
+    split_by: SplitBy = "balance"
+    """Pieces of equal cost at once, or by METIS pieces that share few neighbours."""
+    cut_by: CutBy = "random"
+    """Edges that are left out: any, or by degree or PageRank those between hubs."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("device", "host", "disk"):
+            value = getattr(self, name)
+            if value is not None and parse_size(value) <= 0:
+                raise ValueError(f"budget.{name} must be more than nothing: write it as budget.{name}=8GiB")
+
+    @classmethod
+    def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
+        """A budget from "8GiB", which is the device's, or from its fields."""
+        if isinstance(given, Budget):
+            return given
+        if isinstance(given, Mapping):
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    known = ", ".join(cls.__dataclass_fields__)
+                    raise ValueError(
+                        f"a budget has no {name!r}: give some of {known}.{nearest(name, known.split(', '))}"
+                    )
+            return cls(**given)  # type: ignore[arg-type]
+        parse_size(given)
+        return cls(device=str(given))
+
+    def bytes_on(self, device: torch.device) -> int | None:
+        """What a step and the model may take on a device; None where nothing was said."""
+        given = [self.device] if device.type == "cuda" else [self.device, self.host]
+        sizes = [parse_size(size) for size in given if size is not None]
+        return min(sizes) if sizes else None
+
+
+@dataclass(eq=False)
+class Guard:
+    """Keeps the steps of one job within bytes: asks before each one, measures it, and learns.
+
+    The first batches go by the bound, which is far above what they take, so they come in more pieces than later ones.
+    """
+
+    job: Job
+    budget: Budget
+    redraw: Redraw | None = None
+    """How other edges are drawn for the same seeds, for over_budget=resample."""
+    promised_bytes: float = 0.0
+    """The largest promise made for a step that ran,"""
+    peak_bytes: int = 0
+    """and the most that one took."""
+    predictor: Predictor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        total = self.budget.bytes_on(self.job.device)
+        if total is None:
+            raise ValueError("this budget says nothing about the device that trains: write budget=8GiB")
+        kept = KEPT_PER_PARAMETER * sum(p.numel() * p.element_size() for p in self.job.module.parameters())
+        self.limit_bytes = total - kept
+        if self.limit_bytes <= 0:
+            raise ValueError(
+                f"weights and optimizer take {format_size(kept)}, and the budget is {format_size(total)}: give more, "
+                "or make the model smaller"
+            )
+
+    def unit(self, batch: Batch) -> Unit:
+        return GuardedUnit(self.job, batch, self)
+
+    def pieces(self, batch: Batch) -> Iterable[Batch]:
+        """The batch as it may run: whole, in pieces, drawn anew or with fewer edges; what was done is counted.
+
+        The rows of a piece are copied when it is asked for.
+        """
+        predictor, needed = self._predictor(batch), self.promise(batch)
+        if needed <= self.limit_bytes:
+            return [batch]
+        match self.budget.over_budget:
+            case "refuse":
+                raise ValueError(
+                    f"a batch may take {format_size(needed)}, and {format_size(self.limit_bytes)} are left for a step: "
+                    f"give the budget {format_size(needed - self.limit_bytes)} more, make batch_size smaller, or set "
+                    "over_budget=split"
+                )
+            case "cut":
+                return [self._cut(batch, predictor)]
+            case "resample":
+                batch = self._resampled(batch)
+        if self.promise(batch) <= self.limit_bytes:
+            return [batch]
+        check_split(self.job.model)
+        found = split_to_fit(batch, predictor.promise, self.limit_bytes, predictor.costs, self.budget.split_by)
+        trace.count("budget.batches_split", 1)
+        trace.count("budget.pieces", len(found))
+        return (piece.batch() for piece in found)
+
+    def promise(self, batch: Batch) -> float:
+        """Bytes that a step of this batch will not exceed."""
+        return self._predictor(batch).promise(Sizes.of(batch))
+
+    def observe(self, piece: Batch, promised_bytes: float, peak_bytes: int) -> None:
+        """Learn from a piece that ran."""
+        self.promised_bytes = max(self.promised_bytes, promised_bytes)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self._predictor(piece).observe(Sizes.of(piece), peak_bytes)
+        if peak_bytes > self.limit_bytes:
+            trace.count("budget.steps_over", 1)
+
+    def _predictor(self, batch: Batch) -> Predictor:
+        if self.predictor is None:
+            self.predictor = Predictor(costs_of(self.job.model, batch.x, len(batch.blocks)))
+        return self.predictor
+
+    def _cut(self, batch: Batch, predictor: Predictor) -> Batch:
+        key = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1)
+        found = cut_to_fit(batch, predictor.promise, self.limit_bytes, self.budget.cut_by, key)
+        trace.count("budget.batches_cut", 1)
+        trace.count("budget.edges_cut", sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
+        return found
+
+    def _resampled(self, batch: Batch) -> Batch:
+        """The first of some other samples that fits, or the smallest of all, which is then split."""
+        if self.redraw is None:
+            raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
+        found = [batch]
+        for attempt in range(MOST_REDRAWS):
+            key = ops.derive_key(_key_of(batch), attempt)
+            blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in self.redraw(batch.seeds, key))
+            found.append(replace(batch, blocks=blocks, key=key))
+            trace.count("budget.resampled", 1)
+            if self.promise(found[-1]) <= self.limit_bytes:
+                break
+        best = min(found, key=self.promise)
+        return batch if best is batch else self._with_rows(best)
+
+    def _with_rows(self, batch: Batch) -> Batch:
+        """A batch whose edges are new, with the rows that they need: read if they were read before."""
+        tables, ids = self.job.data.tables, batch.input_ids
+
+        def rows(name: str, before: Rows | Tensor) -> Rows | Tensor:
+            if isinstance(before, Rows):
+                return Rows(before.table, ids)
+            return tables[name].read(ids.cpu()).to(before.device)
+
+        others = {name: rows(name, before) for name, before in batch.tables.items()}
+        return replace(batch, x=None if batch.x is None else rows("x", batch.x), tables=others)
+
+
+def _key_of(batch: Batch) -> int:
+    return 0 if batch.key is None else int(batch.key)
+
+
+@dataclass
+class GuardedUnit(Unit):
+    """One batch through the job's training step, in as many pieces as the budget asks for."""
+
+    job: Job
+    batch: Batch
+    guard: Guard
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.batch.num_seeds
+
+    @property
+    def total_size(self) -> int:
+        return BatchUnit(self.job, self.batch).total_size
+
+    def forward_backward(self, total: int) -> Tensor:
+        if not self.size:
+            return BatchUnit(self.job, self.batch).forward_backward(total)
+        losses = []
+        for piece in self.guard.pieces(self.batch):
+            promised = self.guard.promise(piece)
+            with meter_of(self.job.device) as meter:
+                losses.append(BatchUnit(self.job, piece).forward_backward(total))
+            self.guard.observe(piece, promised, meter.peak_bytes)
+        return torch.stack(losses).sum()
