@@ -1,13 +1,16 @@
 """Peak bytes of training steps on the CPU: predicted, promised and measured.
 
     python benchmarks/predict_memory.py [--models SAGE,GCN,GAT,GIN] [--probes 8] [--steps 40] [--json FILE]
+    python benchmarks/predict_memory.py --split SAGE
     python benchmarks/predict_memory.py --resident sage
 
 Three layers of width 128 on a power-law graph, fan-outs (10, 10, 5). Each predictor sees `--probes` steps of 64 to
 1024 seeds, and is then asked about `--steps` steps of 64 to 2048 seeds that it never saw. `mape` is the mean error of
 what it expects, `over` how many steps took more than promised, `promised` the mean of promised over measured, `bound`
 that of the bound before anything was measured. With `--resident`, one step of more than 100 MB in a process of its
-own: bytes by the meter, and growth of the process's resident memory.
+own: bytes by the meter, and growth of the process's resident memory. With `--split`, a batch of 2048 seeds split to
+shares of what it takes: pieces, input rows of all pieces over the batch's, largest step measured over the limit, and
+time of splitting and of all steps over that of the batch in one piece, without the meter.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
@@ -33,6 +36,7 @@ from hopline.meter import meter_of
 from hopline.methods import Sampled
 from hopline.nn import GNN
 from hopline.predict import Predictor, Sizes, costs_of
+from hopline.split import SplitBy, redundancy, split_to_fit
 
 WIDTH, FANOUTS, SEEDS = 128, (10, 10, 5), 6144
 
@@ -111,6 +115,49 @@ def compare(name: str, data: Dataset, probes: int, steps: int) -> dict[str, Any]
     }
 
 
+def learnt(name: str, data: Dataset) -> tuple[GNN, Predictor]:
+    """A model, and a predictor that saw steps of it up to 2048 seeds."""
+    model = model_of(name, data)
+    batches = [batch_at(data, model, 64 * 2 ** (number % 6), 200 + number) for number in range(12)]
+    predictor = Predictor(costs_of(model, batches[0].x, len(batches[0].blocks)))
+    for batch in batches:
+        predictor.observe(Sizes.of(batch), measured(model, batch))
+    return model, predictor
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """The best of three, in seconds."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def show_splits(name: str, data: Dataset) -> None:
+    model, predictor = learnt(name, data)
+    batch = batch_at(data, model, 2048, 1)
+    peak, alone = measured(model, batch), timed(lambda: step(model, batch))
+
+    def metered() -> None:
+        with meter_of("cpu"):
+            step(model, batch)
+
+    print(f"{name}: {peak / 1e6:.0f} MB, {alone:.3f} s a step, {timed(metered) / alone:.2f} times that under the meter")
+    columns = ("share", "by", "pieces", "rows", "peak", "split", "steps")
+    print(*[f"{column:>8}" for column in columns])
+    for share in (0.8, 0.6, 0.4, 0.2):
+        for how in get_args(SplitBy):
+            args = (batch, predictor.promise, share * peak, predictor.costs, how)
+            pieces = split_to_fit(*args)
+            batches = [piece.batch() for piece in pieces]
+            worst = max(measured(model, b) for b in batches) / (share * peak)
+            times = [timed(lambda: split_to_fit(*args)), timed(lambda: [step(model, b) for b in batches])]  # noqa: B023
+            numbers = (redundancy(pieces, batch), worst, *[t / alone for t in times])
+            print(f"{share:8} {how:>8} {len(pieces):8}", *[f"{number:8.2f}" for number in numbers])
+
+
 def resident(name: str) -> tuple[int, int]:
     """(bytes by the meter, growth of resident memory) of one step, after a small one that compiles the kernels."""
     data = planted(num_nodes=100_000, num_edges=2_000_000, num_features=128)
@@ -139,12 +186,16 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--resident", choices=[name.lower() for name in CONVS])
+    parser.add_argument("--split", choices=list(CONVS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.resident:
         print(*resident(args.resident))
         return
     data = planted(num_nodes=100_000, num_edges=2_000_000)
+    if args.split:
+        show_splits(args.split, data)
+        return
     columns = ("mape %", "worst %", "over", "promised", "bound", "us", "largest MB")
     print(f"{'model':>6}", *[f"{column:>10}" for column in columns])
     rows = [compare(name, data, args.probes, args.steps) for name in args.models.split(",")]

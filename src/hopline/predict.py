@@ -33,9 +33,9 @@ RIDGE = 1e-4
 """How much the terms are held together: few steps tell how large all are, many how large each is."""
 DEVIATIONS = 3.0
 """Standard deviations of the residuals that are added to a promise,"""
-LEAST_MARGIN = 0.01
+LEAST_MARGIN = 0.02
 """and the least share of it that is."""
-BEYOND = 0.1
+BEYOND = 0.15
 """Share added per size of the largest step seen for what goes beyond: another moment may then be the step's peak."""
 
 
