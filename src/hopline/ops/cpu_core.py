@@ -155,10 +155,11 @@ def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None
 def in_threads(run: Callable[[int], object], count: int, threads: int | None = None) -> None:
     """Call run(0) .. run(count - 1), each once, in this thread and others that have nothing else to do."""
     numbers = itertools.count()  # next() on it is atomic
+    work = [run]
 
     def take() -> None:
         while (number := next(numbers)) < count:
-            run(number)
+            work[0](number)
 
     num_helpers = min(threads or _allowed(), count) - 1
     pool = _threads(num_helpers) if num_helpers > 0 else None
@@ -168,5 +169,6 @@ def in_threads(run: Callable[[int], object], count: int, threads: int | None = N
     finally:
         waiting = [helper for helper in helpers if not helper.cancel()]
         concurrent.futures.wait(waiting)
+        work.clear()  # a helper that never began is in the pool's queue for a while, and must not hold on to tensors
     for helper in waiting:
         helper.result()
