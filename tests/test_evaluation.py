@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -25,6 +26,12 @@ from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, 
 def evaluators() -> list[psutil.Process]:
     """Processes of ours that evaluate."""
     return [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+
+
+@pytest.fixture
+def process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training never takes over an evaluation, as where it runs on another kind of device."""
+    monkeypatch.setattr(evaluation.Beside, "can_help", False)
 
 
 def slow(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
@@ -59,6 +66,7 @@ def outcome(run: hl.Run, model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("helps", [False, True], ids=["process alone", "with help"])
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -68,7 +76,10 @@ def outcome(run: hl.Run, model: nn.Module) -> dict[str, Any]:
     ],
     ids=["all epochs", "patience", "every third"],
 )
-def test_it_is_the_run_that_would_have_waited(kind: str, settings: dict[str, Any], tmp_path: Path):
+def test_it_is_the_run_that_would_have_waited(
+    kind: str, settings: dict[str, Any], helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(evaluation.Beside, "can_help", helps)
     data, found, weights = small(), {}, {}
     for how in ("blocking", "async"):
         model = model_of(kind, data)
@@ -93,6 +104,30 @@ def test_it_is_the_run_that_would_have_waited(kind: str, settings: dict[str, Any
     assert not evaluators()
 
 
+def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_them():
+    data = small()
+    settings: dict[str, Any] = {"epochs": 30, "patience": 1, "lr": 0.1}
+    steps, fails_after = [0], [math.inf]
+
+    def step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        steps[0] += 1
+        factor = 1.0 if steps[0] <= fails_after[0] else math.nan
+        return nn.functional.cross_entropy(model(batch), batch.labels) * factor
+
+    model = model_of("gat", data)
+    whole = outcome(fit(data, model, train_step=step, **settings), model)
+    last = whole["end"][0]
+    assert last < 29
+    steps, fails_after = [0], [3 * (last + 1)]
+    model = model_of("gat", data)
+    assert outcome(fit(data, model, train_step=step, evaluate="async", **settings), model) == whole
+    assert steps[0] == 3 * (last + 2)
+    steps, fails_after = [0], [0]
+    with pytest.raises(ValueError, match="the loss became nan"):
+        fit(data, model_of("gat", data), train_step=step, evaluate="async", **settings)
+
+
+@pytest.mark.usefixtures("process_alone")
 def test_training_does_not_wait_and_hooks_come_in_order():
     data, watch = small(), Recorder()
     run = fit(data, epochs=4, test_step=slow, evaluate="async", callbacks=[watch])
@@ -104,6 +139,7 @@ def test_training_does_not_wait_and_hooks_come_in_order():
     assert "evaluate.wait" not in counted
 
 
+@pytest.mark.usefixtures("process_alone")
 def test_with_a_full_backlog_training_waits_for_the_oldest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(evaluation, "BACKLOG", 2)
     data, watch = small(), Recorder()
@@ -119,6 +155,7 @@ def test_with_a_full_backlog_training_waits_for_the_oldest(monkeypatch: pytest.M
     ]
 
 
+@pytest.mark.usefixtures("process_alone")
 def test_a_crash_in_evaluation_surfaces_with_its_traceback(tmp_path: Path):
     with pytest.raises(EvaluationError, match="evaluation after epoch 1 failed: ZeroDivisionError: no more") as caught:
         fit(small(), epochs=3, test_step=broken, evaluate="async", out=tmp_path)
@@ -129,6 +166,23 @@ def test_a_crash_in_evaluation_surfaces_with_its_traceback(tmp_path: Path):
     with pytest.raises(ValueError, match="evaluation gave no metric"):
         fit(small(), epochs=1, test_step=no_metric, evaluate="async")
     assert not evaluators()
+
+
+def test_training_evaluates_itself_what_it_would_have_to_wait_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(evaluation, "BACKLOG", 1)
+    here, plain = [], evaluation.Beside._evaluate_here
+
+    def noted(self: evaluation.Beside, snapshot: evaluation.Snapshot) -> dict[str, Any]:
+        here.append(snapshot.epoch)
+        return plain(self, snapshot)
+
+    monkeypatch.setattr(evaluation.Beside, "_evaluate_here", noted)
+    data, found = small(), []
+    for how in ("blocking", "async"):
+        model = model_of("sage", data)
+        found.append(outcome(fit(data, model, epochs=5, evaluate=how), model))
+    assert here == [1, 2, 3, 4, 5]  # the process takes longer to begin than all of the run
+    assert found[0] == found[1]
 
 
 class StopAt(hl.Callback):

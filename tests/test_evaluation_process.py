@@ -53,6 +53,13 @@ def room_of(layout: Layout, model: nn.Module) -> Room:
     return room
 
 
+def wait_for(process: EvaluationProcess, count: int) -> list[dict[str, Any]]:
+    found = []
+    while len(found) < count:
+        found += process.answers(wait=True)
+    return found
+
+
 def test_weights_lie_one_after_another_as_they_are():
     state = {"a": torch.arange(3.0), "b": torch.tensor(7), "none": torch.empty(0, 2), "c": torch.ones(2, 2).bfloat16()}
     layout = Layout.of(state)
@@ -101,7 +108,7 @@ def test_it_answers_in_order_with_what_this_process_finds():
             rooms.append(room_of(layout, model))
             expected.append(sums(here))
             process.ask(epoch, rooms[-1])
-        found = process.answers(2)
+        found = wait_for(process, 2)
         assert [(one["epoch"], one["metrics"]) for one in found] == list(zip((3, 5), expected, strict=True))
         assert process.answers() == []
     finally:
@@ -119,10 +126,10 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_traceback():
     try:
         process.ask(1, first)
         process.ask(2, second)
-        assert [one["epoch"] for one in process.answers(1)] == [1]
+        assert [one["epoch"] for one in wait_for(process, 1)] == [1]
         for _ in range(2):
             with pytest.raises(EvaluationError, match="after epoch 2 failed: ZeroDivisionError: no more") as caught:
-                process.answers(1)
+                wait_for(process, 1)
         assert 'raise ZeroDivisionError("no\\nmore")' in caught.value.__notes__[0]
     finally:
         process.close()
@@ -140,7 +147,7 @@ def test_a_process_that_is_killed_is_said_to_be_and_closing_ends_one_that_hangs(
         if kill:
             child.kill()
             with pytest.raises(EvaluationError, match="that evaluates was ended by SIGKILL: it may have run out of"):
-                process.answers(1)
+                wait_for(process, 1)
         process.close()
         room.close()
         assert not child.is_running()

@@ -225,7 +225,6 @@ class ShowProgress(Callback):
         )
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        self._close()
         values = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
         trainer.say(f"epoch {evaluation.epoch}: {evaluation.split} {values} ({evaluation.seconds:.1f} s)")
 

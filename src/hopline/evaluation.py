@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -129,6 +130,10 @@ class Evaluations(ABC):
     def arrive(self, *, between_steps: bool = False) -> None:  # noqa: B027 - who waits has nothing left
         """Act on the results that have come."""
 
+    def end_before(self) -> bool:
+        """After an error in training: whether a result that is still to come would have ended the run before it."""
+        return False
+
     def finish(self) -> None:  # noqa: B027 - who waits has nothing left
         """Wait for all results; afterwards run and model are as the last epoch that counts has left them."""
 
@@ -159,12 +164,11 @@ class Evaluations(ABC):
     def _drop_after(self, epoch: int, weights: Mapping[str, Tensor]) -> None:
         """Leave model, run and folder as they were after the epoch that has ended the run."""
         trainer, run = self.trainer, self.run
-        begun = trainer.position.units > 0
-        if run.epochs == epoch and not begun:
-            return
-        run.dropped = run.epochs + begun - epoch
-        trainer.say(f"the run has ended with epoch {epoch}: what was trained while it was evaluated is dropped")
         trainer.model.load_state_dict(weights)
+        run.dropped = run.epochs + (trainer.position.units > 0) - epoch
+        if not run.dropped:
+            return
+        trainer.say(f"the run has ended with epoch {epoch}: what was trained while it was evaluated is dropped")
         run.epochs = epoch
         run.history = [ended for ended in run.history if ended.epoch <= epoch]
         trainer.position = Position(epoch=epoch + 1)
@@ -205,52 +209,70 @@ class Beside(Evaluations):
     """A process on the CPU evaluates, and training goes on.
 
     What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
-    waited. The first rank has the process; results come to all ranks together, at the end of an epoch.
+    waited. The first rank has the process; results come to all ranks together, at the end of an epoch. Where training
+    would have to wait for the process, and runs on the CPU too, it takes over some of the evaluations instead.
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
         super().__init__(trainer, run)
+        settings = trainer.settings
+        self.measure = Measure(trainer.method, trainer.test_step, exact=settings.inference == "exact")
         self.layout = Layout.of(trainer.model.state_dict())
-        self.free: list[Room] = []
         self.rooms: list[Room] = []
+        self.free: list[Room] = []
         self.process: EvaluationProcess | None = None
+        self.asked: set[int] = set()
+        """Epochs that the process has been asked to evaluate."""
+        self.results: dict[int, dict[str, Any]] = {}
+        """By epoch, what has come and is to be acted on after those before it."""
         self.ended: Snapshot | None = None
 
     @property
     def ended_after(self) -> int | None:
         return None if self.ended is None else self.ended.epoch
 
+    @property
+    def can_help(self) -> bool:
+        """Whether training may evaluate too, rather than wait: another device might find other last digits."""
+        return self.trainer.device.type == "cpu"
+
     def begin(self) -> None:
         trainer, left = self.trainer, self.waiting.restored
         goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
         if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
-            exact = trainer.settings.inference == "exact"
-            measure = Measure(trainer.method, trainer.test_step, exact=exact)
             assert trainer.sent is not None
-            self.process = EvaluationProcess(measure, trainer.sent, trainer.model, self.layout, trainer.settings.seed)
+            seed = trainer.settings.seed
+            self.process = EvaluationProcess(self.measure, trainer.sent, trainer.model, self.layout, seed)
         self.waiting.restored = []
         for state in left:
-            self._ask(state["epoch"], state["weights"], state["reason"])
+            self._take(state["epoch"], state["weights"], state["reason"])
 
     def validate(self, epoch: int) -> float | None:
         if len(self.waiting.snapshots) >= BACKLOG:
             trace.count("evaluate.waits", 1)
             with trace.span("evaluate.wait"):
-                self._collect(at_least=1)
+                self._collect(wait=True)
         if self.ended is None:
             with trace.span("evaluate.snapshot"):
-                self._ask(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
+                self._take(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
         return None
 
     def arrive(self, *, between_steps: bool = False) -> None:
-        if self.ended is None and not (between_steps and self.trainer.world.size > 1):
+        if self.ended is not None:
+            return
+        if between_steps and self.trainer.world.size > 1:
+            self._listen()
+        else:
             self._collect()
+
+    def end_before(self) -> bool:
+        if self.trainer.world.size == 1:  # else others may not have met the error
+            self._collect_all()
+        return self.ended is not None
 
     def finish(self) -> None:
         waited = bool(self.waiting.snapshots)
-        with trace.span("evaluate.finish"):
-            while self.waiting.snapshots and self.ended is None:
-                self._collect(at_least=1)
+        self._collect_all()
         if self.ended is not None:
             self.waiting.snapshots.clear()
             self._drop_after(self.ended.epoch, self.ended.room.weights)
@@ -260,7 +282,8 @@ class Beside(Evaluations):
     def salvage(self) -> None:
         if self.process is not None and self.ended is None:
             with contextlib.suppress(Exception):  # the interruption is what ends the run
-                for answer in self.process.answers():
+                self._listen()
+                for answer in self._in_order():
                     self._deliver(answer)
 
     def close(self) -> None:
@@ -270,28 +293,72 @@ class Beside(Evaluations):
             room.close()
         self.process, self.rooms = None, []
 
-    def _ask(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
+    def _take(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
+        """A snapshot, to be evaluated in its turn."""
         if not self.free:
             self.free.append(Room(self.layout))
             self.rooms.append(self.free[-1])
         room = self.free.pop()
         room.fill(weights)
         self.waiting.snapshots.append(Snapshot(epoch, room, reason))
-        if self.process is not None:
-            self.process.ask(epoch, room)
+        self._listen()
 
-    def _collect(self, at_least: int = 0) -> None:
+    def _listen(self, *, wait: bool = False) -> None:
+        """Take the process's answers, and keep it busy: it has one to evaluate and the next at hand."""
+        if self.process is None:
+            return
+        for answer in self.process.answers(wait=wait):
+            self.asked.discard(answer["epoch"])
+            self.results[answer["epoch"]] = answer
+        for snapshot in self._left()[: 2 - len(self.asked) if self.process.is_ready else 0]:
+            self.process.ask(snapshot.epoch, snapshot.room)
+            self.asked.add(snapshot.epoch)
+
+    def _left(self) -> list[Snapshot]:
+        """What nobody has begun to evaluate, the oldest first."""
+        return [one for one in self.waiting.snapshots if one.epoch not in self.asked and one.epoch not in self.results]
+
+    def _in_order(self) -> list[dict[str, Any]]:
+        """Results that can be acted on: those of the oldest epochs, as far as they have come."""
+        come = itertools.takewhile(lambda one: one.epoch in self.results, self.waiting.snapshots)
+        return [self.results[one.epoch] for one in come]
+
+    def _collect(self, *, wait: bool = False) -> None:
+        """Act on results in their order; at least on one, if need be by evaluating here what nobody has begun."""
         if not self.waiting.snapshots:
             return
-        found = [] if self.process is None else self.process.answers(at_least)
-        for answer in self.trainer.world.broadcast_object(found):
+        self._listen()
+        while wait and self.process is not None and not self._in_order():
+            left = self._left()
+            if left and self.can_help:
+                self.results[left[0].epoch] = self._evaluate_here(left[0])
+                self._listen()
+            else:
+                self._listen(wait=True)
+        for answer in self.trainer.world.broadcast_object(self._in_order()):
             if self.ended is None:
                 self._deliver(answer)
+
+    def _collect_all(self) -> None:
+        with trace.span("evaluate.finish"):
+            while self.waiting.snapshots and self.ended is None:
+                self._collect(wait=True)
+
+    def _evaluate_here(self, snapshot: Snapshot) -> dict[str, Any]:
+        trainer, started = self.trainer, time.perf_counter()
+        now = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        trainer.model.load_state_dict(snapshot.room.weights)
+        try:
+            found = self.measure(trainer.job)
+        finally:
+            trainer.model.load_state_dict(now)
+        return {"epoch": snapshot.epoch, "metrics": found, "seconds": time.perf_counter() - started}
 
     def _deliver(self, answer: Mapping[str, Any]) -> None:
         """Act on a result as if training had waited for it."""
         trainer, snapshot = self.trainer, self.waiting.snapshots.popleft()
         assert answer["epoch"] == snapshot.epoch
+        self.results.pop(snapshot.epoch, None)
         found = {"metrics": answer["metrics"], "seconds": answer["seconds"]}
         later, trainer.stop_reason, self.weights = trainer.stop_reason, snapshot.reason, snapshot.room.weights
         try:

@@ -132,6 +132,8 @@ class EvaluationProcess:
 
     def __init__(self, measure: Measure, data: SentData, model: nn.Module, layout: Layout, seed: int) -> None:
         context = multiprocessing.get_context("spawn")
+        self.is_ready = False
+        """Whether it has begun: that takes seconds, in which it cannot evaluate yet."""
         self._failure: Exception | None = None
         self._pipe, theirs = context.Pipe()
         told = (theirs, measure, data, without_weights(model), layout, seed, torch.get_num_threads(), os.getpid())
@@ -153,16 +155,19 @@ class EvaluationProcess:
         with contextlib.suppress(BrokenPipeError):  # that the process has ended is said where answers are read
             self._pipe.send_bytes(json.dumps({"epoch": epoch, "path": room.path}).encode())
 
-    def answers(self, at_least: int = 0) -> list[dict[str, Any]]:
-        """What has come since the last time, as {epoch, metrics, seconds}; waits for some if need be."""
+    def answers(self, *, wait: bool = False) -> list[dict[str, Any]]:
+        """What has come since the last time, as {epoch, metrics, seconds}; wait: until it says anything at all."""
         found: list[dict[str, Any]] = []
-        while self._failure is None and (len(found) < at_least or self._pipe.poll()):
+        while self._failure is None and (wait or self._pipe.poll()):
+            wait = False
             try:
                 said = json.loads(self._pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 said = {"error": self._ended(), "kind": "", "trace": ""}
             if "error" in said:
                 self._failure = _failure(said)
+            elif "ready" in said:
+                self.is_ready = True
             else:
                 found.append(said)
         if self._failure is not None and len(found) == 0:  # what came before it counts
@@ -236,6 +241,7 @@ def _serve(
             train_step=supervised(data.task, data.num_classes),
             seed=seed,
         )
+        pipe.send_bytes(json.dumps({"ready": True}).encode())
         while True:
             asked = json.loads(pipe.recv_bytes())
             started = time.perf_counter()

@@ -150,7 +150,12 @@ class Trainer:
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
             if self.stop_reason is not None:
                 break
-            ended = self._train_epoch(epoch, run, timers, counters)
+            try:
+                ended = self._train_epoch(epoch, run, timers, counters)
+            except Exception:
+                if not self.evaluations.end_before():
+                    raise
+                break
             if ended is None:
                 break
             run.epochs = epoch

@@ -1,0 +1,101 @@
+"""Wall time of a run that is evaluated after every epoch: training waits for it, or it goes on beside.
+
+    .venv/bin/python benchmarks/evaluation.py [key=value ...]
+
+Keys: nodes, edges, epochs, rounds, device. Exact evaluation over the whole graph, GraphSAGE (3 layers of 128), batches
+of 1024 with fan-outs (10, 5, 5); so many training nodes that an epoch takes about as long as an evaluation (even), a
+third of it (evaluation longer) or three times it (training longer). Both runs of a pair are in this process, in turns,
+median of the rounds; that their metrics and weights are equal to the bit is checked. Where a GPU trains, the CPU
+evaluates beside it, and metrics are compared to 1e-4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+
+import torch
+from torch_geometric.nn import SAGEConv
+
+import hopline as hl
+from hopline.data import planted
+
+CASES = {"evaluation longer": 1 / 3, "even": 1.0, "training longer": 3.0}
+
+
+class Loop(hl.Callback):
+    """Until when the loop over the epochs went on."""
+
+    def on_fit_start(self, trainer: hl.Trainer) -> None:
+        self.started = time.perf_counter()
+
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+        self.seconds = time.perf_counter() - self.started
+
+
+def fit(data: hl.Dataset, epochs: int, device: str, how: str) -> tuple[hl.Run, dict[str, torch.Tensor], float, float]:
+    """(run, weights, seconds in all, seconds until the last epoch was trained)."""
+    torch.manual_seed(0)
+    model = hl.nn.GNN([SAGEConv(100, 128), SAGEConv(128, 128), SAGEConv(128, data.num_classes)], dropout=0.5)
+    loop, method = Loop(), hl.Sampled(fanouts=(10, 5, 5))
+    started = time.perf_counter()
+    trainer = hl.Trainer(
+        model, data, method, epochs=epochs, evaluate=how, device=device, callbacks=[loop], show=False, lr=0.01
+    )
+    run = trainer.fit()
+    return run, model.state_dict(), time.perf_counter() - started, loop.seconds
+
+
+def same(one: hl.Run, other: hl.Run, tolerance: float) -> bool:
+    pairs = zip(one.evaluations, other.evaluations, strict=True)
+    return all(abs(a.metrics[one.metric] - b.metrics[other.metric]) <= tolerance for a, b in pairs)
+
+
+def main() -> None:
+    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    numbers = {"nodes": 100_000, "edges": 2_000_000, "epochs": 20, "rounds": 3}
+    nodes, edges, epochs, rounds = (int(given.get(key, default)) for key, default in numbers.items())
+    device = given.get("device", "cpu")
+    data = planted(num_nodes=nodes, num_edges=edges, num_classes=16, num_features=100, num_train=1024, num_valid=2000)
+    warm = fit(data, 3, device, "blocking")[0]
+    train_s = statistics.median(epoch.seconds for epoch in warm.history)
+    evaluate_s = statistics.median(e.seconds for e in warm.evaluations)
+    print(f"{data!r}; {torch.get_num_threads()} threads; {epochs} epochs, median of {rounds}", flush=True)
+    print(
+        f"{'case':<18} {'train s':>8} {'eval s':>7} {'blocking s':>11} {'async s':>8} {'ratio':>6} {'loop ends s':>12}"
+    )
+    others = torch.cat([data.splits["train"], data.splits["test"]])
+    for case, share in CASES.items():
+        count = min(others.numel() // 2, max(64, int(1024 * share * evaluate_s / train_s)))
+        splits = {
+            "train": others[:count].sort().values,
+            "valid": data.splits["valid"],
+            "test": others[count:].sort()[0],
+        }
+        part = dataclasses.replace(data, splits=splits)
+        seconds: dict[str, list[float]] = {"blocking": [], "async": []}
+        ends, found = [], {}
+        for _ in range(rounds):
+            for how in seconds:
+                run, weights, total, end = fit(part, epochs, device, how)
+                seconds[how].append(total)
+                found[how] = (run, weights)
+                if how == "async":
+                    ends.append(end)
+        (waited, ours), (beside, theirs) = found["blocking"], found["async"]
+        assert same(waited, beside, 0.0 if device == "cpu" else 1e-4)
+        assert device != "cpu" or all(torch.equal(ours[name], theirs[name]) for name in ours)
+        trained = sum(epoch.seconds for epoch in waited.history)
+        evaluated = sum(e.seconds for e in waited.evaluations)
+        first, second = (statistics.median(seconds[how]) for how in ("blocking", "async"))
+        print(
+            f"{case:<18} {trained:8.1f} {evaluated:7.1f} {first:11.1f} {second:8.1f} {second / first:6.2f} "
+            f"{statistics.median(ends):12.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
