@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop
+.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run all tests"
@@ -31,6 +31,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-extended: $(INSTALLED)
+	$(BIN)/python -m pytest -m extended
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

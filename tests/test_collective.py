@@ -46,7 +46,7 @@ def found_by(folder: Path) -> Callable[[int], dict[str, Any]]:
     return functools.cache(lambda size: run(check, LaunchSettings(devices=size, timeout_s=30), str(folder)))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
 def test_ranks_get_what_one_process_gets(
     found_by: Callable[[int], dict[str, Any]], alone: dict[str, list[float]], runs: list[dict[str, Any]], size: int
 ) -> None:

@@ -47,7 +47,7 @@ def test_one_rank_equals_plain_pyg() -> None:
     assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_ranks_equal_plain_pyg(size: int) -> None:
     found = run(on_ranks, LaunchSettings(devices=size, timeout_s=60), list(SUITE))
     assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
