@@ -249,11 +249,12 @@ def _serve(
             found = measure(job)
             answer = {"epoch": asked["epoch"], "metrics": found, "seconds": time.perf_counter() - started}
             pipe.send_bytes(json.dumps(answer).encode())
-    except EOFError:  # nobody asks any more
+    except (EOFError, ConnectionError):  # nobody asks any more
         return
     except Exception as error:
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         sentence = " ".join(str(error).split())
         after = f" after epoch {asked['epoch']}" if asked else ""
         said = sentence if kind == "ValueError" else f"evaluation{after} failed: {type(error).__name__}: {sentence}"
-        pipe.send_bytes(json.dumps({"error": said, "kind": kind, "trace": traceback.format_exc()}).encode())
+        with contextlib.suppress(ConnectionError):
+            pipe.send_bytes(json.dumps({"error": said, "kind": kind, "trace": traceback.format_exc()}).encode())
