@@ -264,7 +264,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         weights = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}): restore it or train again") from error
-    if isinstance(weights, dict) and all(str(name).startswith(DDP) for name in weights):  # saved from within DistributedDataParallel
+    if isinstance(weights, dict) and all(str(name).startswith(DDP) for name in weights):
         weights = {name.removeprefix(DDP): value for name, value in weights.items()}
     try:
         model.load_state_dict(weights)
