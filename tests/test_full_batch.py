@@ -59,29 +59,28 @@ def test_dropout_is_drawn_by_node_whatever_the_way(name: str):
         torch.testing.assert_close(found[key], grad, rtol=1e-9, atol=1e-12)
 
 
+def assert_that_of_plain_pyg(name: str, **settings: Any) -> None:
+    """Loss and gradients of one step."""
+    model = gnn_of(name) if name in GNN_OPTIONS else model_of(name)
+    model.dropout = model.input_dropout = 0.0
+    loss, found = gradients(model, **settings)
+    assert loss == pytest.approx(oracle(model), rel=1e-10)
+    for key, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("aggregation", WAYS)
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat", *GNN_OPTIONS])
 def test_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
     if name in NORMED and aggregation == "sweep":
         pytest.skip("batch norms need all rows at once")
-    model = gnn_of(name) if name in GNN_OPTIONS else model_of(name)
-    model.dropout = model.input_dropout = 0.0
-    loss, found = gradients(model, aggregation=aggregation)
-    assert loss == pytest.approx(oracle(model), rel=1e-10)
-    for key, p in model.named_parameters():
-        if p.grad is not None:
-            torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
+    assert_that_of_plain_pyg(name, aggregation=aggregation)
 
 
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat", *(name for name in GNN_OPTIONS if name not in NORMED)])
 def test_trimmed_the_gradient_is_that_of_plain_pyg(name: str):
-    model = gnn_of(name) if name in GNN_OPTIONS else model_of(name)
-    model.dropout = model.input_dropout = 0.0
-    loss, found = gradients(model, trim=True)
-    assert loss == pytest.approx(oracle(model), rel=1e-10)
-    for key, p in model.named_parameters():
-        if p.grad is not None:
-            torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
+    assert_that_of_plain_pyg(name, trim=True)
 
 
 def test_trimmed_training_counts_fewer_bytes():

@@ -165,9 +165,8 @@ def test_a_second_ctrl_c_ends_a_step_that_takes_long(devices: int, tmp_path: Pat
         with pytest.raises(subprocess.TimeoutExpired):  # it waits for the end of the step
             process.wait(timeout=1)
         process.send_signal(signal.SIGINT)
-        sent = time.monotonic()
-        _, errors = process.communicate(timeout=20)
-        assert time.monotonic() - sent < 10  # far less than the step; on busy cores the end of a process takes seconds
+        # Far less than the step takes; on busy cores the end of a process takes seconds.
+        _, errors = process.communicate(timeout=10)
         assert not psutil.wait_procs(family, timeout=5)[1]
     finally:
         process.kill()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -136,12 +137,13 @@ class EvaluationProcess:
         """Whether it has begun: that takes seconds, in which it cannot evaluate yet."""
         self._failure: Exception | None = None
         self._pipe, theirs = context.Pipe()
-        told = (theirs, measure, data, without_weights(model), layout, seed, torch.get_num_threads(), os.getpid())
-        self._process = context.Process(target=_serve, args=told, name="hopline-evaluation")
         try:
+            told = ForkingPickler.dumps((measure, data, without_weights(model), layout, seed, torch.get_num_threads()))
+            given = (theirs, bytes(told), os.getpid())
+            self._process = context.Process(target=_serve, args=given, name="hopline-evaluation")
             with _signals_kept_from_children():
                 self._process.start()
-        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+        except Exception as error:  # pickling fails in many ways
             self._pipe.close()
             raise ValueError(
                 f"evaluate=async cannot send the model, the method or test_step to another process ({error}): define "
@@ -213,24 +215,19 @@ def _signals_kept_from_children() -> Generator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(
-    pipe: Connection,
-    measure: Measure,
-    sent: SentData,
-    model: nn.Module,
-    layout: Layout,
-    seed: int,
-    threads: int,
-    parent: int,
-) -> None:
-    """The life of the process: weights in, metrics out."""
+def _serve(pipe: Connection, told: bytes, parent: int) -> None:
+    """The life of the process: weights in, metrics out.
+
+    What it is told is opened here and not by multiprocessing, so that a parent that ends meanwhile ends it in silence.
+    """
     _end_with_parent(parent)
     if hasattr(os, "nice"):
         os.nice(NICER)
-    torch.set_num_threads(threads)  # what torch computes in other threads may differ in the last bit
-    torch.manual_seed(seed)
     asked: dict[str, Any] = {}
     try:
+        measure, sent, model, layout, seed, threads = ForkingPickler.loads(told)
+        torch.set_num_threads(threads)  # what torch computes in other threads may differ in the last bit
+        torch.manual_seed(seed)
         data = sent.open()
         model.load_state_dict(layout.views(torch.zeros(layout.num_bytes, dtype=torch.uint8)), assign=True)
         job = Job(

@@ -4,7 +4,6 @@ import concurrent.futures
 import importlib
 import pkgutil
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -113,11 +112,13 @@ def test_a_thread_that_works_beside_others_starts_no_more_threads() -> None:
 
 
 def test_own_threads_leave_torch_one_thread_and_give_it_back() -> None:
-    used = set()
+    used, another_came = set(), threading.Event()
 
     def visit(start: int, stop: int) -> None:
         used.add((threading.get_ident(), torch.get_num_threads()))
-        time.sleep(0.01)  # so that the other threads get their turn
+        if len(used) > 1:
+            another_came.set()
+        another_came.wait(timeout=10)
 
     def fail_within() -> None:
         with cpu_core.own_threads(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,58 +68,55 @@ def empty_rows_left_out(modules: Iterable[nn.Module], block: Block) -> AbstractC
     norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
     if not isinstance(block, TreeBlock) or next(norms, None) is None:
         return nullcontext()
-    return _OverPresentRows(block.present)
+    return OwnStatistics(partial(_of_present, block.present))
 
 
-class _OverPresentRows(TorchFunctionMode):
-    """Replaces `batch_norm` on rows of which only some are there; shapes stay as they are."""
+Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Rows -> (mean, variance, how many rows they are of)."""
 
-    def __init__(self, present: Tensor) -> None:
+
+class OwnStatistics(TorchFunctionMode):
+    """Replaces `batch_norm` in training by one whose statistics are not simply those of its rows."""
+
+    def __init__(self, statistics: Statistics) -> None:
         super().__init__()
-        self.present = present
+        self.statistics = statistics
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.batch_norm:
-            return _batch_norm(self.present[: args[0].size(0)], *args, **kwargs)
+            return self._batch_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _batch_norm(
+        self,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, False)
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean, var, count = self.statistics(exact)
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.lerp_((var * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
+        out = (exact - mean) * (var + eps).rsqrt()
+        out = out if weight is None else out * weight
+        return (out if bias is None else out + bias).to(x.dtype)
 
-def _batch_norm(
-    present: Tensor,
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not training:
-        return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, False)
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    there = present[:, None].to(exact.dtype)
+
+def _of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rows that are there; shapes stay as they are."""
+    there = present[: rows.size(0), None].to(rows.dtype)
     count = there.sum().clamp(min=1)
-    mean = (exact * there).sum(0) / count
-    var = ((exact - mean).square() * there).sum(0) / count
-    remember((mean, var, count), (running_mean, running_var), momentum)
-    return scaled((exact - mean) * (var + eps).rsqrt(), weight, bias).to(x.dtype)
-
-
-def remember(
-    found: tuple[Tensor, Tensor, Tensor], running: tuple[Tensor | None, Tensor | None], momentum: float
-) -> None:
-    """Move running mean and variance towards those found, of so many rows, as torch does."""
-    (mean, var, count), (running_mean, running_var) = found, running
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((var * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
-
-
-def scaled(rows: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    rows = rows if weight is None else rows * weight
-    return rows if bias is None else rows + bias
+    mean = (rows * there).sum(0) / count
+    return mean, ((rows - mean).square() * there).sum(0) / count, count
