@@ -19,6 +19,8 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline.cli import main
 from hopline.data import planted
+from hopline.models import ModelSpec
+from hopline.run import RunConfig
 
 
 def small(**changes: Any) -> hl.Dataset:
@@ -58,6 +60,21 @@ def fit(data: hl.Dataset, model: nn.Module | None = None, how: hl.Method | None 
     """Train quietly, by default two SAGE layers for two epochs."""
     settings = {"epochs": 2, "lr": 0.01, "show": False} | settings
     return hl.Trainer(sage(data) if model is None else model, data, how or method(), **settings).fit()
+
+
+def quick(folder: Path, **changes: Any) -> RunConfig:
+    """A run of a second on a small graph in a folder, to be written there too."""
+    small().save(folder / "graph")
+    settings: dict[str, Any] = {
+        "data": str(folder / "graph"),
+        "model": ModelSpec(hidden=8, layers=2),
+        "method": method(),
+        "epochs": 2,
+        "lr": 0.01,
+        "show": False,
+        "out": folder / "run",
+    }
+    return RunConfig(**(settings | changes))
 
 
 def labels(data: hl.Dataset, split: str) -> Tensor:

@@ -46,7 +46,7 @@ ROWS = [
     ["historical"],
     ["trainer", "full_batch"],
     ["run", "doctor"],
-    ["recipes"],
+    ["recipes", "predictions"],
     ["cli"],
     ["__main__", "__init__"],
 ]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hopline import doctor as doctor_checks
-from hopline import run
+from hopline import predictions, run
 from hopline.cut import PartitionConfig, partition_dataset
 from hopline.data.names import names
 from hopline.data.store import verify as verify_folder
@@ -78,8 +78,8 @@ def infer(
 ) -> None:
     """Predict with a run's best weights and write an .npy file."""
     if keys:
-        return _print_keys(run.InferConfig)
-    written = run.predict(folder, override(run.InferConfig(), overrides or []))
+        return _print_keys(predictions.InferConfig)
+    written = predictions.predict(folder, override(predictions.InferConfig(), overrides or []))
     print(f"predictions: {written}")
     return None
 

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hopline import checkpoint, infer, launch
+from hopline import checkpoint, launch
 from hopline.callbacks import EpochEnd, Evaluation, Run
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
@@ -70,26 +69,6 @@ class RunConfig(TrainSettings, LaunchSettings):
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         LaunchSettings.__post_init__(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferConfig:
-    """What `hopline infer RUN` takes as key=value."""
-
-    nodes: Literal["all", "train", "valid", "test"] = "all"
-    """Which nodes to predict."""
-    write: Literal["classes", "scores"] = "classes"
-    """Class numbers (0/1 per label for several labels), or the model's raw scores."""
-    inference: Literal["exact", "sampled"] = "exact"
-    """Over every edge, or over sampled ones with the run's fan-outs."""
-    weights: Literal["best", "last"] = "best"
-    """Which weights of the run."""
-    data: str | None = None
-    """Another dataset with the same features, instead of the run's own."""
-    data_root: Path | None = None
-    """Where datasets are kept, if not where they were for the run."""
-    out: Path | None = None
-    """The .npy file to write; RUN/predictions.npy by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +137,11 @@ def _open_together(config: RunConfig, world: World) -> Dataset:
         if config.symmetrize or config.features != "given":
             raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
         return open_sharded(config.data, world, split=config.split)
-    data = _open(config) if world.local_rank == 0 else None
+    data = open_data(config) if world.local_rank == 0 else None
     mapped = world.broadcast_object(data is not None and data.folder is not None)  # all hosts wait for the first rank
     if not mapped:
         return share(data, world)
-    return data if data is not None else _open(config)
+    return data if data is not None else open_data(config)
 
 
 def _run_folder(name: str, config: RunConfig) -> Path:
@@ -190,7 +169,7 @@ def _without(config: RunConfig) -> RunConfig:
 def export(folder: Path, file: Path, config: ExportConfig) -> Path:
     """A run's weights as a plain `state_dict`, with PyG's names, for torch.load(..., weights_only=True)."""
     settings = load_config(folder)
-    model = make_model(settings.model, _open(settings))
+    model = make_model(settings.model, open_data(settings))
     load_weights(model, folder / f"{config.weights}.pt")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -200,36 +179,8 @@ def export(folder: Path, file: Path, config: ExportConfig) -> Path:
     return file
 
 
-def predict(folder: Path, config: InferConfig) -> Path:
-    """Predict with a run's weights; returns the file written."""
-    settings = load_config(folder)
-    root = config.data_root or settings.data_root
-    data = _open(dataclasses.replace(settings, data=config.data or settings.data, data_root=root))
-    model = make_model(settings.model, data)
-    load_weights(model, folder / f"{config.weights}.pt")
-    ids = torch.arange(data.num_nodes) if config.nodes == "all" else _split(data, config.nodes)
-    if config.inference == "exact":
-        scores = infer.exact(model, data, ids, show=True)
-    else:
-        if not isinstance(settings.method, Sampled):
-            raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
-        in_order = dataclasses.replace(settings.method, shuffle=False, drop_last=False)
-        scores = infer.sampled(
-            model, in_order.loader(data, ids, seed=settings.seed, model=model), num_nodes=ids.numel(), show=True
-        )
-    rows = scores.float() if config.write == "scores" else _classes(scores, data.task)
-    out = config.out or folder / "predictions.npy"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("wb") as file:
-            np.save(file, rows.numpy(), allow_pickle=False)
-    except OSError as error:
-        reason = error.strerror or "the disk is full"  # numpy writes fewer bytes and gives no number
-        raise ValueError(f"cannot write {out} ({reason}): choose another file with out=") from error
-    return out
-
-
-def _open(config: RunConfig) -> Dataset:
+def open_data(config: RunConfig) -> Dataset:
+    """The run's dataset, its rows as the run wants them."""
     options = {"symmetrize": True} if config.symmetrize else {}
     data = open_dataset(config.data, data_root=config.data_root, split=config.split, **options)
     if config.features == "given":
@@ -271,20 +222,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{path} does not hold weights of this model: {reason}") from error
-
-
-def _split(data: Dataset, name: str) -> Tensor:
-    if name not in data.splits:
-        raise ValueError(f"dataset {data.name!r} has no split {name!r}: choose nodes=all or one of {list(data.splits)}")
-    return data.splits[name]
-
-
-def _classes(scores: Tensor, task: str) -> Tensor:
-    if task == "multi":
-        return (scores > 0).to(torch.uint8)
-    if scores.size(-1) == 1:
-        return (scores > 0).view(-1).to(torch.uint8)
-    return scores.argmax(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
