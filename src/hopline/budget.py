@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ OverBudget = Literal["split", "resample", "cut", "refuse"]
 Redraw = Callable[[Tensor, int], tuple[Block, ...]]
 """(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""
 MOST_REDRAWS = 10
-KEPT_PER_PARAMETER = 3
-"""A weight, and what Adam remembers of it; its gradient belongs to the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +71,29 @@ class Budget:
         return min(sizes) if sizes else None
 
 
+@dataclass
+class Record:
+    """What became of the batches of an epoch."""
+
+    promised_bytes: float = 0.0
+    """The largest promise made for a step that ran,"""
+    peak_bytes: int = 0
+    """and the most that one took."""
+    before: list[float] = field(default_factory=list)
+    """For each batch what it would have taken whole,"""
+    after: list[int] = field(default_factory=list)
+    """and what the largest of its pieces took."""
+    over: int = 0
+    """Pieces that took more than the limit."""
+    split: int = 0
+    pieces: int = 0
+    resampled: int = 0
+    cut: int = 0
+    edges_cut: int = 0
+    oom: int = 0
+    """Times that memory ran out, and the batch went on in smaller pieces."""
+
+
 @dataclass(eq=False)
 class Guard:
     """Keeps the steps of one job within bytes: asks before each one, measures it, and learns.
@@ -82,25 +103,28 @@ class Guard:
 
     job: Job
     budget: Budget
+    limit_bytes: int
+    """What a step may take beyond all else that the run keeps: weights, optimizer, data, batches prepared ahead."""
     redraw: Redraw | None = None
     """How other edges are drawn for the same seeds, for over_budget=resample."""
-    promised_bytes: float = 0.0
-    """The largest promise made for a step that ran,"""
-    peak_bytes: int = 0
-    """and the most that one took."""
     predictor: Predictor | None = field(default=None, init=False)
+    promised_bytes: float = field(default=0.0, init=False)
+    """The largest promise made for a step that ran,"""
+    peak_bytes: int = field(default=0, init=False)
+    """and the most that one took."""
 
     def __post_init__(self) -> None:
-        total = self.budget.bytes_on(self.job.device)
-        if total is None:
-            raise ValueError("this budget says nothing about the device that trains: write budget=8GiB")
-        kept = KEPT_PER_PARAMETER * sum(p.numel() * p.element_size() for p in self.job.module.parameters())
-        self.limit_bytes = total - kept
         if self.limit_bytes <= 0:
             raise ValueError(
-                f"weights and optimizer take {format_size(kept)}, and the budget is {format_size(total)}: give more, "
-                "or make the model smaller"
+                f"the budget leaves {format_size(max(0, self.limit_bytes))} for a step: give more, or make the model "
+                "smaller"
             )
+        self._record = Record()
+
+    def take_record(self) -> dict[str, Any]:
+        """What happened since the last call."""
+        record, self._record = self._record, Record()
+        return {"limit_bytes": self.limit_bytes, **asdict(record)}
 
     def unit(self, batch: Batch) -> Unit:
         return GuardedUnit(self.job, batch, self)
@@ -110,7 +134,7 @@ class Guard:
 
         The rows of a piece are copied when it is asked for.
         """
-        predictor, needed = self._predictor(batch), self.promise(batch)
+        predictor, needed = self._predictor(Sizes.of(batch)), self.promise(batch)
         if needed <= self.limit_bytes:
             return [batch]
         match self.budget.over_budget:
@@ -128,32 +152,50 @@ class Guard:
             return [batch]
         check_split(self.job.model)
         found = split_to_fit(batch, predictor.promise, self.limit_bytes, predictor.costs, self.budget.split_by)
-        trace.count("budget.batches_split", 1)
-        trace.count("budget.pieces", len(found))
+        self._count("split", "budget.batches_split")
+        self._count("pieces", "budget.pieces", len(found))
         return (piece.batch() for piece in found)
 
     def promise(self, batch: Batch) -> float:
         """Bytes that a step of this batch will not exceed."""
-        return self._predictor(batch).promise(Sizes.of(batch))
+        return self.promise_sizes(Sizes.of(batch))
+
+    def promise_sizes(self, sizes: Sizes) -> float:
+        """Bytes that a step of so many nodes and edges will not exceed."""
+        return self._predictor(sizes).promise(sizes)
 
     def observe(self, piece: Batch, promised_bytes: float, peak_bytes: int) -> None:
         """Learn from a piece that ran."""
-        self.promised_bytes = max(self.promised_bytes, promised_bytes)
-        self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        self._predictor(piece).observe(Sizes.of(piece), peak_bytes)
-        if peak_bytes > self.limit_bytes:
-            trace.count("budget.steps_over", 1)
+        self.observe_sizes(Sizes.of(piece), promised_bytes, peak_bytes)
 
-    def _predictor(self, batch: Batch) -> Predictor:
+    def observe_sizes(self, sizes: Sizes, promised_bytes: float, peak_bytes: int) -> None:
+        """Learn from a step of so many nodes and edges."""
+        for record in (self, self._record):
+            record.promised_bytes = max(record.promised_bytes, promised_bytes)
+            record.peak_bytes = max(record.peak_bytes, peak_bytes)
+        self._predictor(sizes).observe(sizes, peak_bytes)
+        if peak_bytes > self.limit_bytes:
+            self._count("over", "budget.steps_over")
+
+    def note_step(self, before_bytes: float, after_bytes: int) -> None:
+        """A batch ran: what it would have taken whole, and what the largest of its pieces took."""
+        self._record.before.append(before_bytes)
+        self._record.after.append(after_bytes)
+
+    def _count(self, name: str, counter: str, number: int = 1) -> None:
+        setattr(self._record, name, getattr(self._record, name) + number)
+        trace.count(counter, number)
+
+    def _predictor(self, sizes: Sizes) -> Predictor:
         if self.predictor is None:
-            self.predictor = Predictor(costs_of(self.job.model, batch.x, len(batch.blocks)))
+            self.predictor = Predictor(costs_of(self.job.model, self.job.data.tables.get("x"), len(sizes.edges)))
         return self.predictor
 
     def _cut(self, batch: Batch, predictor: Predictor) -> Batch:
         key = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1)
         found = cut_to_fit(batch, predictor.promise, self.limit_bytes, self.budget.cut_by, key)
-        trace.count("budget.batches_cut", 1)
-        trace.count("budget.edges_cut", sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
+        self._count("cut", "budget.batches_cut")
+        self._count("edges_cut", "budget.edges_cut", sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
         return found
 
     def _resampled(self, batch: Batch) -> Batch:
@@ -165,7 +207,7 @@ class Guard:
             key = ops.derive_key(_key_of(batch), attempt)
             blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in self.redraw(batch.seeds, key))
             found.append(replace(batch, blocks=blocks, key=key))
-            trace.count("budget.resampled", 1)
+            self._count("resampled", "budget.resampled")
             if self.promise(found[-1]) <= self.limit_bytes:
                 break
         best = min(found, key=self.promise)
@@ -207,10 +249,12 @@ class GuardedUnit(Unit):
     def forward_backward(self, total: int) -> Tensor:
         if not self.size:
             return BatchUnit(self.job, self.batch).forward_backward(total)
-        losses = []
+        losses, before, largest = [], self.guard.promise(self.batch), 0
         for piece in self.guard.pieces(self.batch):
             promised = self.guard.promise(piece)
             with meter_of(self.job.device) as meter:
                 losses.append(BatchUnit(self.job, piece).forward_backward(total))
             self.guard.observe(piece, promised, meter.peak_bytes)
+            largest = max(largest, meter.peak_bytes)
+        self.guard.note_step(before, largest)
         return torch.stack(losses).sum()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hopline.batch import Batch, Block, Rows
+from hopline.batch import Batch, Block, Readable, Rows
 from hopline.nn.fused import NORMALISED, is_fused
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole import Whole
@@ -81,7 +81,7 @@ class Costs:
         return float(self.array @ sizes.array)
 
 
-def costs_of(model: GNN | Whole, x: Rows | Tensor | None, num_blocks: int) -> Costs:
+def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:
     """The bound for a model on batches whose input rows are like `x`."""
     width = 0 if x is None else math.prod(x.shape[1:])
     unit = max((p.element_size() for p in model.parameters()), default=4)
