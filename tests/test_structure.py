@@ -39,7 +39,7 @@ ROWS = [
     ["work", "loader", "shards", "layer_files", "split"],
     ["captured", "update", "cut", "rejoin", "collective", "shard_data", "parts", "layerwise", "budget"],
     ["methods", "infer", "models", "checkpoint", "sharing", "placement"],
-    ["sweep", "shard_infer", "shared_history", "mixing", "device_history"],
+    ["sweep", "shard_infer", "shard_by_shard", "shared_history", "mixing", "device_history"],
     ["history_unit", "evaluation_process"],
     ["history_batches", "evaluation"],
     ["history"],

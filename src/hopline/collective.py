@@ -69,7 +69,7 @@ class CollectiveSampler:
         own = shard.layout.parts[0]
         loops = ops.self_loops(own.indptr, own.src_idx).numel()
         self.has_loops = bool(channel.highest(torch.tensor([loops])) > 0)
-        self.weights = _weights(shard) if self.has_loops or "weight" in shard.edge else None
+        self.weights = weights_of_shard(shard) if self.has_loops or "weight" in shard.edge else None
         """[num_own, 3] what `PartialGraph.weights` says of the own nodes, where it must say something."""
 
     def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], Question, Question]:
@@ -121,7 +121,7 @@ class CollectiveSampler:
         return ids, PartialGraph.of(shard.edge, ids, degrees, self.has_loops, weights)
 
 
-def _weights(shard: Shard) -> Tensor:
+def weights_of_shard(shard: Shard) -> Tensor:
     """[num_own, 3] what `PartialGraph.weights` says of the own nodes."""
     found = torch.empty(shard.num_own, 3, dtype=torch.float64)
     for first, last in node_ranges(shard.indptr, CHUNK):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from hopline import metrics
 from hopline.batch import Batch, Block, Part
 from hopline.data.dataset import Dataset
 from hopline.layer_files import LayerFiles, fingerprint
-from hopline.layerwise import CHUNK_EDGES, KeepRows, Layerwise, read_on
+from hopline.layerwise import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
 from hopline.nn.whole import Whole, as_walkable
 from hopline.progress import progress
 from hopline.sampling import check_ids
@@ -21,6 +22,8 @@ from hopline.spec import parse_size
 
 WHOLE_BYTES = 2 << 30
 """A model without layers is run on the whole graph up to this size of its edge matrix."""
+ReadRows = Callable[[Tensor], Tensor]
+"""From node ids to their rows."""
 
 
 def exact(
@@ -42,13 +45,35 @@ def exact(
     host or on a device with room. keep: is given the rows of every layer but the last, which are then computed at all
     nodes. folder: keeps the hidden rows there, and the same call goes on from them if it was killed.
     """
-    if ids is not None:
-        check_ids(ids, data.num_nodes)
-    if ids is not None and ids.numel() == 0:
-        raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
-    most = None if chunk_bytes is None else parse_size(chunk_bytes)
-    if most is not None and most < 1:
-        raise ValueError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
+    read = exact_rows(
+        model,
+        data,
+        ids,
+        chunk_edges=chunk_edges,
+        chunk_bytes=chunk_bytes,
+        device=device,
+        show=show,
+        keep=keep,
+        folder=folder,
+    )
+    return read(torch.arange(data.num_nodes) if ids is None else ids)
+
+
+def exact_rows(
+    model: nn.Module,
+    data: Dataset,
+    ids: Tensor | None = None,
+    *,
+    chunk_edges: int = CHUNK_EDGES,
+    chunk_bytes: int | str | None = None,
+    device: torch.device | str = "cpu",
+    show: bool = False,
+    keep: KeepRows | None = None,
+    folder: Path | str | None = None,
+) -> ReadRows:
+    """The same, where the output is read piece by piece: a function from some of `ids` to their rows, on the host."""
+    check_wanted(ids, data.num_nodes)
+    most = checked_bytes(chunk_bytes)
     walk = as_walkable(model)
     with evaluating(walk):
         if isinstance(walk, Whole):
@@ -56,25 +81,43 @@ def exact(
                 raise ValueError(
                     f"{type(walk.module).__name__} has no layers to go on from: leave out folder=, or use hl.nn.GNN"
                 )
-            return _whole(walk, data, torch.device(device))[slice(None) if ids is None else ids]
+            return _whole(walk, data, torch.device(device)).__getitem__
         walk.check_blocks()
         files = None
         if folder is not None:
             if keep is not None:
                 raise ValueError("rows that are in folder= already would not come to keep=: give one of them")
-            chunks = f"{chunk_edges} edges" if most is None else f"{most} bytes"
-            files = LayerFiles(Path(folder), _identity(model, data, ids, chunks))
+            about = f"{data.name} ({data.num_nodes} nodes, {data.num_edges} edges, {data.num_features} features)"
+            files = LayerFiles(Path(folder), identity(model, about, ids, chunk_edges, most))
         work = Layerwise(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=most, files=files)
-        return work.run(ids, show)
+        return partial(read_on, CPU, work.outputs(ids, show))
 
 
-def _identity(model: nn.Module, data: Dataset, ids: Tensor | None, chunks: str) -> dict[str, str]:
+def check_wanted(ids: Tensor | None, num_nodes: int) -> None:
+    """Refuse what are no nodes to infer at."""
+    if ids is not None:
+        check_ids(ids, num_nodes)
+    if ids is not None and ids.numel() == 0:
+        raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
+
+
+def checked_bytes(chunk_bytes: int | str | None) -> int | None:
+    """What chunks may take, as a number."""
+    most = None if chunk_bytes is None else parse_size(chunk_bytes)
+    if most is not None and most < 1:
+        raise ValueError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
+    return most
+
+
+def identity(
+    model: nn.Module, dataset: str, ids: Tensor | None, chunk_edges: int, chunk_bytes: int | None
+) -> dict[str, str]:
     """What must be the same for inference to go on from a folder."""
     return {
-        "dataset": f"{data.name} ({data.num_nodes} nodes, {data.num_edges} edges, {data.num_features} features)",
+        "dataset": dataset,
         "weights": fingerprint(model),
         "nodes": "all" if ids is None else fingerprint(ids),
-        "chunks": chunks,
+        "chunks": f"{chunk_edges} edges" if chunk_bytes is None else f"{chunk_bytes} bytes",
     }
 
 

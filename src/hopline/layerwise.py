@@ -80,6 +80,11 @@ class Layerwise:
         self.sampler = NeighborSampler(data.graph, (-1,))
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
+        """The output rows of `ids`, or of all nodes."""
+        return read_on(CPU, self.outputs(ids, show), torch.arange(self.data.num_nodes) if ids is None else ids)
+
+    def outputs(self, ids: Tensor | None, show: bool) -> Readable:
+        """The output rows by node id, as they were kept; those of nodes that were not asked for are undefined."""
         needed = self.needed(ids)
         total = sum(nodes.numel() for nodes in needed[1:])
         first = 0 if self.files is None else self.files.layer
@@ -94,7 +99,7 @@ class Layerwise:
                 tables = self._layer(l, needed[l + 1], tables, bar)
                 if l < self.model.num_layers - 1:
                     tables = self.completed(tables)
-        return read_on(CPU, tables.h, torch.arange(self.data.num_nodes) if ids is None else ids)
+        return tables.h
 
     def completed(self, tables: Tables) -> Tables:
         """The rows between two layers; where others compute some of them, these are added."""
@@ -116,11 +121,19 @@ class Layerwise:
             needed.insert(0, grown)
         return needed
 
+    def block(self, nodes: Tensor) -> Block:
+        """All in-edges of some nodes."""
+        return full_block(self.sampler, nodes)
+
+    def probed(self, nodes: Tensor) -> Tensor:
+        """A few of the nodes, by which it is found what a chunk takes."""
+        return nodes[:: -(-nodes.numel() // PROBED_NODES)]
+
     def _layer(self, l: int, nodes: Tensor, tables: Tables, bar: Progress) -> Tables:
         """The tables after a layer: blocks are made ahead, and rows written behind where that takes a while."""
         edges = None if self.files is None else self.files.chunk_edges
         edges = edges or self._edges_of_a_chunk(l, nodes, tables)
-        chunks = self._chunks(nodes, edges)
+        chunks = self.chunks(nodes, edges)
         new = _NewTables(self.data.num_nodes, self.device, l, self.files)
         done = 0 if self.files is None else self.files.begin(l, edges)
         bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
@@ -148,7 +161,7 @@ class Layerwise:
         last = l == self.model.num_layers - 1
 
         def prepare(chunk: Tensor) -> tuple[Tensor, Block, list[Ahead]]:
-            block = full_block(self.sampler, chunk)
+            block = self.block(chunk)
             return chunk, block, self._read_ahead(tables, block)
 
         on_host = self.data.graph.device.type == "cpu"  # a GPU's kernels are asked for by one thread
@@ -198,9 +211,9 @@ class Layerwise:
         """As many as fit the bytes given, by what a few nodes take."""
         if self.chunk_bytes is None:
             return self.chunk_edges
-        few = nodes[:: -(-nodes.numel() // PROBED_NODES)]
+        few = self.probed(nodes)
         with meter_of(self.device) as preparing:
-            block = full_block(self.sampler, few)
+            block = self.block(few)
             rows = self._read_ahead(tables, block)
         with meter_of(self.device) as computing:
             state = self.model.layer(l, self._state(rows), block.to(self.device))
@@ -209,7 +222,7 @@ class Layerwise:
         cost = int(self.data.graph.in_degrees(few).sum()) + few.numel()
         return max(1, int(self.chunk_bytes * cost / (MARGIN * max(1, most))))
 
-    def _chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
+    def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
         """Runs of nodes with about `chunk_edges` in-edges; a node with more is a chunk of its own."""
         cost = (self.data.graph.in_degrees(nodes) + 1).cumsum(0)
         chunks, start = [], 0

@@ -14,7 +14,7 @@ from hopline.collective import CollectiveSampler, fetch
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.exchange import Channel, Question
-from hopline.infer import evaluating, measure
+from hopline.infer import checked_bytes, evaluating, measure
 from hopline.layerwise import CHUNK_EDGES, Layerwise, Tables
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
@@ -57,23 +57,27 @@ def exact(
     rows: Tensor | None = None,
     *,
     chunk_edges: int = CHUNK_EDGES,
+    chunk_bytes: int | str | None = None,
     device: torch.device | str = "cpu",
+    show: bool = False,
 ) -> Tensor:
     """The model's output for some of this rank's nodes (by row; all by default), over every edge: [n, ...].
 
     Every rank must call this, with rows of its own or none. Only what these rows need is computed, by whoever owns it,
-    and only that travels. Memory is that of the hidden rows of the own nodes and of their sources.
+    and only that travels. Memory is that of the hidden rows of the own nodes and of their sources,
+    and of chunks as `hopline.infer.exact` has them.
     """
+    most = checked_bytes(chunk_bytes)
     channel = Channel() if channel is None else channel
     walk = as_walkable(model)
     if not isinstance(walk, GNN):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
     walk.check_blocks()
     with evaluating(walk):
-        work = _OnShard(walk, shard, channel, chunk_edges, torch.device(device))
+        work = _OnShard(walk, shard, channel, chunk_edges, torch.device(device), most)
         rows = torch.arange(shard.num_own) if rows is None else rows
         # A rank that wants nothing computes a row all the same: from it, it learns how wide rows are.
-        return work.run(rows if rows.numel() else torch.zeros(1, dtype=torch.int64), show=False)[: rows.numel()]
+        return work.run(rows if rows.numel() else torch.zeros(1, dtype=torch.int64), show)[: rows.numel()]
 
 
 class _Wanted(NamedTuple):
@@ -87,10 +91,19 @@ class _Wanted(NamedTuple):
 class _OnShard(Layerwise):
     """The own nodes are 0 .. num_own - 1, and behind them come those of others that edges lead from, by owner."""
 
-    def __init__(self, model: GNN, shard: Shard, channel: Channel, chunk_edges: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: GNN,
+        shard: Shard,
+        channel: Channel,
+        chunk_edges: int,
+        device: torch.device,
+        chunk_bytes: int | None = None,
+    ) -> None:
         self.shard, self.channel = shard, channel
         self.wanted: list[_Wanted] = []
-        super().__init__(model, Dataset(name=shard.name, graph=_local(shard, channel)), chunk_edges, device)
+        data = Dataset(name=shard.name, graph=_local(shard, channel))
+        super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes)
 
     def needed(self, ids: Tensor | None) -> list[Tensor]:
         """Own nodes whose rows are needed after each layer, by this rank or another; first, all that the input is."""
