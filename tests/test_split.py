@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hopline import ops, split
 from hopline.batch import Batch, Block, Part, ReducedRows, Rows
+from hopline.meter import meter_of
 from hopline.nn import GNN
 from hopline.nn.whole import Whole
 from hopline.predict import Costs, Sizes
@@ -144,6 +145,23 @@ def test_what_cannot_be_split_is_refused_by_name():
         split.piece_of(Batch(torch.arange(4), blocks, None, None), torch.arange(2))
 
 
+@pytest.mark.parametrize("handle", ["read", "handle", "reduced"])
+def test_what_a_piece_takes_besides_its_step_is_known_by_its_sizes(handle: str):
+    graph = random_graph(4000, 40_000, weight=handle == "read")
+    seeds, x = torch.arange(1500), randn(4000, 16)
+    batch = replace(batch_of(graph, x, (5, 5), seeds, handle=handle != "read"), y=randint(0, 3, 1500))
+    if handle == "reduced":
+        assert isinstance(batch.x, Rows)
+        batch = replace(batch, x=GNN(stack_of("sage-mean", 16, 8, 3)).double().read_ahead(batch.x, batch.blocks[0]))
+    groups, takes = groups_of(1500, 4), split.PieceBytes.of(batch)
+    for group, sizes in zip(groups, split.sizes_of(batch, groups), strict=True):
+        with meter_of("cpu") as meter:
+            found = split.piece_of(batch, group).batch()
+        assert Sizes.of(found) == sizes
+        assert found.num_bytes <= takes.kept(sizes) <= found.num_bytes + (1 << 16) + 1000
+        assert found.num_bytes <= meter.peak_bytes <= takes.at_once(sizes) <= 2 * meter.peak_bytes
+
+
 # ---- how seeds are grouped
 
 
@@ -218,6 +236,18 @@ def test_pieces_down_to_single_seeds_and_a_seed_that_does_not_fit():
     assert max(bytes_of(p.sizes) for p in pieces) <= alone
     with pytest.raises(ValueError, match=r"one seed takes .* more, make the fan-outs smaller, or set over_budget=cut"):
         split.split_to_fit(batch, bytes_of, 0.9 * alone, COSTS)
+
+
+def test_some_seeds_alone_in_smaller_groups():
+    batch = communities()
+    among = ops.permutation(4, batch.num_seeds)[:50]
+    (together,) = map(bytes_of, split.sizes_of(batch, [among]))
+    groups = split.groups_to_fit(batch, bytes_of, together, COSTS, "metis", among=among, least=2)
+    assert len(groups) == 2
+    assert torch.equal(torch.cat(groups).sort().values, among.sort().values)
+    # Where less was aimed at than a seed takes, seeds go alone as long as they fit at all.
+    alone = split.groups_to_fit(batch, bytes_of, 1.0, COSTS, among=among, most_bytes=together)
+    assert [group.numel() for group in alone] == [1] * 50
 
 
 # ---- fewer edges

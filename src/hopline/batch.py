@@ -221,6 +221,8 @@ class Batch:
     """Seeds of this step over all ranks; None where nobody asked."""
     output_idx: Tensor | None = None
     """[num_seeds] int64: the seeds among the last block's destinations; None where they are all of them, in order."""
+    groups: tuple[Tensor, ...] = ()
+    """Positions of seeds, on the host, that a budget lets run together; none where the batch runs whole."""
 
     @property
     def labels(self) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.batch import Batch, Block, Part, ReducedRows, Rows
 from hopline.nn.whole import Whole
-from hopline.ops import cpu_partition, cpu_prune
-from hopline.predict import Costs, Sizes
+from hopline.ops import cpu_partition, cpu_pieces, cpu_prune
+from hopline.predict import SMALL, Costs, Sizes
 from hopline.spec import format_size
 
 BytesOf = Callable[[Sizes], float]
@@ -68,15 +68,67 @@ class Piece:
 
 def piece_of(batch: Batch, seed_idx: Tensor) -> Piece:
     """The part of a batch that leads to some of its seeds (by position), over the same edges."""
-    chosen = own = seed_idx
+    chosen = own = seed_idx = seed_idx.to(batch.seeds.device)
     blocks: list[Block] = []
     for block in reversed(batch.blocks):
-        _check_block(block)
-        part, own = block.part, chosen
-        indptr, edges = ops.row_positions(part.indptr, own)
-        chosen, src_idx = ops.relabel(own, ops.gather_rows(part.src_idx, edges))
+        part, own = _splittable(block).part, chosen
+        wants = bool(part.edge) or part.edge_ids is not None
+        indptr, src_idx, chosen, edges = _edges_to(part, block.num_src, own, wants)
         blocks.append(_block(block, chosen, own.numel(), _part(part, indptr, src_idx, edges)))
     return Piece(batch, seed_idx, tuple(reversed(blocks)), chosen, own)
+
+
+def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    if own.device.type == "cpu":
+        return cpu_pieces.take(part.indptr, part.src_idx, num_src, own, wants)
+    indptr, edges = ops.row_positions(part.indptr, own)
+    chosen, src_idx = ops.relabel(own, ops.gather_rows(part.src_idx, edges))
+    return indptr, src_idx, chosen, edges
+
+
+@dataclass(frozen=True)
+class PieceBytes:
+    """What a piece takes besides its step, by its sizes alone: on the device of the batch it is a part of."""
+
+    per_node: tuple[float, ...]
+    """Bytes that it keeps, by the entries of `Sizes.nodes`,"""
+    per_edge: tuple[float, ...]
+    """and of `Sizes.edges`: ids, indices, and rows that are copied."""
+    to_make: float
+    """Bytes per edge of its largest block, while that is made,"""
+    maps: int
+    """and for the places of all nodes of the batch."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> PieceBytes:
+        nodes = [8.0] * len(batch.blocks) + [0.0]
+        for l in range(len(batch.blocks)):
+            nodes[l + 1] += 8  # the block's indptr
+        nodes[-1] += 8 + (0 if batch.y is None else _row_bytes(batch.y))
+        for rows in (batch.x, *batch.tables.values()):
+            if isinstance(rows, ReducedRows):
+                nodes[1] += _row_bytes(rows.beside)
+            elif isinstance(rows, Tensor):
+                nodes[0] += _row_bytes(rows)
+        edges = []
+        for block in batch.blocks:
+            part = _splittable(block).part
+            edges.append(4 + sum(map(_row_bytes, part.edge.values())) + 8 * (part.edge_ids is not None))
+        on_cpu = batch.seeds.device.type == "cpu"
+        return cls(tuple(nodes), tuple(edges), 24 if on_cpu else 96, (4 if on_cpu else 16) * batch.blocks[0].num_src)
+
+    def kept(self, sizes: Sizes) -> float:
+        """While its step runs."""
+        of_nodes = sum(b * n for b, n in zip(self.per_node, sizes.nodes, strict=True))
+        return of_nodes + sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True)) + SMALL
+
+    def at_once(self, sizes: Sizes) -> float:
+        """While it is made: nodes' places come on top, and the positions of edges."""
+        return self.kept(sizes) + 24 * sizes.nodes[0] + self.to_make * max(sizes.edges) + self.maps
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows.element_size() * math.prod(rows.shape[1:])
 
 
 def redundancy(pieces: Sequence[Piece], batch: Batch) -> float:
@@ -85,13 +137,20 @@ def redundancy(pieces: Sequence[Piece], batch: Batch) -> float:
 
 
 def seed_costs(batch: Batch, costs: Costs) -> Tensor:
-    """[num_seeds] float64: what each seed would take alone, by the bound, were nothing shared within its own tree."""
-    total = torch.full((batch.blocks[0].num_src, 1), costs.per_node[0], dtype=torch.float64, device=batch.seeds.device)
+    """[num_seeds] float64 on the host: what each seed would take alone, by the bound, were nothing shared within."""
+    total = torch.full((batch.blocks[0].num_src, 1), costs.per_node[0], dtype=torch.float64)
     for block, node, edge in zip(batch.blocks, costs.per_node[1:], costs.per_edge, strict=True):
-        part = block.part
-        below = ops.reduce_edges(total, part.indptr, part.src_idx, "sum")
-        total = below + total[: block.num_dst] + node + edge * part.indptr.diff()[:, None]
+        indptr, src_idx = block.part.indptr.cpu(), block.part.src_idx.cpu()
+        below = ops.reduce_edges(total, indptr, src_idx, "sum")
+        total = below.add_(total[: block.num_dst]).add_(node).add_(indptr.diff()[:, None], alpha=edge)
     return total[:, 0]
+
+
+def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
+    """How large the pieces of some groups of seeds (positions) are, without making them. Counted on the host."""
+    num_nodes, num_blocks = Sizes.of(batch).nodes, len(batch.blocks)
+    counts = cpu_pieces.count(_edges_of(batch), num_nodes, [group.cpu().numpy() for group in groups]).tolist()
+    return [Sizes(tuple(row[: num_blocks + 1]), tuple(row[num_blocks + 1 :])) for row in counts]
 
 
 def by_balance(seed_cost: Tensor, num_pieces: int) -> list[Tensor]:
@@ -120,33 +179,54 @@ def by_metis(batch: Batch, seed_cost: Tensor, num_pieces: int, seed: int = 0) ->
     options.seed = seed % 2**31
     adjacency = pymetis.CSRAdjacency(cast(Any, starts), cast(Any, neighbors))
     found = pymetis.part_graph(num_pieces, adjacency, vweights=cast(Any, weights), options=options, recursive=False)
-    part_of = torch.from_numpy(np.array(found.vertex_part[: block.num_dst], dtype=np.int64)).to(batch.seeds.device)
+    part_of = torch.from_numpy(np.array(found.vertex_part[: block.num_dst], dtype=np.int64))
     groups = [(part_of == number).nonzero().view(-1) for number in range(num_pieces)]
     return [group for group in groups if group.numel()]
 
 
 def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs, how: SplitBy = "balance") -> list[Piece]:
     """A batch in as few pieces as fit, each below `limit` bytes."""
-    seed_cost, num_pieces = seed_costs(batch, costs), max(1, math.ceil(bytes_of(Sizes.of(batch)) / limit))
+    return [piece_of(batch, group) for group in groups_to_fit(batch, bytes_of, limit, costs, how)]
+
+
+def groups_to_fit(
+    batch: Batch,
+    bytes_of: BytesOf,
+    limit: float,
+    costs: Costs,
+    how: SplitBy = "balance",
+    *,
+    among: Tensor | None = None,
+    least: int = 1,
+    most_bytes: float | None = None,
+) -> list[Tensor]:
+    """Seeds (positions, on the host) in as few groups as fit, those of each together below `limit` bytes.
+
+    among: only these seeds, by balance; least: groups at least; most_bytes: what a seed alone may take, if not `limit`.
+    """
+    seed_cost = seed_costs(batch, costs)
+    seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
+    (together,) = sizes_of(batch, [seeds])
+    num_groups = max(least, math.ceil(bytes_of(together) / limit))
     while True:
-        num_pieces = min(num_pieces, batch.num_seeds)
-        by_neighbors = how == "metis" and num_pieces < batch.num_seeds
-        groups = by_metis(batch, seed_cost, num_pieces) if by_neighbors else by_balance(seed_cost, num_pieces)
-        groups.sort(key=lambda group: -float(seed_cost[group].sum()))
-        pieces, worst = [], 0.0
-        for group in groups:
-            pieces.append(piece_of(batch, group))
-            worst = max(worst, bytes_of(pieces[-1].sizes))
-            if worst > limit:
-                break
+        num_groups = min(num_groups, seeds.numel())
+        if how == "metis" and among is None and num_groups < seeds.numel():
+            groups = by_metis(batch, seed_cost, num_groups)
         else:
-            return pieces
-        if num_pieces == batch.num_seeds:
+            groups = [seeds[group] for group in by_balance(seed_cost[seeds], num_groups)]
+        groups.sort(key=lambda group: -float(seed_cost[group].sum()))
+        worst = max(map(bytes_of, sizes_of(batch, groups)))
+        if worst <= limit:
+            return groups
+        if num_groups == seeds.numel():
+            most = limit if most_bytes is None else most_bytes
+            if worst <= most:
+                return groups
             raise ValueError(
-                f"one seed takes {format_size(worst)} and {format_size(limit)} are left for a step: give the budget "
-                f"{format_size(worst - limit)} more, make the fan-outs smaller, or set over_budget=cut"
+                f"one seed takes {format_size(worst)} and {format_size(most)} are left for a step: give the budget "
+                f"{format_size(worst - most)} more, make the fan-outs smaller, or set over_budget=cut"
             )
-        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, 2)))
+        num_groups = max(num_groups + 1, math.floor(num_groups * min(worst / limit, 2)))
 
 
 # ---- fewer edges
@@ -187,7 +267,7 @@ def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
 
 def _edges_of(batch: Batch) -> list[cpu_prune.Edges]:
     for block in batch.blocks:
-        _check_block(block)
+        _splittable(block)
     return [(block.part.indptr.cpu().numpy(), block.part.src_idx.cpu().numpy()) for block in batch.blocks]
 
 
@@ -210,14 +290,18 @@ def _kept(
 # ---- parts of blocks and batches
 
 
-def _check_block(block: Block) -> None:
+def _splittable(block: Block) -> Block:
     if type(block) is not Block:
         raise ValueError(
             f"a {type(block).__name__} cannot be split or cut: set layout=block, or make batch_size smaller"
         )
+    return block
 
 
-def _part(part: Part, indptr: Tensor, src_idx: Tensor, edges: Tensor) -> Part:
+def _part(part: Part, indptr: Tensor, src_idx: Tensor, edges: Tensor | None) -> Part:
+    """edges: where they were; not asked for where a part has nothing to say about its edges."""
+    if edges is None:
+        return Part(indptr, src_idx)
     edge = {name: ops.gather_rows(rows, edges) for name, rows in part.edge.items()}
     return Part(indptr, src_idx, edge, None if part.edge_ids is None else ops.gather_rows(part.edge_ids, edges))
 
@@ -243,4 +327,5 @@ def _batch(batch: Batch, seed_idx: Tensor, blocks: tuple[Block, ...], chosen: Te
         x=rows(batch.x),
         y=None if batch.y is None else ops.gather_rows(batch.y, seed_idx),
         tables={name: rows(of) for name, of in batch.tables.items()},
+        groups=(),
     )
