@@ -152,8 +152,7 @@ class Guard:
             return [batch]
         check_split(self.job.model)
         found = split_to_fit(batch, predictor.promise, self.limit_bytes, predictor.costs, self.budget.split_by)
-        self._count("split", "budget.batches_split")
-        self._count("pieces", "budget.pieces", len(found))
+        self.note_split(len(found))
         return (piece.batch() for piece in found)
 
     def promise(self, batch: Batch) -> float:
@@ -170,12 +169,25 @@ class Guard:
 
     def observe_sizes(self, sizes: Sizes, promised_bytes: float, peak_bytes: int) -> None:
         """Learn from a step of so many nodes and edges."""
+        self.learn(sizes, peak_bytes)
+        self.note_peak(promised_bytes, peak_bytes)
+
+    def learn(self, sizes: Sizes, peak_bytes: int) -> None:
+        """What so many nodes and edges took, of a step or of a stretch of one."""
+        self._predictor(sizes).observe(sizes, peak_bytes)
+
+    def note_peak(self, promised_bytes: float, peak_bytes: int) -> None:
+        """A step ran: what was promised, and what it took."""
         for record in (self, self._record):
             record.promised_bytes = max(record.promised_bytes, promised_bytes)
             record.peak_bytes = max(record.peak_bytes, peak_bytes)
-        self._predictor(sizes).observe(sizes, peak_bytes)
         if peak_bytes > self.limit_bytes:
             self._count("over", "budget.steps_over")
+
+    def note_split(self, num_pieces: int) -> None:
+        """A batch goes in pieces."""
+        self._count("split", "budget.batches_split")
+        self._count("pieces", "budget.pieces", num_pieces)
 
     def note_step(self, before_bytes: float, after_bytes: int) -> None:
         """A batch ran: what it would have taken whole, and what the largest of its pieces took."""

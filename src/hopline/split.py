@@ -28,18 +28,18 @@ SplitBy = Literal["balance", "metis"]
 CutBy = Literal["random", "degree", "pagerank"]
 
 
-def check_split(model: nn.Module) -> None:
-    """Refuse, by name, a model for which the pieces of a batch are not the batch."""
+def check_split(model: nn.Module, instead: str = "set over_budget=cut") -> None:
+    """Refuse, by name, a model for which the pieces of a batch are not the batch. instead: what else to do."""
     if isinstance(model, Whole):
         raise ValueError(
             f"{type(model.module).__name__} runs on all edges of a batch at once, which cannot be split: use hl.nn.GNN "
-            "or a PyG model such as GCN, or set over_budget=cut"
+            f"or a PyG model such as GCN, or {instead}"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which takes its statistics from a whole batch, so none can be "
-                "split: use norm='layer', or set over_budget=cut"
+                f"split: use norm='layer', or {instead}"
             )
 
 
