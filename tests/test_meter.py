@@ -73,6 +73,17 @@ def test_what_was_there_before_does_not_count_when_it_is_freed():
     assert meter.peak_bytes == 3 * MB
 
 
+def test_a_lap_is_counted_above_what_was_there_when_it_began():
+    with meter_of("cpu") as meter:
+        first, second = torch.zeros(4 * FLOATS), torch.zeros(FLOATS)
+        del first
+        meter.lap()
+        third = torch.zeros(2 * FLOATS)
+        del third, second
+    assert meter.peak_bytes == 5 * MB
+    assert meter.lap_bytes == 2 * MB
+
+
 def test_nested_meters_both_count():
     with meter_of("cpu") as outer:
         kept = torch.zeros(FLOATS)
@@ -97,8 +108,10 @@ def test_a_gpu_counts_by_its_allocator():
     with meter_of("cuda") as meter:
         torch.zeros(FLOATS, device="cuda")
         kept = torch.zeros(8 * FLOATS, device="cuda")
+        meter.lap()
+        torch.zeros(2 * FLOATS, device="cuda")
     assert kept.numel() == 8 * FLOATS
-    assert meter.peak_bytes == 8 * MB
+    assert (meter.peak_bytes, meter.lap_bytes) == (10 * MB, 2 * MB)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of resident memory")

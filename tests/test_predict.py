@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -29,6 +31,13 @@ def taken(model: nn.Module, batch: Batch) -> int:
     return meter.peak_bytes
 
 
+@torch.no_grad()
+def taken_forward(model: nn.Module, batch: Batch) -> int:
+    with meter_of("cpu") as meter:
+        model(batch)
+    return meter.peak_bytes
+
+
 def batch_at(num_seeds: int, key: int = 1, fanouts: tuple[int, ...] = (5, 5), handle: bool = False) -> Batch:
     seeds = ops.permutation(key, GRAPH.num_nodes)[:num_seeds]
     return batch_of(GRAPH, X, fanouts, seeds, key=key, handle=handle)
@@ -46,7 +55,9 @@ def test_no_conv_exceeds_the_bound(name: str):
     taken(model, batch_at(2))  # how a conv is called is found out once
     for num_seeds, handle in ((1, False), (300, False), (300, True)):
         batch = batch_at(num_seeds, handle=handle)
-        assert taken(model, batch) <= costs_of(model, batch.x, 2).bound(Sizes.of(batch))
+        costs, sizes = costs_of(model, batch.x, 2), Sizes.of(batch)
+        assert taken(model, batch) <= costs.bound(sizes)
+        assert taken_forward(model, batch) <= costs.forward_only().bound(sizes)
 
 
 @pytest.mark.parametrize("name", GNN_OPTIONS)
@@ -55,7 +66,9 @@ def test_no_model_exceeds_the_bound(name: str):
     fanouts = (5,) * model.num_layers
     taken(model, batch_at(2, fanouts=fanouts))
     batch = batch_at(300, fanouts=fanouts)
-    assert taken(model, batch) <= costs_of(model, batch.x, len(fanouts)).bound(Sizes.of(batch))
+    costs, sizes = costs_of(model, batch.x, len(fanouts)), Sizes.of(batch)
+    assert taken(model, batch) <= costs.bound(sizes)
+    assert taken_forward(model, batch) <= costs.forward_only().bound(sizes)
 
 
 def test_a_model_that_is_not_made_of_layers_has_a_bound_too():
@@ -179,3 +192,27 @@ def test_held_out_steps_are_predicted(name: str):
         batch = batch_at(num_seeds, key=100 + step)
         errors.append(abs(predictor.expected(Sizes.of(batch)) / taken(model, batch) - 1))
     assert np.mean(errors) < 0.03
+
+
+def test_asked_in_other_threads_while_it_learns():
+    """What an answer is made of belongs together: never factors of one step and margins of another."""
+    predictor, sizes = Predictor(COSTS), Sizes((500, 100, 20), (900, 80))
+    answers: set[float] = set()
+    learning = threading.Event()
+
+    def ask() -> None:
+        while not learning.is_set():
+            answers.add(predictor.promise(sizes))
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask) for _ in range(2)]
+        exact = {predictor.promise(sizes)}
+        for number in range(200):
+            seen = Sizes((100 + number, 50, 10), (300 + 2 * number, 40))
+            predictor.observe(seen, int(0.3 * COSTS.bound(seen)) + number % 7)
+            exact.add(predictor.promise(sizes))
+        learning.set()
+        for one in asked:
+            one.result()
+    assert answers <= exact
+    assert predictor.num_seen == 200

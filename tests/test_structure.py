@@ -31,6 +31,7 @@ ROWS = [
         "dlpack",
         "pinned",
         "meter",
+        "rescue",
     ],
     ["graph", "batch", "schedule", "world", "report_html"],
     ["tree", "sharded", "transports", "exchange", "partial"],

@@ -18,7 +18,10 @@ class Meter(Protocol):
     """`with meter_of(device) as meter: step()`, then `meter.peak_bytes`: above what was there before, from 0 on."""
 
     peak_bytes: int
+    lap_bytes: int
+    """The same from the last `lap()` on, above what was there then."""
 
+    def lap(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
@@ -42,10 +45,20 @@ class TensorMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now_bytes = self.peak_bytes = 0
+        self._lap_start = self._lap_peak = 0
         self._live: dict[int, int] = {}
         # A storage may be freed anywhere, also in the middle of the sums below: it is noted here and taken off there.
         self._freed: deque[int] = deque()
         self._lock = threading.Lock()
+
+    @property
+    def lap_bytes(self) -> int:
+        return self._lap_peak - self._lap_start
+
+    def lap(self) -> None:
+        with self._lock:
+            self._take_off_freed()
+            self._lap_start = self._lap_peak = self.now_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,20 +66,26 @@ class TensorMeter(TorchDispatchMode):
         for storage in _storages(out):
             key = storage._cdata
             with self._lock:
-                while self._freed:
-                    self.now_bytes -= self._live.pop(self._freed.popleft())
+                self._take_off_freed()
                 known = self._live.get(key)
                 if known is None and any(key == given._cdata for given in _storages((args, kwargs))):
                     continue  # a view of what was there before
                 self._live[key] = storage.nbytes()  # an `out=` argument may have grown
                 self.now_bytes += self._live[key] - (known or 0)
+                self._lap_peak = max(self._lap_peak, self.now_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.now_bytes)
             if known is None:
                 weakref.finalize(storage, self._freed.append, key).atexit = False
         return out
 
+    def _take_off_freed(self) -> None:
+        while self._freed:
+            self.now_bytes -= self._live.pop(self._freed.popleft())
+
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
+    if isinstance(values, Tensor):  # most operations return one
+        return [] if values.device.type == "meta" else [values.untyped_storage()]
     return [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, Tensor) and t.device.type != "meta"]
 
 
@@ -75,14 +94,22 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peak_bytes = 0
+        self.peak_bytes = self.lap_bytes = 0
+
+    def lap(self) -> None:
+        self._highest = max(self._highest, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._lap_start = torch.cuda.memory_allocated(self.device)
 
     def __enter__(self) -> Self:
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._before = torch.cuda.memory_allocated(self.device)
+        self._highest = 0
+        self.lap()
+        self._highest = self._start = self._lap_start
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
-        self.peak_bytes = max(0, torch.cuda.max_memory_allocated(self.device) - self._before)
+        highest = torch.cuda.max_memory_allocated(self.device)
+        self.lap_bytes = max(0, highest - self._lap_start)
+        self.peak_bytes = max(0, max(self._highest, highest) - self._start)

@@ -7,6 +7,7 @@ took how much of each of its terms there is, and bounds its own error by the res
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from hopline.ops.cpu_linear import ROWS
 
 PER_NODE, PER_EDGE, SMALL = 64, 160, 1 << 16
 """Bytes for indices, degrees and weights at a node and at an edge, and for what is small in every step."""
+FORWARD = 0.5
+"""How much of a training step's bound bounds a forward pass."""
 ENOUGH = 6
 """Steps that must have been measured before anything but the bound is promised."""
 KEPT = 128
@@ -80,6 +83,11 @@ class Costs:
     def bound(self, sizes: Sizes) -> float:
         return float(self.array @ sizes.array)
 
+    def forward_only(self) -> Costs:
+        """The bound for a forward pass without gradients, which keeps no layer for later."""
+        per_node, per_edge = (tuple(FORWARD * each for each in terms) for terms in (self.per_node, self.per_edge))
+        return Costs(per_node, per_edge, FORWARD * self.fixed)
+
 
 def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:
     """The bound for a model on batches whose input rows are like `x`."""
@@ -134,8 +142,25 @@ def _widths(module: nn.Module) -> int:
     return sum(sum(p.shape) for p in module.parameters() if p.dim() >= 2)
 
 
+@dataclass(frozen=True, eq=False)
+class _Learnt:
+    """What a predictor makes of the steps it saw; replaced as a whole, so that any thread may ask at any time."""
+
+    factors: np.ndarray
+    """How much of each term of the bound there is,"""
+    spread: np.ndarray
+    """how sure that is,"""
+    deviation: float
+    """and the standard deviation of the relative errors."""
+    largest: np.ndarray
+    """The most of each size that was seen."""
+    num_seen: int = 0
+    over_bound: float = 1.0
+    """By what factor the bound was exceeded, if it ever was."""
+
+
 class Predictor:
-    """Learns what steps take. Give it every measured step; ask it before the next.
+    """Learns what steps take. Give it every measured step; ask it before the next, in any thread.
 
     The terms of the bound are kept and scaled: with few steps all by one factor, with more each by its own. Errors are
     relative, so a small batch counts as much as a large one. No factor is negative: more rows or edges never take less.
@@ -143,15 +168,15 @@ class Predictor:
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.num_seen = 0
-        self.over_bound = 1.0
-        """By what factor the bound was exceeded, if it ever was."""
+        ones = np.ones_like(costs.array)
+        self._learnt = _Learnt(ones, np.zeros((ones.size, ones.size)), 0.0, ones)
         self._terms: deque[np.ndarray] = deque(maxlen=KEPT)
         self._taken: deque[float] = deque(maxlen=KEPT)
-        self._factors = np.ones_like(costs.array)
-        self._spread = np.zeros((costs.array.size, costs.array.size))
-        self._deviation = 0.0
-        self._largest = np.ones_like(costs.array)
+        self._lock = threading.Lock()
+
+    @property
+    def num_seen(self) -> int:
+        return self._learnt.num_seen
 
     @property
     def is_sure(self) -> bool:
@@ -160,30 +185,38 @@ class Predictor:
 
     def observe(self, sizes: Sizes, peak_bytes: int) -> None:
         """Learn from a step that took `peak_bytes`."""
-        self.num_seen += 1
-        self.over_bound = max(self.over_bound, peak_bytes / self.costs.bound(sizes))
-        self._largest = np.maximum(self._largest, sizes.array)
-        self._terms.append(self.costs.array * sizes.array)
-        self._taken.append(float(max(peak_bytes, 1)))
-        self._fit()
+        with self._lock:
+            before = self._learnt
+            self._terms.append(self.costs.array * sizes.array)
+            self._taken.append(float(max(peak_bytes, 1)))
+            factors, spread, deviation = self._fit()
+            self._learnt = _Learnt(
+                factors,
+                spread,
+                deviation,
+                largest=np.maximum(before.largest, sizes.array),
+                num_seen=before.num_seen + 1,
+                over_bound=max(before.over_bound, peak_bytes / self.costs.bound(sizes)),
+            )
 
     def expected(self, sizes: Sizes) -> float:
         """Bytes that a step of these sizes is expected to take; the bound as long as nothing was measured."""
-        return float((self.costs.array * sizes.array) @ self._factors)
+        return float((self.costs.array * sizes.array) @ self._learnt.factors)
 
     def promise(self, sizes: Sizes) -> float:
         """Bytes that a step of these sizes will not exceed: the bound at first, then what was learnt and a margin."""
+        learnt = self._learnt
         terms = self.costs.array * sizes.array
-        bound = float(terms.sum()) * self.over_bound
-        if not self.is_sure:
+        bound = float(terms.sum()) * learnt.over_bound
+        if learnt.num_seen < ENOUGH:
             return bound
-        expected = float(terms @ self._factors)
+        expected = float(terms @ learnt.factors)
         relative = terms / expected
-        margin = DEVIATIONS * self._deviation * math.sqrt(1 + float(relative @ self._spread @ relative))
-        beyond = BEYOND * max(0.0, float((sizes.array / self._largest).max()) - 1)
+        margin = DEVIATIONS * learnt.deviation * math.sqrt(1 + float(relative @ learnt.spread @ relative))
+        beyond = BEYOND * max(0.0, float((sizes.array / learnt.largest).max()) - 1)
         return min(bound, expected * (1 + max(margin, LEAST_MARGIN) + beyond))
 
-    def _fit(self) -> None:
+    def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
         """Least squares of the relative errors, with every factor held to the one that fits best for all."""
         taken = np.array(self._taken)
         shares = np.array(self._terms) / taken[:, None]
@@ -200,9 +233,8 @@ class Predictor:
                 break
             free &= factors > 0
             factors[:] = 0
-        self._factors = factors
-        self._spread = np.zeros((len(free), len(free)))
-        self._spread[np.ix_(free, free)] = inverse
+        spread = np.zeros((len(free), len(free)))
+        spread[np.ix_(free, free)] = inverse
         errors = 1 - shares @ factors
-        used = float(np.einsum("ij,jk,ik->", shares, self._spread, shares))  # how many steps the factors took to find
-        self._deviation = math.sqrt(float(errors @ errors) / max(1.0, len(taken) - used))
+        used = float(np.einsum("ij,jk,ik->", shares, spread, shares))  # how many steps the factors took to find
+        return factors, spread, math.sqrt(float(errors @ errors) / max(1.0, len(taken) - used))
