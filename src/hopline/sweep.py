@@ -1,28 +1,198 @@
-"""A sweep over all parts, layer by layer and back: exact rows, and exact gradients of the summed loss, for all nodes.
+"""Layer by layer over pieces of a graph and back: rows and gradients in the memory of a piece.
 
-With tables of rows that are exact, going back over the layers gives the gradient at every layer boundary and, on the
-way, that of all parameters: what one backward pass over the whole graph would give, in the memory of a batch.
+Going forward keeps every layer's rows; going back computes each layer again, piece by piece, and adds up the gradients
+at the rows between the layers. Over all parts this gives the exact rows and gradients of all nodes: what one backward
+pass over the whole graph would give. Over the pieces of one batch it gives what the batch gives at once (`nano.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hopline import trace
-from hopline.batch import Batch
-from hopline.halo import HaloBlock, Reader, RecordedBlock
+from hopline.batch import Batch, Block
+from hopline.halo import Reader, RecordedBlock
 from hopline.infer import evaluating
 from hopline.nn.gnn import State
+from hopline.nn.regularise import spreads
 from hopline.ops import derive_key
 from hopline.world import World
 
 if TYPE_CHECKING:
     from hopline.history import HistoricalBatch, HistoricalWork
+
+
+class Piece(Protocol):
+    """Some nodes with all their in-edges, and those of them that have a loss."""
+
+    @property
+    def block(self) -> Block: ...
+    @property
+    def batch(self) -> Batch: ...
+
+
+P = TypeVar("P", bound=Piece)
+
+
+class Swept(ABC, Generic[P]):
+    """What is swept: pieces, and where their rows and gradients at the layer boundaries are kept."""
+
+    def __init__(self, work: HistoricalWork, key: int | None) -> None:
+        self.work, self.key = work, key
+        """key: of the draws; None where nothing is drawn."""
+
+    @abstractmethod
+    def pieces(self, l: int) -> Iterable[P]:
+        """Those that layer `l` is computed at."""
+
+    @abstractmethod
+    def number(self, piece: P) -> int:
+        """One of its own, for its draws."""
+
+    # ---- rows
+
+    def begin(self, l: int) -> None:
+        """Forward, before layer `l`."""
+
+    @abstractmethod
+    def inputs(self, l: int, piece: P) -> Tensor:
+        """Rows of a piece's sources after layer `l`: new memory."""
+
+    @abstractmethod
+    def own(self, l: int, piece: P) -> Tensor:
+        """Rows of its destinations: new memory."""
+
+    @abstractmethod
+    def put(self, l: int, piece: P, rows: Tensor) -> None:
+        """Keep the rows of its destinations after layer `l`."""
+
+    @abstractmethod
+    def end(self, l: int) -> None:
+        """Forward, after layer `l`: its rows will be read."""
+
+    # ---- gradients
+
+    @abstractmethod
+    def turn(self) -> None:
+        """All rows are there; going back begins."""
+
+    @abstractmethod
+    def add(self, l: int, piece: P, rows: Tensor | None, *, own: bool = False) -> None:
+        """Add to the gradient after layer `l`, at a piece's sources or at its own nodes."""
+
+    @abstractmethod
+    def gathered(self, l: int) -> None:
+        """Every piece has added to the gradient after layer `l`."""
+
+    @abstractmethod
+    def gradient(self, l: int, piece: P) -> Tensor:
+        """After layer `l`, at a piece's own nodes."""
+
+    def went_back(self, l: int, piece: P) -> None:
+        """Layer `l` is done with at a piece."""
+
+
+def forward(over: Swept[P]) -> None:
+    """Rows after every layer but the last."""
+    work = over.work
+    for l in range(work.model.num_layers - 1):
+        over.begin(l)
+        for piece in over.pieces(l):
+            with drawn_again(over, l, piece):
+                inputs = None if l == 0 else over.inputs(l - 1, piece)
+                over.put(l, piece, work.layer_at(l, piece.block, piece.block.src_ids, inputs))
+                del inputs  # or the next piece would come beside it
+        over.end(l)
+
+
+def backward(over: Swept[P], scale: float, penalty: float = 0.0) -> Tensor:
+    """Add the gradient of `scale` times the summed loss to the parameters'; returns that loss.
+
+    penalty: weight of how far noise on a layer's input moves its output, per node and layer.
+    """
+    work, last = over.work, over.work.model.num_layers - 1
+    summed = torch.zeros((), dtype=torch.promote_types(work.dtype, torch.float32), device=work.job.device)
+    over.turn()
+    for piece in over.pieces(last):
+        with drawn_again(over, last, piece):
+            summed += _from_loss(over, piece, scale, penalty)
+        over.went_back(last, piece)
+    over.gathered(last)
+    for l in range(last - 1, -1, -1):
+        over.gathered(l)
+        for piece in over.pieces(l):
+            with drawn_again(over, l, piece):
+                _through_layer(over, l, piece, penalty)
+            over.went_back(l, piece)
+    return summed
+
+
+@contextmanager
+def drawn_again(over: Swept[P], l: int, piece: P) -> Iterator[None]:
+    """Within, what convs draw by themselves (attention dropout) is the same each time for a layer and a piece."""
+    if over.key is None:
+        yield
+        return
+    device = over.work.job.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(derive_key(over.key, l, over.number(piece)))
+        yield
+
+
+def _through_layer(over: Swept[P], l: int, piece: P, penalty: float) -> None:
+    work, block = over.work, piece.block
+    inputs = None if l == 0 else over.inputs(l - 1, piece).requires_grad_()
+    with spreads(work.model, penalty > 0) as found:
+        out = work.layer_at(l, block, block.src_ids, inputs)
+    given = over.gradient(l, piece).to(out.device, out.dtype)
+    moved = [torch.full_like(spread, penalty * block.num_dst) for spread in found]
+    if out.requires_grad:
+        torch.autograd.backward([out, *found], [given, *moved])
+    if inputs is not None:
+        over.add(l - 1, piece, inputs.grad)
+
+
+def _from_loss(over: Swept[P], piece: P, scale: float, penalty: float) -> Tensor:
+    """The summed loss of a piece; its gradients are added at the last layer's rows, its inputs, what jumped ahead."""
+    work, model, block, batch = over.work, over.work.model, piece.block, piece.batch
+    last = model.num_layers - 1
+    inputs = over.inputs(last - 1, piece).requires_grad_() if last else None
+    kept = {l: over.own(l, piece).requires_grad_() for l in range(last)} if model.keeps_jk else {}
+    state, recorded = work.state_of(last, block, block.src_ids, inputs), RecordedBlock(block, keeps_gradients=True)
+    jk = _jumped(work, block, kept) if model.keeps_jk else None
+    with spreads(model, penalty > 0) as found:
+        ended = model.layer(last, State(state.h, state.x0, jk), recorded)
+    out, loss = recorded.own[last], torch.zeros((), device=block.src_ids.device)
+    objective = penalty * block.num_dst * torch.stack(found).sum() if found else loss
+    if batch.num_seeds:
+        scores = model.decode(ended)[batch.output_idx]
+        loss = work.job.train_step(_Given(scores), batch) * batch.num_seeds
+        objective = objective + loss * scale
+    if objective.requires_grad:
+        objective.backward()
+    over.add(last, piece, torch.zeros_like(out) if out.grad is None else out.grad, own=True)
+    if inputs is not None:
+        over.add(last - 1, piece, inputs.grad)
+    for l, rows in kept.items():
+        over.add(l, piece, rows.grad, own=True)
+    return loss.detach()
+
+
+def _jumped(work: HistoricalWork, block: Block, kept: dict[int, Tensor]) -> Tensor | None:
+    """What jumping knowledge has of a piece's own nodes before the last layer."""
+    model, keys = work.model, block.src_keys[: block.num_dst]
+    rows = [model.dropped(rows, keys, block.key, l) for l, rows in kept.items()]
+    if model.jk_encoder:
+        encoded = model.encode(work.batches.inputs_of(block.dst_ids), keys, block.key).jk
+        assert encoded is not None
+        rows = [encoded, *rows]
+    return torch.cat(rows, dim=1) if rows else None
 
 
 class _Given(nn.Module):
@@ -36,46 +206,20 @@ class _Given(nn.Module):
         return self.scores
 
 
+# ---- all parts
+
+
 def fill(work: HistoricalWork, key: int | None = None) -> None:
     """Fill the tables of rows by an exact forward pass; each rank fills what it keeps.
 
     key: of the draws, where the pass is one of training; without, it is in evaluation mode.
     """
-    world, histories = work.job.world, work.histories
     work.prepare()
-    world.barrier()  # nobody reads any more
+    work.job.world.barrier()  # nobody reads any more
     with trace.span("refresh"), _mode(work, key), torch.no_grad(), work.encoding_once():
-        for l in range(work.model.num_layers - 1):
-            source = histories.snapshot(range(l)[-1:], work.swept_places)
-            for made in work.all_batches(key):
-                inputs = None if l == 0 else source.rows(l - 1, made.block.src_places)
-                with drawn_again(key, l, made):
-                    rows = work.layer_at(l, made.block, made.block.src_ids, inputs)
-                histories.write(l, made.block.slabs, rows)
-            world.barrier()  # the next layer reads what others wrote
-    histories.stamp([_slab(work)], histories.step)
-    world.barrier()
-
-
-def _mode(work: HistoricalWork, key: int | None) -> AbstractContextManager[None]:
-    return evaluating(work.model) if key is None else nullcontext()
-
-
-@contextmanager
-def drawn_again(key: int | None, l: int, made: HistoricalBatch) -> Iterator[None]:
-    """Within, what convs draw by themselves (attention dropout) is the same each time for a layer and a batch."""
-    if key is None:
-        yield
-        return
-    device = made.block.src_ids.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(derive_key(key, l, made.block.slabs[0].start))
-        yield
-
-
-def _slab(work: HistoricalWork) -> slice:
-    """The rows that this rank keeps."""
-    return slice(work.owners.own.start, work.owners.own.stop)
+        forward(_AllParts(work, key))
+    work.histories.stamp([_slab(work)], work.histories.step)
+    work.job.world.barrier()
 
 
 def go_back(work: HistoricalWork, key: int | None = None, scale: float = 1.0, *, keep: bool = True) -> Tensor:
@@ -84,93 +228,84 @@ def go_back(work: HistoricalWork, key: int | None = None, scale: float = 1.0, *,
     Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks. Returns the summed loss of
     its nodes. key: as `fill` had it. keep: write the gradients at all rows into the tables of gradients.
     """
-    model, position, swept, home = work.model, work.partition.position, work.swept_places, work.histories.home
-    last = model.num_layers - 1
-    weights = [p for p in work.job.module.parameters() if p.requires_grad]
-    totals: dict[int, Tensor] = {
-        l: torch.zeros(swept.numel(), *work.histories.tables[l].shape[1:], dtype=work.dtype, device=home)
-        for l in range(last)
-    }
-
-    def add(l: int, places: Tensor, rows: Tensor | None) -> None:
-        if rows is not None:
-            if l not in totals:
-                totals[l] = torch.zeros(swept.numel(), *rows.shape[1:], dtype=rows.dtype, device=home)
-            totals[l].index_add_(0, torch.searchsorted(swept, places).to(home), rows.to(home))
-
-    def collect(l: int) -> Tensor:
-        """The gradient at the rows that this rank keeps."""
-        rows = totals.pop(l) if work.job.world.size == 1 else work.owners.collect(swept, totals.pop(l))
-        if keep:
-            work.gradients.write(l, [_slab(work)], rows)
-        return rows
-
-    summed = torch.zeros((), dtype=torch.promote_types(work.dtype, torch.float32), device=work.job.device)
     with trace.span("refresh"), _mode(work, key), torch.enable_grad():
-        source = work.histories.snapshot(range(last), swept)
-        for made in work.all_batches(key):
-            with drawn_again(key, last, made):
-                loss, of_last, of_inputs, of_kept = _from_loss(work, made, source, weights, scale)
-            summed += loss
-            own = position[made.nodes]
-            if keep:
-                add(last, own, of_last)
-            add(last - 1, made.block.src_places, of_inputs)
-            for l, rows in of_kept.items():
-                add(l, own, rows)
-        if keep:
-            collect(last)
-        for l in range(last - 1, -1, -1):
-            known = collect(l)
-            for made in work.all_batches(key):
-                places = made.block.src_places
-                inputs = None if l == 0 else _leaf(work, source, l - 1, places)
-                with drawn_again(key, l, made):
-                    out = work.layer_at(l, made.block, made.block.src_ids, inputs)
-                own = (position[made.nodes] - work.owners.own.start).to(home)
-                given = known[own].to(out.device, out.dtype)
-                out.backward(given, inputs=weights if inputs is None else [inputs, *weights])
-                if inputs is not None:
-                    add(l - 1, places, inputs.grad)
+        summed = backward(_AllParts(work, key, keep), scale)
     work.job.world.barrier()
     return summed
 
 
-def _from_loss(
-    work: HistoricalWork, made: HistoricalBatch, source: Reader, weights: list[nn.Parameter], scale: float
-) -> tuple[Tensor, Tensor, Tensor | None, dict[int, Tensor | None]]:
-    """(summed loss of a batch, its gradients at the last layer's rows, its inputs, what jumping knowledge keeps)."""
-    model, block = work.model, made.block
-    last = model.num_layers - 1
-    own = work.partition.position[made.nodes]
-    inputs = _leaf(work, source, last - 1, block.src_places) if last else None
-    kept = {l: _leaf(work, source, l, own) for l in range(last)} if model.keeps_jk else {}
-    state, recorded = work.state_of(last, block, block.src_ids, inputs), RecordedBlock(block, keeps_gradients=True)
-    jk = _jumped(work, block, kept) if model.keeps_jk else None
-    ended = model.layer(last, State(state.h, state.x0, jk), recorded)
-    out = recorded.own[last]
-    if not made.batch.num_seeds:
-        return torch.zeros((), device=out.device), torch.zeros_like(out), None, dict.fromkeys(kept)
-    scores = model.decode(ended)[made.batch.output_idx]
-    loss = work.job.train_step(_Given(scores), made.batch) * made.batch.num_seeds
-    (loss * scale).backward(inputs=[out, *([inputs] if inputs is not None else []), *kept.values(), *weights])
-    of_last = torch.zeros_like(out) if out.grad is None else out.grad
-    return loss.detach(), of_last, None if inputs is None else inputs.grad, {l: rows.grad for l, rows in kept.items()}
+def _mode(work: HistoricalWork, key: int | None) -> AbstractContextManager[None]:
+    return evaluating(work.model) if key is None else nullcontext()
 
 
-def _jumped(work: HistoricalWork, block: HaloBlock, kept: dict[int, Tensor]) -> Tensor | None:
-    """What jumping knowledge has of a batch's own nodes before the last layer."""
-    model, keys = work.model, block.src_keys[: block.num_dst]
-    rows = [model.dropped(rows, keys, block.key, l) for l, rows in kept.items()]
-    if model.jk_encoder:
-        encoded = model.encode(work.batches.inputs_of(block.dst_ids), keys, block.key).jk
-        assert encoded is not None
-        rows = [encoded, *rows]
-    return torch.cat(rows, dim=1) if rows else None
+def _slab(work: HistoricalWork) -> slice:
+    """The rows that this rank keeps."""
+    return slice(work.owners.own.start, work.owners.own.stop)
 
 
-def _leaf(work: HistoricalWork, source: Reader, l: int, places: Tensor) -> Tensor:
-    return source.rows(l, places).to(work.job.device, work.dtype).requires_grad_()
+class _AllParts(Swept["HistoricalBatch"]):
+    """All nodes that this rank keeps, by parts; rows are in the tables."""
+
+    def __init__(self, work: HistoricalWork, key: int | None, keep: bool = False) -> None:
+        super().__init__(work, key)
+        self.keep, self.last, self.home = keep, work.model.num_layers - 1, work.histories.home
+        self.swept, self.position = work.swept_places, work.partition.position
+        self.totals: dict[int, Tensor] = {}
+        self.known: Tensor | None = None
+        """The gradient after one layer at the rows that this rank keeps."""
+
+    def pieces(self, l: int) -> Iterable[HistoricalBatch]:
+        return self.work.all_batches(self.key)
+
+    def number(self, piece: HistoricalBatch) -> int:
+        return piece.block.slabs[0].start
+
+    def begin(self, l: int) -> None:
+        self.source: Reader = self.work.histories.snapshot(range(l)[-1:], self.swept)
+
+    def inputs(self, l: int, piece: HistoricalBatch) -> Tensor:
+        return self._rows(l, piece.block.src_places)
+
+    def own(self, l: int, piece: HistoricalBatch) -> Tensor:
+        return self._rows(l, self.position[piece.nodes])
+
+    def _rows(self, l: int, places: Tensor) -> Tensor:
+        return self.source.rows(l, places).to(self.work.job.device, self.work.dtype)
+
+    def put(self, l: int, piece: HistoricalBatch, rows: Tensor) -> None:
+        self.work.histories.write(l, piece.block.slabs, rows)
+
+    def end(self, l: int) -> None:
+        self.work.job.world.barrier()  # the next layer reads what others wrote
+
+    def turn(self) -> None:
+        self.source = self.work.histories.snapshot(range(self.last), self.swept)
+        for l in range(self.last):
+            self._add_up(l, self.work.histories.tables[l])
+
+    def add(self, l: int, piece: HistoricalBatch, rows: Tensor | None, *, own: bool = False) -> None:
+        if rows is None or (l == self.last and not self.keep):
+            return
+        places = self.position[piece.nodes] if own else piece.block.src_places
+        at = torch.searchsorted(self.swept, places).to(self.home)
+        self._add_up(l, rows).index_add_(0, at, rows.to(self.home, self.work.dtype))
+
+    def _add_up(self, l: int, like: Tensor) -> Tensor:
+        if l not in self.totals:
+            shape = (self.swept.numel(), *like.shape[1:])
+            self.totals[l] = torch.zeros(shape, dtype=self.work.dtype, device=self.home)
+        return self.totals[l]
+
+    def gathered(self, l: int) -> None:
+        work, total = self.work, self.totals.pop(l, None)
+        if total is not None:
+            self.known = total if work.job.world.size == 1 else work.owners.collect(self.swept, total)
+            if self.keep:
+                work.gradients.write(l, [_slab(work)], self.known)
+
+    def gradient(self, l: int, piece: HistoricalBatch) -> Tensor:
+        assert self.known is not None
+        return self.known[(self.position[piece.nodes] - self.work.owners.own.start).to(self.home)]
 
 
 def measure_bias(work: HistoricalWork) -> dict[str, float]:
