@@ -37,7 +37,7 @@ def done(config: RunConfig) -> Path:
 
 
 def predictions(folder: Path, **settings: Any) -> np.ndarray:
-    return np.load(predict(folder, InferConfig(**settings)), allow_pickle=False)
+    return np.load(predict(folder, InferConfig(**settings)) or "", allow_pickle=False)
 
 
 # ---- settings

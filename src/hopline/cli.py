@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hopline import doctor as doctor_checks
 from hopline import predictions, run
+from hopline.choose import recommended, table_of
 from hopline.cut import PartitionConfig, partition_dataset
 from hopline.data.names import names
 from hopline.data.store import verify as verify_folder
@@ -71,6 +72,33 @@ def train(
 
 
 @app.command()
+def plan(
+    name: Annotated[str, typer.Argument(help="A recipe, a dataset, or a folder, as for train")] = "demo",
+    overrides: Overrides = None,
+    keys: ShowKeys = False,
+) -> None:
+    """Show what each method would take of a budget=8GiB, and how long an epoch would last; trains nothing."""
+    if keys:
+        return _print_keys(run.RunConfig)
+    settings = list(overrides or [])
+    if "=" in name:
+        name, settings = "demo", [name, *settings]
+    found = run.plan(override(find_recipe(name)(), settings))
+    table = Table("method", "device", "host", "disk", "an epoch", "steps", "how")
+    for row in table_of(found):
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for candidate in found:
+        for line in [] if candidate.plan is None else candidate.plan.lines():
+            print(f"{candidate.name} {line}")
+    best = recommended(found)
+    if best is None:
+        raise ValueError("no method fits this budget: give more, or make the model or the batches smaller")
+    print(f"recommended: method={best.name}, whose steps are the fastest of those that fit")
+    return None
+
+
+@app.command()
 def infer(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
     overrides: Overrides = None,
@@ -80,7 +108,8 @@ def infer(
     if keys:
         return _print_keys(predictions.InferConfig)
     written = predictions.predict(folder, override(predictions.InferConfig(), overrides or []))
-    print(f"predictions: {written}")
+    if written is not None:  # torchrun and srun start this command once per rank
+        print(f"predictions: {written}")
     return None
 
 

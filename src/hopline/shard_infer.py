@@ -179,6 +179,19 @@ def _joined(own: Table, others: Table | Tensor, known: Tensor, num_others: int) 
     return JoinedTable(own, TensorTable(others) if isinstance(others, Tensor) else others, known, num_others)
 
 
+def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(ids, outputs, labels where there are some) of the seeds that this rank was dealt, over sampled edges."""
+    found, walk = [], as_walkable(model)
+    with evaluating(walk):
+        for batch in batches:
+            out = walk(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0)
+            found.append((batch.seeds.cpu(), out, batch.y))
+    width = int(channel.highest(torch.tensor([max(out.size(1) for _, out, _ in found)])))
+    labels = [y.cpu() for _, _, y in found if y is not None]
+    scores = torch.cat([out.view(-1, width) for _, out, _ in found])
+    return torch.cat([ids for ids, _, _ in found]), scores, torch.cat(labels) if labels else None
+
+
 def evaluate(
     model: nn.Module, data: ShardedData, split: str, batches: Iterable[Batch] | None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
@@ -189,13 +202,7 @@ def evaluate(
         rows = shard.rows_of(ids)
         scores, labels = exact(model, shard, channel, rows, device=device), shard.labels[rows]
     else:
-        found, walk = [], as_walkable(model)
-        with evaluating(walk):
-            for batch in batches:
-                out = walk(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0)
-                found.append((batch.seeds.cpu(), out, batch.labels.cpu()))
-        ids, labels = (torch.cat([entry[k] for entry in found]) for k in (0, 2))
-        width = int(channel.highest(torch.tensor([max(out.size(1) for _, out, _ in found)])))
-        scores = torch.cat([out.view(-1, width) for _, out, _ in found])
+        ids, scores, labels = sampled(model, channel, batches)
+        assert labels is not None
     order = channel.all(ids).argsort()  # as one process has them, so that ties in a metric fall the same way
     return measure(data, channel.all(scores.float())[order], channel.all(labels)[order])
