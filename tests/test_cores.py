@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from hopline.cores import num_cores
+from hopline.cores import num_cores, queued_s
 
 
 @pytest.fixture
@@ -40,3 +41,14 @@ def test_the_smaller_of_affinity_and_share(files: dict[str, str], cores: int, tm
 
 def test_here_there_is_at_least_one() -> None:
     assert 1 <= num_cores() <= (os.cpu_count() or 1)
+
+
+def test_how_long_a_thread_had_no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    began, before = time.perf_counter(), queued_s()
+    assert 0 <= queued_s() - before <= time.perf_counter() - began
+    told, open_file = tmp_path / "schedstat", os.open
+    told.write_text("700000000 2500000000 31\n")
+    monkeypatch.setattr(os, "open", lambda path, flags: open_file(told, flags))
+    assert queued_s() == 2.5, "seconds, of the second number's nanoseconds"
+    told.unlink()
+    assert queued_s() == 0, "a system that does not say"

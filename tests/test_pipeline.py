@@ -186,6 +186,29 @@ def test_stages_and_waiting_are_spans() -> None:
     assert {r.name: r.calls for r in timers.statistics()} == {"sample": 4, "gather": 4, "wait": 4}
 
 
+def test_what_stages_take_alone_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, counters = itertools.count(), trace.Counters()
+    monkeypatch.setattr("hopline.pipeline._alone_s", lambda: next(ticks))  # a second passes between two looks at it
+    pipeline = Pipeline([Stage("sample", jitter), Stage("gather", jitter)], workers=1)
+    with trace.listen(counters):
+        assert list(pipeline.run(range(5))) == [*range(5)]
+    assert counters.totals() == {"alone_s.sample": 5, "alone_s.gather": 5}
+    assert pipeline.load is not None
+    assert (pipeline.load.num_results, pipeline.load.worked_s) == (5, 5 * 4)
+    assert 0 <= pipeline.load.waited_s <= pipeline.load.wall_s
+
+
+def test_a_run_that_did_not_end_or_had_no_threads_says_nothing_of_its_load() -> None:
+    for workers, requests in ((0, range(3)), (1, range(0))):
+        pipeline = Pipeline([Stage("same", jitter)], workers=workers)
+        assert list(pipeline.run(requests)) == [*requests]
+        assert pipeline.load is None
+    pipeline = Pipeline([Stage("same", jitter)], workers=1)
+    with closing(pipeline.run(range(3))) as results:
+        next(results)
+    assert pipeline.load is None
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities of threads are Linux's")
 def test_preparing_threads_give_way_to_training() -> None:
     def priority(_: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hopline import ops, trace
+from hopline.cores import queued_s
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,19 @@ class Stage:
 
     name: str
     run: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How busy a run of a pipeline was. The wait for the first result, which nothing can shorten, is left out."""
+
+    num_results: int
+    wall_s: float
+    """From the first result to the end."""
+    waited_s: float
+    """How long of that the caller waited."""
+    worked_s: float
+    """What the threads worked in all, without waiting for cores."""
 
 
 NICER = 10
@@ -51,6 +66,8 @@ class Pipeline:
         self.in_step = in_step
         self.workers = min(1, workers) if in_step else workers
         self.look_ahead = max(1, look_ahead)
+        self.load: Load | None = None
+        """Of the last run that came to its end, if threads worked on it."""
 
     def run(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield each request's result. Closing the iterator stops the threads and drops what they prepared."""
@@ -60,19 +77,34 @@ class Pipeline:
         source = iter(requests)
         pool = ops.start_threads(self.workers, "hopline-pipeline", _begin)
         pending: deque[Future[Any]] = deque()
+        waited, worked = list[float](), list[float]()
+
+        def work(request: Any) -> Any:
+            began_s = _alone_s()
+            result = self._through_stages(request)
+            worked.append(_alone_s() - began_s)
+            return result
 
         def fill() -> None:
             while len(pending) < self.look_ahead and (request := next(source, _END)) is not _END:
-                pending.append(pool.submit(self._through_stages, request))
+                pending.append(pool.submit(work, request))
 
         cancel = not self.in_step
         try:
             fill()
+            began_s = time.perf_counter()
             while pending:
+                asked_s = time.perf_counter()
                 with trace.span("wait"):
                     result = pending.popleft().result()
+                waited.append(time.perf_counter() - asked_s)
                 fill()
                 yield result
+            if waited:
+                wall_s, (first_s, *rest_s) = time.perf_counter() - began_s, waited
+                self.load = Load(
+                    num_results=len(waited), wall_s=wall_s - first_s, waited_s=sum(rest_s), worked_s=sum(worked)
+                )
         except Exception:
             cancel = True
             raise
@@ -80,14 +112,23 @@ class Pipeline:
             pool.shutdown(wait=True, cancel_futures=cancel)
 
     def _through_stages(self, value: Any) -> Any:
+        before_s = _alone_s()
         for stage in self.stages:
             try:
                 with trace.span(stage.name):
                     value = stage.run(value)
+                after_s = _alone_s()
+                trace.count(f"alone_s.{stage.name}", max(0.0, after_s - before_s))
+                before_s = after_s
             except Exception as error:
                 kind = StageValueError if isinstance(error, ValueError) else StageError
                 raise kind(f"stage {stage.name!r} failed: {error}") from error
         return value
+
+
+def _alone_s() -> float:
+    """A clock that stands still while this thread is ready to run and has no core."""
+    return time.perf_counter() - queued_s()
 
 
 def _begin() -> None:
