@@ -127,7 +127,7 @@ class Layerwise:
 
     def probed(self, nodes: Tensor) -> Tensor:
         """A few of the nodes, by which it is found what a chunk takes."""
-        return nodes[:: -(-nodes.numel() // PROBED_NODES)]
+        return nodes[:: -(-nodes.numel() // PROBED_NODES)].contiguous()
 
     def _layer(self, l: int, nodes: Tensor, tables: Tables, bar: Progress) -> Tables:
         """The tables after a layer: blocks are made ahead, and rows written behind where that takes a while."""
