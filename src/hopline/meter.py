@@ -18,8 +18,11 @@ class Meter(Protocol):
     """`with meter_of(device) as meter: step()`, then `meter.peak_bytes`: above what was there before, from 0 on."""
 
     peak_bytes: int
-    lap_bytes: int
-    """The same from the last `lap()` on, above what was there then."""
+
+    @property
+    def lap_bytes(self) -> int:
+        """The same from the last `lap()` on, above what was there then."""
+        ...
 
     def lap(self) -> None: ...
     def __enter__(self) -> Self: ...
@@ -94,7 +97,11 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peak_bytes = self.lap_bytes = 0
+        self.peak_bytes = self._end = 0
+
+    @property
+    def lap_bytes(self) -> int:
+        return max(0, (self._end or torch.cuda.max_memory_allocated(self.device)) - self._lap_start)
 
     def lap(self) -> None:
         self._highest = max(self._highest, torch.cuda.max_memory_allocated(self.device))
@@ -102,7 +109,7 @@ class CudaMeter:
         self._lap_start = torch.cuda.memory_allocated(self.device)
 
     def __enter__(self) -> Self:
-        self._highest = 0
+        self._highest = self._end = 0
         self.lap()
         self._highest = self._start = self._lap_start
         return self
@@ -110,6 +117,5 @@ class CudaMeter:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
-        highest = torch.cuda.max_memory_allocated(self.device)
-        self.lap_bytes = max(0, highest - self._lap_start)
-        self.peak_bytes = max(0, max(self._highest, highest) - self._start)
+        self._end = torch.cuda.max_memory_allocated(self.device)
+        self.peak_bytes = max(0, max(self._highest, self._end) - self._start)
