@@ -55,7 +55,7 @@ def spreads(model: GNN, wanted: bool = True, noise: float = NOISE) -> Iterator[l
         return
 
     def layer(l: int, state: State, block: Block) -> State:
-        if l > 0 and model.training:
+        if l > 0 and model.training and torch.is_grad_enabled():  # rows of the halo are constants
             found.append(_spread(model, l, state, block, noise))
         return GNN.layer(model, l, state, block)
 
