@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,10 @@ class Measure:
     split: str = "valid"
     exact: bool = True
     show: bool = False
+    chunk_bytes: int | None = None
+    """What a chunk of exact evaluation may take, where there is a budget,"""
+    rows_on_disk: bool = False
+    """and whether hidden rows are kept in files, which are removed afterwards."""
 
     def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
         data, ids = job.data, job.data.splits[self.split]
@@ -63,7 +68,9 @@ class Measure:
             if isinstance(data, ShardedData):
                 return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
             if batches is None:
-                scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, keep=keep)
+                with TemporaryDirectory() if self.rows_on_disk and keep is None else nullcontext() as folder:
+                    options: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "keep": keep, "folder": folder}
+                    scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
             else:
                 scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show)
         assert data.y is not None
@@ -216,7 +223,7 @@ class Beside(Evaluations):
     def __init__(self, trainer: Trainer, run: Run) -> None:
         super().__init__(trainer, run)
         settings = trainer.settings
-        self.measure = Measure(trainer.method, trainer.test_step, exact=settings.inference == "exact")
+        self.measure = Measure(trainer.method, trainer.test_step, exact=settings.inference == "exact", **trainer.chunks)
         self.layout = Layout.of(trainer.model.state_dict())
         self.rooms: list[Room] = []
         self.free: list[Room] = []

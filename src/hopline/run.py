@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from hopline import checkpoint, launch
+from hopline.budget import Budget
 from hopline.callbacks import EpochEnd, Evaluation, Run
+from hopline.choose import Candidate, choose, compare
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.dgl import from_dgl, is_dgl_folder
@@ -30,6 +32,7 @@ from hopline.launch import LaunchSettings
 from hopline.methods import Sampled
 from hopline.models import ModelSpec, make_model
 from hopline.placement import Placement
+from hopline.plan import Outline
 from hopline.settings import TrainSettings, find_device
 from hopline.shard_data import open_sharded
 from hopline.shards import is_shards
@@ -37,6 +40,7 @@ from hopline.sharing import share
 from hopline.spec import from_dict, to_dict
 from hopline.trace import RegionStatistics
 from hopline.trainer import Trainer
+from hopline.work import Method
 from hopline.world import World
 
 
@@ -57,8 +61,10 @@ class RunConfig(TrainSettings, LaunchSettings):
     so that model.linear=true learns the input rows themselves."""
     model: ModelSpec = ModelSpec()
     """The model."""
-    method: Sampled | Historical | FullBatch = Sampled()
-    """How to train."""
+    method: Sampled | Historical | FullBatch | Literal["auto"] = Sampled()
+    """How to train; `auto` tries all for a few steps and takes the fastest that fits."""
+    budget: Budget | None = None
+    """Memory that the run may take: budget=8GiB is for where the model is."""
     placement: Placement = Placement()
     """Where a GPU finds graph and features."""
     out: Path | None = None
@@ -107,6 +113,8 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
     if config.weights is not None:
         load_weights(model, config.weights)
     out = config.out or Path(world.broadcast_object(str(_run_folder(data.name, config))))
+    config = _with_method(config, model, data, out, world)
+    assert isinstance(config.method, Method)
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
     trainer = Trainer(
         model,
@@ -116,10 +124,37 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
         config=to_dict(config),
         world=world,
         placement=config.placement,
+        budget=config.budget,
         **settings,
     )
     done = trainer.fit()
     return done if world.size == 1 else dataclasses.asdict(done) | {"folder": str(out)}
+
+
+def _with_method(config: RunConfig, model: nn.Module, data: Dataset, out: Path, world: World) -> RunConfig:
+    """The settings with method=auto replaced: by what the run that goes on began with, or by what fits and is fast."""
+    if config.method != "auto":
+        return config
+    found: dict[str, Any] | None = None
+    if world.rank == 0:
+        before = load_config(out).method if config.resume and (out / checkpoint.FILE).exists() else "auto"
+        if before == "auto":
+            outline = Outline.of(model.to(world.device), data, config, config.placement)
+            before, why = choose(outline, config.budget or Budget())
+            print(why, flush=True)
+        found = to_dict(dataclasses.replace(config, method=before))  # type: ignore[arg-type]
+    return from_dict(RunConfig, world.broadcast_object(found))
+
+
+def plan(config: RunConfig) -> list[Candidate]:
+    """What each method would take of the run's budget, and how long an epoch would last."""
+    data = open_data(config)
+    torch.manual_seed(config.seed)
+    model = make_model(config.model, data).to(find_device(config.device))
+    if not data.splits.get("train", torch.empty(0)).numel():
+        raise ValueError(f"dataset {data.name!r} has no training nodes: give it a 'train' split")
+    method = None if config.method == "auto" else config.method
+    return compare(method, Outline.of(model, data, config, config.placement), config.budget or Budget())
 
 
 def _from_plain(done: dict[str, Any]) -> Run:
@@ -153,16 +188,18 @@ def _run_folder(name: str, config: RunConfig) -> Path:
                 stored = load_config(folder)
             except ValueError:
                 continue
-            if _without(stored) == _without(config) and (folder / checkpoint.FILE).exists():
+            same = _without(stored, config.method == "auto") == _without(config, config.method == "auto")
+            if same and (folder / checkpoint.FILE).exists():
                 return folder
     fresh = runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (fresh.with_name(f"{fresh.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([fresh], numbered) if not folder.exists())
 
 
-def _without(config: RunConfig) -> RunConfig:
+def _without(config: RunConfig, any_method: bool) -> RunConfig:
     """The settings that make it the same run, whatever it shows and wherever it is."""
     places = {f.name: f.default for f in dataclasses.fields(LaunchSettings)}
+    config = dataclasses.replace(config, method=Sampled()) if any_method else config
     return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **places)
 
 

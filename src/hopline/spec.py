@@ -234,9 +234,9 @@ class _Assignment:
         """The same assignment seen from one level further down."""
         return dataclasses.replace(self, path=self.path[1:])
 
-    def at_name(self) -> "_Assignment":
-        """The assignment to the field `name`, where this one is to the whole."""
-        return dataclasses.replace(self, path=(*self.path, "name")) if len(self.path) == 1 else self
+    def at(self, name: str) -> "_Assignment":
+        """The assignment to a field, where this one is to the whole."""
+        return dataclasses.replace(self, path=(*self.path, name)) if len(self.path) == 1 else self
 
 
 def override(obj: T, assignments: Sequence[str]) -> T:
@@ -270,10 +270,11 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
     """The new value of one field: the last assignment to it, then those to the fields inside it."""
     kinds = _kinds(annotation)
     cls = type(current) if type(current) in kinds.values() else next(iter(kinds.values()), None)
-    if len(kinds) == 1 and "name" in _settable(*kinds.values()):
+    short = getattr(cls, "SHORT", "name")
+    if len(kinds) == 1 and short in _settable(*kinds.values()):
         # `model=gcn` is short for `model.name=gcn`; kept in its place, so that the later of the two wins.
         none = _NONE if type(None) in _members(annotation) else ()
-        group = [item.at_name() if item.text.lower() not in none else item for item in group]
+        group = [item.at(short) if item.text.lower() not in none else item for item in group]
     whole = [item.text for item in group if len(item.path) == 1]
     inner = [item.inside() for item in group if len(item.path) > 1]
     if inner and cls is None:

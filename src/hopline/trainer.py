@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import checkpoint, infer, ops, trace
+from hopline.budget import Budget
 from hopline.callbacks import (
     Callback,
     EarlyStop,
@@ -26,24 +26,28 @@ from hopline.callbacks import (
     WriteReport,
 )
 from hopline.checkpoint import Checkpoints, Position
+from hopline.choose import plan_within
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.evaluation import Beside, Blocking, Evaluations, Measure, TestStep, check_beside, own_threads
 from hopline.evaluation_process import SentData
 from hopline.files import remove_unfinished
-from hopline.methods import Method, Sampled
+from hopline.keep import keep_to
+from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.placement import Placement, describe, place
+from hopline.plan import Outline, Plan
 from hopline.report import Report
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings, find_device
 from hopline.shard_data import ShardedData
 from hopline.spec import to_dict
 from hopline.update import Update, make_optimizer, split_decay
-from hopline.work import Job, TrainStep, Unit, supervised
+from hopline.work import Job, Method, TrainStep, Unit, Work, in_groups, supervised, units_from
 from hopline.world import World
 
+GivenBudget = Budget | str | Mapping[str, str] | None
 STAGES = ("sample", "gather", "move", "forward", "backward", "step", "optimizer")
 """Spans that can be the slowest stage; `wait` is the training thread waiting for the first three."""
 
@@ -55,7 +59,8 @@ class Trainer:
     (model, data, ids) -> metrics, or by overriding `step`, `evaluate` and `make_optimizer`.
 
     model: a `GNN`, a PyG model, or any module with forward(x, edge_index). out: a folder for the report and the
-    weights, or None. placement: where a GPU finds the data. settings: fields of `TrainSettings`.
+    weights, or None. placement: where a GPU finds the data. budget: memory that the run may take, such as "8GiB".
+    settings: fields of `TrainSettings`.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Trainer:
         config: dict[str, Any] | None = None,
         world: World | None = None,
         placement: Placement | None = None,
+        budget: GivenBudget = None,
         **settings: Any,
     ) -> None:
         if not isinstance(data, Dataset):
@@ -81,20 +87,35 @@ class Trainer:
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
-        self.method = method if method is not None else Sampled()
+        self.method = self.asked = method if method is not None else Sampled()
         self.sent = self._send(data) if self.settings.evaluate == "async" else None
-        self.data = data = self._placed(data, placement)
+        self.data, self.metric = data, data.metric
         self._report: Report | None = None
         self.callbacks = list(callbacks)
         self.test_step = test_step
         self.usual_loss = train_step is None
-        self.metric = data.metric
         self.out = None if out is None else Path(out)
         self.config = config if config is not None else self._describe()
+        self.num_seeds = self._train_ids().numel()
+        if self.settings.patience is not None and not self.has("valid"):
+            raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
+        check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
+        self.plan: Plan | None = None
+        self.work = self._bound(train_step, placement or Placement(), budget)
+        if self.settings.evaluate == "async":
+            check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
+        self.stop_reason: str | None = None
+        self.num_steps = 0
+        self.position = Position()
+        self.checkpoints = Checkpoints(self.out, self.settings, self.world)
+
+    def _bound(self, train_step: TrainStep | None, placement: Placement, budget: GivenBudget) -> Work:
+        """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
+        data = self.data
         self.job = Job(
             data=data,
-            model=as_walkable(model),
-            module=model,
+            model=as_walkable(self.model),
+            module=self.model,
             train_ids=self._train_ids(),
             train_step=train_step or supervised(data.task, data.num_classes),
             seed=self.settings.seed,
@@ -103,17 +124,15 @@ class Trainer:
             world=self.world,
             say=self.say,
         )
-        self.num_seeds = self.job.train_ids.numel()
-        if self.settings.patience is not None and not self.has("valid"):
-            raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
-        check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
-        self.work = self.method.bind(self.job)
-        if self.settings.evaluate == "async":
-            check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
-        self.stop_reason: str | None = None
-        self.num_steps = 0
-        self.position = Position()
-        self.checkpoints = Checkpoints(self.out, self.settings, self.world)
+        if budget is None:
+            self._place(placement)
+            return self.method.bind(self.job)
+        given = Budget.of(budget)
+        outline = Outline(job=self.job, optimizer=self.settings.optimizer, placement=placement)
+        self.plan = plan_within(self.method, outline, given)
+        self.method = self.plan.method
+        self._place(self.plan.placement or placement)
+        return keep_to(self.plan, given, self.method.bind(self.job), self.job)
 
     # ---- the loop
 
@@ -144,6 +163,8 @@ class Trainer:
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
         if self.device.type == "cuda" and not isinstance(self.data, ShardedData):
             self.say(describe(self.data))
+        for line in [] if self.plan is None else self.plan.lines():
+            self.say(line)
         self.call("on_fit_start")
         self.checkpoints.resume(self, run)
         self.evaluations.begin()
@@ -196,7 +217,7 @@ class Trainer:
         at, started = self.position, time.perf_counter() - self.position.seconds
         with (
             self.checkpoints.between_steps(),
-            closing(_groups(self._units(epoch), self.settings.accumulate)) as groups,
+            closing(in_groups(self._units(epoch), self.settings.accumulate)) as groups,
         ):
             for group in groups:
                 loss, size = self.step(group)
@@ -238,8 +259,15 @@ class Trainer:
 
     def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
         """Metrics of a split: over every edge, or over sampled ones."""
-        measure = Measure(self.method, self.test_step, split, exact, self.settings.show)
+        measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **self.chunks)
         return measure(self.job, getattr(self.work, "keep_rows", None))  # of a method that has a use for hidden rows
+
+    @property
+    def chunks(self) -> dict[str, Any]:
+        """How exact evaluation keeps to a plan."""
+        if self.plan is None:
+            return {}
+        return {"chunk_bytes": self.plan.chunk_bytes, "rows_on_disk": self.plan.hidden_at == "disk"}
 
     def evaluated_weights(self) -> Mapping[str, Tensor]:
         """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
@@ -314,16 +342,7 @@ class Trainer:
 
     def _units(self, epoch: int) -> Generator[Unit, None, None]:
         """The units of the epoch that are not done yet."""
-        done = self.position.units
-        if "done" in inspect.signature(self.work.units).parameters:
-            units, skipped = self.work.units(epoch, done, self.position.seeds), 0
-        else:  # a method that cannot begin in the middle: what is done is prepared again and left out
-            units, skipped = self.work.units(epoch), done
-        try:
-            yield from itertools.islice(units, skipped, None)
-        finally:
-            if isinstance(units, Generator):
-                units.close()
+        return units_from(self.work, epoch, self.position.units, self.position.seeds)
 
     def _test(self, run: Run, keep: KeepWeights) -> None:
         """The best weights, tested."""
@@ -344,13 +363,15 @@ class Trainer:
             return None
         return SentData.of(data)
 
-    def _placed(self, data: Dataset, placement: Placement | None) -> Dataset:
+    def _place(self, placement: Placement) -> None:
         """The data where the device reads it fastest; data that is on a GPU already stays as it is."""
-        stays = isinstance(data, ShardedData) or (placement is None and data.graph.indptr.device.type == "cuda")
+        data = self.data
+        stays = isinstance(data, ShardedData) or (placement == Placement() and data.graph.device.type == "cuda")
         if self.device.type != "cuda" or stays:
-            return data
+            return
         drawn = {name: getattr(self.method, name) for name in ("fanouts", "batch_size") if hasattr(self.method, name)}
-        return place(data, self.method.placement(placement or Placement()), self.device, **drawn)
+        self.data = place(data, self.method.placement(placement), self.device, **drawn)
+        self.job = replace(self.job, data=self.data)
 
     def _train_ids(self) -> Tensor:
         if not self.has("train"):
@@ -358,11 +379,11 @@ class Trainer:
         return self.data.splits["train"]
 
     def _describe(self) -> dict[str, Any]:
-        method = {"kind": type(self.method).__name__}
+        method = {"kind": type(self.asked).__name__}  # not as a plan has it: what is learnt does not depend on that
         try:
-            method |= to_dict(self.method)
+            method |= to_dict(self.asked)
         except (TypeError, ValueError):  # a user's own method need not be a dataclass
-            method["repr"] = repr(self.method)
+            method["repr"] = repr(self.asked)
         return {
             "data": self.data.name,
             "method": method,
@@ -373,10 +394,3 @@ class Trainer:
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.active:
             getattr(callback, hook)(self, *args)
-
-
-def _groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
-    """Units in lists of `size`; closing it closes the units, so that no thread goes on preparing them."""
-    with closing(units):
-        while group := list(itertools.islice(units, size)):
-            yield group

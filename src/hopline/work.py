@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -91,6 +94,26 @@ class Work(Protocol):
         done, examples: how many units, which trained how many examples over all ranks, had their turn already.
         """
         ...
+
+
+def units_from(work: Work, epoch: int, done: int, examples: int) -> Generator[Unit, None, None]:
+    """The units of an epoch that are not done yet; closing it closes the work's own iterator."""
+    if "done" in inspect.signature(work.units).parameters:
+        units, skipped = work.units(epoch, done, examples), 0
+    else:  # a method that cannot begin in the middle: what is done is prepared again and left out
+        units, skipped = work.units(epoch), done
+    try:
+        yield from itertools.islice(units, skipped, None)
+    finally:
+        if isinstance(units, Generator):
+            units.close()
+
+
+def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
+    """Units in lists of `size`; closing it closes the units, so that no thread goes on preparing them."""
+    with closing(units):
+        while group := list(itertools.islice(units, size)):
+            yield group
 
 
 @runtime_checkable

@@ -1,0 +1,105 @@
+"""Work that keeps to a plan: steps that can be cut are guarded, all others measured beside what was promised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline.budget import Budget, Guard, Record
+from hopline.meter import meter_of
+from hopline.methods import SampledWork
+from hopline.plan import Plan
+from hopline.sampling import NeighborSampler
+from hopline.work import Job, Unit, Work
+
+
+def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
+    """The same work, within what the plan leaves for a step."""
+    if job.device.type == "cuda" and (limit := plan.limits["device"]) is not None and budget.device is not None:
+        total = torch.cuda.get_device_properties(job.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), job.device)
+    if plan.limit_bytes == math.inf:
+        return work
+    limit = int(plan.limit_bytes)
+    if not hasattr(work, "guard"):
+        return WatchedWork(work, Watch(job.device, limit, plan.step_bytes))
+    sampler = getattr(work.loader, "sampler", None) if isinstance(work, SampledWork) else None
+    guard = Guard(job, budget, limit, sampler.sample if isinstance(sampler, NeighborSampler) else None)
+    guard.predictor = plan.predictor
+    work.guard = guard  # type: ignore[attr-defined]
+    return work
+
+
+@dataclass(eq=False)
+class Watch:
+    """Measures steps that cannot be cut; what it finds is handed out as a guard does."""
+
+    device: torch.device
+    limit_bytes: int
+    promised_bytes: float
+    """What every step was planned to take at most."""
+
+    def __post_init__(self) -> None:
+        self._record = Record()
+
+    def take_record(self) -> dict[str, Any]:
+        """What happened since the last call."""
+        record, self._record = self._record, Record()
+        return {"limit_bytes": self.limit_bytes, **asdict(record)}
+
+    def observe(self, peak_bytes: int) -> None:
+        record = self._record
+        record.promised_bytes = self.promised_bytes
+        record.peak_bytes = max(record.peak_bytes, peak_bytes)
+        record.before.append(self.promised_bytes)
+        record.after.append(peak_bytes)
+        record.over += peak_bytes > self.limit_bytes
+
+
+class WatchedWork:
+    """Work whose steps are measured; in all else it is the work itself."""
+
+    def __init__(self, work: Work, watch: Watch) -> None:
+        self.work, self.guard = work, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        units = self.work.units(epoch, done, examples)
+        try:
+            for unit in units:
+                yield WatchedUnit(unit, self.guard)
+        finally:
+            if isinstance(units, Generator):
+                units.close()
+
+
+@dataclass(eq=False)
+class WatchedUnit(Unit):
+    """A unit whose bytes are measured."""
+
+    unit: Unit
+    watch: Watch
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.unit.size
+
+    @property
+    def total_size(self) -> int:
+        return self.unit.total_size
+
+    def forward_backward(self, total: int) -> Tensor:
+        with meter_of(self.watch.device) as meter:
+            loss = self.unit.forward_backward(total)
+        self.watch.observe(meter.peak_bytes)
+        return loss
+
+    def commit(self) -> None:
+        self.unit.commit()
