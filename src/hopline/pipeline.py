@@ -34,8 +34,8 @@ class Load:
     """From the first result to the end."""
     waited_s: float
     """How long of that the caller waited."""
-    worked_s: float
-    """What the threads worked in all, without waiting for cores."""
+    stages: dict[str, float]
+    """Seconds that the threads spent in each stage, without those in which they were ready and had no core."""
 
 
 NICER = 10
@@ -72,22 +72,17 @@ class Pipeline:
     def run(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield each request's result. Closing the iterator stops the threads and drops what they prepared."""
         if self.workers == 0:
-            yield from map(self._through_stages, requests)
+            for request in requests:
+                yield self._through_stages(request, [])
             return
         source = iter(requests)
         pool = ops.start_threads(self.workers, "hopline-pipeline", _begin)
         pending: deque[Future[Any]] = deque()
-        waited, worked = list[float](), list[float]()
-
-        def work(request: Any) -> Any:
-            began_s = _alone_s()
-            result = self._through_stages(request)
-            worked.append(_alone_s() - began_s)
-            return result
+        waited, spent = list[float](), list[tuple[str, float]]()
 
         def fill() -> None:
             while len(pending) < self.look_ahead and (request := next(source, _END)) is not _END:
-                pending.append(pool.submit(work, request))
+                pending.append(pool.submit(self._through_stages, request, spent))
 
         cancel = not self.in_step
         try:
@@ -102,27 +97,24 @@ class Pipeline:
                 yield result
             if waited:
                 wall_s, (first_s, *rest_s) = time.perf_counter() - began_s, waited
-                self.load = Load(
-                    num_results=len(waited), wall_s=wall_s - first_s, waited_s=sum(rest_s), worked_s=sum(worked)
-                )
+                stages = {stage.name: sum(s for name, s in spent if name == stage.name) for stage in self.stages}
+                self.load = Load(num_results=len(waited), wall_s=wall_s - first_s, waited_s=sum(rest_s), stages=stages)
         except Exception:
             cancel = True
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=cancel)
 
-    def _through_stages(self, value: Any) -> Any:
-        before_s = _alone_s()
+    def _through_stages(self, value: Any, spent: list[tuple[str, float]]) -> Any:
         for stage in self.stages:
+            began_s = _alone_s()
             try:
                 with trace.span(stage.name):
                     value = stage.run(value)
-                after_s = _alone_s()
-                trace.count(f"alone_s.{stage.name}", max(0.0, after_s - before_s))
-                before_s = after_s
             except Exception as error:
                 kind = StageValueError if isinstance(error, ValueError) else StageError
                 raise kind(f"stage {stage.name!r} failed: {error}") from error
+            spent.append((stage.name, max(0.0, _alone_s() - began_s)))
         return value
 
 
