@@ -1,0 +1,146 @@
+"""Measured peak <= promised peak: a plan holds, or is refused before anything runs, and is not refused for nothing."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hopline.budget import Budget
+from hopline.evaluation import own_threads
+from hopline.keep import keep_to
+from hopline.meter import meter_of
+from hopline.methods import Sampled
+from hopline.nn import GNN
+from hopline.nn.whole import as_walkable
+from hopline.plan import DoesNotFit, Outline, Plan
+from hopline.planning import drawn, plan_of
+from hopline.predict import Sizes
+from hopline.work import BatchUnit, Job, supervised
+from tests.helpers import dataset_of, randn, random_graph, stack_of
+
+CONVS = ("sage-mean", "gcn", "gat", "gin")
+FEW, MANY = 25, 1000
+
+
+@dataclass(frozen=True)
+class Triple:
+    """A graph, a batch and a budget."""
+
+    num_nodes: int
+    mean_degree: int
+    seed: int
+    conv: str
+    width: int
+    fanouts: tuple[int, ...]
+    batch_size: int
+    share: float
+    """The budget, between half of the least that is known to do and all that is ever needed."""
+
+
+TRIPLES = st.builds(
+    Triple,
+    num_nodes=st.integers(10, 120),
+    mean_degree=st.integers(1, 12),
+    seed=st.integers(0, 1 << 20),
+    conv=st.sampled_from(CONVS),
+    width=st.integers(1, 48),
+    fanouts=st.lists(st.sampled_from([-1, 1, 2, 5, 10]), min_size=1, max_size=3).map(tuple),
+    batch_size=st.integers(1, 64),
+    share=st.sampled_from([n / 20 for n in range(21)]),
+)
+
+
+def outline_of(triple: Triple) -> Outline:
+    graph = random_graph(triple.num_nodes, triple.mean_degree * triple.num_nodes, seed=triple.seed)
+    data = dataset_of(graph, randn(triple.num_nodes, 7, dtype=torch.float32))
+    torch.manual_seed(triple.seed)
+    widths = [7, *[triple.width] * (len(triple.fanouts) - 1), 3]
+    model = GNN(stack_of(triple.conv, *widths), dropout=0.5).float()
+    train_step = supervised("single", 3)
+    ids = data.splits["train"]
+    return Outline(job=Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=train_step))
+
+
+def one_seed_bytes(outline: Outline, method: Sampled) -> int:
+    """What the dearest step of a single seed takes, found by trying the largest of all."""
+    job, most = outline.job, 0
+    batches = sorted(drawn(method, outline, 1), key=lambda batch: float(Sizes.of(batch).array.sum()))
+    with own_threads(job):
+        for batch in batches[-3:]:
+            with meter_of("cpu") as meter:
+                BatchUnit(job, batch).forward_backward(1)
+            job.module.zero_grad(set_to_none=True)
+            most = max(most, meter.peak_bytes)
+    return most
+
+
+def holds(plan: Plan, budget: Budget, outline: Outline) -> bool:
+    """Whether an epoch keeps to the plan."""
+    job = outline.job
+    work = keep_to(plan, budget, plan.method.bind(job), job)
+    most, taken = 0, 0
+    with own_threads(job), closing(work.units(1)) as units:  # type: ignore[type-var]
+        for unit in units:
+            taken = max(taken, unit.batch.num_bytes)
+            unit.forward_backward(unit.total_size)
+            job.module.zero_grad(set_to_none=True)
+    record = work.guard.take_record()  # type: ignore[attr-defined]
+    most = plan.kept_bytes("host") + max(record["after"], default=0)
+    prepared = next(item for item in plan.items if "prepared" in item.name).num_bytes
+    limit = plan.limits["host"]
+    assert limit is not None
+    return most <= limit and taken <= prepared and record["over"] == 0
+
+
+def check(triple: Triple) -> tuple[bool, bool]:
+    """(whether the finest cut keeps to the budget, whether it was refused); a plan that is made must hold."""
+    outline = outline_of(triple)
+    method = Sampled(fanouts=triple.fanouts, batch_size=triple.batch_size, workers=0)
+    free = plan_of(method, outline_of(triple), Budget())
+    least = free.kept_bytes("host") + one_seed_bytes(outline, method)
+    total = int(least / 2 + triple.share * (1.2 * (free.kept_bytes("host") + free.step_bytes) - least / 2))
+    budget = Budget(host=str(max(1, total)))
+    possible = total >= least
+    plan = plan_of(method, outline, budget)
+    if plan.smallest_bytes("host") > total:
+        with pytest.raises(DoesNotFit):
+            plan.check()
+        return possible, True
+    assert holds(plan, budget, outline), triple
+    return possible, False
+
+
+def not_refused(number: int) -> float:
+    """The share of satisfiable triples that are not refused; every plan that is made is tried."""
+    found: list[tuple[bool, bool]] = []
+
+    @settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(TRIPLES)
+    def run(triple: Triple) -> None:
+        found.append(check(triple))
+
+    run()
+    possible = [refused for could, refused in found if could]
+    assert len(possible) > number / 10
+    print(f"{number} plans, {len(possible)} of them possible, {sum(possible)} of these refused")
+    return 1 - sum(possible) / max(1, len(possible))
+
+
+def test_a_plan_holds_or_is_refused():
+    assert not_refused(FEW) >= 0.8
+
+
+@pytest.mark.extended
+def test_a_thousand_plans_hold_or_are_refused():
+    assert not_refused(MANY) >= 0.8
