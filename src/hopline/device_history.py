@@ -274,3 +274,9 @@ class Pulled(Reader):
         if l not in self.pulled:
             self.histories.table(l, like)
         return super().read(l, places, like)
+
+    def read_some(self, l: int, places: Tensor, idx: Tensor, like: Tensor) -> Tensor:
+        if places is not self.places or l not in self.pulled:
+            return super().read_some(l, places, idx, like)
+        rows = self.rows(l, places)
+        return ops.gather_rows(rows, idx.to(rows.device)).to(like.device, like.dtype)

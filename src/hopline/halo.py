@@ -44,6 +44,10 @@ class Reader(ABC):
         """The rows at some places of layer `l`, where `like` is and in its precision."""
         return self.rows(l, places).to(like.device, like.dtype)
 
+    def read_some(self, l: int, places: Tensor, idx: Tensor, like: Tensor) -> Tensor:
+        """The rows at `places[idx]`, of places that a batch reads; idx is on the host."""
+        return self.read(l, places[idx], like)
+
 
 def report_ages(ages: Tensor) -> None:
     """Count how many steps ago rows that are about to be read were written."""

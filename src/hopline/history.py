@@ -16,11 +16,13 @@ from torch import Tensor
 
 from hopline import ops, trace
 from hopline.batch import Batch, Block
+from hopline.budget import Guard
 from hopline.device_history import DeviceHistories, Where, choose_where
 from hopline.halo import HaloBlock, Histories, RecordedBlock
 from hopline.history_batches import HistoricalBatches
 from hopline.history_unit import HistoricalBatch, HistoricalUnit
 from hopline.infer import KeepRows, evaluating
+from hopline.nano import GuardedHistoricalUnit
 from hopline.nn.gnn import GNN, State
 from hopline.partition import Partition, make_partition
 from hopline.parts import Group, Parts, Shares, without_halo
@@ -83,6 +85,8 @@ class HistoricalWork:
         self.owners = Owners(job.world, self.shares, self.partition.ptr)
         self.batches = HistoricalBatches(self)
         self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
+        self.guard: Guard | None = None
+        """Keeps the steps within a budget, where there is one."""
         self.filled = False
         self.waiting: deque[Commit] = deque()
         self._began_with = self.shares.hosts
@@ -157,7 +161,8 @@ class HistoricalWork:
         return HistoricalWork(self.job, self.model, method, self.partition)
 
     def unit(self, made: HistoricalBatch | None, total: int | None = None) -> HistoricalUnit:
-        return HistoricalUnit(self, made, total)
+        kind = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
+        return kind(self, made, total)
 
     def _share(self, step: int, steps: int) -> int:
         """Seeds that a batch stands for where each gives its part of the full gradient: an equal share of all."""
@@ -198,6 +203,11 @@ class HistoricalWork:
         (block, *_) = batch.blocks
         assert isinstance(block, HaloBlock)
         return block.own
+
+    @cached_property
+    def row_bytes(self) -> list[int]:
+        """Of a node's rows, layer by layer."""
+        return [like[0].nbytes for _, like in sorted(self._probed().items())]
 
     def refresh(self) -> None:
         """Make the tables exact, those of gradients too where there are any."""

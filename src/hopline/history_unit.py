@@ -35,6 +35,14 @@ class Later:
     dst_places: Tensor
     """Of all its sources and destinations, on the host."""
 
+    def some(self, dst: slice, block: Block, among: Tensor) -> Later:
+        """Those of its destinations; block: their in-edges, whose sources are `among` all."""
+        own = torch.full((self.block.num_src,), -1, device=among.device)
+        own[self.src_idx] = self.own_idx
+        own = own[among]
+        src_idx = (own >= 0).nonzero().view(-1)
+        return Later(block, src_idx, own[src_idx], self.src_places[among.cpu()], self.dst_places[dst])
+
     def to(self, device: torch.device) -> Later:
         return replace(
             self, block=self.block.to(device), src_idx=self.src_idx.to(device), own_idx=self.own_idx.to(device)
@@ -77,9 +85,14 @@ class HistoricalUnit(Unit):
     def total_size(self) -> int:
         return self.size if self.total is None else self.total
 
+    @property
+    def learns(self) -> bool:
+        """Whether there are seeds, or others' messages."""
+        return self.size > 0 or self.work.method.compensate
+
     def forward_backward(self, total: int) -> Tensor:
         work, job, made = self.work, self.work.job, self.made
-        if made is None or not (self.size or work.method.compensate):
+        if made is None or not self.learns:
             self._forward_only()
             return torch.zeros((), device=job.device)
         report_ages(made.rows.ages(made.block.halo_places))
@@ -118,16 +131,19 @@ def missing_messages(work: HistoricalWork, made: HistoricalBatch) -> Tensor:
     later, own = made.later, made.block.own
     if later is None or not later.block.num_dst:
         return total
-    block = replace(later.block, key=made.batch.key)
     for l in range(work.model.num_layers - 1):
-        fresh = own[l].detach().requires_grad_()
-        rows = made.rows.read(l, later.src_places, fresh).index_put((later.src_idx,), fresh[later.own_idx])
-        with _norms_as_in_evaluation(work.model, l + 1):
-            out = work.layer_at(l + 1, block, block.src_ids, rows)
-        given = made.gradients.read(l + 1, later.dst_places, out)
-        (sent,) = torch.autograd.grad(out, fresh, given)
-        total = total + (own[l] * sent).sum()
+        total = total + (own[l] * messages_back(work, made, later, l, own[l])).sum()
     return total
+
+
+def messages_back(work: HistoricalWork, made: HistoricalBatch, later: Later, l: int, own: Tensor) -> Tensor:
+    """What nodes outside send back to the batch's own rows after layer `l`, by the tables."""
+    block, fresh = replace(later.block, key=made.batch.key), own.detach().requires_grad_()
+    rows = made.rows.read(l, later.src_places, fresh).index_put((later.src_idx,), fresh[later.own_idx])
+    with torch.enable_grad(), _norms_as_in_evaluation(work.model, l + 1):
+        out = work.layer_at(l + 1, block, block.src_ids, rows)
+    given = made.gradients.read(l + 1, later.dst_places, out)
+    return torch.autograd.grad(out, fresh, given)[0]
 
 
 def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:

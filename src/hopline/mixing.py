@@ -5,12 +5,14 @@ Feature momentum (GraphFM) and the convex mixing of LMC differ in what stays: mo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hopline.batch import Block
 from hopline.nn.norm import running_statistics
 from hopline.parts import Around
 
@@ -46,16 +48,21 @@ class Mixer:
         if method.momentum:
             weight = torch.full_like(share, method.momentum)
         device = work.job.device
-        self.weight, self.src_idx, self.block = weight.to(device), around.src_idx.to(device), block.to(device)
+        self.weight, self.block, self.src_idx = weight.to(device), block.to(device), around.src_idx.to(device)
+        self.pieces: Iterable[tuple[slice, Block, Tensor]] = [(slice(None), self.block, self.src_idx)]
+        """Nodes of the halo whose fresh rows are computed at once, their edges, and the batch's sources of these."""
 
     def __call__(self, l: int, own: Tensor, stored: Tensor) -> Tensor:
-        work, block = self.work, replace(self.block, key=self.key)
-        inputs = None if l == 0 else self._before[self.src_idx]
-        norms = running_statistics([work.model.convs[l], work.model.norms[l]], only_if=True)
-        with torch.no_grad(), norms:
-            fresh = work.layer_at(l, block, block.src_ids, inputs)
-            weight = self.weight.to(stored.dtype).view(-1, *[1] * (stored.dim() - 1))
-            mixed = stored + weight * (fresh.to(stored.dtype) - stored)
+        model, mixed = self.work.model, torch.empty_like(stored)
+        weight = self.weight.to(stored.dtype).view(-1, *[1] * (stored.dim() - 1))
+        with torch.no_grad(), running_statistics([model.convs[l], model.norms[l]], only_if=True):
+            for at, block, src_idx in self.pieces:
+                change = self._fresh(l, replace(block, key=self.key), src_idx).to(stored.dtype) - stored[at]
+                mixed[at] = stored[at] + weight[at] * change
+                del change
         self._before = torch.cat([own.detach(), mixed])
         self.mixed[l] = mixed
         return mixed
+
+    def _fresh(self, l: int, block: Block, src_idx: Tensor) -> Tensor:
+        return self.work.layer_at(l, block, block.src_ids, None if l == 0 else self._before[src_idx])

@@ -1,0 +1,246 @@
+"""A historical batch that would take too much: layer by layer over pieces of its nodes, with the same gradients.
+
+In a batch the rows of its own nodes are fresh in every layer, so its pieces cannot be trained one after the other. All
+of them go through a layer before any goes through the next, and back in the same way (`sweep.py`). What is kept of the
+whole batch is its own rows after each layer, and the gradients at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hopline import ops, trace
+from hopline.batch import Block
+from hopline.halo import report_ages
+from hopline.history_unit import HistoricalBatch, HistoricalUnit, messages_back
+from hopline.meter import Meter, meter_of
+from hopline.nano_pieces import NanoPiece, Runs, at_layer, check_pieces, runs_to_fit, whole_sizes
+from hopline.predict import Sizes
+from hopline.spec import format_size
+from hopline.sweep import Swept, backward, forward
+from hopline.work import autocast
+
+if TYPE_CHECKING:
+    from hopline.budget import Guard
+    from hopline.history import HistoricalWork
+
+OF_A_MAP = 16
+"""Bytes per node of a batch while a piece of it is made."""
+
+
+class Nano(Swept[NanoPiece]):
+    """One batch in pieces that keep to the guard's limit."""
+
+    def __init__(self, work: HistoricalWork, made: HistoricalBatch, guard: Guard) -> None:
+        super().__init__(work, made.batch.key if isinstance(made.batch.key, int) else None)
+        assert self.key is not None or not work.model.training, "what is drawn must be drawn again"
+        self.made, self.guard, self.last = made, guard, work.model.num_layers - 1
+        self.compensates = work.method.compensate
+        self.kept_bytes = self._kept_bytes()
+        self.worst_bytes = 0.0
+        ends = torch.tensor([slab.stop - slab.start for slab in made.block.slabs]).cumsum(0).tolist()
+        runs = self._runs(made.block, ends, range(self.last + 1))
+        self.all = [NanoPiece(made, number, run) for number, run in enumerate(runs)]
+        self.later: Iterable[tuple[slice, Block, Tensor]] = ()
+        if made.later is not None and made.later.block.num_dst:
+            block = made.later.block
+            self.later = Runs(block, self._runs(block, [block.num_dst], range(1, self.last + 1)))
+        if made.mixer is not None and made.mixer.block.num_dst:
+            block = made.mixer.block
+            runs = self._runs(block, [block.num_dst], range(self.last))
+            made.mixer.pieces = Runs(block, runs, made.mixer.src_idx)
+        self.rows: dict[int, Tensor] = made.block.own
+        """By layer, the batch's own rows."""
+        self.totals: dict[int, Tensor] = {}
+        """By layer, the gradients at them."""
+        self.meter: Meter | None = None
+        self.taken: dict[int, tuple[int, Sizes]] = {}
+        """By layer, what its largest piece took."""
+
+    def _kept_bytes(self) -> int:
+        """Of the whole batch: rows, gradients, and what is mixed."""
+        work, own = self.work, self.made.block.num_dst
+        *hidden, last = work.row_bytes
+        most, halo = max(hidden, default=0), self.made.block.num_src - own
+        num_bytes = own * (sum(hidden) + (sum(hidden) if self._keeps_all else 2 * most))
+        num_bytes += own * (last + 2 * most) if self.compensates else 0
+        num_bytes += halo * (sum(hidden) + 4 * most) + own * most if self.made.mixer is not None else 0
+        return num_bytes + OF_A_MAP * self.made.block.num_src
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether gradients after all layers are there at once."""
+        return self.work.model.keeps_jk or self.compensates
+
+    def _runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:
+        def bytes_of(sizes: Sizes) -> float:
+            return max((self.guard.promise_sizes(at_layer(self.work.model, sizes, l)) for l in layers), default=0.0)
+
+        runs, worst = runs_to_fit(block, ends, bytes_of, self.guard.limit_bytes - self.kept_bytes)
+        self.worst_bytes = max(self.worst_bytes, worst)
+        return runs
+
+    @property
+    def promised_bytes(self) -> float:
+        return self.kept_bytes + self.worst_bytes
+
+    # ---- what is swept
+
+    def pieces(self, l: int) -> Iterable[NanoPiece]:
+        if l < self.last or not self.made.batch.num_seeds or self.work.method.lipschitz:
+            return self.all
+        return [piece for piece in self.all if piece.has_seeds]  # other nodes' last rows are of no use
+
+    def number(self, piece: NanoPiece) -> int:
+        return piece.number
+
+    def inputs(self, l: int, piece: NanoPiece) -> Tensor:
+        made, edges = self.made, piece.edges
+        near = ops.gather_rows(self.rows[l], edges.near_idx)
+        if not edges.halo_idx.numel():
+            return near.to(self.work.dtype)
+        if made.mixer is None:
+            halo = made.rows.read_some(l, made.block.halo_places, edges.halo_idx, near)
+        else:
+            halo = made.mixer.mixed[l][edges.halo_idx.to(near.device)]
+        return torch.cat([near, halo]).to(self.work.dtype)
+
+    def own(self, l: int, piece: NanoPiece) -> Tensor:
+        return self.rows[l][piece.run].to(self.work.dtype, copy=True)
+
+    def put(self, l: int, piece: NanoPiece, rows: Tensor) -> None:
+        if l not in self.rows:
+            self.rows[l] = rows.new_empty(self.made.block.num_dst, *rows.shape[1:])
+        self.rows[l][piece.run] = rows
+        piece.let_go()
+
+    def end(self, l: int) -> None:
+        made = self.made
+        if made.mixer is not None and made.block.halo_places.numel():
+            made.mixer(l, self.rows[l], made.rows.read(l, made.block.halo_places, self.rows[l]))
+
+    def turn(self) -> None:
+        for l in range(self.last) if self._keeps_all else range(self.last)[-1:]:
+            self._new_total(l)
+        self._lap()
+
+    def _new_total(self, l: int) -> None:
+        self.totals[l] = torch.zeros_like(self.rows[l], dtype=self.work.dtype)
+
+    def add(self, l: int, piece: NanoPiece, rows: Tensor | None, *, own: bool = False) -> None:
+        if rows is None or (l == self.last and not self.compensates):
+            return
+        if l == self.last and l not in self.totals:
+            self.totals[l] = rows.new_zeros(self.made.block.num_dst, *rows.shape[1:])
+        if own:
+            self.totals[l][piece.run] += rows
+        else:
+            near_idx = piece.edges.near_idx  # the halo's rows are constants
+            self.totals[l].index_add_(0, near_idx, rows[: near_idx.numel()])
+
+    def gathered(self, l: int) -> None:
+        if l < self.last and self.made.later is not None:
+            for run, block, among in self.later:
+                later = self.made.later.some(run, block, among)
+                sent = messages_back(self.work, self.made, later, l, self.rows[l])
+                self.totals[l].add_(sent, alpha=self.scale)
+                del later, sent
+        if not self._keeps_all:
+            self.totals.pop(l + 1, None)
+            if 0 < l < self.last:
+                self._new_total(l - 1)
+        self._lap()
+
+    def gradient(self, l: int, piece: NanoPiece) -> Tensor:
+        return self.totals[l][piece.run]
+
+    def went_back(self, l: int, piece: NanoPiece) -> None:
+        sizes = at_layer(self.work.model, Sizes.of_blocks((piece.block,)), l)
+        piece.let_go()
+        if self.meter is not None and self.meter.lap_bytes > self.taken.get(l, (0, sizes))[0]:
+            self.taken[l] = self.meter.lap_bytes, sizes
+        self._lap()
+
+    def _lap(self) -> None:
+        if self.meter is not None:
+            self.meter.lap()
+
+    # ---- a step
+
+    def forward(self) -> None:
+        with torch.no_grad(), autocast(self.work.job), trace.span("forward", self.work.job.device):
+            forward(self)
+
+    def backward(self, total: int) -> Tensor:
+        """Add the gradient of the batch's share of the mean loss over `total` examples; returns its summed loss."""
+        size, own, method = self.made.batch.num_seeds, self.made.block.num_dst, self.work.method
+        self.scale = 1 / total
+        penalty = method.lipschitz * size / (total * own * max(1, self.last))
+        with autocast(self.work.job), trace.span("backward", self.work.job.device):
+            loss = backward(self, self.scale, penalty)
+        if not size:  # as after a backward pass of a loss that is zero
+            for p in self.work.job.module.parameters():
+                if p.requires_grad and p.grad is None:
+                    p.grad = torch.zeros_like(p)
+        return loss
+
+
+@dataclass(eq=False)
+class GuardedHistoricalUnit(HistoricalUnit):
+    """One batch within the guard's limit: at once where it fits, else in pieces."""
+
+    def forward_backward(self, total: int) -> Tensor:
+        guard, made = self._guard, self.made
+        if made is None or not self.learns:
+            return super().forward_backward(total)
+        device, sizes = self.work.job.device, whole_sizes(made)
+        needed = guard.promise_sizes(sizes)
+        if needed <= guard.limit_bytes:
+            with meter_of(device) as meter:
+                loss = super().forward_backward(total)
+            guard.observe_sizes(sizes, needed, meter.peak_bytes)
+        else:
+            nano = self._in_pieces(made, needed)
+            report_ages(made.rows.ages(made.block.halo_places))
+            with meter_of(device) as meter:
+                nano.meter = meter
+                nano.forward()
+                loss = nano.backward(total)
+            nano.meter = None
+            for peak_bytes, of_piece in nano.taken.values():
+                guard.learn(of_piece, peak_bytes)
+            guard.note_peak(nano.promised_bytes, meter.peak_bytes)
+            if self.work.method.compensate:
+                self.pushed = {l: rows.mul_(total) for l, rows in sorted(nano.totals.items())}
+        guard.note_step(needed, meter.peak_bytes)
+        return loss
+
+    def _forward_only(self) -> None:
+        made, guard = self.made, self._guard
+        if made is None or (needed := guard.promise_sizes(whole_sizes(made))) <= guard.limit_bytes:
+            super()._forward_only()
+        else:
+            self._in_pieces(made, needed).forward()
+
+    @property
+    def _guard(self) -> Guard:
+        assert self.work.guard is not None
+        return self.work.guard
+
+    def _in_pieces(self, made: HistoricalBatch, needed_bytes: float) -> Nano:
+        guard = self._guard
+        if (how := guard.budget.over_budget) != "split":
+            raise ValueError(
+                f"a batch may take {format_size(needed_bytes)}, and {format_size(guard.limit_bytes)} are left for a "
+                f"step: give the budget {format_size(needed_bytes - guard.limit_bytes)} more, make parts_per_batch "
+                f"smaller, or set over_budget=split instead of {how}"
+            )
+        check_pieces(self.work.model)
+        nano = Nano(self.work, made, guard)
+        guard.note_split(len(nano.all))
+        return nano

@@ -1,0 +1,196 @@
+"""Pieces of a historical batch: runs of its nodes that fit, by parts where these are small enough, and their edges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops
+from hopline.batch import Batch, Block, Rows
+from hopline.nn.gnn import GNN
+from hopline.predict import Sizes
+from hopline.spec import format_size
+from hopline.split import check_split, piece_of, sizes_of
+
+if TYPE_CHECKING:
+    from hopline.history_unit import HistoricalBatch
+
+UNEVEN = 1.1
+"""How much more than its share a piece may have, where it then ends with a part of the graph."""
+
+
+# ---- where a batch is cut
+
+
+def balanced(weight: Tensor, ends: Sequence[int], num_pieces: int) -> list[slice]:
+    """Runs of nodes of about equal weight, that end with the parts of a batch where these are small enough.
+
+    weight: [num_nodes]; ends: of the parts, ascending.
+    """
+    upto = torch.cat([weight.new_zeros(1), weight.cumsum(0)])
+    share, cuts, start = float(upto[-1]) / num_pieces, [0], 0
+    for stop in ends:
+        if float(upto[stop] - upto[cuts[-1]]) > UNEVEN * share:
+            cuts.append(start)
+        here = float(upto[stop] - upto[start])
+        if here > UNEVEN * share:
+            count = math.ceil(here / share)
+            inner = upto[start] + here / count * torch.arange(1, count, dtype=torch.float64)
+            cuts += [*torch.searchsorted(upto, inner.to(upto.dtype)).tolist(), stop]
+        start = stop
+    cuts = sorted({*cuts, ends[-1]})
+    return [slice(a, b) for a, b in pairwise(cuts)]
+
+
+def runs_to_fit(
+    block: Block, ends: Sequence[int], bytes_of: Callable[[Sizes], float], limit: float
+) -> tuple[list[slice], float]:
+    """(a block's destinations in few runs that take no more than `limit` bytes each, what the largest takes)."""
+    alone, weight = _alone(block), block.part.indptr.cpu().diff() + 1
+    num_pieces = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
+    while True:
+        num_pieces = min(num_pieces, block.num_dst)
+        runs = balanced(weight, ends, num_pieces)
+        worst = max(map(bytes_of, sizes_of(alone, [torch.arange(run.start, run.stop) for run in runs])))
+        if worst <= limit:
+            return runs, worst
+        if num_pieces == block.num_dst:
+            raise ValueError(
+                f"one node of a batch takes {format_size(worst)} and {format_size(max(0, limit))} are left beside the "
+                f"batch's own rows: give the budget {format_size(worst - limit)} more, or make parts_per_batch smaller"
+            )
+        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, 2)))
+
+
+def _alone(block: Block) -> Batch:
+    """A block as a batch of all its destinations, without rows."""
+    return Batch(block.dst_ids, (block.scaling_sums(block.scale_sums),), None, None)
+
+
+def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:
+    """What a block of these sizes has where layer `l` is computed alone."""
+    (src, dst), (edges,) = sizes.nodes, sizes.edges
+    nodes = [0] * (model.num_layers + 1)
+    nodes[l], nodes[l + 1] = src, dst
+    nodes[0] += dst if l and model.encodes else 0  # initial rows are made again
+    return Sizes(tuple(nodes), tuple(edges if i == l else 0 for i in range(model.num_layers)))
+
+
+def whole_sizes(made: HistoricalBatch) -> Sizes:
+    """Of a batch at once: the layers of its own nodes, of those that send to it and of its halo."""
+    nodes, edges = list(Sizes.of(made.batch).nodes), list(Sizes.of(made.batch).edges)
+    last = len(edges) - 1
+    beside = [(made.later.block, 1, last + 1)] if made.later is not None else []
+    beside += [(made.mixer.block, 0, last)] if made.mixer is not None else []
+    for block, first, stop in beside:
+        for l in range(first, stop):
+            nodes[l], edges[l] = nodes[l] + block.num_src, edges[l] + block.num_edges
+        nodes[stop] += block.num_dst
+    return Sizes(tuple(nodes), tuple(edges))
+
+
+def check_pieces(model: GNN) -> None:
+    """Refuse, by name, a model for which a batch in pieces is not the batch."""
+    check_split(model, instead="make parts_per_batch smaller")
+    for name, module in model.named_modules():
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+        if drops and name.startswith("encoder."):
+            raise ValueError(
+                f"{name} draws anew wherever a node's row is encoded, so no batch can be split: use input_dropout= or "
+                "dropout= of hl.nn.GNN, or make parts_per_batch smaller"
+            )
+
+
+# ---- pieces
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """All in-edges of a piece's nodes; sources that are the batch's own stand before those of the halo."""
+
+    block: Block
+    near_idx: Tensor
+    """The former among the batch's own nodes,"""
+    halo_idx: Tensor
+    """and the latter in the halo; on the host."""
+
+
+@dataclass(eq=False)
+class NanoPiece:
+    """Some of a batch's own nodes; their edges are there from when they are asked for until they are let go."""
+
+    made: HistoricalBatch
+    number: int
+    run: slice
+    """Which of the batch's own nodes they are."""
+
+    @cached_property
+    def edges(self) -> Edges:
+        whole = self.made.block
+        piece = piece_of(_alone(whole), torch.arange(self.run.start, self.run.stop))
+        (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
+        order = is_halo.long().argsort(stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        src_idx = place[block.part.src_idx.long()].to(block.part.src_idx.dtype)
+        block = replace(block, src_ids=block.src_ids[order], parts=(replace(block.part, src_idx=src_idx),))
+        near, far = piece.input_idx[order].split([order.numel() - int(is_halo.sum()), int(is_halo.sum())])
+        return Edges(block, near, (far - whole.num_dst).cpu())
+
+    @property
+    def block(self) -> Block:
+        return self.edges.block
+
+    @property
+    def batch(self) -> Batch:
+        whole, block = self.made.batch, self.block
+        assert whole.output_idx is not None
+        chosen = ((whole.output_idx >= self.run.start) & (whole.output_idx < self.run.stop)).nonzero().view(-1)
+
+        def rows(of: Rows | Tensor) -> Rows | Tensor:
+            if isinstance(of, Tensor):
+                halo_idx = self.edges.halo_idx.to(of.device) + self.made.block.num_dst
+                return ops.gather_rows(of, torch.cat([self.edges.near_idx, halo_idx]))
+            return Rows(of.table, block.src_ids)
+
+        return replace(
+            whole,
+            seeds=whole.seeds[chosen],
+            blocks=(block,) * len(whole.blocks),
+            x=None if whole.x is None else rows(whole.x),
+            y=None if whole.y is None else whole.y[chosen],
+            tables={name: rows(of) for name, of in whole.tables.items()},
+            output_idx=whole.output_idx[chosen] - self.run.start,
+        )
+
+    @property
+    def has_seeds(self) -> bool:
+        seeds = self.made.batch.output_idx
+        assert seeds is not None
+        return bool(((seeds >= self.run.start) & (seeds < self.run.stop)).any())
+
+    def let_go(self) -> None:
+        self.__dict__.pop("edges", None)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """A block in runs of its destinations: (run, its edges, where their sources are), made when it is asked for."""
+
+    block: Block
+    runs: Sequence[slice]
+    src_idx: Tensor | None = None
+    """Where the block's sources are; among themselves by default."""
+
+    def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
+        for run in self.runs:
+            piece = piece_of(_alone(self.block), torch.arange(run.start, run.stop))
+            idx = piece.input_idx
+            yield run, piece.blocks[0], idx if self.src_idx is None else self.src_idx[idx]
