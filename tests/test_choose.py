@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from hopline import choose as choosing
+from hopline.budget import Budget
+from hopline.choose import Candidate, choose, compare, first_nodes, recommended, table_of
+from hopline.full_batch import FullBatch
+from hopline.historical import Historical
+from hopline.methods import Sampled
+from hopline.nn import GNN
+from hopline.plan import Outline
+from hopline.planning import learn, plan_of
+from hopline.settings import TrainSettings
+from tests.helpers import dataset_of, randn, random_graph, stack_of
+
+SAMPLED = Sampled(fanouts=(5, 5), batch_size=100)
+
+
+def outline_of(num_nodes: int = 600) -> Outline:
+    data = dataset_of(random_graph(num_nodes, 8 * num_nodes, attr=2), randn(num_nodes, 6))
+    torch.manual_seed(0)
+    return Outline.of(GNN(stack_of("sage-mean", 6, 16, 3)).double(), data, TrainSettings())
+
+
+def test_every_method_is_planned_and_timed():
+    outline = outline_of()
+    found = compare(SAMPLED, outline, Budget(host="1GiB"))
+    assert [c.name for c in found] == ["sampled", "historical", "full_batch"]
+    assert all(c.plan is not None and 0 < c.seconds < 60 for c in found)
+    assert [c.plan.steps for c in found if c.plan] == [3, 4, 1]
+    best = recommended(found)
+    assert best is min(found, key=lambda c: c.seconds / c.plan.steps)  # type: ignore[union-attr]
+    rows = table_of(found)
+    assert [len(row) for row in rows] == [7] * 3
+    assert rows[0][-1] == "batches of 100 seeds, uncut"
+    assert all(p.grad is None for p in outline.job.module.parameters())
+
+
+def test_what_does_not_fit_in_memory_is_tried_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    outline = outline_of()
+    learn(outline, 2)
+    memory, files = (m for m in choosing.alternatives(SAMPLED, outline) if isinstance(m, FullBatch))
+    least = [plan_of(m, outline, Budget(host="1KiB")).smallest_bytes("host") for m in (memory, files)]
+    assert least[1] < least[0]
+    limit = sum(least) // 2
+    found = compare(SAMPLED, outline, Budget(host=str(limit)), probe=False)
+    whole = found[-1]
+    assert isinstance(whole.method, FullBatch)
+    assert (whole.plan is None, whole.method.folder) == (False, Path("tables"))
+    assert all(math.isnan(c.seconds) for c in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fastest_step_is_recommended_of_those_that_fit():
+    plan = plan_of(SAMPLED, outline_of(), Budget())  # of three steps
+    slow, fast = (Candidate(method=SAMPLED, plan=plan, seconds=s) for s in (3.0, 1.0))
+    refused = Candidate(method=Historical(), refusal="it does not fit")
+    unknown = Candidate(method=FullBatch(), plan=plan)
+    assert recommended([slow, fast, refused, unknown]) is fast
+    assert recommended([refused]) is None
+    assert table_of([refused]) == [["historical", *["-"] * 5, "it does not fit"]]
+
+
+def test_auto_says_why_and_refuses_what_nothing_fits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choosing, "TIMED", 1)
+    method, why = choose(outline_of(), Budget(host="1GiB"))
+    assert why.startswith(f"method={choosing.kind_of(type(method))}: an epoch takes about ")
+    with pytest.raises(ValueError, match="no method fits this budget: Sampled does not fit 1 KiB"):
+        choose(outline_of(), Budget(host="1KiB"))
+
+
+def test_the_first_nodes_are_the_graph_between_them():
+    data = outline_of(60).data
+    part = first_nodes(data, 25)
+    assert (part.num_nodes, part.folder) == (25, None)
+    for node in range(25):
+        before = data.graph.indices[data.graph.indptr[node] : data.graph.indptr[node + 1]]
+        edges = slice(int(data.graph.indptr[node]), int(data.graph.indptr[node + 1]))
+        inside = before < 25
+        now = slice(int(part.graph.indptr[node]), int(part.graph.indptr[node + 1]))
+        assert torch.equal(part.graph.indices[now], before[inside])
+        assert torch.equal(part.graph.edge["attr"][now], data.graph.edge["attr"][edges][inside])
+    assert torch.equal(part.x.read(torch.arange(25)), data.x.read(torch.arange(25)))
+    assert part.splits["train"].max() < 25
+
+
+def test_a_large_graph_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choosing, "MOST_EDGES", 1000)
+    outline, scale = choosing._smaller(outline_of())
+    assert outline.data.num_nodes < 600
+    assert scale == 4800 / outline.data.num_edges
+    assert outline.train_ids.numel() > 0
