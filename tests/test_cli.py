@@ -23,7 +23,7 @@ from hopline import cli, run
 from hopline.recipes import RECIPES, find_recipe
 from tests.runs import assert_refused, command, labels, overrides, records, small, without
 
-COMMANDS = ("train", "infer", "convert", "partition", "verify", "datasets", "report", "doctor")
+COMMANDS = ("train", "plan", "infer", "convert", "partition", "verify", "datasets", "report", "doctor")
 
 
 @pytest.fixture
@@ -93,6 +93,37 @@ def test_partition_and_verify(graph: Path, tmp_path: Path, settings: tuple[str, 
     assert_refused(command("train", folder, "model.hidden=4"), words)
     assert_refused(command("train", folder, "symmetrize=true"), "is cut already")
     assert_refused(command("verify", folder / "shard-0"), "give the folder above it")
+
+
+def test_a_plan_shows_every_method_and_auto_takes_one_that_fits(graph: Path, tmp_path: Path):
+    status, text, err = command("plan", graph, *overrides(budget="1GiB"))
+    assert (status, err) == (0, "")
+    for name in ("sampled", "historical", "full_batch"):
+        assert f"{name} plan: host " in text
+    assert "recommended: method=" in text
+    out = tmp_path / "run"
+    auto = [f"out={out}", "model.layers=2", "model.hidden=8", "budget=1GiB", "method=auto"]
+    status, text, err = command("train", graph, *auto, "epochs=1")
+    assert (status, err) == (0, "")
+    chosen = text.split("method=")[1].split(":")[0]
+    assert run.load_config(out).method != "auto"
+    assert type(run.load_config(out).method).__name__.lower() == chosen.replace("_", "")
+    assert "plan: host " in text
+    # What was chosen stays chosen when the run goes on.
+    status, text, err = command("train", graph, *auto, "epochs=2", "resume=true")
+    assert (status, err) == (0, "")
+    assert "an epoch takes about" not in text
+
+
+def test_a_budget_that_is_too_small_is_refused_with_one_that_is_not(graph: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    status, _, err = command("train", graph, *overrides(out=out, budget="1KiB", **{"budget.over_budget": "refuse"}))
+    assert status == 2
+    assert "Sampled does not fit 1 KiB on the host: it needs at least budget=" in err
+    assert not out.exists()
+    status, _, err = command("plan", graph, *overrides(budget="1KiB"))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "no method fits this budget" in err
 
 
 def test_training_on_shards_is_training_on_the_dataset(graph: Path, tmp_path: Path):
