@@ -249,7 +249,8 @@ class WriteReport(Callback):
     def drop_after(self, epoch: int) -> None:
         """Take the epochs behind this one, which has ended the run, out of the record."""
         path = self.report.folder / "metrics.jsonl"
-        records = [r for r in read_records(path) if r.get("event") != "epoch" or r["epoch"] <= epoch]
+        of_epochs = ("epoch", "budget", "pipeline")
+        records = [r for r in read_records(path) if r.get("event") not in of_epochs or r["epoch"] <= epoch]
         write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:

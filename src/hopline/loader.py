@@ -17,7 +17,7 @@ from hopline.data.dataset import Dataset
 from hopline.memory import reuse_freed_memory
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import Whole
-from hopline.pipeline import Pipeline, Stage
+from hopline.pipeline import Load, Pipeline, Stage
 from hopline.sampling import NeighborSampler, seed_batches, share_of
 from hopline.tables import Table
 from hopline.transfer import Mover
@@ -51,6 +51,7 @@ class Loader:
         self.model = model
         self.rank, self.size = 0, 1  # of the ranks that share each step's seeds
         self.num_cores = num_cores()
+        self.load: Load | None = None  # of the last epoch, if threads prepared it
         self._next_epoch = 1
         reuse_freed_memory()
 
@@ -67,8 +68,7 @@ class Loader:
 
         After `done` batches of `seeds_done` seeds it goes on, also where these were batches of another size.
         """
-        # What a GPU prepares is prepared in its own order: threads would only take turns.
-        workers, look_ahead = (0, 1) if self.on_gpu else resolve_workers(self.method, self.num_cores)
+        self.load, (workers, look_ahead) = None, self.threads
         mover = Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", self._gather), Stage("move", mover.move)]
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
@@ -85,6 +85,13 @@ class Loader:
         with closing(pipeline.run(requests)) as batches:
             for batch in batches:
                 yield mover.ready(batch)
+        self.load = pipeline.load
+
+    @property
+    def threads(self) -> tuple[int, int]:
+        """(threads that prepare batches, how many of these may be ahead)."""
+        # What a GPU prepares is prepared in its own order: threads would only take turns.
+        return (0, 1) if self.on_gpu else resolve_workers(self.method, self.num_cores)
 
     def _sample(self, request: tuple[Tensor, int]) -> Batch:
         all_seeds, key = request

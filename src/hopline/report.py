@@ -115,7 +115,7 @@ class Report:
         metrics = self.folder / "metrics.jsonl"
         records = report_html.read_records(metrics) if resume else []
         # The run is not over any more.
-        records = [record for record in records if record.get("event") not in ("end", "close")]
+        records = [record for record in records if record.get("event") not in ("end", "close", "explain")]
         # Written again from what could be read, so that half a line of a killed run does not spoil the next.
         write_text(metrics, "".join(json.dumps(record) + "\n" for record in records))
         self._earlier_s = max((float(record.get("elapsed_s") or 0) for record in records), default=0.0)

@@ -1,7 +1,6 @@
 """The page of a run: read its files, draw its curves, and lay them out without any outside help."""
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from hopline.report_parts import Record, budget_section, is_number, numbers, pipeline_section, table
 from hopline.report_svg import Points, bar_chart, line_chart, short
 from hopline.spec import format_size
-
-Record = dict[str, Any]
 
 STYLE = """
 :root {
@@ -73,6 +71,10 @@ class RunFiles:
     about: Record
     epochs: list[Record]
     evaluations: list[Record]
+    budgets: list[Record]
+    """Of each epoch that kept to a budget."""
+    pipeline: Record
+    """Why epochs took as long as they did."""
     end: Record
     close: Record
     num_unreadable: int
@@ -108,23 +110,30 @@ def read_run(folder: Path) -> RunFiles:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"'{path}' is damaged: restore it, or run again with another out=FOLDER.") from None
     records, num_unreadable = _read_lines(folder / "metrics.jsonl")
-    # A resumed run repeats epochs; what it logged last holds.
-    epochs = {r["epoch"]: r for r in records if r.get("event") == "epoch" and _is_number(r.get("epoch"))}
+    epochs, budgets = _by_epoch(records, "epoch"), _by_epoch(records, "budget")
     evaluations = {
         (r["epoch"], str(r.get("split"))): r
         for r in records
-        if r.get("event") == "evaluate" and _is_number(r.get("epoch")) and isinstance(r.get("metrics"), dict)
+        if r.get("event") == "evaluate" and is_number(r.get("epoch")) and isinstance(r.get("metrics"), dict)
     }
-    last = {event: next((r for r in reversed(records) if r.get("event") == event), {}) for event in ("end", "close")}
+    last = {r.get("event"): r for r in records}
     return RunFiles(
         name=name,
         about=about,
-        epochs=[epochs[epoch] for epoch in sorted(epochs)],
+        epochs=epochs,
         evaluations=[evaluations[key] for key in sorted(evaluations)],
-        end=last["end"],
-        close=last["close"],
+        budgets=budgets,
+        pipeline=last.get("explain", last.get("pipeline", {})),
+        end=last.get("end", {}),
+        close=last.get("close", {}),
         num_unreadable=num_unreadable,
     )
+
+
+def _by_epoch(records: Iterable[Record], event: str) -> list[Record]:
+    """A resumed run repeats epochs; what it logged last holds."""
+    found = {r["epoch"]: r for r in records if r.get("event") == event and is_number(r.get("epoch"))}
+    return [found[epoch] for epoch in sorted(found)]
 
 
 def render(folder: Path) -> str:
@@ -135,14 +144,16 @@ def render(folder: Path) -> str:
         _tiles(run),
         *map(_notice, _notices(run)),
         _curves(run),
+        budget_section(run.budgets),
         _stages(run),
+        pipeline_section(run.pipeline),
         _counters(run),
     ]
     settings = _flat(run.about["config"])
     facts = {"platform": run.about.get("platform"), "cpu_count": run.about.get("cpu_count")}
     versions = [*_flat(run.about.get("versions") or {}), *facts.items()]
     tables = (("Settings", "key", settings), ("Versions and machine", "what", versions))
-    sides = [f"<div><h2>{title}</h2>{_table((head, 'value'), rows)}</div>" for title, head, rows in tables]
+    sides = [f"<div><h2>{title}</h2>{table((head, 'value'), rows)}</div>" for title, head, rows in tables]
     body.append(f'<div class="grid">{"".join(sides)}</div>')
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -167,16 +178,16 @@ def _header(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles) -> str:
-    seconds = [r["seconds"] for r in run.epochs if _is_number(r.get("seconds"))]
+    seconds = [r["seconds"] for r in run.epochs if is_number(r.get("seconds"))]
     tiles: list[tuple[str, str]] = []
     for split, metrics, note in _results(run):
-        tiles += [(f"{split} {name}{note}", short(value)) for name, value in metrics.items() if _is_number(value)]
+        tiles += [(f"{split} {name}{note}", short(value)) for name, value in metrics.items() if is_number(value)]
     tiles.append(("epochs", str(len(run.epochs))))
     if seconds:
         tiles.append(("median seconds per epoch", short(statistics.median(seconds))))
     if run.epochs and run.epochs[-1].get("slowest_stage"):
         tiles.append(("slowest stage, last epoch", str(run.epochs[-1]["slowest_stage"])))
-    if _is_number(run.end.get("peak_rss_bytes")):
+    if is_number(run.end.get("peak_rss_bytes")):
         tiles.append(("peak host memory", format_size(run.end["peak_rss_bytes"])))
     cells = [f'<div class="tile"><b>{escape(v)}</b><span class="dim">{escape(k)}</span></div>' for k, v in tiles]
     return f'<div class="tiles">{"".join(cells)}</div>'
@@ -187,7 +198,7 @@ def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
     best = run.end.get("best_epoch")
     valid = run.end.get("valid")
     if not isinstance(valid, dict):
-        scored = [r for r in run.evaluations if r.get("split") == "valid" and _is_number(_first(r["metrics"]))]
+        scored = [r for r in run.evaluations if r.get("split") == "valid" and is_number(_first(r["metrics"]))]
         top = max(scored, key=lambda r: _first(r["metrics"]), default=None)
         valid, best = (top["metrics"], top["epoch"]) if top else (None, None)
     if valid:
@@ -221,7 +232,7 @@ def _curves(run: RunFiles) -> str:
     metrics: dict[str, list[tuple[float, float]]] = {}
     for record in run.evaluations:
         for name, value in record["metrics"].items():
-            if _is_number(value):
+            if is_number(value):
                 metrics.setdefault(f"{record.get('split')} {name}", []).append((record["epoch"], value))
     charts = [line_chart("Loss", {"loss": _series(run.epochs, "loss")}), line_chart("Metrics", metrics)]
     charts.append(line_chart("Learning rate", {"learning rate": _series(run.epochs, "lr")}))
@@ -231,23 +242,23 @@ def _curves(run: RunFiles) -> str:
 
 
 def _series(records: Iterable[Record], name: str) -> Points:
-    return [(r["epoch"], r[name]) for r in records if _is_number(r.get(name))]
+    return [(r["epoch"], r[name]) for r in records if is_number(r.get(name))]
 
 
 def _stages(run: RunFiles) -> str:
-    bars = [(r["epoch"], _numbers(r.get("stages"))) for r in run.epochs]
+    bars = [(r["epoch"], numbers(r.get("stages"))) for r in run.epochs]
     rows = [_stage_row(stage) for stage in run.end.get("stages") or _stage_statistics([s for _, s in bars])]
     if not rows:
         return ""
     heads = ("stage", "calls", "first epoch (s)", "mean of later epochs (s)", "± std (s)")
     note = '<p class="dim">Stages overlap in a pipeline, so they may add up to more than the epoch.</p>'
     chart = bar_chart("Seconds by stage", bars)
-    return f"<h2>Stage times</h2>{note}{chart}{_table(heads, rows, numbers_from=1)}"
+    return f"<h2>Stage times</h2>{note}{chart}{table(heads, rows, numbers_from=1)}"
 
 
 def _stage_row(stage: Record) -> tuple[str, ...]:
     keys = ("calls", "first_epoch_s", "mean_s", "std_s")
-    return (str(stage.get("name")), *(short(stage[k]) if _is_number(stage.get(k)) else "–" for k in keys))
+    return (str(stage.get("name")), *(short(stage[k]) if is_number(stage.get(k)) else "–" for k in keys))
 
 
 def _stage_statistics(epochs: Sequence[Mapping[str, float]]) -> list[Record]:
@@ -262,15 +273,15 @@ def _stage_statistics(epochs: Sequence[Mapping[str, float]]) -> list[Record]:
 
 
 def _counters(run: RunFiles) -> str:
-    last = _numbers(run.epochs[-1].get("counters")) if run.epochs else {}
-    totals = _numbers(run.close.get("counters"))
+    last = numbers(run.epochs[-1].get("counters")) if run.epochs else {}
+    totals = numbers(run.close.get("counters"))
     if not totals:
         for record in run.epochs:
-            for name, amount in _numbers(record.get("counters")).items():
+            for name, amount in numbers(record.get("counters")).items():
                 totals[name] = totals.get(name, 0) + amount
     names = sorted({*totals, *last})
     rows = [(name, *(_amount(name, values.get(name)) for values in (totals, last))) for name in names]
-    return f"<h2>Counters</h2>{_table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
+    return f"<h2>Counters</h2>{table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
 
 
 def _amount(name: str, value: float | None) -> str:
@@ -279,27 +290,9 @@ def _amount(name: str, value: float | None) -> str:
     return format_size(value) if "bytes" in name else f"{value:,.6g}" if value % 1 else f"{value:,.0f}"
 
 
-def _numbers(values: Any) -> dict[str, float]:
-    return {k: v for k, v in values.items() if _is_number(v)} if isinstance(values, dict) else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, ", ".join(map(str, value)) if isinstance(value, list) else value
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], numbers_from: int = 99) -> str:
-    def row(tag: str, cells: Sequence[Any]) -> str:
-        marks = [' class="number"' if at >= numbers_from else "" for at in range(len(cells))]
-        texts = ["none" if cell is None else escape(str(cell)) for cell in cells]
-        return "<tr>" + "".join(f"<{tag}{m}>{t}</{tag}>" for m, t in zip(marks, texts, strict=True)) + "</tr>"
-
-    lines = [row("th", heads), *(row("td", cells) for cells in rows)]
-    return f'<div class="table"><table>{"".join(lines)}</table></div>'

@@ -45,7 +45,7 @@ def _figure(title: str, names: Iterable[str], width: int, drawing: str) -> str:
     )
 
 
-def _axes(x_labels: Points, x_text: Sequence[str], y_ticks: Sequence[float], width: int) -> str:
+def _axes(x_labels: Points, x_text: Sequence[str], y_ticks: Sequence[float], width: int, over: str = "epoch") -> str:
     """Horizontal gridlines with numbers at the left, labels below; `x_labels` are places, already scaled."""
     floor = HEIGHT - BOTTOM
     parts = []
@@ -55,7 +55,7 @@ def _axes(x_labels: Points, x_text: Sequence[str], y_ticks: Sequence[float], wid
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
     for (x, _), text in zip(x_labels, x_text, strict=True):
         parts.append(f'<text x="{x:.1f}" y="{floor + 16}" text-anchor="middle">{text}</text>')
-    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">epoch</text>')
+    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{over}</text>')
     return "".join(parts)
 
 
@@ -63,13 +63,17 @@ def _scale(value: float, low: float, high: float, start: float, stop: float) -> 
     return start + (value - low) / (high - low) * (stop - start) if high > low else (start + stop) / 2
 
 
-def line_chart(title: str, series: Mapping[str, Points]) -> str:
-    """Draw curves over epochs as an SVG figure, or nothing when no curve has a point."""
+def line_chart(title: str, series: Mapping[str, Points], over: str = "epoch", least: float | None = None) -> str:
+    """Draw curves over epochs, or whatever `over` names, as an SVG figure, or nothing when no curve has a point.
+
+    least: a value that the vertical axis shows in any case.
+    """
     series = {name: points for name, points in series.items() if points}
     if not series:
         return ""
     epochs = [x for points in series.values() for x, _ in points]
     values = [y for points in series.values() for _, y in points]
+    values += [] if least is None else [least]
     first, last, y_ticks = min(epochs), max(epochs), ticks(min(values), max(values))
     x_ticks = [x for x in ticks(first, last, 6) if first <= x <= last and x == int(x)] if last > first else [first]
 
@@ -77,7 +81,7 @@ def line_chart(title: str, series: Mapping[str, Points]) -> str:
         across = _scale(x, first, last, LEFT + 8, WIDTH - RIGHT - 8)
         return across, _scale(y, y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
 
-    parts = [_axes([place(x, 0) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, WIDTH)]
+    parts = [_axes([place(x, 0) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, WIDTH, over)]
     for i, (name, points) in enumerate(series.items()):
         colour = f"var(--c{i % NUM_COLOURS})"
         places = [place(*point) for point in points]
@@ -86,7 +90,7 @@ def line_chart(title: str, series: Mapping[str, Points]) -> str:
         # Dots where they stand apart; where they are many, something unseen to point at.
         dot = f'r="3" style="fill:{colour}"' if len(points) <= MAX_BARS else 'r="6" fill="transparent"'
         for (x, y), (epoch, value) in list(zip(places, points, strict=True))[:: -(-len(points) // MAX_HOVERS)]:
-            hover = f"{escape(name)}, epoch {epoch:g}: {value:.6g}"
+            hover = f"{escape(name)}, {over} {epoch:g}: {value:.6g}"
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {dot}><title>{hover}</title></circle>')
     return _figure(title, series, WIDTH, "".join(parts))
 

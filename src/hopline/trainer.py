@@ -44,6 +44,7 @@ from hopline.settings import TrainSettings, find_device
 from hopline.shard_data import ShardedData
 from hopline.spec import to_dict
 from hopline.update import Update, make_optimizer, split_decay
+from hopline.watch import WatchBudget, WatchPipeline
 from hopline.work import Job, Method, TrainStep, Unit, Work, in_groups, supervised, units_from
 from hopline.world import World
 
@@ -323,6 +324,7 @@ class Trainer:
             stack.callback(setattr, self, "_report", None)
             stack.enter_context(trace.listen(self._report))
             self.active.append(WriteReport(self._report))
+        self.active += [WatchBudget(self._report), WatchPipeline(self._report)]
         if self.settings.show and self.world.rank == 0:
             self.active.append(ShowProgress())
         keep = KeepWeights(self.out if self.world.rank == 0 else None)

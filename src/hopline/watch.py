@@ -1,0 +1,161 @@
+"""Callbacks that compare a run with what was promised: its bytes with a budget, its pipeline with its bound."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hopline.callbacks import Callback, EpochEnd, Run, StepEnd
+from hopline.explain import Explanation, Setup, explain
+from hopline.report import Report
+from hopline.report_parts import thinned
+from hopline.spec import format_size
+
+if TYPE_CHECKING:
+    from hopline.trainer import Trainer
+
+MOST_POINTS = 300
+"""Steps of an epoch that the report keeps bytes of; of more, the largest of each stretch."""
+SUMMED = ("split", "pieces", "resampled", "cut", "edges_cut", "over", "oom")
+
+
+class WatchBudget(Callback):
+    """What a budget's steps were promised and took, epoch by epoch; on all ranks, and the first one writes."""
+
+    def __init__(self, report: Report | None = None) -> None:
+        self.report = report
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        guard = getattr(trainer.work, "guard", None)
+        if guard is None:
+            return
+        record = _over_ranks(guard.take_record(), trainer)
+        before, after = record["before"], record["after"]
+        record["num_steps"] = len(after)
+        record["before"], _ = thinned(before, MOST_POINTS)
+        record["after"], record["steps_per_point"] = thinned(after, MOST_POINTS)
+        if self.report is not None:
+            self.report.log({"event": "budget", "epoch": epoch.epoch, **record})
+        if any(record[name] for name in ("split", "cut", "resampled", "over", "oom")):
+            trainer.say(f"epoch {epoch.epoch}: {_said(record)}")
+
+
+def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """The largest bytes and the sums of all ranks; the steps are this one's."""
+    world = trainer.world
+    if world.size == 1:
+        return record
+    limit, promised, peak = world.most([-record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]])
+    sums = world.sum([float(record[name]) for name in SUMMED])
+    counts = {name: int(total) for name, total in zip(SUMMED, sums, strict=True)}
+    return record | {"limit_bytes": -limit, "promised_bytes": promised, "peak_bytes": peak} | counts
+
+
+def _said(record: dict[str, Any]) -> str:
+    """What was done to keep to the budget, in one line."""
+    words = []
+    if record["split"]:
+        words.append(f"{record['split']} batches split into {record['pieces']} pieces")
+    if record["resampled"]:
+        words.append(f"{record['resampled']} batches drawn anew")
+    if record["cut"]:
+        words.append(f"{record['edges_cut']:,} edges cut from {record['cut']} batches")
+    if record["oom"]:
+        words.append(f"memory ran out {record['oom']} times, and steps went on in smaller pieces")
+    if record["over"]:
+        words.append(f"{record['over']} steps over the limit")
+    sizes = [format_size(record[name]) for name in ("promised_bytes", "peak_bytes", "limit_bytes")]
+    return f"{', '.join(words)}; a step took up to {sizes[1]}, promised {sizes[0]}, allowed {sizes[2]}"
+
+
+class WatchPipeline(Callback):
+    """Why epochs take as long as they do: in the report for each one, and at the end in a sentence for all.
+
+    The first epoch, which compiles and fills caches, counts only where it is the only one; one that was begun in an
+    earlier process is left out, since its first steps were not timed here.
+    """
+
+    def __init__(self, report: Report | None = None) -> None:
+        self.report = report
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.steps, self.timed = 0, list[_Timed]()
+
+    def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
+        self.steps += 1
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        num_batches, steps, self.steps = trainer.position.units, self.steps, 0
+        if num_batches > steps * trainer.settings.accumulate:
+            return
+        alone = getattr(getattr(trainer.work, "loader", None), "load", None)
+        timed = _Timed(epoch.stages, epoch.seconds, num_batches, {} if alone is None else alone.stages)
+        self.timed.append(timed)
+        self._log({"event": "pipeline", "epoch": epoch.epoch}, timed.explained(setup_of(trainer)), trainer)
+
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        timed = self.timed[1:] or self.timed if run.finished else []
+        if not timed or (found := _together(timed).explained(setup_of(trainer))) is None:
+            return
+        self._log({"event": "explain"}, found, trainer)
+        ratio = f"took {found.achieved:.2f} of its stages' sum, {found.bound:.2f} is the least"
+        trainer.say(f"pipeline: {found.sentence} (an epoch {ratio}){_evaluation(trainer, run)}")
+
+    def _log(self, head: dict[str, Any], found: Explanation | None, trainer: Trainer) -> None:
+        if self.report is not None and found is not None:
+            setup = setup_of(trainer)
+            self.report.log({**head, **vars(found), "workers": setup.workers, "look_ahead": setup.look_ahead})
+
+
+class _Timed:
+    """What was timed of an epoch."""
+
+    def __init__(self, stages: dict[str, float], seconds: float, num_batches: int, alone: dict[str, float]) -> None:
+        self.stages, self.seconds, self.num_batches, self.alone = stages, seconds, num_batches, alone
+
+    def explained(self, setup: Setup) -> Explanation | None:
+        return explain(self.stages, self.seconds, self.num_batches, setup, self.alone)
+
+
+def _together(timed: list[_Timed]) -> _Timed:
+    """The mean of some epochs."""
+
+    def mean(parts: list[dict[str, float]]) -> dict[str, float]:
+        return {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for part in parts for name in part}
+
+    seconds = sum(one.seconds for one in timed) / len(timed)
+    batches = round(sum(one.num_batches for one in timed) / len(timed))
+    return _Timed(mean([one.stages for one in timed]), seconds, batches, mean([one.alone for one in timed]))
+
+
+def setup_of(trainer: Trainer) -> Setup:
+    """What of a run can be changed."""
+    loader, method = getattr(trainer.work, "loader", None), trainer.method
+    threads = getattr(loader, "threads", None)
+    together = loader is not None and getattr(method, "workers", 0) != 0  # ranks prepare by one thread each, in step
+    on_gpu = trainer.device.type == "cuda"
+    workers, look_ahead = threads or (int(together), 1)
+    drawn_on_gpu = bool(getattr(loader, "on_gpu", False))
+    return Setup(
+        workers=workers,
+        look_ahead=look_ahead,
+        most_workers=0 if threads is None or drawn_on_gpu else max(1, loader.num_cores),  # type: ignore[union-attr]
+        num_cores=trainer.world.num_cores,
+        sampled=hasattr(method, "fanouts"),
+        on_gpu=on_gpu,
+        drawn_on_gpu=drawn_on_gpu,
+        bf16=trainer.settings.precision == "bf16",
+        gpu_free=not on_gpu and torch.cuda.is_available(),
+    )
+
+
+def _evaluation(trainer: Trainer, run: Run) -> str:
+    """What to do where evaluation takes longer than training."""
+    evaluated_s = sum(e.seconds for e in run.evaluations if e.split == "valid")
+    trained_s = sum(epoch.seconds for epoch in run.history)
+    every = trainer.settings.evaluate_every
+    if trainer.settings.evaluate == "async" or evaluated_s <= trained_s or run.epochs <= every:
+        return ""
+    share = evaluated_s / (evaluated_s + trained_s)
+    return f"; evaluation takes {share:.0%} of the run: set evaluate_every={max(2 * every, 5)}"
