@@ -355,9 +355,10 @@ class Trainer:
             run.test = self.evaluations.evaluate_now(run.best_epoch, "test", exact=True).metrics[self.metric]
 
     def _initialise(self) -> None:
-        """One forward pass without gradients gives lazily built layers their parameters before the optimizer asks."""
+        """A forward pass gives lazily built layers their parameters; ranks begin with the first one's weights."""
         if any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters()):
             infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
+        self.world.broadcast_tensors(self.model.state_dict().values())
 
     def _send(self, data: Dataset) -> SentData | None:
         """The data for another process, before it is placed: what is pinned cannot be shared any more."""
