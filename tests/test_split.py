@@ -153,7 +153,7 @@ def test_what_a_piece_takes_besides_its_step_is_known_by_its_sizes(handle: str):
     if handle == "reduced":
         assert isinstance(batch.x, Rows)
         batch = replace(batch, x=GNN(stack_of("sage-mean", 16, 8, 3)).double().read_ahead(batch.x, batch.blocks[0]))
-    groups, takes = groups_of(1500, 4), split.PieceBytes.of(batch)
+    groups, takes = groups_of(1500, 4), split.PieceBytes.of(batch, batch.seeds.device)
     for group, sizes in zip(groups, split.sizes_of(batch, groups), strict=True):
         with meter_of("cpu") as meter:
             found = split.piece_of(batch, group).batch()

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hopline import ops, trace
-from hopline.batch import Batch, Block, Rows
+from hopline.batch import Batch, Block
 from hopline.meter import meter_of
 from hopline.predict import Predictor, Sizes, costs_of
+from hopline.rescue import Before, attempt, gradient_bytes, state_bytes
 from hopline.spec import format_size, nearest, parse_size
-from hopline.split import CutBy, SplitBy, check_split, cut_to_fit, split_to_fit
+from hopline.split import CutBy, PieceBytes, SplitBy, check_split, cut_to_fit, groups_to_fit, piece_of, with_rows
 from hopline.validate import check_fields
 from hopline.work import BatchUnit, Job, Unit
 
 OverBudget = Literal["split", "resample", "cut", "refuse"]
 Redraw = Callable[[Tensor, int], tuple[Block, ...]]
 """(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""
+Step = Callable[[Batch], Tensor]
+"""What is done with a batch, or with a piece of one."""
 MOST_REDRAWS = 10
+SHRINK, RECOVER = 0.8, 1.02
+"""What is aimed at after memory ran out, as a share of what was promised; and by how much more after each good step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Memory that a run may take, and what becomes of a batch that would take more."""
 
+    SHORT: ClassVar[str] = "device"
+    """The field that `budget=8GiB` sets."""
     device: str | None = None
     """Where the model is: "8GiB"; on a CPU that is the host."""
     host: str | None = None
@@ -99,6 +109,7 @@ class Guard:
     """Keeps the steps of one job within bytes: asks before each one, measures it, and learns.
 
     The first batches go by the bound, which is far above what they take, so they come in more pieces than later ones.
+    Where memory runs out all the same, the step is undone and goes on in smaller pieces.
     """
 
     job: Job
@@ -107,7 +118,11 @@ class Guard:
     """What a step may take beyond all else that the run keeps: weights, optimizer, data, batches prepared ahead."""
     redraw: Redraw | None = None
     """How other edges are drawn for the same seeds, for over_budget=resample."""
+    forward_only: bool = False
+    """Whether steps are forward passes without gradients."""
     predictor: Predictor | None = field(default=None, init=False)
+    room_bytes: float = field(init=False)
+    """What pieces are made for: the limit, and less for a while after memory ran out."""
     promised_bytes: float = field(default=0.0, init=False)
     """The largest promise made for a step that ran,"""
     peak_bytes: int = field(default=0, init=False)
@@ -119,7 +134,14 @@ class Guard:
                 f"the budget leaves {format_size(max(0, self.limit_bytes))} for a step: give more, or make the model "
                 "smaller"
             )
+        self.room_bytes, self._failed_alone = self.limit_bytes, 0
         self._record = Record()
+        self._lock = threading.Lock()
+
+    @cached_property
+    def inference(self) -> Guard:
+        """The guard of sampled inference within the same bytes: what does not fit is split, as outputs are equal."""
+        return Guard(self.job, replace(self.budget, over_budget="split"), self.limit_bytes, forward_only=True)
 
     def take_record(self) -> dict[str, Any]:
         """What happened since the last call."""
@@ -129,31 +151,148 @@ class Guard:
     def unit(self, batch: Batch) -> Unit:
         return GuardedUnit(self.job, batch, self)
 
-    def pieces(self, batch: Batch) -> Iterable[Batch]:
-        """The batch as it may run: whole, in pieces, drawn anew or with fewer edges; what was done is counted.
+    # ---- how a batch runs
 
-        The rows of a piece are copied when it is asked for.
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with its groups, if it will be split: for threads that prepare batches, so that training need not.
+
+        Only what leaves the gradients as they are is decided here: what was learnt by now depends on timing.
         """
-        predictor, needed = self._predictor(Sizes.of(batch)), self.promise(batch)
-        if needed <= self.limit_bytes:
-            return [batch]
+        predictor = self._predictor(Sizes.of(batch))
+        if self.budget.over_budget != "split" or not predictor.is_sure or self.promise(batch) <= self.room_bytes:
+            return batch
+        try:
+            return replace(batch, groups=tuple(self._groups(batch)))
+        except ValueError:
+            return batch  # the training thread will meet the same, and say so
+
+    def arrange(self, batch: Batch) -> Batch:
+        """The batch as it may run: whole, in groups of its seeds, drawn anew or with fewer edges."""
+        needed = self.promise(batch) + self._beside()
+        if needed <= self.room_bytes:
+            return replace(batch, groups=()) if batch.groups else batch
         match self.budget.over_budget:
             case "refuse":
                 raise ValueError(
-                    f"a batch may take {format_size(needed)}, and {format_size(self.limit_bytes)} are left for a step: "
-                    f"give the budget {format_size(needed - self.limit_bytes)} more, make batch_size smaller, or set "
+                    f"a batch may take {format_size(needed)}, and {format_size(self.room_bytes)} are left for a step: "
+                    f"give the budget {format_size(needed - self.room_bytes)} more, make batch_size smaller, or set "
                     "over_budget=split"
                 )
             case "cut":
-                return [self._cut(batch, predictor)]
-            case "resample":
-                batch = self._resampled(batch)
-        if self.promise(batch) <= self.limit_bytes:
-            return [batch]
-        check_split(self.job.model)
-        found = split_to_fit(batch, predictor.promise, self.limit_bytes, predictor.costs, self.budget.split_by)
-        self.note_split(len(found))
-        return (piece.batch() for piece in found)
+                return self._cut(batch)
+            case "resample" if (found := self._resampled(batch)) is not None:
+                return found
+        self._check_split()
+        return batch if batch.groups else replace(batch, groups=tuple(self._groups(batch)))
+
+    def run(self, batch: Batch, step: Step) -> list[tuple[Tensor | None, Tensor]]:
+        """Give a batch to `step`, whole or in pieces within the limit: [(positions of seeds or None for all, result)].
+
+        Where memory runs out, the step of that piece is undone, and its seeds go on in smaller pieces.
+        """
+        promised, given, done = self.promise(batch), batch, []
+        with meter_of(self.job.device) as meter:
+            batch = self.arrange(batch)
+        largest, todo = meter.peak_bytes, deque[Tensor | None](batch.groups or (None,))
+        while todo:
+            seed_idx, other_bytes = todo.popleft(), 0 if batch.blocks is given.blocks else batch.num_bytes
+            result, peak_bytes = self._try(batch, seed_idx, step, other_bytes)
+            if result is not None:
+                done.append((seed_idx, result))
+                largest = max(largest, peak_bytes)
+                continue
+            batch, smaller = self._smaller(batch, seed_idx)
+            todo.extendleft(reversed(smaller))
+        if len(done) > 1:
+            self.note_split(len(done))
+        self.note_step(promised, largest)
+        return done
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The model's output for the batch's seeds, on the host, by a forward pass within the limit."""
+        done = self.inference.run(batch, lambda piece: model(piece).cpu())
+        (first_idx, first), *_ = done
+        if first_idx is None:
+            return first
+        out = first.new_empty((batch.num_seeds, *first.shape[1:]))
+        for seed_idx, rows in done:
+            out[seed_idx] = rows
+        return out
+
+    def _try(self, batch: Batch, seed_idx: Tensor | None, step: Step, other_bytes: int) -> tuple[Tensor | None, int]:
+        """(result, peak) of one piece; no result where it takes too much, and then nothing has changed.
+
+        other_bytes: of the batch, where it is another one than was prepared.
+        """
+        bytes_of = self._bytes_of(batch, in_pieces=seed_idx is not None)
+        promised, sizes = self.room_bytes, None
+
+        def made_and_run() -> Tensor | None:
+            nonlocal promised, sizes
+            piece = batch if seed_idx is None else piece_of(batch, seed_idx).batch()
+            sizes = Sizes.of(piece)
+            promised = bytes_of(sizes) + other_bytes
+            if promised > self.room_bytes and seed_idx is not None and seed_idx.numel() > 1:
+                return None  # more was learnt since it was found
+            meter.lap()
+            return step(piece)
+
+        with meter_of(self.job.device) as meter:
+            before = Before(self.job.module, self.job.device)
+            result, ran_out = attempt(before, made_and_run)
+        peak_bytes = before.gradient_bytes + other_bytes + meter.peak_bytes
+        if result is not None and sizes is not None:
+            self.learn(sizes, meter.lap_bytes)
+            self.note_peak(promised, peak_bytes)
+            self.room_bytes, self._failed_alone = min(self.limit_bytes, RECOVER * self.room_bytes), 0
+        elif ran_out:
+            self._count("oom", "budget.out_of_memory")
+            self.room_bytes = SHRINK * min(promised, self.room_bytes)
+        return result, peak_bytes
+
+    def _smaller(self, batch: Batch, seed_idx: Tensor | None) -> tuple[Batch, Sequence[Tensor | None]]:
+        """What goes on instead of some seeds that took too much."""
+        if self.budget.over_budget == "refuse":
+            raise ValueError("memory ran out in a step: make batch_size smaller, or set over_budget=split")
+        if self.budget.over_budget == "cut":
+            return self._cut(batch), [None]
+        self._check_split()
+        seeds = torch.arange(batch.num_seeds) if seed_idx is None else seed_idx
+        if seeds.numel() > 1:
+            self._failed_alone = 0
+            return batch, self._groups(batch, among=seeds, least=2)
+        self._failed_alone += 1
+        if self._failed_alone > 1:  # once others may have taken the memory for a moment
+            raise ValueError(
+                "memory ran out in a step of a single seed: make the fan-outs or the model smaller, or set "
+                "over_budget=cut"
+            )
+        return batch, [seeds]
+
+    def _groups(self, batch: Batch, **options: Any) -> list[Tensor]:
+        options |= {"how": self.budget.split_by, "most_bytes": self.limit_bytes}
+        costs = self._predictor(Sizes.of(batch)).costs
+        return groups_to_fit(batch, self._bytes_of(batch, in_pieces=True), self.room_bytes, costs, **options)
+
+    def _check_split(self) -> None:
+        check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
+
+    # ---- promises, and what became of them
+
+    def _beside(self, in_pieces: bool = False) -> int:
+        """What is there beside a step: gradients from before, which the first of several pieces leaves, and buffers."""
+        gradients, buffers = state_bytes(self.job.module)
+        return buffers + (gradients if in_pieces and not self.forward_only else gradient_bytes(self.job.module))
+
+    def _bytes_of(self, batch: Batch, in_pieces: bool) -> Callable[[Sizes], float]:
+        """What a step of so many nodes and edges takes: of the batch itself, or of rows and indices copied from it."""
+        beside, copies = self._beside(in_pieces), PieceBytes.of(batch, self.job.device) if in_pieces else None
+
+        def bytes_of(sizes: Sizes) -> float:
+            step = self.promise_sizes(sizes)
+            return beside + (step if copies is None else max(copies.kept(sizes) + step, copies.at_once(sizes)))
+
+        return bytes_of
 
     def promise(self, batch: Batch) -> float:
         """Bytes that a step of this batch will not exceed."""
@@ -199,43 +338,34 @@ class Guard:
         trace.count(counter, number)
 
     def _predictor(self, sizes: Sizes) -> Predictor:
-        if self.predictor is None:
-            self.predictor = Predictor(costs_of(self.job.model, self.job.data.tables.get("x"), len(sizes.edges)))
-        return self.predictor
+        with self._lock:
+            if self.predictor is None:
+                costs = costs_of(self.job.model, self.job.data.tables.get("x"), len(sizes.edges))
+                self.predictor = Predictor(costs.forward_only() if self.forward_only else costs)
+            return self.predictor
 
-    def _cut(self, batch: Batch, predictor: Predictor) -> Batch:
-        key = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1)
-        found = cut_to_fit(batch, predictor.promise, self.limit_bytes, self.budget.cut_by, key)
+    # ---- other edges
+
+    def _cut(self, batch: Batch) -> Batch:
+        key, bytes_of = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1), self._bytes_of(batch, in_pieces=True)
+        found = cut_to_fit(batch, bytes_of, self.room_bytes, self.budget.cut_by, key)
         self._count("cut", "budget.batches_cut")
         self._count("edges_cut", "budget.edges_cut", sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
         return found
 
-    def _resampled(self, batch: Batch) -> Batch:
-        """The first of some other samples that fits, or the smallest of all, which is then split."""
+    def _resampled(self, batch: Batch) -> Batch | None:
+        """The first of some other samples that fits beside the batch; None where none does."""
         if self.redraw is None:
             raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
-        found = [batch]
-        for attempt in range(MOST_REDRAWS):
-            key = ops.derive_key(_key_of(batch), attempt)
+        bytes_of = self._bytes_of(batch, in_pieces=True)
+        for number in range(MOST_REDRAWS):
+            key = ops.derive_key(_key_of(batch), number)
             blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in self.redraw(batch.seeds, key))
-            found.append(replace(batch, blocks=blocks, key=key))
+            found = replace(batch, blocks=blocks, key=key)
             self._count("resampled", "budget.resampled")
-            if self.promise(found[-1]) <= self.limit_bytes:
-                break
-        best = min(found, key=self.promise)
-        return batch if best is batch else self._with_rows(best)
-
-    def _with_rows(self, batch: Batch) -> Batch:
-        """A batch whose edges are new, with the rows that they need: read if they were read before."""
-        tables, ids = self.job.data.tables, batch.input_ids
-
-        def rows(name: str, before: Rows | Tensor) -> Rows | Tensor:
-            if isinstance(before, Rows):
-                return Rows(before.table, ids)
-            return tables[name].read(ids.cpu()).to(before.device)
-
-        others = {name: rows(name, before) for name, before in batch.tables.items()}
-        return replace(batch, x=None if batch.x is None else rows("x", batch.x), tables=others)
+            if bytes_of(Sizes.of(found)) <= self.room_bytes:
+                return with_rows(found, self.job.data.tables)
+        return None
 
 
 def _key_of(batch: Batch) -> int:
@@ -261,12 +391,5 @@ class GuardedUnit(Unit):
     def forward_backward(self, total: int) -> Tensor:
         if not self.size:
             return BatchUnit(self.job, self.batch).forward_backward(total)
-        losses, before, largest = [], self.guard.promise(self.batch), 0
-        for piece in self.guard.pieces(self.batch):
-            promised = self.guard.promise(piece)
-            with meter_of(self.job.device) as meter:
-                losses.append(BatchUnit(self.job, piece).forward_backward(total))
-            self.guard.observe(piece, promised, meter.peak_bytes)
-            largest = max(largest, meter.peak_bytes)
-        self.guard.note_step(before, largest)
-        return torch.stack(losses).sum()
+        done = self.guard.run(self.batch, lambda piece: BatchUnit(self.job, piece).forward_backward(total))
+        return torch.stack([loss for _, loss in done]).sum()

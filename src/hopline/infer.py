@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hopline import metrics
 from hopline.batch import Batch, Block, Part
+from hopline.budget import Guard
 from hopline.data.dataset import Dataset
 from hopline.layer_files import LayerFiles, fingerprint
 from hopline.layerwise import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
@@ -121,10 +122,18 @@ def identity(
     }
 
 
-def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None = None, show: bool = False) -> Tensor:
+def sampled(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    num_nodes: int | None = None,
+    show: bool = False,
+    guard: Guard | None = None,
+) -> Tensor:
     """The model's output for the batches' seeds, in their order: an estimate over sampled edges.
 
-    batches: for example `Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`; num_nodes: for the progress bar.
+    batches: for example `Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`; num_nodes: for the progress bar;
+    guard: of training under a budget, within which batches that would take more are computed in pieces.
     """
     walk = as_walkable(model)
     outputs = []
@@ -133,7 +142,7 @@ def sampled(model: nn.Module, batches: Iterable[Batch], *, num_nodes: int | None
         progress("inference", num_nodes, "nodes", enabled=show, brief=True) as bar,
     ):
         for batch in batches:
-            outputs.append(walk(batch).cpu())
+            outputs.append(walk(batch).cpu() if guard is None else guard.outputs(walk, batch))
             bar.advance(batch.num_seeds)
     return torch.cat(outputs)
 

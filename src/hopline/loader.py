@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -23,9 +23,13 @@ from hopline.tables import Table
 from hopline.transfer import Mover
 from hopline.tree import TreeBlock, TreeRows
 from hopline.tree_sampling import TreeSampler
+from hopline.tuning import Tuning
 
 if TYPE_CHECKING:
     from hopline.methods import Sampled
+
+MOST_WORKERS = 8
+"""Threads that prepare batches, until epochs show that training waits for more."""
 
 
 class Loader:
@@ -51,7 +55,10 @@ class Loader:
         self.model = model
         self.rank, self.size = 0, 1  # of the ranks that share each step's seeds
         self.num_cores = num_cores()
+        self.divide: Callable[[Batch], Batch] | None = None  # a budget's part of the preparation
         self.load: Load | None = None  # of the last epoch, if threads prepared it
+        self.most_ahead: int | None = None  # batches that may be prepared ahead, whatever the method says
+        self._tuning: Tuning | None = None
         self._next_epoch = 1
         reuse_freed_memory()
 
@@ -70,7 +77,9 @@ class Loader:
         """
         self.load, (workers, look_ahead) = None, self.threads
         mover = Mover(self.device, look_ahead)
-        stages = [Stage("sample", self._sample), Stage("gather", self._gather), Stage("move", mover.move)]
+        stages = [Stage("sample", self._sample), Stage("gather", self._gather)]
+        stages += [Stage("divide", self.divide)] if self.divide is not None and workers else []
+        stages += [Stage("move", mover.move)]
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
         epoch_key = ops.derive_key(self.seed, epoch)
         seeds = seed_batches(
@@ -86,12 +95,26 @@ class Loader:
             for batch in batches:
                 yield mover.ready(batch)
         self.load = pipeline.load
+        self._tune()
 
     @property
     def threads(self) -> tuple[int, int]:
-        """(threads that prepare batches, how many of these may be ahead)."""
-        # What a GPU prepares is prepared in its own order: threads would only take turns.
-        return (0, 1) if self.on_gpu else resolve_workers(self.method, self.num_cores)
+        """(threads that prepare the next epoch, how many batches they may be ahead)."""
+        if self.on_gpu:
+            return 0, 1  # what a GPU prepares is prepared in its own order: threads would only take turns
+        if self._tuning is not None:
+            return self._tuning.threads
+        workers, look_ahead = resolve_workers(self.method, self.num_cores)
+        return workers, look_ahead if self.most_ahead is None else min(look_ahead, self.most_ahead)
+
+    def _tune(self) -> None:
+        """After an epoch, where the method leaves it open how batches are prepared."""
+        if self.load is None or self.method.workers != "auto" or self.method.look_ahead != "auto":
+            return
+        if self._tuning is None:
+            most_ahead = 2 * MOST_WORKERS if self.most_ahead is None else self.most_ahead
+            self._tuning = Tuning(*self.threads, self.num_cores, most_ahead)
+        self._tuning.learn(self.load)
 
     def _sample(self, request: tuple[Tensor, int]) -> Batch:
         all_seeds, key = request
@@ -162,6 +185,6 @@ def resolve_layout(
 
 def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:
     """(workers, look_ahead) with "auto" replaced: preparing threads give way to training, so there is one per core."""
-    workers = min(8, num_cores) if method.workers == "auto" else method.workers
+    workers = min(MOST_WORKERS, num_cores) if method.workers == "auto" else method.workers
     look_ahead = 2 * max(1, workers) if method.look_ahead == "auto" else method.look_ahead
     return workers, look_ahead

@@ -11,7 +11,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class Meter(Protocol):
@@ -71,7 +70,7 @@ class TensorMeter(TorchDispatchMode):
             with self._lock:
                 self._take_off_freed()
                 known = self._live.get(key)
-                if known is None and any(key == given._cdata for given in _storages((args, kwargs))):
+                if known is None and any(key == given._cdata for given in _storages((args, *kwargs.values()))):
                     continue  # a view of what was there before
                 self._live[key] = storage.nbytes()  # an `out=` argument may have grown
                 self.now_bytes += self._live[key] - (known or 0)
@@ -87,9 +86,10 @@ class TensorMeter(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
-    if isinstance(values, Tensor):  # most operations return one
+    """Of a tensor or of those in a list: there is nothing deeper in what operations take and return."""
+    if isinstance(values, Tensor):
         return [] if values.device.type == "meta" else [values.untyped_storage()]
-    return [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, Tensor) and t.device.type != "meta"]
+    return [found for value in values for found in _storages(value)] if isinstance(values, list | tuple) else []
 
 
 class CudaMeter:

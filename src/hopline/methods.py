@@ -140,6 +140,8 @@ class SampledWork:
     """Keeps the steps within a budget, where there is one."""
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if isinstance(self.loader, Loader):
+            self.loader.divide = None if self.guard is None else self.guard.prepare
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
                 yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)

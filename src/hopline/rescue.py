@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What libraries say, in errors that have no type of their own."""
@@ -19,10 +20,28 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what a failed step held; after its error is gone, which holds on to the step."""
-    gc.collect()
+    gc.collect(1)  # what the step made is young, and looking at all objects takes long
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def attempt(before: Before, run: Callable[[], Tensor | None]) -> tuple[Tensor | None, bool]:
+    """(what `run` returns, whether memory ran out in it); without a result, all is as it was before."""
+    result, ran_out = None, False
+    try:
+        result = run()
+    except BaseException as error:
+        ran_out = is_out_of_memory(error)
+        if not ran_out:
+            before.put_back()
+            raise
+    if result is not None:
+        before.add()
+    else:
+        before.put_back()
+    if ran_out:  # only here the error is gone, which held on to all that the step had made
+        free_memory(before.device)
+    return result, ran_out
 
 
 class Before:
@@ -32,7 +51,7 @@ class Before:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._gradients = [(p, p.grad) for p in module.parameters()]
         for p, _ in self._gradients:
             p.grad = None
@@ -60,16 +79,21 @@ class Before:
                 buffer.copy_(before)
         torch.set_rng_state(self._draws)
         if self._device_draws is not None:
-            torch.cuda.set_rng_state(self._device_draws, self._device)
+            torch.cuda.set_rng_state(self._device_draws, self.device)
 
 
 def buffers_of(module: nn.Module) -> list[Tensor]:
-    return [b for b in module.buffers() if not isinstance(b, UninitializedTensorMixin)]
+    return [b for b in module.buffers() if not is_lazy(b)]
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Of the gradients that are there."""
+    return sum(_num_bytes(p.grad) for p in module.parameters() if p.grad is not None)
 
 
 def state_bytes(module: nn.Module) -> tuple[int, int]:
     """(gradients, buffers): what `Before` holds at most beside a step."""
-    weights = [p for p in module.parameters() if p.requires_grad and not isinstance(p, UninitializedTensorMixin)]
+    weights = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
     return sum(map(_num_bytes, weights)), sum(map(_num_bytes, buffers_of(module)))
 
 

@@ -7,7 +7,7 @@ the whole batch's. Leaving edges out changes the sample; it is done only where s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.batch import Batch, Block, Part, ReducedRows, Rows
+from hopline.batch import Batch, Block, Part, Readable, ReducedRows, Rows
 from hopline.nn.whole import Whole
 from hopline.ops import cpu_partition, cpu_pieces, cpu_prune
 from hopline.predict import SMALL, Costs, Sizes
@@ -88,7 +88,7 @@ def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class PieceBytes:
-    """What a piece takes besides its step, by its sizes alone: on the device of the batch it is a part of."""
+    """What a piece takes besides its step, by its sizes alone, on the device where it will be made."""
 
     per_node: tuple[float, ...]
     """Bytes that it keeps, by the entries of `Sizes.nodes`,"""
@@ -100,7 +100,7 @@ class PieceBytes:
     """and for the places of all nodes of the batch."""
 
     @classmethod
-    def of(cls, batch: Batch) -> PieceBytes:
+    def of(cls, batch: Batch, device: torch.device) -> PieceBytes:
         nodes = [8.0] * len(batch.blocks) + [0.0]
         for l in range(len(batch.blocks)):
             nodes[l + 1] += 8  # the block's indptr
@@ -114,7 +114,7 @@ class PieceBytes:
         for block in batch.blocks:
             part = _splittable(block).part
             edges.append(4 + sum(map(_row_bytes, part.edge.values())) + 8 * (part.edge_ids is not None))
-        on_cpu = batch.seeds.device.type == "cpu"
+        on_cpu = device.type == "cpu"
         return cls(tuple(nodes), tuple(edges), 24 if on_cpu else 96, (4 if on_cpu else 16) * batch.blocks[0].num_src)
 
     def kept(self, sizes: Sizes) -> float:
@@ -285,6 +285,19 @@ def _kept(
         indptr, src_idx, kept = map(here, found)
         blocks.append(_block(block, chosen[l], chosen[l + 1].numel(), _part(block.part, indptr, src_idx, kept)))
     return _batch(batch, chosen[-1], tuple(blocks), chosen[0], None)
+
+
+def with_rows(batch: Batch, tables: Mapping[str, Readable]) -> Batch:
+    """A batch whose edges are others than its rows are for, with the rows that they need, read if they were read."""
+    ids = batch.input_ids
+
+    def rows(name: str, before: Rows | Tensor) -> Rows | Tensor:
+        if isinstance(before, Rows):
+            return Rows(before.table, ids)
+        return tables[name].read(ids.cpu()).to(before.device)
+
+    others = {name: rows(name, before) for name, before in batch.tables.items()}
+    return replace(batch, x=None if batch.x is None else rows("x", batch.x), tables=others)
 
 
 # ---- parts of blocks and batches
