@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GAT
 
 import hopline as hl
-from hopline import checkpoint, evaluation, infer
+from hopline import checkpoint, evaluation, infer, trace
 from hopline.evaluation_process import EvaluationError
 from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
 
@@ -298,3 +298,16 @@ def test_several_ranks_end_with_the_run_that_waited(tmp_path: Path):
     assert found["async"][:3] == found["blocking"][:3]
     assert found["blocking"][1]["epochs"] < 8
     assert all(same_weights(found["async"][3][name], weights) for name, weights in found["blocking"][3].items())
+
+
+def test_sampled_evaluation_keeps_to_its_bytes():
+    data = small()
+    trainer = hl.Trainer(sage(data), data, method(), show=False)
+    measures = [evaluation.Measure(trainer.method, exact=False, chunk_bytes=size) for size in (None, 120_000)]
+    trace_of = trace.Counters()
+    with trace.listen(trace_of):
+        found = [measure(trainer.job) for measure in measures]
+    trace_of.next_epoch()
+    assert found[0] == found[1]
+    assert trace_of.last_epoch()["budget.batches_split"] > 0
+    assert "budget.steps_over" not in trace_of.last_epoch()

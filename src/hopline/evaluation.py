@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import infer, ops, shard_infer, trace
+from hopline.budget import Budget, Guard
 from hopline.callbacks import Callback, Evaluation, KeepWeights, Run, WriteReport
 from hopline.checkpoint import Position
 from hopline.data.dataset import Dataset
@@ -54,7 +55,7 @@ class Measure:
     exact: bool = True
     show: bool = False
     chunk_bytes: int | None = None
-    """What a chunk of exact evaluation may take, where there is a budget,"""
+    """What a chunk of exact evaluation or a sampled batch may take, where there is a budget,"""
     rows_on_disk: bool = False
     """and whether hidden rows are kept in files, which are removed afterwards."""
 
@@ -72,7 +73,8 @@ class Measure:
                     options: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "keep": keep, "folder": folder}
                     scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
             else:
-                scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show)
+                guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
+                scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
         assert data.y is not None
         return infer.measure(data, scores, data.y[ids.to(data.y.device)].cpu())
 
