@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline.loader import resolve_layout, resolve_workers
 from hopline.nn import GNN
+from hopline.pipeline import Load
 from hopline.tree import TreeBlock
+from hopline.tuning import Tuning
 from tests.helpers import dataset_of, randn, random_graph
 
 DATA = dataset_of(random_graph(), randn(50, 6))
@@ -32,3 +35,38 @@ def test_workers_follow_the_cores():
     assert resolve_workers(hl.Sampled(), 2) == (2, 4)
     assert resolve_workers(hl.Sampled(), 64) == (8, 16)
     assert resolve_workers(hl.Sampled(workers=0), 64) == (0, 2)
+
+
+def test_threads_are_tuned_between_epochs_only_where_the_method_leaves_them_open(monkeypatch: pytest.MonkeyPatch):
+    learnt: list[Load] = []
+    monkeypatch.setattr(Tuning, "learn", lambda tuning, load: (learnt.append(load), setattr(tuning, "workers", 1)))
+    open_to_it = hl.Sampled(fanouts=(3,), batch_size=4).loader(DATA)
+    open_to_it.num_cores = 3
+    assert open_to_it.threads == (3, 6)
+    first, second = list(open_to_it), list(open_to_it.epoch(1))
+    assert [load.workers for load in learnt] == [3, 1], "the epoch that is over, and the next with what was learnt"
+    assert [load.num_results for load in learnt] == [len(first)] * 2
+    assert all(map(torch.equal, (b.input_ids for b in first), (b.input_ids for b in second)))
+    for fixed in ({"workers": 2}, {"look_ahead": 3}, {"workers": 0}):
+        loader = hl.Sampled(fanouts=(3,), batch_size=4, **fixed).loader(DATA)  # type: ignore[arg-type]
+        before = loader.threads
+        assert len(list(loader)) == len(first)
+        assert loader.threads == before
+    assert len(learnt) == 2
+
+
+def test_no_more_batches_are_prepared_ahead_than_allowed():
+    for method, threads in ((hl.Sampled(), (2, 3)), (hl.Sampled(workers=1, look_ahead=9), (1, 3))):
+        loader = method.loader(DATA)
+        loader.num_cores, loader.most_ahead = 2, 3
+        assert loader.threads == threads
+
+
+def test_an_epoch_that_is_left_says_nothing_of_its_load():
+    loader = hl.Sampled(fanouts=(3,), batch_size=4, workers=1).loader(DATA)
+    list(loader)
+    assert loader.load is not None
+    batches = loader.epoch(2)
+    next(batches)
+    batches.close()
+    assert loader.load is None

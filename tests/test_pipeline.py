@@ -192,7 +192,7 @@ def test_a_run_says_what_its_stages_took_alone_and_how_long_it_was_waited_for(mo
     pipeline = Pipeline([Stage("sample", jitter), Stage("gather", jitter)], workers=1)
     assert list(pipeline.run(range(5))) == [*range(5)]
     assert pipeline.load is not None
-    assert pipeline.load.num_results == 5
+    assert (pipeline.load.workers, pipeline.load.look_ahead, pipeline.load.num_results) == (1, 2, 5)
     assert pipeline.load.stages == {"sample": 5, "gather": 5}
     assert 0 <= pipeline.load.waited_s <= pipeline.load.wall_s
 

@@ -37,7 +37,7 @@ ROWS = [
     ["graph", "batch", "schedule", "world", "report_parts"],
     ["tree", "sharded", "transports", "exchange", "partial", "report_html"],
     ["tables", "sampling", "nn", "pipeline", "report", "settings", "transfer", "divide", "halo", "lossy"],
-    ["data", "callbacks", "launch", "interop", "tree_sampling", "partition", "staging", "stale", "predict"],
+    ["data", "callbacks", "launch", "interop", "tree_sampling", "partition", "staging", "stale", "predict", "tuning"],
     ["work", "loader", "shards", "layer_files", "split", "watch"],
     ["captured", "update", "cut", "rejoin", "collective", "shard_data", "parts", "layerwise", "budget"],
     ["methods", "infer", "models", "checkpoint", "sharing", "placement"],

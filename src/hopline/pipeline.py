@@ -29,6 +29,8 @@ class Stage:
 class Load:
     """How busy a run of a pipeline was. The wait for the first result, which nothing can shorten, is left out."""
 
+    workers: int
+    look_ahead: int
     num_results: int
     wall_s: float
     """From the first result to the end."""
@@ -98,7 +100,14 @@ class Pipeline:
             if waited:
                 wall_s, (first_s, *rest_s) = time.perf_counter() - began_s, waited
                 stages = {stage.name: sum(s for name, s in spent if name == stage.name) for stage in self.stages}
-                self.load = Load(num_results=len(waited), wall_s=wall_s - first_s, waited_s=sum(rest_s), stages=stages)
+                self.load = Load(
+                    workers=self.workers,
+                    look_ahead=self.look_ahead,
+                    num_results=len(waited),
+                    wall_s=wall_s - first_s,
+                    waited_s=sum(rest_s),
+                    stages=stages,
+                )
         except Exception:
             cancel = True
             raise

@@ -89,8 +89,8 @@ class WatchPipeline(Callback):
         num_batches, steps, self.steps = trainer.position.units, self.steps, 0
         if num_batches > steps * trainer.settings.accumulate:
             return
-        alone = getattr(getattr(trainer.work, "loader", None), "load", None)
-        timed = _Timed(epoch.stages, epoch.seconds, num_batches, {} if alone is None else alone.stages)
+        load = getattr(getattr(trainer.work, "loader", None), "load", None)
+        timed = _Timed(epoch.stages, epoch.seconds, num_batches, {} if load is None else load.stages)
         self.timed.append(timed)
         self._log({"event": "pipeline", "epoch": epoch.epoch}, timed.explained(setup_of(trainer)), trainer)
 
@@ -130,9 +130,10 @@ def _together(timed: list[_Timed]) -> _Timed:
 
 
 def setup_of(trainer: Trainer) -> Setup:
-    """What of a run can be changed."""
+    """What of a run can be changed, after an epoch."""
     loader, method = getattr(trainer.work, "loader", None), trainer.method
-    threads = getattr(loader, "threads", None)
+    load = getattr(loader, "load", None)
+    threads = getattr(loader, "threads", None) if load is None else (load.workers, load.look_ahead)
     together = loader is not None and getattr(method, "workers", 0) != 0  # ranks prepare by one thread each, in step
     on_gpu = trainer.device.type == "cuda"
     workers, look_ahead = threads or (int(together), 1)
