@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -90,6 +91,9 @@ class Wires(P2PTransport):
         self.on_host, self.events = True, list[tuple[str, int]]()
         self.received: WeakSet[Tensor] = WeakSet()
         self.most_alive = 0
+        self.under_way: Counter[str] = Counter()
+        self.beside: set[tuple[str, str]] = set()
+        """(kind of a message, kind of another that was under way when it was posted)."""
 
     def post(
         self, sent: list[Tensor], to: int, shapes: list[tuple[int, ...]], source: int, kind: str
@@ -99,7 +103,10 @@ class Wires(P2PTransport):
         class Wait:
             def wait(self) -> None:
                 transport.events.append(("wait", source))
+                transport.under_way[kind] -= 1
 
+        self.beside |= {(kind, other) for other, count in self.under_way.items() if count}
+        self.under_way[kind] += 1
         self.events.append(("post", to))
         received = [t.new_ones(shape) for t, shape in zip(sent, shapes, strict=True)]
         self.received.update(received)
@@ -121,6 +128,19 @@ def test_so_many_rounds_are_asked_for_ahead(depth: int) -> None:
     assert transport.most_alive == min(4, depth + 1)
 
 
+def test_rows_are_asked_for_ahead_when_the_caller_has_room() -> None:
+    layout = shard_layouts(*graph_and_parts(4))[1]
+    transport, later = Wires(layout), list[Callable[[], None]]()
+    fetched = transport.fetch([randn(layout.num_own, 2)], "forward", 1, later)
+    for k in range(4):
+        next(fetched)
+        assert sum(event == "post" for event, _ in transport.events) == k
+        if k < 2:
+            later.pop()()  # after that the caller forgets
+            assert sum(event == "post" for event, _ in transport.events) == k + 1
+    assert len(list(fetched)) == 0
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
     layout = shard_layouts(*graph_and_parts(5))[1]
@@ -131,6 +151,8 @@ def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
         returns.push(k)
         waited = [source for event, source in transport.events if event == "wait"]
         assert waited == [layout.receiver(i) for i in range(1, max(1, k + 1 - depth))]
+    returns.settle()
+    assert transport.under_way["gradient"] == max(0, depth - 1)
     (total,) = returns.finish()
     wanted = torch.bincount(torch.cat(layout.sends[1:]), minlength=layout.num_own)
     assert torch.equal(total[:, 0], wanted.double())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hopline.lossy import LossyTransport
-from hopline.transports import FORWARD, GRADIENT, P2PReturns, Returns
+from hopline.transports import FORWARD, GRADIENT, Later, P2PReturns, Returns
 
 Place = tuple[str, int]
 """What for, and the how-manieth exchange of its kind in a step: the same one in every step."""
@@ -54,9 +54,11 @@ class StaleTransport(LossyTransport):
         super().__init__(*args, **options)
         self.memory = Memory()
 
-    def fetch(self, rows: Sequence[Tensor], kind: str, depth: int) -> Iterator[list[Tensor]]:
+    def fetch(
+        self, rows: Sequence[Tensor], kind: str, depth: int, later: Later | None = None
+    ) -> Iterator[list[Tensor]]:
         if kind != FORWARD:
-            yield from super().fetch(rows, kind, depth)
+            yield from super().fetch(rows, kind, depth, later)
             return
         layout, posted = self.layout, []
         for k in range(1, layout.num_shards):
@@ -91,6 +93,9 @@ class _StaleReturns(P2PReturns):
     def push(self, k: int) -> None:
         if k:
             self.post(k)
+
+    def settle(self) -> None:
+        """All rounds stay under way until the next step."""
 
     def finish(self) -> list[Tensor]:
         transport = self.transport

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 FORWARD, REFETCH, GRADIENT, DEGREES, MASKS = "forward", "refetch", "gradient", "degrees", "masks"
 """What the bytes of an exchange are for."""
+Later = list[Callable[[], None]]
+"""What is put off until there is room for it."""
 
 
 class Returns(Protocol):
@@ -36,6 +39,10 @@ class Returns(Protocol):
 
     def push(self, k: int) -> None:
         """Send part k's buffers; they must not be changed any more."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the oldest round if `depth` are under way: one less is in memory from here on."""
         ...
 
     def finish(self) -> list[Tensor]:
@@ -52,8 +59,13 @@ class Transport(ABC):
         """Bytes by what they were for; rows that never left their shard do not count."""
 
     @abstractmethod
-    def fetch(self, rows: Sequence[Tensor], kind: str, depth: int) -> Iterator[list[Tensor]]:
-        """The source rows of each part in turn. rows: own rows; depth: how many rounds are asked for ahead."""
+    def fetch(
+        self, rows: Sequence[Tensor], kind: str, depth: int, later: Later | None = None
+    ) -> Iterator[list[Tensor]]:
+        """The source rows of each part in turn. rows: own rows; depth: how many rounds are asked for ahead.
+
+        later: takes what asks for rows ahead, for the caller to call when he has done some of a part.
+        """
 
     @abstractmethod
     def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
@@ -103,7 +115,9 @@ class LocalTransport(Transport):
                 "by virtual_layout, in which all shards are in one process"
             )
 
-    def fetch(self, rows: Sequence[Tensor], kind: str, depth: int) -> Iterator[list[Tensor]]:
+    def fetch(
+        self, rows: Sequence[Tensor], kind: str, depth: int, later: Later | None = None
+    ) -> Iterator[list[Tensor]]:
         for k in range(self.layout.num_shards):
             first, stop = self.layout.own_range(k)
             part = [t[first:stop] for t in rows]
@@ -145,6 +159,9 @@ class _LocalReturns:
     def push(self, k: int) -> None:
         self.transport.count_read(k, GRADIENT, self.buffers(k))
 
+    def settle(self) -> None:
+        """Nothing is under way."""
+
     def finish(self) -> list[Tensor]:
         return self.totals
 
@@ -171,15 +188,23 @@ class P2PTransport(Transport):
             )
         self.on_host = dist.get_backend(group) == "gloo"
 
-    def fetch(self, rows: Sequence[Tensor], kind: str, depth: int) -> Iterator[list[Tensor]]:
-        layout, posted = self.layout, deque[tuple[list[Tensor], list[Any]]]()
-        ahead = 1
+    def fetch(
+        self, rows: Sequence[Tensor], kind: str, depth: int, later: Later | None = None
+    ) -> Iterator[list[Tensor]]:
+        layout, posted, asked = self.layout, deque[tuple[list[Tensor], list[Any]]](), 0
+
+        def ask(last: int) -> None:
+            nonlocal asked
+            while asked < min(last, layout.num_shards - 1):
+                asked += 1
+                sent = [t.index_select(0, layout.sends[asked].to(t.device)) for t in rows]
+                shapes = [(layout.halos[asked].numel(), *t.shape[1:]) for t in rows]
+                posted.append(self.post(sent, layout.receiver(asked), shapes, layout.sender(asked), kind))
+
         for k in range(layout.num_shards):
-            while ahead < layout.num_shards and ahead <= k + depth:
-                sent = [t.index_select(0, layout.sends[ahead].to(t.device)) for t in rows]
-                shapes = [(layout.halos[ahead].numel(), *t.shape[1:]) for t in rows]
-                posted.append(self.post(sent, layout.receiver(ahead), shapes, layout.sender(ahead), kind))
-                ahead += 1
+            ask(k if later is not None else k + depth)
+            if later is not None and depth:
+                later.append(partial(ask, k + depth))
             # Nothing here holds on to a round's rows: they are gone when the caller is done with them.
             yield list(rows) if k == 0 else self.arrived(rows, *posted.popleft())
 
@@ -280,6 +305,10 @@ class P2PReturns:
         posted = self.transport.post(self.filled, layout.sender(k), shapes, layout.receiver(k), GRADIENT)
         self.posted.append((k, *posted))
         self.filled = []
+
+    def settle(self) -> None:
+        while len(self.posted) >= max(1, self.depth):
+            self._drain()
 
     def finish(self) -> list[Tensor]:
         while self.posted:

@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hopline.nn import sequential
 from hopline.nn.edges import Edges
 from hopline.nn.replay import Inputs, plan
 from hopline.nn.sequential import aggregate, look
 from hopline.nn.shard_block import ShardBlock, run_conv
-from hopline.sharded import slab_layout
+from hopline.partition import make_partition
+from hopline.sharded import shard_layouts, slab_layout
 from hopline.transports import LocalTransport
 from tests.helpers import mlp, randn, random_graph
+from tests.test_transports import Wires
 
 GRAPH = random_graph(30, 150)
 LAYOUT = slab_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
@@ -236,3 +239,35 @@ def test_aggregate_is_what_propagate_computes() -> None:
     conv, x = pyg.SAGEConv(4, 4, aggr="max").double(), randn(30, 4)
     found = aggregate(conv, {"x": (x, x)}, Edges.of(LAYOUT), LocalTransport(LAYOUT), 1, 2000)
     assert torch.equal(found, conv.propagate(GRAPH.edge_index(), x=(x, x), size=None))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_rows_are_asked_for_when_the_gradients_before_have_arrived(depth: int):
+    layout = shard_layouts(GRAPH, make_partition(GRAPH, 5, "random", seed=1))[1]
+    transport = Wires(layout)
+    of_shard = ShardBlock.of(layout, transport, chunk_bytes=1000, depth=depth)
+    out = run_conv(pyg.GATConv(4, 4).double(), randn(layout.num_own, 4).requires_grad_(), of_shard)
+    out.sum().backward()
+    assert not transport.under_way.total()
+    # Up to a depth of 1 either rows or gradients take memory beside those of the part at hand.
+    assert (("refetch", "gradient") in transport.beside) == (depth > 1)
+    assert (("gradient", "refetch") in transport.beside) == (depth > 0)  # rows come while a part is at work
+
+
+def test_chunks_shrink_with_the_shard(monkeypatch: pytest.MonkeyPatch):
+    """Half of the own rows at most, but no less than a size at which calls cost nothing."""
+    seen: list[int] = []
+    plain = Edges.chunks
+
+    def chunks(self: Edges, k: int, most_edges: int) -> Any:
+        if (self.num_dst, k) == (30, 0):  # and not of the graph on which a conv is tried
+            seen.append(most_edges)
+        return plain(self, k, most_edges)
+
+    monkeypatch.setattr(Edges, "chunks", chunks)
+    for least in (1 << 20, 100):
+        monkeypatch.setattr(sequential, "LEAST_CHUNK_BYTES", least)
+        for chunk_bytes in (200, 10000, 1 << 22):
+            run_conv(pyg.SAGEConv(4, 4).double(), randn(30, 4), block(chunk_bytes=chunk_bytes))
+    of_edge = 10000 // seen[1]
+    assert seen == [most // of_edge for most in (200, 10000, 1 << 20, 200, 480, 480)]

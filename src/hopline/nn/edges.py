@@ -149,6 +149,9 @@ class Edges:
                 dst.repeat_interleave(indptr.diff(), output_size=stop - start),
             )
 
+    def num_chunks(self, k: int, most_edges: int) -> int:
+        return len(self._bounds(k, most_edges))
+
     def _bounds(self, k: int, most_edges: int) -> list[tuple[int, int, int, int]]:
         """(first edge, stop, first destination, stop) of each chunk."""
         known = self._known_bounds.get((k, most_edges))

@@ -30,6 +30,8 @@ from hopline.transports import FORWARD, REFETCH, Transport
 ROLES: tuple[Role, ...] = ("source", "destination", "edge", "constant")
 TRIED_EDGES = 5
 """Edges on which a conv is looked at before it runs."""
+LEAST_CHUNK_BYTES = 1 << 20
+"""Chunks are no larger than half of a shard's own rows, so that they shrink with it, down to this size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,8 @@ def aggregate(
     found = look(conv, call, inputs)
     tensors = [t for role in ROLES for t in getattr(inputs, role)]
     parameters = [p for p in conv.parameters() if p.requires_grad]
+    own_bytes = sum(t.numel() * t.element_size() for t in inputs.source)
+    chunk_bytes = min(chunk_bytes, max(LEAST_CHUNK_BYTES, own_bytes // 2))
     most_edges = max(1, chunk_bytes // max(1, found.edge_bytes))
     counts = tuple(len(getattr(inputs, role)) for role in ROLES)
     run = Run(conv, call, edges, transport, depth, found, most_edges, counts)
@@ -286,12 +290,19 @@ class _Backward:
     def over_parts(self, kept: _Kept) -> list[Any]:
         run = self.run
         wanted = [t for t, need in zip(self.like, self.needs["source"], strict=True) if need]
-        returns = run.transport.returns(wanted, run.depth)
+        returns, later = run.transport.returns(wanted, run.depth), list[Callable[[], None]]()
         fetched: Iterator[Any] = repeat(None)
         if run.found.needs_sources:
-            fetched = run.transport.fetch(self.given["source"], REFETCH, run.depth)
+            fetched = run.transport.fetch(self.given["source"], REFETCH, run.depth, later)
+
+        def turn() -> None:
+            """The gradients under way arrive before the next rows are asked for: one of both is in memory."""
+            returns.settle()
+            while later:
+                later.pop(0)()
+
         for k in range(len(run.edges.parts)):
-            self._add_part(k, next(fetched), returns.buffers(k), kept)
+            self._add_part(k, next(fetched), returns.buffers(k), kept, turn)
             if wanted:
                 returns.push(k)
         arrived = iter(returns.finish())
@@ -299,9 +310,18 @@ class _Backward:
         totals = self.totals
         return [*of_sources, *totals["destination"], *totals["edge"], *totals["constant"], *self.of_parameters]
 
-    def _add_part(self, k: int, rows: list[Tensor] | None, buffers: list[Tensor], kept: _Kept) -> None:
-        for chunk in self.run.edges.chunks(k, self.run.most_edges):
+    def _add_part(
+        self, k: int, rows: list[Tensor] | None, buffers: list[Tensor], kept: _Kept, turn: Callable[[], None]
+    ) -> None:
+        """Part k's gradients. turn: called when half of its chunks are done."""
+        num_chunks = self.run.edges.num_chunks(k, self.run.most_edges)
+        half = num_chunks // 2 if k > 1 else 0  # before the third part no gradients are under way
+        for i, chunk in enumerate(self.run.edges.chunks(k, self.run.most_edges)):
+            if i == half:
+                turn()
             self._add(chunk, rows, buffers, kept)
+        if not num_chunks:
+            turn()
 
     def _add(self, chunk: Chunk, rows: list[Tensor] | None, buffers: list[Tensor], kept: _Kept) -> None:
         """One chunk's messages again, and its gradients. rows: of the part's sources; buffers: for their gradients."""
