@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hopline.explain import Setup, explain
-from hopline.report_parts import budget_section, pipeline_section, thinned
+from hopline.report_parts import budget_section, pipeline_section, plan_section, thinned
 
 MIB = 2**20
 
@@ -40,6 +40,17 @@ def test_promised_and_measured_bytes_by_epoch():
     assert "1 3 64 MiB 60.5 MiB 58 MiB 2 5 0 0 0 1" in text(html)
     assert "2 1,200 64 MiB 60.5 MiB 58 MiB 0 0 0 0 0 0" in text(html)
     assert budget_section([]) == ""
+
+
+def test_a_plan_is_summed_up_by_place():
+    items = [{"name": "weights", "place": "device", "num_bytes": 2 * MIB}]
+    items.append({"name": "graph", "place": "host", "num_bytes": 5 * MIB})
+    totals = [{"place": "device", "promised_bytes": 6 * MIB, "budget_bytes": 8 * MIB}]
+    totals.append({"place": "host", "promised_bytes": 5 * MIB, "budget_bytes": None})
+    seen = text(plan_section({"event": "plan", "items": items, "totals": totals}))
+    assert "device weights 2 MiB device a step 4 MiB device promised in all 6 MiB device budget 8 MiB" in seen
+    assert "host graph 5 MiB host promised in all 5 MiB host budget –" in seen
+    assert plan_section({}) == ""
 
 
 def test_bytes_per_step_under_the_line_of_the_budget():

@@ -113,6 +113,22 @@ def test_a_real_guard_through_a_run_that_is_resumed(tmp_path: Path):
     assert "before splitting, step 6:" in page
 
 
+def test_a_plan_is_in_the_report_and_what_was_measured_beside_it(tmp_path: Path):
+    data = small()
+    trainer = hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False, budget="64MiB")
+    trainer.fit()
+    assert trainer.plan is not None
+    (plan,), (found,) = records(tmp_path, "plan"), records(tmp_path, "budget")
+    (total,) = plan["totals"]
+    assert (total["place"], total["budget_bytes"]) == ("host", 64 * 2**20)
+    assert total["promised_bytes"] == trainer.plan.peak_bytes("host")
+    assert {"graph", "features", "weights", "optimizer"} <= {item["name"] for item in plan["items"]}
+    assert 0 < found["peak_bytes"] <= found["promised_bytes"] <= found["limit_bytes"] < total["budget_bytes"]
+    page = (tmp_path / "report.html").read_text()
+    assert "Memory plan" in page
+    assert "Memory budget" in page
+
+
 def test_the_pipeline_explains_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = fit(small(), epochs=3, out=tmp_path, show=True)
     epochs, (end,) = records(tmp_path, "pipeline"), records(tmp_path, "explain")

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hopline.report_parts import Record, budget_section, is_number, numbers, pipeline_section, table
+from hopline.report_parts import Record, budget_section, is_number, numbers, pipeline_section, plan_section, table
 from hopline.report_svg import Points, bar_chart, line_chart, short
 from hopline.spec import format_size
 
@@ -73,6 +73,8 @@ class RunFiles:
     evaluations: list[Record]
     budgets: list[Record]
     """Of each epoch that kept to a budget."""
+    plan: Record
+    """What it was promised to take."""
     pipeline: Record
     """Why epochs took as long as they did."""
     end: Record
@@ -123,6 +125,7 @@ def read_run(folder: Path) -> RunFiles:
         epochs=epochs,
         evaluations=[evaluations[key] for key in sorted(evaluations)],
         budgets=budgets,
+        plan=last.get("plan", {}),
         pipeline=last.get("explain", last.get("pipeline", {})),
         end=last.get("end", {}),
         close=last.get("close", {}),
@@ -144,6 +147,7 @@ def render(folder: Path) -> str:
         _tiles(run),
         *map(_notice, _notices(run)),
         _curves(run),
+        plan_section(run.plan),
         budget_section(run.budgets),
         _stages(run),
         pipeline_section(run.pipeline),

@@ -60,6 +60,22 @@ def budget_section(records: Sequence[Record]) -> str:
     return f"<h2>Memory budget</h2>{note}{chart}{table((*heads, 'over', 'ran out'), rows, numbers_from=1)}"
 
 
+def plan_section(record: Record) -> str:
+    """What a plan says that a run keeps at each place, and the sum that it promises; nothing without one."""
+    items, totals = record.get("items") or [], record.get("totals") or []
+    if not totals:
+        return ""
+    rows = []
+    for total in totals:
+        kept = [item for item in items if item.get("place") == total.get("place")]
+        rows += [(total["place"], item["name"], _size(item, "num_bytes")) for item in kept]
+        step = total["promised_bytes"] - sum(item["num_bytes"] for item in kept)
+        rows += [(total["place"], "a step", format_size(step))] if step > 0 else []
+        rows.append((total["place"], "promised in all", _size(total, "promised_bytes")))
+        rows.append((total["place"], "budget", _size(total, "budget_bytes")))
+    return f"<h2>Memory plan</h2>{table(('place', 'what', 'bytes'), rows, numbers_from=2)}"
+
+
 def _size(record: Record, name: str) -> str:
     return format_size(record[name]) if is_number(record.get(name)) else "–"
 

@@ -26,6 +26,18 @@ class WatchBudget(Callback):
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
 
+    def on_fit_start(self, trainer: Trainer) -> None:
+        plan = trainer.plan
+        if self.report is None or plan is None:
+            return
+        items = [item for item in plan.items if item.num_bytes]
+        places = dict.fromkeys([*(item.place for item in items), plan.home])
+        totals = [
+            {"place": place, "promised_bytes": plan.peak_bytes(place), "budget_bytes": plan.budget_bytes(place)}
+            for place in places
+        ]
+        self.report.log({"event": "plan", "items": list(map(vars, items)), "totals": totals})
+
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
         guard = getattr(trainer.work, "guard", None)
         if guard is None:
@@ -46,7 +58,8 @@ def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     world = trainer.world
     if world.size == 1:
         return record
-    limit, promised, peak = world.most([-record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]])
+    largest = [-record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]]
+    limit, promised, peak = world.most([float(value) for value in largest])
     sums = world.sum([float(record[name]) for name in SUMMED])
     counts = {name: int(total) for name, total in zip(SUMMED, sums, strict=True)}
     return record | {"limit_bytes": -limit, "promised_bytes": promised, "peak_bytes": peak} | counts
