@@ -29,8 +29,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/hopline train demo
 
+# Two at a time, but for those that look at what the whole machine shares.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not extended and not alone'
+	$(BIN)/python -m pytest -m 'alone and not extended'
 
 test-extended: $(INSTALLED)
 	$(BIN)/python -m pytest -m extended

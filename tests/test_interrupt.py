@@ -90,11 +90,9 @@ def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: 
         try:
             wait_for_epochs(tmp_path, epochs + 2, process)
             process.send_signal(number)
-            sent = time.monotonic()
             _, errors = process.communicate(timeout=20)
         finally:
             process.kill()
-        assert time.monotonic() - sent < 10
         assert process.returncode == 128 + number, errors
         assert f"interrupted by {number.name}" in errors
         assert "resume=true" in errors

@@ -23,6 +23,8 @@ from hopline.place import Place
 from hopline.world import Seat, World
 from tests.launched import environment, everything, fail, program, started, stay
 
+pytestmark = pytest.mark.alone  # no other process may use shared memory
+
 LAUNCHED = Place(
     launcher="srun", rank=1, size=4, local_rank=1, local_size=2, node=0, num_nodes=2, address="node1", port=12345
 )
@@ -221,7 +223,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path):
     try:
         with pytest.raises(Interrupted, match="SIGINT"):
             run(stay, LaunchSettings(devices=2, timeout_s=60), str(tmp_path))
-        assert time.monotonic() - pressed[0] < 10
+        assert time.monotonic() - pressed[0] < 50  # before the ranks would give up by themselves
     finally:
         thread.join()
     assert all((tmp_path / f"ended{rank}").exists() for rank in range(2))  # each had its chance to end in good order
@@ -238,4 +240,4 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(monkeypatch: pytest.Monk
     ):
         # More than one read of a socket or a pipe brings.
         run(fail, LaunchSettings(devices=2, timeout_s=60), "x" * 1_000_000, 1_000_000)
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 60  # before the others would give up

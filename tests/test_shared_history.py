@@ -15,6 +15,8 @@ from hopline.world import World
 from tests.helpers import randn
 from tests.historical_ranks import check_tables
 
+pytestmark = pytest.mark.alone  # no other process may use shared memory
+
 
 @pytest.mark.parametrize("two_hosts", [False, True])
 def test_three_ranks_read_what_each_other_wrote(two_hosts: bool):

@@ -16,6 +16,8 @@ from hopline.launch import LaunchSettings, RankError
 from hopline.world import PeerError, Seat, World, serve
 from tests.launched import check_words, environment, everything_then_death, program, started
 
+pytestmark = pytest.mark.alone  # no other process may use shared memory
+
 
 def shared_folders() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("hopline")}

@@ -13,6 +13,8 @@ from hopline.launch import LaunchSettings, RankError, run
 from hopline.world import World
 from tests.historical_ranks import alone, train_all
 
+pytestmark = pytest.mark.alone  # no other process may use shared memory
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"settings": {"measure_bias": True}, "dropout": 0.3},
     "compensated": {"settings": {"compensate": True, "measure_bias": True}, "dropout": 0.3},
