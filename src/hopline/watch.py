@@ -13,6 +13,7 @@ from hopline.report_parts import thinned
 from hopline.spec import format_size
 
 if TYPE_CHECKING:
+    from hopline.plan import Place
     from hopline.trainer import Trainer
 
 MOST_POINTS = 300
@@ -31,7 +32,7 @@ class WatchBudget(Callback):
         if self.report is None or plan is None:
             return
         items = [item for item in plan.items if item.num_bytes]
-        places = dict.fromkeys([*(item.place for item in items), plan.home])
+        places: dict[Place, None] = dict.fromkeys([*(item.place for item in items), plan.home])
         totals = [
             {"place": place, "promised_bytes": plan.peak_bytes(place), "budget_bytes": plan.budget_bytes(place)}
             for place in places
