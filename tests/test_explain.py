@@ -112,6 +112,12 @@ def test_training_that_never_waits(changes: dict[str, Any], words: str):
     assert re.search(words, found.sentence), found.sentence
 
 
+def test_a_host_that_waits_while_its_gpu_is_busy_holds_up_nothing():
+    found = explained(with_changes(on_gpu=True), sample=12.0, gather=6.0, wait=7.0, forward=4.0, backward=5.6)
+    assert found.waited == pytest.approx(0.04)
+    assert found.bottleneck == "backward"
+
+
 def test_stages_of_the_training_thread_are_named():
     assert "accumulate=" in explained(sample=1.0, forward=1.0, backward=2.0, exchange=6.5).sentence
     assert "checkpoint_s=" in explained(sample=1.0, forward=1.0, backward=2.0, checkpoint=6.5).sentence

@@ -89,10 +89,11 @@ def explain(
         return None
     shares = {name: value / serial_s for name, value in found.items()}
     prepared = sum(shares.get(name, 0.0) for name in PREPARED)
-    waited = min(1.0, stages.get("wait", 0.0) / seconds)
     idle = 1 - min(1.0, sum(stages.get(name, 0.0) for name in PREPARED) / (max(1, setup.workers) * seconds))
     spent = sum(stages.get(name, 0.0) for name in (*TRAINED, *(() if setup.workers else PREPARED)))
-    rest = max(0.0, 1 - waited - spent / seconds)
+    free = max(0.0, 1 - spent / seconds)
+    waited = min(free, stages.get("wait", 0.0) / seconds)  # a host that waits while its GPU is busy holds up nothing
+    rest = free - waited
     facts = _Facts(setup, shares, prepared, waited, idle, rest, found, stages)
     bottleneck, sentence = facts.verdict()
     return Explanation(
