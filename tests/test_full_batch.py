@@ -53,10 +53,11 @@ def test_dropout_is_drawn_by_node_whatever_the_way(name: str):
     model = gnn_of(name)
     model.dropout, model.input_dropout = 0.4, 0.2
     loss, expected = gradients(model, aggregation="sequential")
-    again, found = gradients(model, aggregation="sweep")
-    assert again == pytest.approx(loss, rel=1e-10)
-    for key, grad in expected.items():
-        torch.testing.assert_close(found[key], grad, rtol=1e-9, atol=1e-12)
+    for trim in (False, True):
+        again, found = gradients(model, aggregation="sweep", trim=trim)
+        assert again == pytest.approx(loss, rel=1e-10)
+        for key, grad in expected.items():
+            torch.testing.assert_close(found[key], grad, rtol=1e-9, atol=1e-12)
 
 
 def assert_that_of_plain_pyg(name: str, **settings: Any) -> None:
@@ -78,15 +79,24 @@ def test_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
     assert_that_of_plain_pyg(name, aggregation=aggregation)
 
 
+@pytest.mark.parametrize("aggregation", ["sweep", "sequential"])
 @pytest.mark.parametrize("name", ["gcn", "sage", "gat", *(name for name in GNN_OPTIONS if name not in NORMED)])
-def test_trimmed_the_gradient_is_that_of_plain_pyg(name: str):
-    assert_that_of_plain_pyg(name, trim=True)
+def test_trimmed_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
+    assert_that_of_plain_pyg(name, aggregation=aggregation, trim=True)
 
 
 def test_trimmed_training_counts_fewer_bytes():
     runs = [train(World.alone(), "gcn", {"aggregation": "sequential", "trim": trim}) for trim in (False, True)]
     assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
     for name in ("bytes.forward", "bytes.gradient"):
+        assert 0 < runs[1]["counters"][name] < runs[0]["counters"][name]
+
+
+def test_a_trimmed_sweep_counts_fewer_rows_and_edges():
+    runs = [train(World.alone(), "gcn", {"aggregation": "sweep", "trim": trim}) for trim in (False, True)]
+    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
+    assert runs[1]["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
+    for name in ("sweep.rows", "sweep.edges"):
         assert 0 < runs[1]["counters"][name] < runs[0]["counters"][name]
 
 
@@ -98,7 +108,7 @@ def test_degrees_are_exchanged_in_the_first_epoch_only():
 @pytest.mark.parametrize("settings", [{"num_shards": 1}, {"num_shards": 7}, {"partition": "range"}], ids=str)
 def test_training_is_the_same_in_every_way(settings: dict[str, Any], tmp_path: Path):
     ways = [{"aggregation": a} for a in WAYS] + [{"aggregation": "sequential", "depth": 2, "chunk": 500}]
-    ways += [{"aggregation": "sweep", "folder": tmp_path / "tables"}]
+    ways += [{"aggregation": "sweep", "folder": tmp_path / "tables"}, {"aggregation": "sweep", "trim": True}]
     runs = [train(World.alone(), "gcn", settings | way, dropout=0.4) for way in ways]
     for other in runs[1:]:
         assert other["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
@@ -204,7 +214,6 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_as_if_it_had_not_been(tmp_pa
         ({"topk": 0.0}, "topk is a share"),
         ({"boundary_rate": 1.5}, "boundary_rate is a share"),
         ({"aggregation": "sequential", "stale": True}, "stale=true keeps other ranks' rows"),
-        ({"aggregation": "sweep", "trim": True}, "trim=true is not for aggregation=sweep"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str):

@@ -42,7 +42,7 @@ ROWS = [
     ["captured", "update", "cut", "rejoin", "collective", "shard_data", "parts", "layerwise", "budget"],
     ["methods", "infer", "models", "checkpoint", "sharing", "placement"],
     ["sweep", "shard_infer", "shard_by_shard", "shared_history", "mixing", "device_history", "plan"],
-    ["history_unit", "nano_pieces", "evaluation_process", "keep"],
+    ["history_unit", "nano_pieces", "sweep_needed", "evaluation_process", "keep"],
     ["history_batches", "nano", "evaluation"],
     ["history"],
     ["historical"],

@@ -29,6 +29,7 @@ from hopline.sharded import ShardLayout, shard_layouts, virtual_layout
 from hopline.spec import parse_size
 from hopline.stale import Memory, StaleTransport
 from hopline.sweep import fill, go_back
+from hopline.sweep_needed import NeededRows
 from hopline.tables import Table
 from hopline.transports import LocalTransport, P2PTransport, Transport
 from hopline.validate import check_fields
@@ -85,10 +86,6 @@ class FullBatch(Method):
                 raise ValueError(f"{name} is a share: give more than 0 and at most 1, not {getattr(self, name)}")
         if self.stale and self.aggregation not in ("auto", "stored"):
             raise ValueError(f"stale=true keeps other ranks' rows: set aggregation=stored, not {self.aggregation}")
-        if self.trim and self.aggregation == "sweep":
-            raise ValueError(
-                "trim=true is not for aggregation=sweep, which goes over whole parts: set aggregation=auto"
-            )
         if self.folder is not None and self.aggregation not in ("auto", "sweep"):
             raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
 
@@ -123,7 +120,7 @@ class FullBatch(Method):
         """The aggregation, "auto" replaced and said."""
         several = job.world.size > 1 or isinstance(job.data, ShardedData)
         if self.aggregation == "auto":
-            reasons = {"several ranks": several, "batch norms need all rows at once": norms, "trim": self.trim}
+            reasons = {"several ranks": several, "batch norms need all rows at once": norms}
             reason = next((text for text, holds in reasons.items() if holds), "one process")
             chosen = "sweep" if reason == "one process" else "stored" if self.stale else "sequential"
             job.say(f"full batch by aggregation={chosen} ({reason}), {self._shards_of(job)} shards")
@@ -157,10 +154,11 @@ class SweepWork:
             tables=method.tables, folder=method.folder,
         )  # fmt: skip
         self.job, self.work = job, HistoricalWork(job, model, parts)
+        self.needed = NeededRows(self.work) if method.trim else None
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         if not done:
-            yield SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0))
+            yield SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0), self.needed)
 
 
 @dataclass(eq=False)
@@ -170,15 +168,22 @@ class SweepUnit(Unit):
     job: Job
     work: HistoricalWork
     key: int
+    needed: NeededRows | None = None
+    """What the training nodes need, where the sweep is trimmed to it."""
 
     @property
     def size(self) -> int:  # type: ignore[override]
         return self.job.train_ids.numel()
 
     def forward_backward(self, total: int) -> Tensor:
+        needed, layers = self.needed, self.work.model.num_layers
+        trace.count("sweep.rows", self.job.data.num_nodes * layers if needed is None else needed.num_rows)
+        trace.count("sweep.edges", self.job.data.num_edges * layers if needed is None else needed.num_edges)
         with autocast(self.job), trace.span("forward", self.job.device):
-            fill(self.work, self.key)
+            fill(self.work, self.key) if needed is None else needed.forward(self.key)
         with autocast(self.job), trace.span("backward", self.job.device):
+            if needed is not None:
+                return needed.backward(self.key, 1 / total)
             return go_back(self.work, self.key, 1 / total, keep=False)
 
 

@@ -63,9 +63,9 @@ class HistoricalBatches:
                     pinned.register(tensor)  # what cannot be goes through the mover's buffers
         plain, last = replace(found.block, key=key, graph=self.graph), work.model.num_layers - 1
         block = HaloBlock(plain, parts.slabs_of(group), places, rows, last, work.method.compensate, mixer)
-        batch = self._batch(block, nodes, key)
+        batch = self.batch_of(block, nodes, key)
         if self.on_gpu:
-            batch, later = self._moved(batch), None if later is None else later.to(self.device)
+            later = None if later is None else later.to(self.device)
         (block, *_) = batch.blocks
         assert isinstance(block, HaloBlock)
         return HistoricalBatch(batch, block, nodes, later, rows, gradients, mixer)
@@ -78,17 +78,20 @@ class HistoricalBatches:
             self._places[group] = places
         return places
 
-    def _batch(self, block: HaloBlock, nodes: Tensor, key: int | None) -> Batch:
+    def batch_of(self, block: Block, nodes: Tensor, key: int | None) -> Batch:
+        """A block's nodes, where the model is; the seeds are those that train."""
         data = self.data
         output_idx = self.is_training[nodes].nonzero().view(-1)
         seeds = nodes[output_idx]
         handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()}
         y = None if data.y is None or data.y.device != seeds.device else ops.gather_rows(data.y, seeds)
         x, blocks = handles.pop("x", None), (block,) * self.work.model.num_layers
-        return Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx)
+        return self.moved(Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx))
 
-    def _moved(self, batch: Batch) -> Batch:
-        """On the GPU; rows that it does not reach itself are read first."""
+    def moved(self, batch: Batch) -> Batch:
+        """Where the model is; rows that a GPU does not reach itself are read first."""
+        if not self.on_gpu:
+            return batch
         handles = {} if batch.x is None else {"x": batch.x}
         handles |= batch.tables
         read = {n: r.read() for n, r in handles.items() if isinstance(r, Rows) and r.table.tiers(self.device) is None}
