@@ -242,7 +242,7 @@ def test_some_seeds_alone_in_smaller_groups():
     batch = communities()
     among = ops.permutation(4, batch.num_seeds)[:50]
     (together,) = map(bytes_of, split.sizes_of(batch, [among]))
-    groups = split.groups_to_fit(batch, bytes_of, together, COSTS, "metis", among=among, least=2)
+    groups = split.groups_to_fit(batch, bytes_of, together, COSTS, "metis", among=among, first=2)
     assert len(groups) == 2
     assert torch.equal(torch.cat(groups).sort().values, among.sort().values)
     # Where less was aimed at than a seed takes, seeds go alone as long as they fit at all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,17 @@ from hopline.meter import meter_of
 from hopline.predict import Predictor, Sizes, costs_of
 from hopline.rescue import Before, attempt, gradient_bytes, state_bytes
 from hopline.spec import format_size, nearest, parse_size
-from hopline.split import CutBy, PieceBytes, SplitBy, check_split, cut_to_fit, groups_to_fit, piece_of, with_rows
+from hopline.split import (
+    CutBy,
+    PieceBytes,
+    SplitBy,
+    check_split,
+    cut_to_fit,
+    groups_to_fit,
+    piece_of,
+    sizes_of,
+    with_rows,
+)
 from hopline.validate import check_fields
 from hopline.work import BatchUnit, Job, Unit
 
@@ -109,7 +120,6 @@ class Guard:
     """Keeps the steps of one job within bytes: asks before each one, measures it, and learns.
 
     The first batches go by the bound, which is far above what they take, so they come in more pieces than later ones.
-    Where memory runs out all the same, the step is undone and goes on in smaller pieces.
     """
 
     job: Job
@@ -211,13 +221,10 @@ class Guard:
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """The model's output for the batch's seeds, on the host, by a forward pass within the limit."""
         done = self.inference.run(batch, lambda piece: model(piece).cpu())
-        (first_idx, first), *_ = done
-        if first_idx is None:
-            return first
-        out = first.new_empty((batch.num_seeds, *first.shape[1:]))
-        for seed_idx, rows in done:
-            out[seed_idx] = rows
-        return out
+        if done[0][0] is None:
+            return done[0][1]
+        order = torch.cat([seed_idx for seed_idx, _ in done if seed_idx is not None])
+        return torch.cat([rows for _, rows in done])[order.argsort()]
 
     def _try(self, batch: Batch, seed_idx: Tensor | None, step: Step, other_bytes: int) -> tuple[Tensor | None, int]:
         """(result, peak) of one piece; no result where it takes too much, and then nothing has changed.
@@ -260,19 +267,22 @@ class Guard:
         seeds = torch.arange(batch.num_seeds) if seed_idx is None else seed_idx
         if seeds.numel() > 1:
             self._failed_alone = 0
-            return batch, self._groups(batch, among=seeds, least=2)
+            return batch, self._groups(batch, seeds)
         self._failed_alone += 1
         if self._failed_alone > 1:  # once others may have taken the memory for a moment
-            raise ValueError(
-                "memory ran out in a step of a single seed: make the fan-outs or the model smaller, or set "
-                "over_budget=cut"
-            )
+            raise ValueError("memory ran out in a step of a single seed: make the fan-outs or the model smaller")
         return batch, [seeds]
 
-    def _groups(self, batch: Batch, **options: Any) -> list[Tensor]:
-        options |= {"how": self.budget.split_by, "most_bytes": self.limit_bytes}
-        costs = self._predictor(Sizes.of(batch)).costs
-        return groups_to_fit(batch, self._bytes_of(batch, in_pieces=True), self.room_bytes, costs, **options)
+    def _groups(self, batch: Batch, among: Tensor | None = None) -> list[Tensor]:
+        """Seeds that run together: as few groups as are promised to fit, two at least."""
+        predictor, bytes_of = self._predictor(Sizes.of(batch)), self._bytes_of(batch, in_pieces=True)
+        together = Sizes.of(batch) if among is None else sizes_of(batch, [among])[0]
+        # By what is expected, since a promise for more than was ever seen is far above it.
+        expected = bytes_of(together) - predictor.promise(together) + predictor.expected(together)
+        first = max(2, math.ceil(expected / self.room_bytes))
+        how, most = self.budget.split_by, self.limit_bytes
+        options: dict[str, Any] = {"how": how, "among": among, "first": first, "most_bytes": most}
+        return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, **options)
 
     def _check_split(self) -> None:
         check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
@@ -301,10 +311,6 @@ class Guard:
     def promise_sizes(self, sizes: Sizes) -> float:
         """Bytes that a step of so many nodes and edges will not exceed."""
         return self._predictor(sizes).promise(sizes)
-
-    def observe(self, piece: Batch, promised_bytes: float, peak_bytes: int) -> None:
-        """Learn from a piece that ran."""
-        self.observe_sizes(Sizes.of(piece), promised_bytes, peak_bytes)
 
     def observe_sizes(self, sizes: Sizes, promised_bytes: float, peak_bytes: int) -> None:
         """Learn from a step of so many nodes and edges."""
@@ -361,10 +367,9 @@ class Guard:
         for number in range(MOST_REDRAWS):
             key = ops.derive_key(_key_of(batch), number)
             blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in self.redraw(batch.seeds, key))
-            found = replace(batch, blocks=blocks, key=key)
             self._count("resampled", "budget.resampled")
-            if bytes_of(Sizes.of(found)) <= self.room_bytes:
-                return with_rows(found, self.job.data.tables)
+            if bytes_of(Sizes.of_blocks(blocks)) <= self.room_bytes:
+                return with_rows(replace(batch, blocks=blocks, key=key), self.job.data.tables)
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -49,9 +50,14 @@ class TensorMeter(TorchDispatchMode):
         self.now_bytes = self.peak_bytes = 0
         self._lap_start = self._lap_peak = 0
         self._live: dict[int, int] = {}
+        self._watched: dict[int, weakref.KeyedRef[int, torch.UntypedStorage]] = {}
         # A storage may be freed anywhere, also in the middle of the sums below: it is noted here and taken off there.
         self._freed: deque[int] = deque()
         self._lock = threading.Lock()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled within; guarding against it would take as long as all the rest
 
     @property
     def lap_bytes(self) -> int:
@@ -63,33 +69,39 @@ class TensorMeter(TorchDispatchMode):
             self._lap_start = self._lap_peak = self.now_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        for storage in _storages(out):
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
             key = storage._cdata
             with self._lock:
                 self._take_off_freed()
                 known = self._live.get(key)
-                if known is None and any(key == given._cdata for given in _storages((args, *kwargs.values()))):
-                    continue  # a view of what was there before
+                if known is None:
+                    given = (args, *kwargs.values()) if kwargs else args
+                    if any(key == one.untyped_storage()._cdata for one in _tensors(given)):
+                        continue  # a view of what was there before
+                    self._watched[key] = weakref.KeyedRef(storage, self._note_freed, key)
                 self._live[key] = storage.nbytes()  # an `out=` argument may have grown
                 self.now_bytes += self._live[key] - (known or 0)
                 self._lap_peak = max(self._lap_peak, self.now_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-            if known is None:
-                weakref.finalize(storage, self._freed.append, key).atexit = False
         return out
+
+    def _note_freed(self, reference: weakref.KeyedRef[int, torch.UntypedStorage]) -> None:
+        self._freed.append(reference.key)
 
     def _take_off_freed(self) -> None:
         while self._freed:
-            self.now_bytes -= self._live.pop(self._freed.popleft())
+            key = self._freed.popleft()
+            self.now_bytes -= self._live.pop(key)
+            del self._watched[key]
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    """Of a tensor or of those in a list: there is nothing deeper in what operations take and return."""
+def _tensors(values: Any) -> Sequence[Tensor]:
+    """A tensor, or those in a list: there is nothing deeper in what operations take and return."""
     if isinstance(values, Tensor):
-        return [] if values.device.type == "meta" else [values.untyped_storage()]
-    return [found for value in values for found in _storages(value)] if isinstance(values, list | tuple) else []
+        return () if values.is_meta else (values,)
+    return [found for value in values for found in _tensors(value)] if isinstance(values, list | tuple) else ()
 
 
 class CudaMeter:

@@ -197,17 +197,17 @@ def groups_to_fit(
     how: SplitBy = "balance",
     *,
     among: Tensor | None = None,
-    least: int = 1,
+    first: int | None = None,
     most_bytes: float | None = None,
 ) -> list[Tensor]:
     """Seeds (positions, on the host) in as few groups as fit, those of each together below `limit` bytes.
 
-    among: only these seeds, by balance; least: groups at least; most_bytes: what a seed alone may take, if not `limit`.
+    among: only these seeds, by balance; first: how many groups are tried first; most_bytes: what a seed alone may take,
+    if not `limit`.
     """
     seed_cost = seed_costs(batch, costs)
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
-    (together,) = sizes_of(batch, [seeds])
-    num_groups = max(least, math.ceil(bytes_of(together) / limit))
+    num_groups = math.ceil(bytes_of(sizes_of(batch, [seeds])[0]) / limit) if first is None else max(1, first)
     while True:
         num_groups = min(num_groups, seeds.numel())
         if how == "metis" and among is None and num_groups < seeds.numel():
@@ -226,7 +226,7 @@ def groups_to_fit(
                 f"one seed takes {format_size(worst)} and {format_size(most)} are left for a step: give the budget "
                 f"{format_size(worst - most)} more, make the fan-outs smaller, or set over_budget=cut"
             )
-        num_groups = max(num_groups + 1, math.floor(num_groups * min(worst / limit, 2)))
+        num_groups = max(num_groups + 1, math.floor(num_groups * min(worst / limit, 1.5)))
 
 
 # ---- fewer edges
