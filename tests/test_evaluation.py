@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GAT
 
 import hopline as hl
-from hopline import checkpoint, evaluation, infer, trace
+from hopline import checkpoint, evaluation, infer
 from hopline.evaluation_process import EvaluationError
 from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
 
@@ -26,6 +26,12 @@ from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, 
 def evaluators() -> list[psutil.Process]:
     """Processes of ours that evaluate."""
     return [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+
+
+def by_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process evaluates also where a CPU trains, as it does where a GPU trains."""
+    monkeypatch.setattr(evaluation, "in_process", lambda trainer: True)
+    monkeypatch.setattr("hopline.trainer.in_process", lambda trainer: True)
 
 
 @pytest.fixture
@@ -66,20 +72,28 @@ def outcome(run: hl.Run, model: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("helps", [False, True], ids=["process alone", "with help"])
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all epochs": ("sage", {"epochs": 6}),
+    "patience": ("gat", {"epochs": 30, "patience": 2, "lr": 0.1}),
+    "every third": ("sage", {"epochs": 30, "patience": 1, "evaluate_every": 3, "lr": 0.1, "inference": "sampled"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("name", "where", "helps"),
     [
-        ("sage", {"epochs": 6}),
-        ("gat", {"epochs": 30, "patience": 2, "lr": 0.1}),
-        ("sage", {"epochs": 30, "patience": 1, "evaluate_every": 3, "lr": 0.1, "inference": "sampled"}),
+        *[(name, "thread", helps) for name in RUNS for helps in (False, True)],
+        ("patience", "process", False),
+        ("every third", "process", True),
     ],
-    ids=["all epochs", "patience", "every third"],
 )
 def test_it_is_the_run_that_would_have_waited(
-    kind: str, settings: dict[str, Any], helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, where: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    kind, settings = RUNS[name]
     monkeypatch.setattr(evaluation.Beside, "can_help", helps)
+    if where == "process":
+        by_process(monkeypatch)
     data, found, weights = small(), {}, {}
     for how in ("blocking", "async"):
         model = model_of(kind, data)
@@ -95,7 +109,7 @@ def test_it_is_the_run_that_would_have_waited(
     if "patience" in settings:  # so that this looks at what it is meant to
         assert found["blocking"]["end"][0] < 30
         (end,) = records(tmp_path / "async", "end")
-        assert end["dropped"] > 0
+        assert end["dropped"] > 0 or where == "thread"  # a process has not begun by then
     ended = checkpoint.read(tmp_path / "async" / checkpoint.FILE)
     assert ended["position"]["epoch"] == found["blocking"]["end"][0] + 1
     model = model_of(kind, data)
@@ -104,7 +118,8 @@ def test_it_is_the_run_that_would_have_waited(
     assert not evaluators()
 
 
-def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_them():
+def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_them(monkeypatch: pytest.MonkeyPatch):
+    by_process(monkeypatch)  # which does not answer before the error
     data = small()
     settings: dict[str, Any] = {"epochs": 30, "patience": 1, "lr": 0.1}
     steps, fails_after = [0], [math.inf]
@@ -170,6 +185,7 @@ def test_a_crash_in_evaluation_surfaces_with_its_traceback(tmp_path: Path):
 
 def test_training_evaluates_itself_what_it_would_have_to_wait_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(evaluation, "BACKLOG", 1)
+    by_process(monkeypatch)
     here, plain = [], evaluation.Beside._evaluate_here
 
     def noted(self: evaluation.Beside, snapshot: evaluation.Snapshot) -> dict[str, Any]:
@@ -253,22 +269,37 @@ def test_without_a_validation_split_no_process_is_started():
 
 
 def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "hopline", "train", "demo", "model.hidden=8", "evaluate=async", *settings]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "src")}
+    return begin(folder, "-m", "hopline", "train", "demo", "model.hidden=8", "evaluate=async", *settings)
+
+
+def begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *arguments]
     return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_end_by_a_signal_leaves_no_process(number: signal.Signals, tmp_path: Path):
-    process = start(tmp_path, "out=run", "epochs=100000")
+BY_PROCESS = """
+from tests.runs import fit, small
+from tests.test_evaluation import slow
+if __name__ == "__main__":
+    fit(small(), epochs=100000, evaluate="async", test_step=slow, out="run")
+"""
+
+
+@pytest.mark.parametrize(("number", "where"), [(signal.SIGINT, "thread"), (signal.SIGKILL, "process")])
+def test_an_end_by_a_signal_leaves_no_process(number: signal.Signals, where: str, tmp_path: Path):
+    (tmp_path / "script.py").write_text(BY_PROCESS)
+    thread = where == "thread"
+    process = start(tmp_path, "out=run", "epochs=100000") if thread else begin(tmp_path, "script.py")
     try:
         metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
         while not (metrics.exists() and '"evaluate"' in metrics.read_text()) and time.monotonic() < until:
             assert process.poll() is None, process.communicate()
             time.sleep(0.1)
         family = psutil.Process(process.pid).children(recursive=True)
-        assert any("spawn_main" in " ".join(child.cmdline()) for child in family)
+        assert thread or any("spawn_main" in " ".join(child.cmdline()) for child in family)
         if number == signal.SIGINT:  # as a terminal sends it, to all of them
             os.killpg(process.pid, number)
         else:
@@ -298,16 +329,3 @@ def test_several_ranks_end_with_the_run_that_waited(tmp_path: Path):
     assert found["async"][:3] == found["blocking"][:3]
     assert found["blocking"][1]["epochs"] < 8
     assert all(same_weights(found["async"][3][name], weights) for name, weights in found["blocking"][3].items())
-
-
-def test_sampled_evaluation_keeps_to_its_bytes():
-    data = small()
-    trainer = hl.Trainer(sage(data), data, method(), show=False)
-    measures = [evaluation.Measure(trainer.method, exact=False, chunk_bytes=size) for size in (None, 120_000)]
-    trace_of = trace.Counters()
-    with trace.listen(trace_of):
-        found = [measure(trainer.job) for measure in measures]
-    trace_of.next_epoch()
-    assert found[0] == found[1]
-    assert trace_of.last_epoch()["budget.batches_split"] > 0
-    assert "budget.steps_over" not in trace_of.last_epoch()

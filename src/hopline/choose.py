@@ -15,11 +15,11 @@ import torch
 
 from hopline.budget import Budget
 from hopline.data.dataset import Dataset
-from hopline.evaluation import own_threads
 from hopline.full_batch import FullBatch
 from hopline.graph import Graph
 from hopline.historical import Historical
 from hopline.keep import keep_to
+from hopline.measure import own_threads
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
 from hopline.placement import place

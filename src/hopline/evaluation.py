@@ -7,76 +7,25 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hopline import infer, ops, shard_infer, trace
-from hopline.budget import Budget, Guard
+from hopline import trace
 from hopline.callbacks import Callback, Evaluation, KeepWeights, Run, WriteReport
 from hopline.checkpoint import Position
-from hopline.data.dataset import Dataset
 from hopline.evaluation_process import EvaluationProcess, Layout, Room
-from hopline.infer import KeepRows
-from hopline.nn.gnn import GNN
+from hopline.evaluation_thread import EvaluationThread
+from hopline.measure import Measure
 from hopline.shard_data import ShardedData
-from hopline.work import Job, Method
 
 if TYPE_CHECKING:
     from hopline.trainer import Trainer
 
-TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
-"""(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
-MOST_THREADS = 8
-"""Our threads that train: more of them gain nothing, as the parts between products and reductions stay in one."""
 BACKLOG = 8
 """Evaluations that may wait for their turn beside training; with so many, training waits for the oldest."""
-
-
-def own_threads(job: Job) -> AbstractContextManager[None]:
-    """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
-    if job.device.type == "cpu" and isinstance(job.model, GNN) and job.model.is_fused:
-        return ops.own_threads(min(torch.get_num_threads(), job.world.num_cores, MOST_THREADS))
-    return nullcontext()
-
-
-@dataclass(frozen=True)
-class Measure:
-    """How a split is measured: over every edge, over sampled ones, or by the user's own function."""
-
-    method: Method
-    test_step: TestStep | None = None
-    split: str = "valid"
-    exact: bool = True
-    show: bool = False
-    chunk_bytes: int | None = None
-    """What a chunk of exact evaluation or a sampled batch may take, where there is a budget,"""
-    rows_on_disk: bool = False
-    """and whether hidden rows are kept in files, which are removed afterwards."""
-
-    def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
-        data, ids = job.data, job.data.splits[self.split]
-        if self.test_step is not None:
-            with infer.evaluating(job.model):
-                return self.test_step(job.model, data, ids)
-        batches = None if self.exact else self.method.inference_batches(job, ids)
-        with own_threads(job):
-            if isinstance(data, ShardedData):
-                return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
-            if batches is None:
-                with TemporaryDirectory() if self.rows_on_disk and keep is None else nullcontext() as folder:
-                    options: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "keep": keep, "folder": folder}
-                    scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
-            else:
-                guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
-                scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
-        assert data.y is not None
-        return infer.measure(data, scores, data.y[ids.to(data.y.device)].cpu())
 
 
 @dataclass
@@ -215,11 +164,11 @@ class Blocking(Evaluations):
 
 
 class Beside(Evaluations):
-    """A process on the CPU evaluates, and training goes on.
+    """A thread or a process on the CPU evaluates, and training goes on.
 
     What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
-    waited. The first rank has the process; results come to all ranks together, at the end of an epoch. Where training
-    would have to wait for the process, and runs on the CPU too, it takes over some of the evaluations instead.
+    waited. The first rank has it; results come to all ranks together, at the end of an epoch. Where training
+    would have to wait for it, and runs on the CPU too, it takes over some of the evaluations instead.
     """
 
     def __init__(self, trainer: Trainer, run: Run) -> None:
@@ -229,7 +178,7 @@ class Beside(Evaluations):
         self.layout = Layout.of(trainer.model.state_dict())
         self.rooms: list[Room] = []
         self.free: list[Room] = []
-        self.process: EvaluationProcess | None = None
+        self.process: EvaluationProcess | EvaluationThread | None = None
         self.asked: set[int] = set()
         """Epochs that the process has been asked to evaluate."""
         self.results: dict[int, dict[str, Any]] = {}
@@ -249,9 +198,11 @@ class Beside(Evaluations):
         trainer, left = self.trainer, self.waiting.restored
         goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
         if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
-            assert trainer.sent is not None
-            seed = trainer.settings.seed
-            self.process = EvaluationProcess(self.measure, trainer.sent, trainer.model, self.layout, seed)
+            if trainer.sent is None:
+                self.process = EvaluationThread(self.measure, trainer.job)
+            else:
+                seed = trainer.settings.seed
+                self.process = EvaluationProcess(self.measure, trainer.sent, trainer.model, self.layout, seed)
         self.waiting.restored = []
         for state in left:
             self._take(state["epoch"], state["weights"], state["reason"])
@@ -379,6 +330,12 @@ class Beside(Evaluations):
         else:
             trainer.stop_reason = later
             self.free.append(snapshot.room)
+
+
+def in_process(trainer: Trainer) -> bool:
+    """Whether a process evaluates beside training, and not a thread: where a GPU trains, and where the user's own
+    function might draw what training draws."""
+    return trainer.device.type != "cpu" or trainer.test_step is not None
 
 
 def check_beside(trainer: Trainer, *, own_way: bool) -> None:

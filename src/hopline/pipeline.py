@@ -135,6 +135,11 @@ def _alone_s() -> float:
 def _begin() -> None:
     """What every preparing thread does first: it works alone, and gives way to training where cores are few."""
     ops.serial_here()
+    give_way()
+
+
+def give_way() -> None:
+    """This thread runs when training leaves a core idle, or waits for it."""
     if sys.platform.startswith("linux"):  # elsewhere priorities belong to whole processes
         with contextlib.suppress(OSError):
             nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)

@@ -18,12 +18,12 @@ from hopline import ops
 from hopline.batch import Batch
 from hopline.budget import Budget
 from hopline.cores import num_cores
-from hopline.evaluation import own_threads
 from hopline.full_batch import FullBatch
 from hopline.graph import Graph
 from hopline.historical import Historical
 from hopline.history import DTYPES
 from hopline.loader import Loader, resolve_workers
+from hopline.measure import own_threads
 from hopline.meter import meter_of
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN, out_width

@@ -29,10 +29,11 @@ from hopline.checkpoint import Checkpoints, Position
 from hopline.choose import plan_within
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
-from hopline.evaluation import Beside, Blocking, Evaluations, Measure, TestStep, check_beside, own_threads
+from hopline.evaluation import Beside, Blocking, Evaluations, check_beside, in_process
 from hopline.evaluation_process import SentData
 from hopline.files import remove_unfinished
 from hopline.keep import keep_to
+from hopline.measure import Measure, TestStep, own_threads
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
@@ -89,11 +90,11 @@ class Trainer:
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
         self.method = self.asked = method if method is not None else Sampled()
-        self.sent = self._send(data) if self.settings.evaluate == "async" else None
+        self.test_step = test_step
+        self.sent = self._send(data) if self.settings.evaluate == "async" and in_process(self) else None
         self.data, self.metric = data, data.metric
         self._report: Report | None = None
         self.callbacks = list(callbacks)
-        self.test_step = test_step
         self.usual_loss = train_step is None
         self.out = None if out is None else Path(out)
         self.config = config if config is not None else self._describe()

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hopline.budget import Budget
-from hopline.evaluation import own_threads
 from hopline.keep import keep_to
+from hopline.measure import own_threads
 from hopline.meter import meter_of
 from hopline.methods import Sampled
 from hopline.nn import GNN

@@ -1,0 +1,112 @@
+"""The thread that evaluates beside training on a CPU: it shares the data, and needs no time to begin."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hopline import ops
+from hopline.evaluation_process import EvaluationError, Measure, Room
+from hopline.nn.gnn import GNN
+from hopline.nn.whole import as_walkable
+from hopline.pipeline import give_way
+from hopline.work import Job
+
+
+class _Cancelled(Exception):
+    """Nobody waits for the evaluation any more."""
+
+
+class EvaluationThread:
+    """One thread that evaluates weights in the order in which it is asked to, with a copy of the model.
+
+    Its kernels and, where all convs are fused, torch's products run in it alone and give way to training. No result
+    depends on the number of threads there; elsewhere torch computes in as many as in the thread that trains.
+    """
+
+    is_ready = True
+
+    def __init__(self, measure: Measure, job: Job) -> None:
+        module = copy.deepcopy(job.module)
+        module.requires_grad_(False)
+        self._job = replace(job, model=as_walkable(module), module=module, say=lambda text: None)
+        self._measure = measure
+        self._ends = threading.Event()
+        self._asked: queue.SimpleQueue[tuple[int, Room] | None] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        model = self._job.model
+        if isinstance(model, GNN):
+            model.layer = self._checked(model.layer)  # type: ignore[method-assign]
+        self._threads = torch.get_num_threads()
+        self._pool = ops.start_threads(1, "hopline-evaluation", self._begin)
+        self._served = self._pool.submit(self._serve)
+
+    def ask(self, epoch: int, room: Room) -> None:
+        """Have the weights in a room evaluated; it must stay as it is until the answer has come."""
+        self._asked.put((epoch, room))
+
+    def answers(self, *, wait: bool = False) -> list[dict[str, Any]]:
+        """What has come since the last time, as {epoch, metrics, seconds}; wait: until it says anything at all."""
+        found: list[dict[str, Any]] = []
+        while self._failure is None:
+            try:
+                said = self._told.get(block=wait)
+            except queue.Empty:
+                break
+            wait = False
+            if isinstance(said, Exception):
+                self._failure = said
+            else:
+                found.append(said)
+        if self._failure is not None and not found:  # what came before it counts
+            raise self._failure
+        return found
+
+    def close(self) -> None:
+        """End it, within a chunk of what it is evaluating."""
+        self._ends.set()
+        self._asked.put(None)
+        self._pool.shutdown()
+        self._served.result()
+
+    def _checked(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any) -> Any:
+            if self._ends.is_set():
+                raise _Cancelled
+            return layer(*args)
+
+        return checked
+
+    def _begin(self) -> None:
+        ops.serial_here()
+        if not (isinstance(self._job.model, GNN) and self._job.model.is_fused):
+            torch.set_num_threads(self._threads)  # of this thread only
+        give_way()
+
+    def _serve(self) -> None:
+        while (asked := self._asked.get()) is not None and not self._ends.is_set():
+            epoch, room = asked
+            try:
+                started = time.perf_counter()
+                self._job.module.load_state_dict(room.weights)
+                found = self._measure(self._job)
+                self._told.put({"epoch": epoch, "metrics": found, "seconds": time.perf_counter() - started})
+            except _Cancelled:
+                return
+            except ValueError as error:  # the user's to put right
+                self._told.put(error)
+                return
+            except Exception as error:
+                sentence = " ".join(str(error).split())
+                failure = EvaluationError(f"evaluation after epoch {epoch} failed: {type(error).__name__}: {sentence}")
+                failure.__cause__ = error
+                self._told.put(failure)
+                return

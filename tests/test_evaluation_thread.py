@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline.evaluation_process import EvaluationError, Layout, Room
+from hopline.evaluation_thread import EvaluationThread
+from hopline.measure import Measure
+from hopline.work import Job
+from tests.runs import method, sage, small
+
+
+def trainer_of() -> hl.Trainer:
+    data = small()
+    torch.manual_seed(0)
+    return hl.Trainer(sage(data, norm="batch"), data, method(), show=False)
+
+
+def rooms_of(trainer: hl.Trainer, count: int) -> list[Room]:
+    """Rooms with other weights each."""
+    rooms = []
+    for _ in range(count):
+        for p in trainer.model.parameters():
+            p.data.add_(torch.randn_like(p))
+        rooms.append(Room(Layout.of(trainer.model.state_dict())))
+        rooms[-1].fill(trainer.model.state_dict())
+    return rooms
+
+
+def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_alone():
+    trainer = trainer_of()
+    measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
+    threads, before = torch.get_num_threads(), {n: t.clone() for n, t in trainer.model.state_dict().items()}
+    thread = EvaluationThread(measure, trainer.job)
+    for epoch, room in enumerate(rooms, start=1):
+        thread.ask(epoch, room)
+    found = []
+    while len(found) < 3:
+        found += thread.answers(wait=True)
+    thread.close()
+    assert [one["epoch"] for one in found] == [1, 2, 3]
+    assert all(torch.equal(t, trainer.model.state_dict()[n]) for n, t in before.items())
+    assert torch.get_num_threads() == threads
+    for one, room in zip(found, rooms, strict=True):
+        trainer.model.load_state_dict(room.weights)
+        assert one["metrics"] == measure(trainer.job)
+        room.close()
+
+
+def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
+    trainer, calls = trainer_of(), [0]
+    plain = Measure(trainer.method)
+
+    def fails(job: Job) -> dict[str, float]:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise ZeroDivisionError("no more")
+        return plain(job)
+
+    rooms = rooms_of(trainer, 2)
+    thread = EvaluationThread(fails, trainer.job)
+    for epoch, room in enumerate(rooms, start=1):
+        thread.ask(epoch, room)
+    thread._served.result(60)
+    assert [one["epoch"] for one in thread.answers()] == [1]
+    with pytest.raises(EvaluationError, match="evaluation after epoch 2 failed: ZeroDivisionError: no more") as caught:
+        thread.answers(wait=True)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    thread.close()
+    for room in rooms:
+        room.close()
+
+
+def test_closing_ends_an_evaluation_at_its_next_layer():
+    trainer, begun, go_on = trainer_of(), threading.Event(), threading.Event()
+    plain = Measure(trainer.method)
+
+    def waits(job: Job) -> dict[str, float]:
+        begun.set()
+        go_on.wait()
+        return plain(job)
+
+    (room,) = rooms_of(trainer, 1)
+    thread = EvaluationThread(waits, trainer.job)
+    thread.ask(1, room)
+    begun.wait()
+    thread._ends.set()
+    go_on.set()
+    thread.close()
+    assert thread.answers() == []
+    room.close()
