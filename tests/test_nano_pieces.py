@@ -12,7 +12,17 @@ from torch import nn
 
 from hopline.historical import Historical
 from hopline.history import HistoricalWork
-from hopline.nano_pieces import NanoPiece, Runs, at_layer, balanced, check_pieces, runs_to_fit, whole_sizes
+from hopline.nano_pieces import (
+    LayerBytes,
+    NanoPiece,
+    Runs,
+    at_layer,
+    balanced,
+    check_pieces,
+    runs_to_fit,
+    usual_run,
+    whole_sizes,
+)
 from hopline.nn import GNN
 from hopline.predict import Sizes
 from hopline.work import Job, supervised
@@ -143,3 +153,33 @@ def test_models_whose_pieces_are_not_the_batch_are_refused_by_name():
     with pytest.raises(ValueError, match=r"encoder\.0 draws anew.*input_dropout="):
         check_pieces(drawn)
     check_pieces(GNN(convs, encoder=nn.Linear(6, 6), dropout=0.5, norm="layer"))
+
+
+def test_usual_runs_are_in_the_middle_and_have_a_loss_where_they_must():
+    made = work_of().batch((0, 1, 2), 1)
+    assert made is not None
+    indptr, seeds = made.block.part.indptr, made.batch.output_idx
+    assert seeds is not None
+    for count in (1, 4, made.block.num_dst):
+        run = usual_run(made, count, with_seeds=False)
+        edges = indptr[count:] - indptr[:-count]
+        assert run.stop - run.start == count
+        assert int(edges[run.start]) == int(edges.median())
+        run = usual_run(made, count, with_seeds=True)
+        assert run.stop - run.start == count
+        assert bool(((seeds >= run.start) & (seeds < run.stop)).any())
+
+
+def test_layers_are_learnt_apart():
+    layers = LayerBytes(work_of().model, DATA.x)
+    assert not layers.is_sure
+    whole = Sizes((40, 40, 40, 30), (90, 90, 90))
+    bound = layers.together(whole)
+    assert bound == sum(layers.promise(l, Sizes((40, 30), (90,))) for l in range(3))
+    for l in range(3):
+        for num in (10, 12, 15, 20, 30, 40):
+            layers.learn(l, Sizes((num, num // 2), (3 * num,)), 1000 * (l + 1) * num)
+    assert layers.is_sure
+    for l in range(3):
+        assert layers.promise(l, Sizes((20, 10), (60,))) == pytest.approx(20_000 * (l + 1), rel=0.05)
+    assert layers.together(whole) < bound

@@ -23,6 +23,7 @@ from hopline.history_batches import HistoricalBatches
 from hopline.history_unit import HistoricalBatch, HistoricalUnit
 from hopline.infer import KeepRows, evaluating
 from hopline.nano import GuardedHistoricalUnit
+from hopline.nano_pieces import LayerBytes
 from hopline.nn.gnn import GNN, State
 from hopline.partition import Partition, make_partition
 from hopline.parts import Group, Parts, Shares, without_halo
@@ -205,9 +206,14 @@ class HistoricalWork:
         return block.own
 
     @cached_property
-    def row_bytes(self) -> list[int]:
-        """Of a node's rows, layer by layer."""
-        return [like[0].nbytes for _, like in sorted(self._probed().items())]
+    def row_of(self) -> list[Tensor]:
+        """Some node's row, [1, ...], after each layer."""
+        return [like[:1].detach() for _, like in sorted(self._probed().items())]
+
+    @cached_property
+    def layer_bytes(self) -> LayerBytes:
+        """What layers take, for batches that are split."""
+        return LayerBytes(self.model, self.job.data.tables.get("x"))
 
     def refresh(self) -> None:
         """Make the tables exact, those of gradients too where there are any."""

@@ -19,18 +19,87 @@ from hopline.batch import Block
 from hopline.halo import report_ages
 from hopline.history_unit import HistoricalBatch, HistoricalUnit, messages_back
 from hopline.meter import Meter, meter_of
-from hopline.nano_pieces import NanoPiece, Runs, at_layer, check_pieces, runs_to_fit, whole_sizes
+from hopline.nano_pieces import (
+    LayerBytes,
+    NanoPiece,
+    Runs,
+    check_pieces,
+    runs_to_fit,
+    usual_run,
+    whole_sizes,
+)
 from hopline.predict import Sizes
 from hopline.spec import format_size
-from hopline.sweep import Swept, backward, forward
+from hopline.sweep import Swept, backward, drawn_again, forward, from_loss, through_layer
 from hopline.work import autocast
 
 if TYPE_CHECKING:
     from hopline.budget import Guard
     from hopline.history import HistoricalWork
 
+ENOUGH_NODES = 64
+"""Nodes at which layers are measured at least, before any batch is split."""
 OF_A_MAP = 16
 """Bytes per node of a batch while a piece of it is made."""
+
+
+class Probe(Swept[NanoPiece]):
+    """Some nodes of a batch, more and more of them, to learn what they take: rows and gradients are zeros."""
+
+    def __init__(self, work: HistoricalWork, made: HistoricalBatch) -> None:
+        super().__init__(work, made.batch.key if isinstance(made.batch.key, int) else None)
+        self.made = made
+
+    def teach(self, layers: LayerBytes, room_bytes: float) -> None:
+        """Until they are sure, and twice as many nodes might take more than `room_bytes`."""
+        before = [(p, p.grad) for p in self.work.job.module.parameters()]
+        count, most, first, taken = 1, self.made.block.num_dst, 0, 0
+        # What a layer takes for itself, whatever the nodes, does not grow.
+        while count <= most and (first + 3 * (taken - first) < room_bytes or count < ENOUGH_NODES):
+            for l in range(self.work.model.num_layers):
+                taken = max(taken, self._measure(l, count, layers))
+            first, count = first or taken, 2 * count
+        for p, grad in before:
+            p.grad = grad
+
+    def _measure(self, l: int, count: int, layers: LayerBytes) -> int:
+        """What a layer takes at so many nodes; it is learnt."""
+        last = l == self.work.model.num_layers - 1
+        piece = NanoPiece(self.made, 0, usual_run(self.made, count, with_seeds=last))
+        self.work.job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
+        with meter_of(self.work.job.device) as meter, autocast(self.work.job), drawn_again(self, l, piece):
+            if last:
+                from_loss(self, piece, 1.0, 0.0)
+            else:
+                through_layer(self, l, piece, 0.0)
+        if not last or piece.has_seeds:
+            layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
+        return meter.peak_bytes
+
+    def pieces(self, l: int) -> Iterable[NanoPiece]:
+        return ()
+
+    def number(self, piece: NanoPiece) -> int:
+        return piece.number
+
+    def _zeros(self, l: int, num_rows: int) -> Tensor:
+        row = self.work.row_of[l]
+        return row.new_zeros(num_rows, *row.shape[1:])
+
+    def inputs(self, l: int, piece: NanoPiece) -> Tensor:
+        return self._zeros(l, piece.block.num_src)
+
+    def own(self, l: int, piece: NanoPiece) -> Tensor:
+        return self._zeros(l, piece.block.num_dst)
+
+    def gradient(self, l: int, piece: NanoPiece) -> Tensor:
+        return self._zeros(l, piece.block.num_dst)
+
+    def put(self, l: int, piece: NanoPiece, rows: Tensor) -> None: ...
+    def end(self, l: int) -> None: ...
+    def turn(self) -> None: ...
+    def add(self, l: int, piece: NanoPiece, rows: Tensor | None, *, own: bool = False) -> None: ...
+    def gathered(self, l: int) -> None: ...
 
 
 class Nano(Swept[NanoPiece]):
@@ -43,6 +112,14 @@ class Nano(Swept[NanoPiece]):
         self.compensates = work.method.compensate
         self.kept_bytes = self._kept_bytes()
         self.worst_bytes = 0.0
+        if (room := guard.limit_bytes - self.kept_bytes) <= 0:
+            raise ValueError(
+                f"the rows of a batch's {made.block.num_dst} nodes and their gradients take "
+                f"{format_size(self.kept_bytes)}, and {format_size(guard.limit_bytes)} are left for a step: give the "
+                f"budget {format_size(-room)} more and something for the layers, or make parts_per_batch smaller"
+            )
+        if not work.layer_bytes.is_sure:
+            Probe(work, made).teach(work.layer_bytes, room)
         ends = torch.tensor([slab.stop - slab.start for slab in made.block.slabs]).cumsum(0).tolist()
         runs = self._runs(made.block, ends, range(self.last + 1))
         self.all = [NanoPiece(made, number, run) for number, run in enumerate(runs)]
@@ -65,9 +142,9 @@ class Nano(Swept[NanoPiece]):
     def _kept_bytes(self) -> int:
         """Of the whole batch: rows, gradients, and what is mixed."""
         work, own = self.work, self.made.block.num_dst
-        *hidden, last = work.row_bytes
+        *hidden, last = [row.nbytes for row in work.row_of]
         most, halo = max(hidden, default=0), self.made.block.num_src - own
-        num_bytes = own * (sum(hidden) + (sum(hidden) if self._keeps_all else 2 * most))
+        num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self._keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
         num_bytes += halo * (sum(hidden) + 4 * most) + own * most if self.made.mixer is not None else 0
         return num_bytes + OF_A_MAP * self.made.block.num_src
@@ -79,7 +156,7 @@ class Nano(Swept[NanoPiece]):
 
     def _runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:
         def bytes_of(sizes: Sizes) -> float:
-            return max((self.guard.promise_sizes(at_layer(self.work.model, sizes, l)) for l in layers), default=0.0)
+            return max((self.work.layer_bytes.promise(l, sizes) for l in layers), default=0.0)
 
         runs, worst = runs_to_fit(block, ends, bytes_of, self.guard.limit_bytes - self.kept_bytes)
         self.worst_bytes = max(self.worst_bytes, worst)
@@ -160,9 +237,9 @@ class Nano(Swept[NanoPiece]):
         return self.totals[l][piece.run]
 
     def went_back(self, l: int, piece: NanoPiece) -> None:
-        sizes = at_layer(self.work.model, Sizes.of_blocks((piece.block,)), l)
+        sizes, learns = Sizes.of_blocks((piece.block,)), l < self.last or piece.has_seeds
         piece.let_go()
-        if self.meter is not None and self.meter.lap_bytes > self.taken.get(l, (0, sizes))[0]:
+        if self.meter is not None and learns and self.meter.lap_bytes > self.taken.get(l, (0, sizes))[0]:
             self.taken[l] = self.meter.lap_bytes, sizes
         self._lap()
 
@@ -199,7 +276,7 @@ class GuardedHistoricalUnit(HistoricalUnit):
         if made is None or not self.learns:
             return super().forward_backward(total)
         device, sizes = self.work.job.device, whole_sizes(made)
-        needed = guard.promise_sizes(sizes)
+        needed = self._needed_bytes(made)
         if needed <= guard.limit_bytes:
             with meter_of(device) as meter:
                 loss = super().forward_backward(total)
@@ -212,8 +289,8 @@ class GuardedHistoricalUnit(HistoricalUnit):
                 nano.forward()
                 loss = nano.backward(total)
             nano.meter = None
-            for peak_bytes, of_piece in nano.taken.values():
-                guard.learn(of_piece, peak_bytes)
+            for l, (peak_bytes, of_piece) in nano.taken.items():
+                self.work.layer_bytes.learn(l, of_piece, peak_bytes)
             guard.note_peak(nano.promised_bytes, meter.peak_bytes)
             if self.work.method.compensate:
                 self.pushed = {l: rows.mul_(total) for l, rows in sorted(nano.totals.items())}
@@ -222,7 +299,7 @@ class GuardedHistoricalUnit(HistoricalUnit):
 
     def _forward_only(self) -> None:
         made, guard = self.made, self._guard
-        if made is None or (needed := guard.promise_sizes(whole_sizes(made))) <= guard.limit_bytes:
+        if made is None or (needed := self._needed_bytes(made)) <= guard.limit_bytes:
             super()._forward_only()
         else:
             self._in_pieces(made, needed).forward()
@@ -231,6 +308,11 @@ class GuardedHistoricalUnit(HistoricalUnit):
     def _guard(self) -> Guard:
         assert self.work.guard is not None
         return self.work.guard
+
+    def _needed_bytes(self, made: HistoricalBatch) -> float:
+        """By what batches took at once, or by what their layers took one at a time."""
+        sizes = whole_sizes(made)
+        return min(self._guard.promise_sizes(sizes), self.work.layer_bytes.together(sizes))
 
     def _in_pieces(self, made: HistoricalBatch, needed_bytes: float) -> Nano:
         guard = self._guard

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.batch import Batch, Block, Rows
+from hopline.batch import Batch, Block, Readable, Rows
 from hopline.nn.gnn import GNN
-from hopline.predict import Sizes
+from hopline.predict import Predictor, Sizes, costs_of
 from hopline.spec import format_size
 from hopline.split import check_split, piece_of, sizes_of
 
 if TYPE_CHECKING:
     from hopline.history_unit import HistoricalBatch
 
+MOST_GROWTH = 1.4
+"""By how much more pieces there are at the next attempt, at most."""
 UNEVEN = 1.1
 """How much more than its share a piece may have, where it then ends with a part of the graph."""
 
@@ -66,7 +68,16 @@ def runs_to_fit(
                 f"one node of a batch takes {format_size(worst)} and {format_size(max(0, limit))} are left beside the "
                 f"batch's own rows: give the budget {format_size(worst - limit)} more, or make parts_per_batch smaller"
             )
-        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, 2)))
+        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, MOST_GROWTH)))
+
+
+def usual_run(made: HistoricalBatch, count: int, with_seeds: bool) -> slice:
+    """So many of a batch's nodes in a row, with as many edges as such runs usually have, or with a loss."""
+    indptr, seeds = made.block.part.indptr.cpu(), made.batch.output_idx
+    start = int((indptr[count:] - indptr[:-count]).median(dim=0).indices)
+    if with_seeds and seeds is not None and seeds.numel():
+        start = min(max(0, int(seeds[seeds.numel() // 2]) - count // 2), made.block.num_dst - count)
+    return slice(start, start + count)
 
 
 def _alone(block: Block) -> Batch:
@@ -81,6 +92,30 @@ def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:
     nodes[l], nodes[l + 1] = src, dst
     nodes[0] += dst if l and model.encodes else 0  # initial rows are made again
     return Sizes(tuple(nodes), tuple(edges if i == l else 0 for i in range(model.num_layers)))
+
+
+class LayerBytes:
+    """What the layers of a model take one at a time, each learnt apart from what it took."""
+
+    def __init__(self, model: GNN, x: Readable | None) -> None:
+        costs = costs_of(model, x, model.num_layers)
+        self.model, self.predictors = model, [Predictor(costs) for _ in range(model.num_layers)]
+
+    @property
+    def is_sure(self) -> bool:
+        return all(predictor.is_sure for predictor in self.predictors)
+
+    def promise(self, l: int, sizes: Sizes) -> float:
+        """Bytes that layer `l` at a block of these sizes will not exceed, there and back."""
+        return self.predictors[l].promise(at_layer(self.model, sizes, l))
+
+    def together(self, sizes: Sizes) -> float:
+        """The same for all layers of a batch at once, of which none keeps more than it has alone."""
+        own = sizes.nodes[-1]
+        return sum(self.promise(l, Sizes((sizes.nodes[l], own), (e,))) for l, e in enumerate(sizes.edges))
+
+    def learn(self, l: int, sizes: Sizes, peak_bytes: int) -> None:
+        self.predictors[l].observe(at_layer(self.model, sizes, l), peak_bytes)
 
 
 def whole_sizes(made: HistoricalBatch) -> Sizes:

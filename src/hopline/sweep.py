@@ -121,14 +121,14 @@ def backward(over: Swept[P], scale: float, penalty: float = 0.0) -> Tensor:
     over.turn()
     for piece in over.pieces(last):
         with drawn_again(over, last, piece):
-            summed += _from_loss(over, piece, scale, penalty)
+            summed += from_loss(over, piece, scale, penalty)
         over.went_back(last, piece)
     over.gathered(last)
     for l in range(last - 1, -1, -1):
         over.gathered(l)
         for piece in over.pieces(l):
             with drawn_again(over, l, piece):
-                _through_layer(over, l, piece, penalty)
+                through_layer(over, l, piece, penalty)
             over.went_back(l, piece)
     return summed
 
@@ -145,7 +145,8 @@ def drawn_again(over: Swept[P], l: int, piece: P) -> Iterator[None]:
         yield
 
 
-def _through_layer(over: Swept[P], l: int, piece: P, penalty: float) -> None:
+def through_layer(over: Swept[P], l: int, piece: P, penalty: float) -> None:
+    """Layer `l` at a piece again, and back: gradients are added to the parameters' and at its inputs."""
     work, block = over.work, piece.block
     inputs = None if l == 0 else over.inputs(l - 1, piece).requires_grad_()
     with spreads(work.model, penalty > 0) as found:
@@ -158,7 +159,7 @@ def _through_layer(over: Swept[P], l: int, piece: P, penalty: float) -> None:
         over.add(l - 1, piece, inputs.grad)
 
 
-def _from_loss(over: Swept[P], piece: P, scale: float, penalty: float) -> Tensor:
+def from_loss(over: Swept[P], piece: P, scale: float, penalty: float) -> Tensor:
     """The summed loss of a piece; its gradients are added at the last layer's rows, its inputs, what jumped ahead."""
     work, model, block, batch = over.work, over.work.model, piece.block, piece.batch
     last = model.num_layers - 1
