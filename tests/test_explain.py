@@ -98,7 +98,7 @@ def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads()
     [
         (
             {},
-            "backward takes 44% of the work, and waits .* 1% .*: a smaller model or smaller method.fanouts would help",
+            "backward takes 44% of the work, and training waits .* 1% .*: a smaller model or smaller method.fanouts would help",
         ),
         ({"gpu_free": True}, "smaller method.fanouts or device=cuda would help"),
         ({"on_gpu": True}, "or precision=bf16 would help"),

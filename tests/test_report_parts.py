@@ -56,7 +56,7 @@ def test_a_plan_is_summed_up_by_place():
 def test_bytes_per_step_under_the_line_of_the_budget():
     html = budget_section([record(1), record(2, steps_per_point=2, num_steps=6)])
     hovers = re.findall(r"<title>([^<]+)</title>", html)
-    assert "Largest step in MiB" in html
+    assert "Bytes per step, in MiB" in html
     assert [h for h in hovers if h.startswith("before")] == [
         f"before splitting, step {step}: {size}"
         for step, size in zip((1, 2, 3, 4, 6, 8), (100, 50, 90) * 2, strict=True)

@@ -74,6 +74,16 @@ def test_long_runs_stay_small():
     assert len(titles(bar_chart("Stages", bars))) <= 2 * MAX_BARS
 
 
+def test_a_chart_over_something_else_than_epochs_with_its_axis_from_zero():
+    figure = line_chart("Bytes", {"bytes": [(1, 40.0), (9, 50.0)]}, over="step", least=0.0, width=900)
+    assert titles(figure) == ["bytes, step 1: 40", "bytes, step 9: 50"]
+    texts = [element.text for element in drawing(figure).iter("text")]
+    assert "0" in texts
+    assert texts[-1] == "step"
+    ends = [float(circle.attrib["cx"]) for circle in drawing(figure).iter("circle")]
+    assert 800 < ends[1] < 900
+
+
 def test_bars_stack_without_gaps_to_scale():
     figure = bar_chart("Stages", [(1, {"sample": 1.0, "step": 3.0}), (2, {"step": 2.0})])
     boxes = [{k: float(r.attrib[k]) for k in ("x", "y", "height")} for r in drawing(figure).iter("rect")]

@@ -189,7 +189,7 @@ class _Facts:
 
     def _trained_too_slowly(self) -> tuple[str, str]:
         setup, worst = self.setup, self._worst(TRAINED)
-        waits = f", and waits for batches {self.waited:.0%} of an epoch" if setup.workers else ""
+        waits = f", and training waits for batches {self.waited:.0%} of an epoch" if setup.workers else ""
         why = f"training itself is the bottleneck: {worst} takes {self.shares.get(worst, 0.0):.0%} of the work{waits}"
         if worst == "exchange":
             return worst, f"{why}: set larger method.batch_size or accumulate=, so that ranks meet less often"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from hopline.report_svg import MAX_HOVERS, line_chart
+from hopline.report_svg import MAX_HOVERS, WIDTH, line_chart
 from hopline.spec import format_size
 
 Record = dict[str, Any]
@@ -100,7 +100,7 @@ def _bytes_chart(records: Sequence[Record]) -> str:
     largest = max((v for points in found.values() for _, v in points), default=0)
     unit, size = next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
     series = {name: _fewer([(x, v / size) for x, v in points]) for name, points in found.items()}
-    return line_chart(f"Largest step in {unit}", series, over="step", least=0.0)
+    return line_chart(f"Bytes per step, in {unit}", series, over="step", least=0.0, width=2 * WIDTH)
 
 
 def _fewer(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -63,7 +63,14 @@ def _scale(value: float, low: float, high: float, start: float, stop: float) -> 
     return start + (value - low) / (high - low) * (stop - start) if high > low else (start + stop) / 2
 
 
-def line_chart(title: str, series: Mapping[str, Points], over: str = "epoch", least: float | None = None) -> str:
+def line_chart(
+    title: str,
+    series: Mapping[str, Points],
+    *,
+    over: str = "epoch",
+    least: float | None = None,
+    width: int = WIDTH,
+) -> str:
     """Draw curves over epochs, or whatever `over` names, as an SVG figure, or nothing when no curve has a point.
 
     least: a value that the vertical axis shows in any case.
@@ -78,10 +85,10 @@ def line_chart(title: str, series: Mapping[str, Points], over: str = "epoch", le
     x_ticks = [x for x in ticks(first, last, 6) if first <= x <= last and x == int(x)] if last > first else [first]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = _scale(x, first, last, LEFT + 8, WIDTH - RIGHT - 8)
+        across = _scale(x, first, last, LEFT + 8, width - RIGHT - 8)
         return across, _scale(y, y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
 
-    parts = [_axes([place(x, 0) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, WIDTH, over)]
+    parts = [_axes([place(x, 0) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, width, over)]
     for i, (name, points) in enumerate(series.items()):
         colour = f"var(--c{i % NUM_COLOURS})"
         places = [place(*point) for point in points]
@@ -92,7 +99,7 @@ def line_chart(title: str, series: Mapping[str, Points], over: str = "epoch", le
         for (x, y), (epoch, value) in list(zip(places, points, strict=True))[:: -(-len(points) // MAX_HOVERS)]:
             hover = f"{escape(name)}, {over} {epoch:g}: {value:.6g}"
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {dot}><title>{hover}</title></circle>')
-    return _figure(title, series, WIDTH, "".join(parts))
+    return _figure(title, series, width, "".join(parts))
 
 
 def bar_chart(title: str, bars: Sequence[tuple[float, Mapping[str, float]]]) -> str:
