@@ -77,6 +77,7 @@ QUICK = {"sample": 1.0, "gather": 2.0, "wait": 0.1, "forward": 4.0, "backward": 
         ({"gpu_free": True}, "smaller method.fanouts, or device=cuda$"),
         ({"on_gpu": True}, "placement.graph=pinned and placement.features=pinned"),
         ({"workers": 4, "look_ahead": 2}, "threads are idle: set method.look_ahead=8$"),
+        ({"workers": 4, "look_ahead": 2, "planned": True}, "threads are idle: give a larger budget=$"),
         ({"workers": 1, "most_workers": 1, "sampled": False}, "smaller batches would help$"),
     ],
 )
@@ -98,7 +99,7 @@ def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads()
     [
         (
             {},
-            "backward takes 44% of the work, and training waits .* 1% .*: a smaller model or smaller method.fanouts would help",
+            "backward takes 44% .* training waits .* 1% .*: a smaller model or smaller method.fanouts would help",
         ),
         ({"gpu_free": True}, "smaller method.fanouts or device=cuda would help"),
         ({"on_gpu": True}, "or precision=bf16 would help"),
@@ -130,6 +131,7 @@ def test_without_threads():
     stages = {"sample": 3.0, "gather": 2.0, "forward": 2.0, "backward": 2.5}
     found = explained(with_changes(workers=0), **stages)
     assert found.sentence.endswith("53% of the work, so nothing overlaps: set method.workers=auto")
+    assert "no room for batches ahead" in explained(with_changes(workers=0, planned=True), **stages).sentence
     one_core = explained(with_changes(workers=0, num_cores=1), **stages)
     assert one_core.sentence.endswith("the work: set smaller method.fanouts")
     gpu = with_changes(workers=0, on_gpu=True, drawn_on_gpu=True, most_workers=0)

@@ -52,9 +52,9 @@ def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, capsys: 
     assert len(found["before"]) == len(found["after"]) == MOST_POINTS
     assert max(found["before"]) == 10 * MOST_POINTS - 1
     (line,) = said(capsys, "promised")
-    for words in ("3 batches split into 7 pieces", "6 batches drawn anew", "5,000 edges cut from 4 batches"):
+    for words in ("3 batches split into 7 pieces", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
         assert words in line
-    for words in ("memory ran out 1 times", "2 steps over the limit", "up to 80 B, promised 90 B, allowed 100 B"):
+    for words in ("memory ran out in 1 steps", "2 steps over the limit", "up to 80 B, promised 90 B, allowed 100 B"):
         assert words in line
     assert "Memory budget" in (tmp_path / "report.html").read_text()
 

@@ -24,6 +24,8 @@ class Setup:
     """Batches that may be prepared ahead."""
     most_workers: int = 0
     """How many threads there can be at most."""
+    planned: bool = False
+    """Whether a plan within a budget has set these."""
     num_cores: int = 1
     sampled: bool = False
     """Whether batches are samples, which smaller fan-outs make smaller."""
@@ -150,7 +152,8 @@ class _Facts:
         prepared_s = sum(s for name, s in self.alone.items() if name in PREPARED)
         spans_s = sum(self.spans.get(name, 0.0) for name in PREPARED)
         if self.idle >= 0.3 and setup.look_ahead < 2 * setup.workers:
-            return "look_ahead", f"{wait} though the threads are idle: set method.look_ahead={2 * setup.workers}"
+            cure = "give a larger budget=" if setup.planned else f"set method.look_ahead={2 * setup.workers}"
+            return "look_ahead", f"{wait} though the threads are idle: {cure}"
         share = self.shares.get(worst, 0.0)
         why = f"batches are prepared too slowly: {wait}, and {worst} takes {share:.0%} of the work"
         if spans_s > 2 * prepared_s:
@@ -169,6 +172,8 @@ class _Facts:
         if setup.drawn_on_gpu:
             return worst, f"the GPU prepares its batches itself, and {share}: {self._smaller(worst)}"
         why = f"batches are prepared by the thread that trains, {self.prepared:.0%} of the work"
+        if setup.planned:
+            return worst, f"{why}, since the budget leaves no room for batches ahead: give a larger budget="
         if setup.most_workers and (setup.on_gpu or setup.num_cores > 1):
             return worst, f"{why}, so nothing overlaps: set method.workers=auto"
         return worst, f"{why}: {self._smaller(worst)}"

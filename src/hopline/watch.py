@@ -70,17 +70,21 @@ def _said(record: dict[str, Any]) -> str:
     """What was done to keep to the budget, in one line."""
     words = []
     if record["split"]:
-        words.append(f"{record['split']} batches split into {record['pieces']} pieces")
+        words.append(f"{_batches(record['split'])} split into {record['pieces']} pieces")
     if record["resampled"]:
-        words.append(f"{record['resampled']} batches drawn anew")
+        words.append(f"{record['resampled']} samples drawn anew")
     if record["cut"]:
-        words.append(f"{record['edges_cut']:,} edges cut from {record['cut']} batches")
+        words.append(f"{record['edges_cut']:,} edges cut from {_batches(record['cut'])}")
     if record["oom"]:
-        words.append(f"memory ran out {record['oom']} times, and steps went on in smaller pieces")
+        words.append(f"memory ran out in {record['oom']} steps, which went on in smaller pieces")
     if record["over"]:
         words.append(f"{record['over']} steps over the limit")
     sizes = [format_size(record[name]) for name in ("promised_bytes", "peak_bytes", "limit_bytes")]
     return f"{', '.join(words)}; a step took up to {sizes[1]}, promised {sizes[0]}, allowed {sizes[2]}"
+
+
+def _batches(number: int) -> str:
+    return f"{number} batch{'es' * (number != 1)}"
 
 
 class WatchPipeline(Callback):
@@ -156,6 +160,7 @@ def setup_of(trainer: Trainer) -> Setup:
         workers=workers,
         look_ahead=look_ahead,
         most_workers=0 if threads is None or drawn_on_gpu else max(1, loader.num_cores),  # type: ignore[union-attr]
+        planned=trainer.plan is not None and getattr(trainer.asked, "workers", None) == "auto",
         num_cores=trainer.world.num_cores,
         sampled=hasattr(method, "fanouts"),
         on_gpu=on_gpu,
