@@ -42,6 +42,8 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
             found = {l: reader.read(l, places, rows.to(DEVICE)) for l in (0, 1)}
             for l in (0, 1):
                 assert torch.equal(found[l].cpu(), plain.read(l, places, rows))
+                some = reader.read_some(l, places, torch.tensor([5, 2, 80]), rows.to(DEVICE))
+                assert torch.equal(some, found[l][[5, 2, 80]])
             assert torch.equal(reader.ages(places), plain.ages(places))
         for l in (0, 1):
             plain.write(l, slabs, rows + l)
