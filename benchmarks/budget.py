@@ -42,7 +42,7 @@ CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "GCN": GCNConv,
     "GAT": lambda a, b: GATConv(a, b // 4, heads=4),
 }
-WIDTH = 64
+WIDTH = 128
 COLOURS = ("#3b6fb6", "#d1662e", "#3f9a5f", "#8d5bb0", "#b8912b", "#c2487d", "#4aa3a8", "#6b6b6b")
 
 
@@ -55,9 +55,13 @@ class Setting:
     batch_size: int
 
 
+def power_law(num_train: int, batch_size: int) -> Setting:
+    return Setting(planted(num_nodes=60_000, num_edges=1_200_000, num_train=num_train), (10, 10, 5), batch_size)
+
+
 def setting_of(graph: str, folder: Path | None) -> Setting:
     if graph == "power-law":
-        return Setting(planted(num_nodes=60_000, num_edges=1_200_000, num_train=8192), (10, 10, 5), 1024)
+        return power_law(num_train=4096, batch_size=1024)
     if folder is None:
         raise SystemExit(f"{graph} is a file: give the folder it is in by --data")
     data = hl.from_npz(folder / f"{graph}.npz").normalized()
@@ -230,7 +234,7 @@ def main() -> None:
     args = parser.parse_args()
     models, rows = args.models.split(","), []
     if args.overhead:
-        setting = setting_of("power-law", None)
+        setting = power_law(num_train=16_384, batch_size=2048)
         print("time over that without a guard, on the clock and of all cores")
         print(f"{'model':>6} {'split':>6} {'over':>5} {'meter':>13} {'threads':>13} {'training thread':>16}")
         for name in models:

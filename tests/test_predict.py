@@ -11,7 +11,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from hopline import ops
+from hopline import ops, split
 from hopline.batch import Batch
 from hopline.meter import meter_of
 from hopline.nn import GNN
@@ -216,3 +216,20 @@ def test_asked_in_other_threads_while_it_learns():
             one.result()
     assert answers <= exact
     assert predictor.num_seen == 200
+
+
+@pytest.mark.parametrize("name", ["sage-mean", "gcn", "gat"])
+def test_pieces_are_promised_enough_where_only_whole_batches_were_seen(name: str):
+    """Proportions of a piece are others: shared neighbours make its outer layers large, and another layer the peak."""
+    model = GNN(stack_of(name, 6, 32, 16), dropout=0.5).double()
+    taken(model, batch_at(2))
+    predictor = Predictor(costs_of(model, X, 2))
+    for key in range(ENOUGH + 2):
+        whole = batch_at(900, key)
+        predictor.observe(Sizes.of(whole), taken(model, whole))
+    for num_pieces in (2, 6, 30):
+        piece = split.piece_of(whole, torch.arange(0, 900, num_pieces)).batch()  # type: ignore[possibly-undefined]
+        sizes = Sizes.of(piece)
+        assert taken(model, piece) <= predictor.promise(sizes)
+        predictor.observe(sizes, taken(model, piece))
+        assert predictor.promise(sizes) < 1.2 * taken(model, piece)

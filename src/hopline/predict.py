@@ -40,6 +40,8 @@ LEAST_MARGIN = 0.02
 """and the least share of it that is."""
 BEYOND = 0.15
 """Share added per size of the largest step seen for what goes beyond: another moment may then be the step's peak."""
+UNLIKE = 1.2
+"""Share added for proportions outside those seen, by the logarithm of how far outside: for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,12 @@ class Sizes:
     def array(self) -> np.ndarray:
         """All of them, and a one for what every step takes."""
         return np.array((*self.nodes, *self.edges, 1), dtype=np.float64)
+
+    @cached_property
+    def shape(self) -> np.ndarray:
+        """The logarithms of their proportions: the same for a batch and for one that has twice of all."""
+        logarithms = np.log1p(self.array[:-1])
+        return logarithms - logarithms.mean()
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +162,8 @@ class _Learnt:
     """and the standard deviation of the relative errors."""
     largest: np.ndarray
     """The most of each size that was seen."""
+    shapes: np.ndarray
+    """[2, num_sizes] the least and the most of each `Sizes.shape` that was seen."""
     num_seen: int = 0
     over_bound: float = 1.0
     """By what factor the bound was exceeded, if it ever was."""
@@ -169,7 +179,7 @@ class Predictor:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         ones = np.ones_like(costs.array)
-        self._learnt = _Learnt(ones, np.zeros((ones.size, ones.size)), 0.0, ones)
+        self._learnt = _Learnt(ones, np.zeros((ones.size, ones.size)), 0.0, ones, np.outer([np.inf, -np.inf], ones[1:]))
         self._terms: deque[np.ndarray] = deque(maxlen=KEPT)
         self._taken: deque[float] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
@@ -195,6 +205,7 @@ class Predictor:
                 spread,
                 deviation,
                 largest=np.maximum(before.largest, sizes.array),
+                shapes=np.stack([np.minimum(before.shapes[0], sizes.shape), np.maximum(before.shapes[1], sizes.shape)]),
                 num_seen=before.num_seen + 1,
                 over_bound=max(before.over_bound, peak_bytes / self.costs.bound(sizes)),
             )
@@ -214,7 +225,10 @@ class Predictor:
         relative = terms / expected
         margin = DEVIATIONS * learnt.deviation * math.sqrt(1 + float(relative @ learnt.spread @ relative))
         beyond = BEYOND * max(0.0, float((sizes.array / learnt.largest).max()) - 1)
-        return min(bound, expected * (1 + max(margin, LEAST_MARGIN) + beyond))
+        other = UNLIKE * float(
+            np.maximum(sizes.shape - learnt.shapes[1], learnt.shapes[0] - sizes.shape).max(initial=0)
+        )
+        return min(bound, expected * (1 + max(margin, LEAST_MARGIN) + beyond + other))
 
     def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
         """Least squares of the relative errors, with every factor held to the one that fits best for all."""
