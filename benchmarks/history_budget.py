@@ -28,7 +28,7 @@ from hopline.nn import GNN
 
 CONVS = {"gcn": GCNConv, "gat": lambda a, b: GATConv(a, b // 8, heads=8) if b % 8 == 0 else GATConv(a, b)}
 EVERYTHING = 1 << 50
-LEARNING, TIMED = 6, 5
+LEARNING, TIMED = 3, 4
 """Epochs of learning, and of a turn, of which the first does not count."""
 
 
