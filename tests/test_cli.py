@@ -134,6 +134,12 @@ def test_training_on_shards_is_training_on_the_dataset(graph: Path, tmp_path: Pa
         assert outcome.status == 0, outcome.err
     whole, cut = (records(tmp_path / name, "epoch") for name in ("whole", "cut"))
     assert [e["loss"] for e in cut] == pytest.approx([e["loss"] for e in whole], abs=1e-5)
+    scores = []
+    for name, folder in (("whole", ()), ("cut", (f"folder={tmp_path / 'hidden'}",))):
+        outcome = command("infer", tmp_path / name, "write=scores", "nodes=test", *folder)  # one process, all shards
+        assert outcome.status == 0, outcome.err
+        scores.append(np.load(tmp_path / name / "predictions.npy"))
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-3)
 
 
 def test_datasets_lists_what_is_built_in_and_what_is_under_the_data_root(graph: Path):

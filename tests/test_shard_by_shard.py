@@ -12,10 +12,10 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, GINEConv, SAGEConv
 
 import hopline as hl
-from hopline import layer_files
+from hopline import layer_files, layerwise
 from hopline.cut import cut
 from hopline.partition import make_partition
-from hopline.shard_by_shard import AllShards, StackedTable, exact_rows
+from hopline.shard_by_shard import AllShards, StackedTable, _OverShards, exact_rows
 from hopline.tables import SparseTable, TensorTable
 from tests.helpers import mlp, randn
 from tests.test_cut import rich
@@ -85,6 +85,17 @@ def test_rows_are_computed_only_where_they_are_needed(whole: hl.Dataset, shards:
     exact_rows(model, AllShards(shards), some)
     sources = whole.graph.indices[whole.graph.indptr[5] : whole.graph.indptr[6]].long()
     assert seen == torch.cat([some, sources]).unique().numel() + 1
+
+
+def test_a_shard_is_open_before_it_is_measured_what_a_few_nodes_take(shards: Path):
+    data = AllShards(shards)
+    work = _OverShards(model_of("sage"), data, 1, layerwise.CPU, 1 << 22, None)
+    data._opened = None
+    few = work.probed(EVERYTHING)
+    assert data._opened is not None
+    first, stop = data.ptr[data._opened.rank : data._opened.rank + 2].tolist()
+    assert ((few >= first) & (few < stop)).all()
+    assert few.numel() > 1
 
 
 def test_sparse_features_are_read_as_they_are_stored(whole: hl.Dataset, shards: Path):

@@ -75,7 +75,8 @@ class AllShards(Dataset):
 
     def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
         self.folder, _, about = read_about(folder)
-        self.split, self.num_shards, self._opened = split, about["num_shards"], None
+        self.split, self.num_shards = split, about["num_shards"]
+        self._opened: Shard | None = None
         shards = [open_shard(self.folder, rank, split=split) for rank in range(self.num_shards)]
         first = shards[0]
         for shard in shards:
@@ -193,9 +194,13 @@ class _OverShards(Layerwise):
             marked[self._edges(chunk)[1]] = True
         return marked.nonzero().view(-1)
 
+    def _shard_of(self, places: Tensor) -> Shard:
+        """The one that has all these nodes."""
+        return self.shards.shard(int(torch.searchsorted(self.shards.ptr, places[0], right=True)) - 1)
+
     def _edges(self, places: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(indptr, places of the sources, edge arrays) of the in-edges of nodes of one shard."""
-        shard = self.shards.shard(int(torch.searchsorted(self.shards.ptr, places[0], right=True)) - 1)
+        shard = self._shard_of(places)
         indptr, taken = ops.row_positions(shard.indptr, places - shard.ptr[shard.rank])
         at = ops.gather_rows(shard.at, taken).long()
         return indptr, shard.sources(at), {name: ops.gather_rows(rows, at) for name, rows in shard.edge.items()}
@@ -215,7 +220,9 @@ class _OverShards(Layerwise):
         return [some for some in nodes.split(bounds.diff().tolist()) if some.numel()]
 
     def probed(self, nodes: Tensor) -> Tensor:
-        return super().probed(max(self._by_shard(nodes), key=len))
+        few = super().probed(max(self._by_shard(nodes), key=len))
+        self._shard_of(few)  # opened now: it is not what a few nodes take
+        return few
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
         """None has nodes of two shards."""
