@@ -139,6 +139,10 @@ def test_training_on_shards_is_training_on_the_dataset(graph: Path, tmp_path: Pa
         outcome = command("infer", tmp_path / name, "write=scores", "nodes=test", *folder)  # one process, all shards
         assert outcome.status == 0, outcome.err
         scores.append(np.load(tmp_path / name / "predictions.npy"))
+        outcome = command("export", tmp_path / name, tmp_path / f"{name}.pt")
+        assert outcome.status == 0, outcome.err
+    weights = [torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "cut")]
+    assert weights[0].keys() == weights[1].keys()
     np.testing.assert_allclose(scores[1], scores[0], atol=1e-3)
 
 

@@ -34,6 +34,7 @@ from hopline.models import ModelSpec, make_model
 from hopline.placement import Placement
 from hopline.plan import Outline
 from hopline.settings import TrainSettings, find_device
+from hopline.shard_by_shard import AllShards
 from hopline.shard_data import open_sharded
 from hopline.shards import is_shards
 from hopline.sharing import share
@@ -206,7 +207,8 @@ def _without(config: RunConfig, any_method: bool) -> RunConfig:
 def export(folder: Path, file: Path, config: ExportConfig) -> Path:
     """A run's weights as a plain `state_dict`, with PyG's names, for torch.load(..., weights_only=True)."""
     settings = load_config(folder)
-    model = make_model(settings.model, open_data(settings))
+    data = AllShards(settings.data) if is_shards(settings.data) else open_data(settings)
+    model = make_model(settings.model, data)
     load_weights(model, folder / f"{config.weights}.pt")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
