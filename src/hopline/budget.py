@@ -6,6 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -145,8 +146,7 @@ class Guard:
                 "smaller"
             )
         self.room_bytes, self._failed_alone = self.limit_bytes, 0
-        self._record = Record()
-        self._lock = threading.Lock()
+        self._record, self._lock = Record(), threading.Lock()
 
     @cached_property
     def inference(self) -> Guard:
@@ -171,10 +171,9 @@ class Guard:
         predictor = self._predictor(Sizes.of(batch))
         if self.budget.over_budget != "split" or not predictor.is_sure or self.promise(batch) <= self.room_bytes:
             return batch
-        try:
-            return replace(batch, groups=tuple(self._groups(batch)))
-        except ValueError:
-            return batch  # the training thread will meet the same, and say so
+        with suppress(ValueError):  # the training thread will meet the same, and say so
+            batch = replace(batch, groups=tuple(self._groups(batch)))
+        return batch
 
     def arrange(self, batch: Batch) -> Batch:
         """The batch as it may run: whole, in groups of its seeds, drawn anew or with fewer edges."""
@@ -196,30 +195,31 @@ class Guard:
         return batch if batch.groups else replace(batch, groups=tuple(self._groups(batch)))
 
     def run(self, batch: Batch, step: Step) -> list[tuple[Tensor | None, Tensor]]:
-        """Give a batch to `step`, whole or in pieces within the limit: [(positions of seeds or None for all, result)].
-
-        Where memory runs out, the step of that piece is undone, and its seeds go on in smaller pieces.
-        """
+        """Give a batch to `step`, whole or in pieces within the limit: [(positions of seeds or None: all, result)]."""
         promised, given, done = self.promise(batch), batch, []
         with meter_of(self.job.device) as meter:
             batch = self.arrange(batch)
         largest, todo = meter.peak_bytes, deque[Tensor | None](batch.groups or (None,))
+        by_bound = not self._predictor(Sizes.of(batch)).is_sure
         while todo:
             seed_idx, other_bytes = todo.popleft(), 0 if batch.blocks is given.blocks else batch.num_bytes
             result, peak_bytes = self._try(batch, seed_idx, step, other_bytes)
-            if result is not None:
-                done.append((seed_idx, result))
-                largest = max(largest, peak_bytes)
+            if result is None:
+                batch, smaller = self._smaller(batch, seed_idx)
+                todo.extendleft(reversed(smaller))
                 continue
-            batch, smaller = self._smaller(batch, seed_idx)
-            todo.extendleft(reversed(smaller))
+            done.append((seed_idx, result))
+            largest = max(largest, peak_bytes)
+            if by_bound and len(todo) > 1 and self._predictor(Sizes.of(batch)).is_sure:  # the rest by what was learnt
+                by_bound, rest = False, torch.cat([group for group in todo if group is not None])
+                todo = deque[Tensor | None](self._groups(batch, rest))
         if len(done) > 1:
             self.note_split(len(done))
         self.note_step(promised, largest)
         return done
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The model's output for the batch's seeds, on the host, by a forward pass within the limit."""
+        """The model's output for the batch's seeds, on the host, by forward passes within the limit."""
         done = self.inference.run(batch, lambda piece: model(piece).cpu())
         if done[0][0] is None:
             return done[0][1]
@@ -280,8 +280,8 @@ class Guard:
         # By what is expected, since a promise for more than was ever seen is far above it.
         expected = bytes_of(together) - predictor.promise(together) + predictor.expected(together)
         first = max(2, math.ceil(expected / self.room_bytes))
-        how, most = self.budget.split_by, self.limit_bytes
-        options: dict[str, Any] = {"how": how, "among": among, "first": first, "most_bytes": most}
+        most = self.limit_bytes if predictor.is_sure else math.inf  # a bound is far above what a seed takes
+        options: dict[str, Any] = {"how": self.budget.split_by, "among": among, "first": first, "most_bytes": most}
         return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, **options)
 
     def _check_split(self) -> None:
@@ -300,7 +300,7 @@ class Guard:
 
         def bytes_of(sizes: Sizes) -> float:
             step = self.promise_sizes(sizes)
-            return beside + (step if copies is None else max(copies.kept(sizes) + step, copies.at_once(sizes)))
+            return beside + (step if copies is None else copies.with_step(sizes, step))
 
         return bytes_of
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.batch import Batch
+from hopline.batch import Batch, Block
 from hopline.budget import Budget
 from hopline.cores import num_cores
 from hopline.full_batch import FullBatch
@@ -32,6 +32,8 @@ from hopline.placement import SHARE, Placement, make_plan
 from hopline.placement import Sizes as PlacedSizes
 from hopline.plan import Item, Outline, Place, Plan, limits_of
 from hopline.predict import Predictor, Sizes
+from hopline.rescue import state_bytes
+from hopline.split import PieceBytes
 from hopline.work import BatchUnit, Job, Method
 
 DRAWN = 3
@@ -134,8 +136,12 @@ class SampledForms:
 
     @property
     def _one(self) -> float:
-        """The step of a single seed."""
-        return self.predictor.promise(self._largest_seed)
+        """The step of a single seed, in a piece of its own."""
+        largest, seed = max(self.batches, key=lambda batch: batch.num_bytes), self._largest_seed
+        if type(largest.blocks[0]) is not Block:  # which is not split
+            return self.predictor.promise(seed)
+        beside, copies = sum(state_bytes(self.outline.model)), PieceBytes.of(largest, self.outline.device)
+        return beside + SWING * copies.maps + copies.with_step(seed, self.predictor.promise(seed))
 
     def _made(self, method: Sampled, prepared: list[Item], step: float, one: float) -> Plan:
         outline, home = self.outline, self.outline.home

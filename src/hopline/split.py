@@ -19,13 +19,15 @@ from hopline import ops
 from hopline.batch import Batch, Block, Part, Readable, ReducedRows, Rows
 from hopline.nn.whole import Whole
 from hopline.ops import cpu_partition, cpu_pieces, cpu_prune
-from hopline.predict import SMALL, Costs, Sizes
+from hopline.predict import Costs, Sizes
 from hopline.spec import format_size
 
 BytesOf = Callable[[Sizes], float]
 """What a batch of some sizes takes; never less for more nodes or edges."""
 SplitBy = Literal["balance", "metis"]
 CutBy = Literal["random", "degree", "pagerank"]
+ODDS = 1024
+"""Bytes of what is small in every piece."""
 
 
 def check_split(model: nn.Module, instead: str = "set over_budget=cut") -> None:
@@ -120,11 +122,15 @@ class PieceBytes:
     def kept(self, sizes: Sizes) -> float:
         """While its step runs."""
         of_nodes = sum(b * n for b, n in zip(self.per_node, sizes.nodes, strict=True))
-        return of_nodes + sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True)) + SMALL
+        return of_nodes + sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True)) + ODDS
 
     def at_once(self, sizes: Sizes) -> float:
         """While it is made: nodes' places come on top, and the positions of edges."""
         return self.kept(sizes) + 24 * sizes.nodes[0] + self.to_make * max(sizes.edges) + self.maps
+
+    def with_step(self, sizes: Sizes, step_bytes: float) -> float:
+        """All of a piece whose step takes so much beside it."""
+        return max(self.kept(sizes) + step_bytes, self.at_once(sizes))
 
 
 def _row_bytes(rows: Tensor) -> int:
