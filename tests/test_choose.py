@@ -71,6 +71,8 @@ def test_auto_says_why_and_refuses_what_nothing_fits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(choosing, "TIMED", 1)
     method, why = choose(outline_of(), Budget(host="1GiB"))
     assert why.startswith(f"method={choosing.kind_of(type(method))}: an epoch takes about ")
+    with pytest.raises(ValueError, match="method=auto is found before a run"):
+        choosing.Auto().bind(outline_of().job)
     with pytest.raises(ValueError, match="no method fits this budget: Sampled does not fit 1 KiB"):
         choose(outline_of(), Budget(host="1KiB"))
 

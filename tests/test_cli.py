@@ -106,7 +106,6 @@ def test_a_plan_shows_every_method_and_auto_takes_one_that_fits(graph: Path, tmp
     status, text, err = command("train", graph, *auto, "epochs=1")
     assert (status, err) == (0, "")
     chosen = text.split("method=")[1].split(":")[0]
-    assert run.load_config(out).method != "auto"
     assert type(run.load_config(out).method).__name__.lower() == chosen.replace("_", "")
     assert "plan: host " in text
     # What was chosen stays chosen when the run goes on.

@@ -225,7 +225,7 @@ def _serve(pipe: Connection, told: bytes, parent: int) -> None:
         os.nice(NICER)
     asked: dict[str, Any] = {}
     try:
-        measure, sent, model, layout, seed, threads = ForkingPickler.loads(told)
+        measure, sent, model, layout, seed, threads = ForkingPickler.loads(told)  # type: ignore[attr-defined]
         torch.set_num_threads(threads)  # what torch computes in other threads may differ in the last bit
         torch.manual_seed(seed)
         data = sent.open()

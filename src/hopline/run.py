@@ -16,7 +16,7 @@ from torch import nn
 from hopline import checkpoint, launch
 from hopline.budget import Budget
 from hopline.callbacks import EpochEnd, Evaluation, Run
-from hopline.choose import Candidate, choose, compare
+from hopline.choose import Auto, Candidate, choose, compare
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.dgl import from_dgl, is_dgl_folder
@@ -41,7 +41,6 @@ from hopline.sharing import share
 from hopline.spec import from_dict, to_dict
 from hopline.trace import RegionStatistics
 from hopline.trainer import Trainer
-from hopline.work import Method
 from hopline.world import World
 
 
@@ -62,7 +61,7 @@ class RunConfig(TrainSettings, LaunchSettings):
     so that model.linear=true learns the input rows themselves."""
     model: ModelSpec = ModelSpec()
     """The model."""
-    method: Sampled | Historical | FullBatch | Literal["auto"] = Sampled()
+    method: Sampled | Historical | FullBatch | Auto = Sampled()
     """How to train; `auto` tries all for a few steps and takes the fastest that fits."""
     budget: Budget | None = None
     """Memory that the run may take: budget=8GiB is for where the model is."""
@@ -115,7 +114,6 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
         load_weights(model, config.weights)
     out = config.out or Path(world.broadcast_object(str(_run_folder(data.name, config))))
     config = _with_method(config, model, data, out, world)
-    assert isinstance(config.method, Method)
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
     trainer = Trainer(
         model,
@@ -134,16 +132,16 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
 
 def _with_method(config: RunConfig, model: nn.Module, data: Dataset, out: Path, world: World) -> RunConfig:
     """The settings with method=auto replaced: by what the run that goes on began with, or by what fits and is fast."""
-    if config.method != "auto":
+    if not isinstance(config.method, Auto):
         return config
     found: dict[str, Any] | None = None
     if world.rank == 0:
-        before = load_config(out).method if config.resume and (out / checkpoint.FILE).exists() else "auto"
-        if before == "auto":
+        method = load_config(out).method if config.resume and (out / checkpoint.FILE).exists() else config.method
+        if isinstance(method, Auto):
             outline = Outline.of(model.to(world.device), data, config, config.placement)
-            before, why = choose(outline, config.budget or Budget())
+            method, why = choose(outline, config.budget or Budget())
             print(why, flush=True)
-        found = to_dict(dataclasses.replace(config, method=before))  # type: ignore[arg-type]
+        found = to_dict(dataclasses.replace(config, method=method))  # type: ignore[arg-type]
     return from_dict(RunConfig, world.broadcast_object(found))
 
 
@@ -154,7 +152,7 @@ def plan(config: RunConfig) -> list[Candidate]:
     model = make_model(config.model, data).to(find_device(config.device))
     if not data.splits.get("train", torch.empty(0)).numel():
         raise ValueError(f"dataset {data.name!r} has no training nodes: give it a 'train' split")
-    method = None if config.method == "auto" else config.method
+    method = None if isinstance(config.method, Auto) else config.method
     return compare(method, Outline.of(model, data, config, config.placement), config.budget or Budget())
 
 
@@ -189,7 +187,8 @@ def _run_folder(name: str, config: RunConfig) -> Path:
                 stored = load_config(folder)
             except ValueError:
                 continue
-            same = _without(stored, config.method == "auto") == _without(config, config.method == "auto")
+            any_method = isinstance(config.method, Auto)
+            same = _without(stored, any_method) == _without(config, any_method)
             if same and (folder / checkpoint.FILE).exists():
                 return folder
     fresh = runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
