@@ -12,7 +12,9 @@ from tests.lossy_ranks import check
 
 
 @pytest.mark.parametrize(
-    "codec", [HalfPrecision(), LargestRows(0.3), DrawnRows(0.6), Both(DrawnRows(0.6), LargestRows(0.5))], ids=repr
+    "codec",
+    [HalfPrecision(), LargestRows(0.3), DrawnRows(0.6), Both(DrawnRows(0.6), LargestRows(0.5))],
+    ids=lambda codec: type(codec).__name__,
 )
 @pytest.mark.parametrize("num_rows", [0, 1, 20])
 def test_both_ends_agree_on_what_travels(codec: Codec, num_rows: int) -> None:
