@@ -277,12 +277,13 @@ class Guard:
         """Seeds that run together: as few groups as are promised to fit, two at least."""
         predictor, bytes_of = self._predictor(Sizes.of(batch)), self._bytes_of(batch, in_pieces=True)
         together = Sizes.of(batch) if among is None else sizes_of(batch, [among])[0]
-        # By what is expected, since a promise for more than was ever seen is far above it.
-        expected = bytes_of(together) - predictor.promise(together) + predictor.expected(together)
-        first = max(2, math.ceil(expected / self.room_bytes))
-        most = self.limit_bytes if predictor.is_sure else math.inf  # a bound is far above what a seed takes
-        options: dict[str, Any] = {"how": self.budget.split_by, "among": among, "first": first, "most_bytes": most}
-        return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, **options)
+
+        def expected(sizes: Sizes) -> float:  # a promise for what is unlike all that was seen is far above it
+            return bytes_of(sizes) - predictor.promise(sizes) + predictor.expected(sizes)
+
+        options: dict[str, Any] = {"among": among, "first": max(2, math.ceil(expected(together) / self.room_bytes))}
+        options |= {"most_bytes": self.limit_bytes if predictor.is_sure else math.inf, "least_of": expected}
+        return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, self.budget.split_by, **options)
 
     def _check_split(self) -> None:
         check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
@@ -305,7 +306,6 @@ class Guard:
         return bytes_of
 
     def promise(self, batch: Batch) -> float:
-        """Bytes that a step of this batch will not exceed."""
         return self.promise_sizes(Sizes.of(batch))
 
     def promise_sizes(self, sizes: Sizes) -> float:

@@ -38,8 +38,8 @@ DEVIATIONS = 3.0
 """Standard deviations of the residuals that are added to a promise,"""
 LEAST_MARGIN = 0.02
 """and the least share of it that is."""
-BEYOND = 0.15
-"""Share added per size of the largest step seen for what goes beyond: another moment may then be the step's peak."""
+BEYOND = 0.3
+"""Share of the bound added for what goes beyond the largest step seen: another moment may then be the step's peak."""
 UNLIKE = 1.2
 """Share added for proportions outside those seen, by the logarithm of how far outside: for the same reason."""
 
@@ -224,7 +224,7 @@ class Predictor:
         expected = float(terms @ learnt.factors)
         relative = terms / expected
         margin = DEVIATIONS * learnt.deviation * math.sqrt(1 + float(relative @ learnt.spread @ relative))
-        beyond = BEYOND * max(0.0, float((sizes.array / learnt.largest).max()) - 1)
+        beyond = BEYOND * float(self.costs.array @ np.maximum(sizes.array - learnt.largest, 0)) / expected
         other = UNLIKE * float(
             np.maximum(sizes.shape - learnt.shapes[1], learnt.shapes[0] - sizes.shape).max(initial=0)
         )

@@ -205,11 +205,12 @@ def groups_to_fit(
     among: Tensor | None = None,
     first: int | None = None,
     most_bytes: float | None = None,
+    least_of: BytesOf | None = None,
 ) -> list[Tensor]:
     """Seeds (positions, on the host) in as few groups as fit, those of each together below `limit` bytes.
 
     among: only these seeds, by balance; first: how many groups are tried first; most_bytes: what a seed alone may take,
-    if not `limit`.
+    if not `limit`; least_of: by which it is refused, if not `bytes_of`.
     """
     seed_cost = seed_costs(batch, costs)
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
@@ -221,11 +222,12 @@ def groups_to_fit(
         else:
             groups = [seeds[group] for group in by_balance(seed_cost[seeds], num_groups)]
         groups.sort(key=lambda group: -float(seed_cost[group].sum()))
-        worst = max(map(bytes_of, sizes_of(batch, groups)))
+        sizes = sizes_of(batch, groups)
+        worst = max(map(bytes_of, sizes))
         if worst <= limit:
             return groups
         if num_groups == seeds.numel():
-            most = limit if most_bytes is None else most_bytes
+            most, worst = limit if most_bytes is None else most_bytes, max(map(least_of or bytes_of, sizes))
             if worst <= most:
                 return groups
             raise ValueError(
