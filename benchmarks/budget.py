@@ -141,7 +141,11 @@ def sweep(graph: str, setting: Setting, name: str, shares: list[float], epochs: 
     peak = max(free.tally.all("after"))
     for share in shares:
         limit = int(share * peak)
-        found = trained(setting, name, epochs, limit)
+        try:
+            found = trained(setting, name, epochs, limit)
+        except ValueError as error:  # where not even a seed fits
+            print(f"{graph:>18} {name:>5} {share:6} {limit / 1e6:8.1f} refused: {error}", flush=True)
+            continue
         tally = found.tally
         steps, pieces, split = len(tally.all("after")), tally.sum("pieces"), tally.sum("split")
         yield {
