@@ -31,7 +31,7 @@ demo: $(INSTALLED)
 
 # Two at a time, but for those that look at what the whole machine shares.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not extended and not alone'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not extended and not alone'
 	$(BIN)/python -m pytest -m 'alone and not extended'
 
 test-extended: $(INSTALLED)
