@@ -98,7 +98,7 @@ def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: 
         assert "resume=true" in errors
         assert "Traceback" not in errors
         position = checkpoint.read(tmp_path / "run" / checkpoint.FILE)["position"]
-        assert position["epoch"] >= epochs + 2
+        assert position["epoch"] > epochs  # the signal may come before the epoch that was seen has been evaluated
         assert not list((tmp_path / "run").glob("*.unfinished"))
         epochs = (tmp_path / "run" / "metrics.jsonl").read_text().count('"event": "epoch"')
     assert (tmp_path / "run" / "run.log").read_text().count("going on from") == 2
