@@ -54,10 +54,7 @@ def train(
     """Train, evaluate, test, and write a run folder."""
     if keys:
         return _print_keys(run.RunConfig)
-    settings = list(overrides or [])
-    if "=" in name:  # `hopline train epochs=3` is the demo with another setting
-        name, settings = "demo", [name, *settings]
-    config = override(find_recipe(name)(), settings)
+    config = _config(name, overrides)
     try:
         done = run.train(config)
     except Interrupted as signal:
@@ -80,10 +77,7 @@ def plan(
     """Show what each method would take of a budget=8GiB, and how long an epoch would last; trains nothing."""
     if keys:
         return _print_keys(run.RunConfig)
-    settings = list(overrides or [])
-    if "=" in name:
-        name, settings = "demo", [name, *settings]
-    found = run.plan(override(find_recipe(name)(), settings))
+    found = run.plan(_config(name, overrides))
     table = Table("method", "device", "host", "disk", "an epoch", "steps", "how")
     for row in table_of(found):
         table.add_row(*row)
@@ -205,6 +199,14 @@ def doctor() -> None:
         print(f"{'ok ' if fine else 'BAD'}  {what:<16} {finding}")
     if not all(fine for _, _, fine in findings):
         raise typer.Exit(1)
+
+
+def _config(name: str, overrides: list[str] | None) -> run.RunConfig:
+    """A recipe with other settings; `hopline train epochs=3` is the demo with one."""
+    settings = list(overrides or [])
+    if "=" in name:
+        name, settings = "demo", [name, *settings]
+    return override(find_recipe(name)(), settings)
 
 
 class _Ended(Exception):
