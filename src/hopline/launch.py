@@ -302,9 +302,10 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
 def _failure(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
     """The error to raise: that of the rank that failed first, not of those that failed because it did."""
     told = [child for child in failed if "error" in child.said and child.said["kind"] != PeerError.__name__]
-    killed = [child for child in failed if "error" not in child.said and not child.ended_by_us]
     noticed = [child.process.exitcode - 128 for child in failed if child.noticed]
-    if not told and (received or len(noticed) == len(failed)):
+    killed = [c for c in failed if "error" not in c.said and not c.ended_by_us and not c.noticed]
+    # A notice to one rank alone may end it where the others were not asked, as in evaluation: they fail without it.
+    if not told and (received or (noticed and not killed)):
         return Interrupted([*received, *noticed][0])
     child = (told or killed or list(failed))[0]
     code = child.process.exitcode
