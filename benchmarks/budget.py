@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from svg_file import svg_file
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
@@ -35,7 +36,6 @@ from hopline.budget import Budget, Guard
 from hopline.data.synthetic import planted
 from hopline.methods import SampledWork
 from hopline.predict import ENOUGH, Predictor
-from hopline.report_svg import line_chart
 
 CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "SAGE": SAGEConv,
@@ -43,7 +43,6 @@ CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "GAT": lambda a, b: GATConv(a, b // 4, heads=4),
 }
 WIDTH = 128
-COLOURS = ("#3b6fb6", "#d1662e", "#3f9a5f", "#8d5bb0", "#b8912b", "#c2487d", "#4aa3a8", "#6b6b6b")
 
 
 @dataclass(frozen=True)
@@ -187,15 +186,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
         ]
         for graph, model in names
     }
-    chart = line_chart("time", series, over="limit, % of the largest step without one", least=1.0)
-    drawing = chart[chart.index("<svg ") + 5 : chart.index("</svg>")]
-    colours = "".join(f"--c{i}:{colour};" for i, colour in enumerate(COLOURS))
-    style = f"svg{{{colours}font:11px sans-serif;background:#fff}}.gridline{{stroke:#ddd}}.curve{{fill:none}}"
-    key = "".join(
-        f'<text x="520" y="{20 + 14 * i}" text-anchor="end" fill="{COLOURS[i % len(COLOURS)]}">{name}</text>'
-        for i, name in enumerate(series)
-    )
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {drawing}<style>{style}</style>{key}</svg>\n'
+    return svg_file(series, "limit, % of the largest step without one", least=1.0)
 
 
 # ---- a tenth of the batches over the limit

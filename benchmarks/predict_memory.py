@@ -1,16 +1,17 @@
-"""Peak bytes of training steps on the CPU: predicted, promised and measured.
+"""Peak bytes of training steps: predicted, promised and measured.
 
-    python benchmarks/predict_memory.py [--models SAGE,GCN,GAT,GIN] [--probes 8] [--steps 40] [--json FILE]
+    python benchmarks/predict_memory.py [--models SAGE,GCN,GAT,GIN] [--probes 8] [--steps 40] [--device cuda]
     python benchmarks/predict_memory.py --split SAGE
     python benchmarks/predict_memory.py --resident sage
 
 Three layers of width 128 on a power-law graph, fan-outs (10, 10, 5). Each predictor sees `--probes` steps of 64 to
 1024 seeds, and is then asked about `--steps` steps of 64 to 2048 seeds that it never saw. `mape` is the mean error of
 what it expects, `over` how many steps took more than promised, `promised` the mean of promised over measured, `bound`
-that of the bound before anything was measured. With `--resident`, one step of more than 100 MB in a process of its
-own: bytes by the meter, and growth of the process's resident memory. With `--split`, a batch of 2048 seeds split to
-shares of what it takes: pieces, input rows of all pieces over the batch's, largest step measured over the limit, and
-time of splitting and of all steps over that of the batch in one piece, without the meter.
+that of the bound before anything was measured. On a GPU the measure is that of its allocator. With `--resident`, one
+step of more than 100 MB in a process of its own: bytes by the meter, and growth of the process's resident memory. With
+`--split`, a batch of 2048 seeds split to shares of what it takes: pieces, input rows of all pieces over the batch's,
+largest step measured over the limit, and time of splitting and of all steps over that of the batch in one piece,
+without the meter.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
 }
 
 
-def model_of(name: str, data: Dataset) -> GNN:
+def model_of(name: str, data: Dataset, device: str = "cpu") -> GNN:
     torch.manual_seed(0)
     conv = CONVS[name]
     convs = [conv(data.num_features, WIDTH), conv(WIDTH, WIDTH), conv(WIDTH, WIDTH)]
-    return GNN(convs, dropout=0.5, head=torch.nn.Linear(WIDTH, data.num_classes)).train()
+    return GNN(convs, dropout=0.5, head=torch.nn.Linear(WIDTH, data.num_classes)).to(device).train()
 
 
 def batch_at(data: Dataset, model: GNN, num_seeds: int, key: int) -> Batch:
@@ -65,7 +66,7 @@ def batch_at(data: Dataset, model: GNN, num_seeds: int, key: int) -> Batch:
     ids = data.splits["train"]
     seeds = ids[ops.permutation(key, ids.numel())[:num_seeds]]
     loader = Sampled(fanouts=FANOUTS, batch_size=num_seeds, workers=0, shuffle=False).loader(
-        data, seeds, seed=key, model=model
+        data, seeds, seed=key, model=model, device=next(model.parameters()).device
     )
     return next(iter(loader))
 
@@ -78,14 +79,15 @@ def step(model: GNN, batch: Batch) -> None:
 
 def measured(model: GNN, batch: Batch) -> int:
     model.zero_grad(set_to_none=True)
-    with meter_of("cpu") as meter:
+    with meter_of(next(model.parameters()).device) as meter:
         step(model, batch)
     return meter.peak_bytes
 
 
-def compare(name: str, data: Dataset, probes: int, steps: int) -> dict[str, Any]:
-    model = model_of(name, data)
+def compare(name: str, data: Dataset, probes: int, steps: int, device: str = "cpu") -> dict[str, Any]:
+    model = model_of(name, data, device)
     predictor = None
+    step(model, batch_at(data, model, 16, 1).to(device))  # libraries take what they keep
     for number in range(probes):
         batch = batch_at(data, model, [64, 128, 256, 512, 768, 1024][number % 6], 100 + number)
         predictor = predictor or Predictor(costs_of(model, batch.x, len(batch.blocks)))
@@ -185,6 +187,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(CONVS))
     parser.add_argument("--probes", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--resident", choices=[name.lower() for name in CONVS])
     parser.add_argument("--split", choices=list(CONVS))
     parser.add_argument("--json", type=Path)
@@ -198,7 +201,7 @@ def main() -> None:
         return
     columns = ("mape %", "worst %", "over", "promised", "bound", "us", "largest MB")
     print(f"{'model':>6}", *[f"{column:>10}" for column in columns])
-    rows = [compare(name, data, args.probes, args.steps) for name in args.models.split(",")]
+    rows = [compare(name, data, args.probes, args.steps, args.device) for name in args.models.split(",")]
     for row in rows:
         numbers = (row["mape"], row["worst"], row["over"], row["promised"], row["bound"], row["us"], row["largest_mb"])
         print(f"{row['model']:>6}", *[f"{number:10.2f}" for number in numbers])

@@ -29,9 +29,8 @@ def evaluators() -> list[psutil.Process]:
 
 
 def by_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process evaluates also where a CPU trains, as it does where a GPU trains."""
+    """A process evaluates, as with evaluate_on=host."""
     monkeypatch.setattr(evaluation, "in_process", lambda trainer: True)
-    monkeypatch.setattr("hopline.trainer.in_process", lambda trainer: True)
 
 
 @pytest.fixture

@@ -55,13 +55,6 @@ def test_threads_are_tuned_between_epochs_only_where_the_method_leaves_them_open
     assert len(learnt) == 2
 
 
-def test_no_more_batches_are_prepared_ahead_than_allowed():
-    for method, threads in ((hl.Sampled(), (2, 3)), (hl.Sampled(workers=1, look_ahead=9), (1, 3))):
-        loader = method.loader(DATA)
-        loader.num_cores, loader.most_ahead = 2, 3
-        assert loader.threads == threads
-
-
 def test_an_epoch_that_is_left_says_nothing_of_its_load():
     loader = hl.Sampled(fanouts=(3,), batch_size=4, workers=1).loader(DATA)
     list(loader)

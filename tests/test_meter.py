@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopline.meter import TensorMeter, meter_of
+from hopline.budget import Budget
+from hopline.keep import capped
+from hopline.meter import TensorMeter, free_bytes, meter_of
 from tests.helpers import batch_of, conv_of, randn, random_graph
 
 MB = 1 << 20
@@ -102,7 +104,8 @@ def test_a_step_gives_the_same_numbers_under_the_meter():
     assert meter.peak_bytes > plain.numel() * 8
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_counts_by_its_allocator():
     torch.zeros(1, device="cuda")
     with meter_of("cuda") as meter:
@@ -112,6 +115,21 @@ def test_a_gpu_counts_by_its_allocator():
         torch.zeros(2 * FLOATS, device="cuda")
     assert kept.numel() == 8 * FLOATS
     assert (meter.peak_bytes, meter.lap_bytes) == (10 * MB, 2 * MB)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_is_free_on_a_gpu_is_within_the_limit_of_the_process():
+    device, room = torch.device("cuda", 0), 1 << 30
+    kept = torch.zeros(MB, device=device)
+    before, total = free_bytes(device), torch.cuda.get_device_properties(device).total_memory
+    with capped(Budget(device=str(room)), device):
+        assert kept.nbytes < room - free_bytes(device) < room
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * room, dtype=torch.uint8, device=device)
+        torch.empty(free_bytes(device) // 2, dtype=torch.uint8, device=device)
+    assert torch.cuda.get_per_process_memory_fraction(device) == 1
+    assert abs(free_bytes(device) - before) < 0.01 * total
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of resident memory")

@@ -76,6 +76,18 @@ def test_evaluation_keeps_its_rows_where_there_is_room():
     assert plan_of(limits=dict.fromkeys(("device", "host", "disk")), hidden_bytes=10 * GIB).chunk_bytes is None
 
 
+def test_evaluation_beside_the_steps_has_a_part_of_what_is_left():
+    alone = plan_of(step_bytes=1500.0)
+    plan = plan_of(step_bytes=1500.0, beside=True)
+    assert plan.limit_bytes + plan.evaluation_bytes == plan.left_bytes == alone.limit_bytes
+    assert plan.chunk_bytes is not None
+    assert 0 < plan.chunk_bytes <= plan.evaluation_bytes < plan.limit_bytes
+    assert plan.peak_bytes("device") > alone.peak_bytes("device")
+    assert plan.peak_bytes("device") <= (plan.limits["device"] or 0)
+    assert plan.smallest_bytes("device") > alone.smallest_bytes("device")
+    assert "evaluation beside it" in plan.lines()[0]
+
+
 def test_a_cpu_is_the_host():
     limits = limits_of(Budget(device="2GiB", host="1GiB", disk="3GiB"), outline_of())
     assert limits == {"device": None, "host": GIB, "disk": 3 * GIB}

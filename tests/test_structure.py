@@ -33,6 +33,7 @@ ROWS = [
         "meter",
         "rescue",
         "explain",
+        "recording",
     ],
     ["graph", "batch", "schedule", "world", "report_parts"],
     ["tree", "sharded", "transports", "exchange", "partial", "report_html"],

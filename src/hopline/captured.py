@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hopline import ops, trace
+from hopline import ops, recording, trace
 from hopline.batch import Batch
 from hopline.loader import Loader
 from hopline.ops import on_tree
@@ -198,7 +198,7 @@ class CapturedStep:
         job = self.job
         stream = torch.cuda.Stream(job.device)
         stream.wait_stream(torch.cuda.current_stream(job.device))
-        with _unchanged(job.module, self.batches.state, job.device), torch.cuda.stream(stream):
+        with recording.turn, _unchanged(job.module, self.batches.state, job.device), torch.cuda.stream(stream):
             self._run()  # compiles, and asks the host whatever is asked only once
             with no_waiting():
                 for _ in range(WARM_UP_STEPS - 1):

@@ -18,7 +18,7 @@ from hopline.data.dataset import Dataset
 from hopline.full_batch import FullBatch
 from hopline.graph import Graph
 from hopline.historical import Historical
-from hopline.keep import keep_to
+from hopline.keep import capped, keep_to
 from hopline.measure import own_threads
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
@@ -151,7 +151,8 @@ def _seconds(plan: Plan, budget: Budget, outline: Outline) -> float:
     with TemporaryDirectory() as folder:
         if isinstance(method, Historical | FullBatch) and method.folder is not None:
             method = replace(method, folder=Path(folder))
-        lasted = _timed(keep_to(plan, budget, method.bind(job), job), job)
+        with capped(budget, job.device):
+            lasted = _timed(keep_to(plan, budget, method.bind(job), job), job)
     return scale * plan.steps * sum(lasted) / len(lasted)
 
 

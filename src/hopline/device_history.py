@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hopline import ops, pinned, trace
 from hopline.halo import Histories, Reader
+from hopline.meter import free_bytes
 
 Where = Literal["device", "pinned", "host"]
 
@@ -34,7 +35,7 @@ def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path
         return wanted  # type: ignore[return-value]
     if folder is not None or device.type != "cuda":
         return "host"
-    if num_bytes <= DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]:
+    if num_bytes <= DEVICE_SHARE * free_bytes(device):
         return "device"
     return "pinned" if num_bytes <= HOST_SHARE * psutil.virtual_memory().available else "host"
 

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from hopline import trace
 from hopline.callbacks import Callback, Evaluation, KeepWeights, Run, WriteReport
 from hopline.checkpoint import Position
-from hopline.evaluation_process import EvaluationProcess, Layout, Room
-from hopline.evaluation_thread import EvaluationThread
+from hopline.data.dataset import Dataset
+from hopline.evaluation_process import EvaluationProcess, Layout, Room, SentData
+from hopline.evaluation_thread import DeviceRoom, EvaluationThread
 from hopline.measure import Measure
 from hopline.shard_data import ShardedData
 
@@ -33,7 +35,7 @@ class Snapshot:
     """An epoch that is to be evaluated, and its weights."""
 
     epoch: int
-    room: Room
+    room: Room | DeviceRoom
     reason: str | None = None
     """Why training was to stop after it, if it was."""
 
@@ -46,10 +48,10 @@ class Waiting(Callback):
         self.restored: list[dict[str, Any]] = []
 
     def state(self) -> dict[str, Any]:
-        waiting = [
-            {"epoch": one.epoch, "reason": one.reason, "weights": {n: t.clone() for n, t in one.room.weights.items()}}
-            for one in self.snapshots
-        ]
+        waiting = []
+        for one in self.snapshots:
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in one.room.weights.items()}
+            waiting.append({"epoch": one.epoch, "reason": one.reason, "weights": weights})
         return {"waiting": waiting}
 
     def restore_state(self, state: dict[str, Any]) -> None:
@@ -164,7 +166,7 @@ class Blocking(Evaluations):
 
 
 class Beside(Evaluations):
-    """A thread or a process on the CPU evaluates, and training goes on.
+    """A thread, or a process on the CPU, evaluates, and training goes on.
 
     What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
     waited. The first rank has it; results come to all ranks together, at the end of an epoch. Where training
@@ -176,8 +178,8 @@ class Beside(Evaluations):
         settings = trainer.settings
         self.measure = Measure(trainer.method, trainer.test_step, exact=settings.inference == "exact", **trainer.chunks)
         self.layout = Layout.of(trainer.model.state_dict())
-        self.rooms: list[Room] = []
-        self.free: list[Room] = []
+        self.rooms: list[Room | DeviceRoom] = []
+        self.free: list[Room | DeviceRoom] = []
         self.process: EvaluationProcess | EvaluationThread | None = None
         self.asked: set[int] = set()
         """Epochs that the process has been asked to evaluate."""
@@ -191,7 +193,7 @@ class Beside(Evaluations):
 
     @property
     def can_help(self) -> bool:
-        """Whether training may evaluate too, rather than wait: another device might find other last digits."""
+        """Whether training may evaluate too, rather than wait: a GPU may have no memory for two at once."""
         return self.trainer.device.type == "cpu"
 
     def begin(self) -> None:
@@ -256,12 +258,17 @@ class Beside(Evaluations):
     def _take(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
         """A snapshot, to be evaluated in its turn."""
         if not self.free:
-            self.free.append(Room(self.layout))
-            self.rooms.append(self.free[-1])
+            self.rooms.append(self._new_room())
+            self.free.append(self.rooms[-1])
         room = self.free.pop()
         room.fill(weights)
         self.waiting.snapshots.append(Snapshot(epoch, room, reason))
         self._listen()
+
+    def _new_room(self) -> Room | DeviceRoom:
+        device = self.trainer.device
+        near = device.type == "cuda" and self.trainer.sent is None
+        return DeviceRoom(self.layout, device) if near else Room(self.layout)
 
     def _listen(self, *, wait: bool = False) -> None:
         """Take the process's answers, and keep it busy: it has one to evaluate and the next at hand."""
@@ -333,9 +340,23 @@ class Beside(Evaluations):
 
 
 def in_process(trainer: Trainer) -> bool:
-    """Whether a process evaluates beside training, and not a thread: where a GPU trains, and where the user's own
-    function might draw what training draws."""
-    return trainer.device.type != "cpu" or trainer.test_step is not None
+    """Whether a process evaluates beside training, and not a thread: by choice, and where the user's own function might
+    draw what training draws."""
+    return trainer.settings.evaluate_on == "host" or trainer.test_step is not None
+
+
+def evaluates_here(trainer: Trainer) -> bool:
+    """Whether evaluation beside training takes memory of the device that trains."""
+    return trainer.settings.evaluate == "async" and not (in_process(trainer) and trainer.device.type != "cpu")
+
+
+def sent_data(trainer: Trainer, data: Dataset) -> SentData | None:
+    """The data for the process that evaluates, if one does, before it is placed: what is pinned cannot be shared."""
+    if trainer.settings.evaluate != "async" or not in_process(trainer):
+        return None
+    if trainer.world.rank or isinstance(data, ShardedData) or not data.splits.get("valid", torch.empty(0)).numel():
+        return None
+    return SentData.of(data)
 
 
 def check_beside(trainer: Trainer, *, own_way: bool) -> None:

@@ -152,7 +152,7 @@ class EvaluationProcess:
         finally:
             theirs.close()  # so that reading ends when the process does
 
-    def ask(self, epoch: int, room: Room) -> None:
+    def ask(self, epoch: int, room: Any) -> None:
         """Have the weights in a room evaluated; it must stay as it is until the answer has come."""
         with contextlib.suppress(BrokenPipeError):  # that the process has ended is said where answers are read
             self._pipe.send_bytes(json.dumps({"epoch": epoch, "path": room.path}).encode())

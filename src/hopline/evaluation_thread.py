@@ -1,4 +1,4 @@
-"""The thread that evaluates beside training on a CPU: it shares the data, and needs no time to begin."""
+"""The thread that evaluates beside training on the same device: it shares the data, and needs no time to begin."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import copy
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hopline import ops
-from hopline.evaluation_process import EvaluationError, Measure, Room
+from hopline import ops, recording
+from hopline.evaluation_process import EvaluationError, Layout, Measure, Room
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.pipeline import give_way
@@ -24,11 +26,28 @@ class _Cancelled(Exception):
     """Nobody waits for the evaluation any more."""
 
 
+class DeviceRoom:
+    """Room for one epoch's weights on the GPU that trains: filled in its turn, and nobody waits for that."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.weights = layout.views(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
+        self.filled: torch.cuda.Event | None = None
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.weights.items():
+            tensor.copy_(state[name])
+        self.filled = torch.cuda.current_stream(next(iter(self.weights.values())).device).record_event()
+
+    def close(self) -> None:
+        """It goes with the last who knows it."""
+
+
 class EvaluationThread:
     """One thread that evaluates weights in the order in which it is asked to, with a copy of the model.
 
-    Its kernels and, where all convs are fused, torch's products run in it alone and give way to training. No result
-    depends on the number of threads there; elsewhere torch computes in as many as in the thread that trains.
+    On a CPU, its kernels and, where all convs are fused, torch's products run in it alone and give way to training. No
+    result depends on the number of threads there; elsewhere torch computes in as many as in the thread that trains. On
+    a GPU it has a stream of its own.
     """
 
     is_ready = True
@@ -39,17 +58,18 @@ class EvaluationThread:
         self._job = replace(job, model=as_walkable(module), module=module, say=lambda text: None)
         self._measure = measure
         self._ends = threading.Event()
-        self._asked: queue.SimpleQueue[tuple[int, Room] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[int, Room | DeviceRoom] | None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self._failure: Exception | None = None
         model = self._job.model
         if isinstance(model, GNN):
             model.layer = self._checked(model.layer)  # type: ignore[method-assign]
         self._threads = torch.get_num_threads()
+        self._stream: Any = torch.cuda.Stream(job.device) if job.device.type == "cuda" else None
         self._pool = ops.start_threads(1, "hopline-evaluation", self._begin)
         self._served = self._pool.submit(self._serve)
 
-    def ask(self, epoch: int, room: Room) -> None:
+    def ask(self, epoch: int, room: Room | DeviceRoom) -> None:
         """Have the weights in a room evaluated; it must stay as it is until the answer has come."""
         self._asked.put((epoch, room))
 
@@ -96,8 +116,9 @@ class EvaluationThread:
             epoch, room = asked
             try:
                 started = time.perf_counter()
-                self._job.module.load_state_dict(room.weights)
-                found = self._measure(self._job)
+                with self._stream_of(room):
+                    self._job.module.load_state_dict(room.weights)
+                    found = self._measure(self._job)
                 self._told.put({"epoch": epoch, "metrics": found, "seconds": time.perf_counter() - started})
             except _Cancelled:
                 return
@@ -110,3 +131,14 @@ class EvaluationThread:
                 failure.__cause__ = error
                 self._told.put(failure)
                 return
+
+    @contextmanager
+    def _stream_of(self, room: Room | DeviceRoom) -> Iterator[None]:
+        """On a GPU, the stream that evaluates, once the weights are in the room."""
+        if not isinstance(room, DeviceRoom):
+            yield
+            return
+        assert room.filled is not None
+        with recording.turn, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(room.filled)
+            yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,14 +16,12 @@ from hopline.meter import meter_of
 from hopline.methods import SampledWork
 from hopline.plan import Plan
 from hopline.sampling import NeighborSampler
+from hopline.spec import parse_size
 from hopline.work import Job, Unit, Work
 
 
 def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
     """The same work, within what the plan leaves for a step."""
-    if job.device.type == "cuda" and (limit := plan.limits["device"]) is not None and budget.device is not None:
-        total = torch.cuda.get_device_properties(job.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), job.device)
     if plan.limit_bytes == math.inf:
         return work
     limit = int(plan.limit_bytes)
@@ -33,6 +32,21 @@ def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
     guard.predictor = plan.predictor
     work.guard = guard  # type: ignore[attr-defined]
     return work
+
+
+@contextmanager
+def capped(budget: Budget | None, device: torch.device) -> Iterator[None]:
+    """Within, CUDA gives this process no more than a budget has for the device."""
+    if budget is None or budget.device is None or device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, parse_size(budget.device) / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
 
 
 @dataclass(eq=False)

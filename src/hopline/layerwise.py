@@ -13,7 +13,7 @@ from hopline import trace
 from hopline.batch import Block, Readable, Rows, as_tensor
 from hopline.data.dataset import Dataset
 from hopline.layer_files import LayerFiles
-from hopline.meter import meter_of
+from hopline.meter import free_bytes, meter_of
 from hopline.nn.gnn import GNN, State
 from hopline.pipeline import Pipeline, Stage
 from hopline.progress import Progress, progress
@@ -134,12 +134,15 @@ class Layerwise:
         edges = None if self.files is None else self.files.chunk_edges
         edges = edges or self._edges_of_a_chunk(l, nodes, tables)
         chunks = self.chunks(nodes, edges)
-        new = _NewTables(self.data.num_nodes, self.device, l, self.files)
+        new = self._new_tables(l)
         done = 0 if self.files is None else self.files.begin(l, edges)
         bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
 
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
         def write(computed: tuple[Tensor, State]) -> int:
-            new.write(*computed)
+            with torch.cuda.stream(stream):  # that of who computes, whichever thread writes
+                new.write(*computed)
             if self.files is not None:
                 self.files.chunk_done()
             return computed[0].numel()
@@ -180,11 +183,16 @@ class Layerwise:
     def _encode(self, nodes: Tensor) -> Tables:
         if not self.model.encodes:
             return Tables(self.data.x)
-        new = _NewTables(self.data.num_nodes, self.device)
+        new = self._new_tables()
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
             rows = Rows(self.data.x, chunk) if self.device.type == "cpu" else read_on(self.device, self.data.x, chunk)
             new.write(chunk, self.model.encode(rows, chunk, None))
         return Tables(**new.made)
+
+    def _new_tables(self, l: int | None = None) -> _NewTables:
+        """With bytes for chunks alone, what is left of a GPU is not for hidden rows."""
+        home = CPU if self.chunk_bytes is not None else self.device
+        return _NewTables(self.data.num_nodes, home, l, self.files)
 
     def _read_ahead(self, tables: Tables, block: Block) -> list[Ahead]:
         """What a layer needs, as far as it can be read by a thread of the host: all sources' hidden rows, the
@@ -264,5 +272,5 @@ class _NewTables:
         home = CPU
         if self.device.type == "cuda":
             needed = torch.Size(shape).numel() * rows.element_size()
-            home = self.device if needed < DEVICE_SHARE * torch.cuda.mem_get_info(self.device)[0] else CPU
+            home = self.device if needed < DEVICE_SHARE * free_bytes(self.device) else CPU
         return TensorTable(torch.empty(shape, dtype=rows.dtype, device=home))

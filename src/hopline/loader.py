@@ -57,7 +57,6 @@ class Loader:
         self.num_cores = num_cores()
         self.divide: Callable[[Batch], Batch] | None = None  # a budget's part of the preparation
         self.load: Load | None = None  # of the last epoch, if threads prepared it
-        self.most_ahead: int | None = None  # batches that may be prepared ahead, whatever the method says
         self._tuning: Tuning | None = None
         self._next_epoch = 1
         reuse_freed_memory()
@@ -104,16 +103,14 @@ class Loader:
             return 0, 1  # what a GPU prepares is prepared in its own order: threads would only take turns
         if self._tuning is not None:
             return self._tuning.threads
-        workers, look_ahead = resolve_workers(self.method, self.num_cores)
-        return workers, look_ahead if self.most_ahead is None else min(look_ahead, self.most_ahead)
+        return resolve_workers(self.method, self.num_cores)
 
     def _tune(self) -> None:
         """After an epoch, where the method leaves it open how batches are prepared."""
         if self.load is None or self.method.workers != "auto" or self.method.look_ahead != "auto":
             return
         if self._tuning is None:
-            most_ahead = 2 * MOST_WORKERS if self.most_ahead is None else self.most_ahead
-            self._tuning = Tuning(*self.threads, self.num_cores, most_ahead)
+            self._tuning = Tuning(*self.threads, self.num_cores, 2 * MOST_WORKERS)
         self._tuning.learn(self.load)
 
     def _sample(self, request: tuple[Tensor, int]) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
@@ -35,6 +36,24 @@ def meter_of(device: torch.device | str) -> Meter:
     """The meter of a device: CUDA's allocator counts by itself, elsewhere tensors are counted as they are made."""
     target = torch.device(device)
     return CudaMeter(target) if target.type == "cuda" else TensorMeter()
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process can still allocate on a GPU: within its own limit, with what torch keeps for the next use."""
+    allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
+    reserved = torch.cuda.memory_reserved(device)
+    left = min(torch.cuda.mem_get_info(device)[0], int(allowed) - reserved)
+    return max(0, left + reserved - torch.cuda.memory_allocated(device))
+
+
+@functools.cache
+def library_bytes(device: torch.device) -> int:
+    """What CUDA's libraries take on a GPU at their first product, and keep."""
+    before = torch.cuda.memory_allocated(device)
+    rows = torch.ones(16, 16, device=device)
+    rows = rows @ rows
+    del rows
+    return torch.cuda.memory_allocated(device) - before
 
 
 class TensorMeter(TorchDispatchMode):
@@ -110,6 +129,7 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak_bytes = self._end = 0
+        library_bytes(device)  # or the first step would seem to take it
 
     @property
     def lap_bytes(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hopline.batch import Rows
 from hopline.budget import Budget
 from hopline.data.dataset import Dataset
+from hopline.meter import free_bytes, library_bytes
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole import Whole, as_walkable
 from hopline.placement import Placement
@@ -22,6 +23,8 @@ from hopline.spec import format_size, parse_size
 from hopline.work import Job, Method, supervised
 
 Place = Literal["device", "host", "disk"]
+BESIDE = 0.25
+"""The part of what is left for steps that evaluation beside them gets."""
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
 STATES = {"adam": 2, "adamw": 2, "sgd": 0}
 """Tensors as large as a weight that an optimizer remembers of it."""
@@ -44,6 +47,8 @@ class Outline:
     """With the data where it is before a GPU is given some of it."""
     optimizer: str = "adam"
     placement: Placement = field(default_factory=Placement)
+    beside: bool = False
+    """Whether evaluation beside training takes memory where steps are computed."""
     predictors: dict[int, Predictor] = field(default_factory=dict)
     """By number of blocks, what is known of the model's steps."""
 
@@ -62,7 +67,8 @@ class Outline:
             device=find_device(settings.device),
             bf16=settings.precision == "bf16",
         )
-        return cls(job=job, optimizer=settings.optimizer, placement=placement or Placement())
+        beside = settings.evaluate == "async" and (settings.evaluate_on == "device" or job.device.type == "cpu")
+        return cls(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
 
     def predictor(self, num_blocks: int) -> Predictor:
         """The bound by widths, or more where steps were measured."""
@@ -102,7 +108,10 @@ class Outline:
         """Weights, and what the optimizer remembers of them; their gradients belong to a step."""
         weights = [p for p in self.model.parameters() if not isinstance(p, nn.UninitializedParameter)]
         total = sum(p.numel() * p.element_size() for p in weights)
-        return [Item("weights", self.home, total), Item("optimizer", self.home, STATES[self.optimizer] * total)]
+        items = [Item("weights", self.home, total), Item("optimizer", self.home, STATES[self.optimizer] * total)]
+        if self.device.type == "cuda":
+            items.append(Item("workspace of CUDA's libraries", "device", library_bytes(self.device)))
+        return items
 
     def hidden_bytes(self) -> int:
         """Hidden rows before and after a layer, of all nodes; none where the model is not made of layers."""
@@ -162,6 +171,8 @@ class Plan:
     """Where a GPU finds the data."""
     predictor: Predictor | None = None
     """What was learnt of the method's steps while planning."""
+    beside: bool = False
+    """Whether evaluation takes memory beside the steps."""
 
     def budget_bytes(self, place: Place) -> int | None:
         """What may be taken at a place; None where nothing was said."""
@@ -172,9 +183,19 @@ class Plan:
         return sum(item.num_bytes for item in self.items if item.place == place)
 
     @property
-    def limit_bytes(self) -> float:
-        """What is left for a step."""
+    def left_bytes(self) -> float:
+        """What is left where steps are computed,"""
         return _left(self.limits[self.home], self.kept_bytes(self.home))
+
+    @property
+    def limit_bytes(self) -> float:
+        """and for a step of it."""
+        return (1 - BESIDE) * self.left_bytes if self.beside else self.left_bytes
+
+    @property
+    def evaluation_bytes(self) -> float:
+        """What is left for evaluation: all, unless it goes on beside the steps."""
+        return BESIDE * self.left_bytes if self.beside else self.left_bytes
 
     @property
     def pieces(self) -> int:
@@ -192,17 +213,18 @@ class Plan:
     def peak_bytes(self, place: Place) -> int:
         """What will be taken at most."""
         step = min(self.step_bytes, self.limit_bytes) if place == self.home else 0
-        return self.kept_bytes(place) + math.ceil(step)
+        return self.kept_bytes(place) + math.ceil(with_evaluation(step, self.beside))
 
     def smallest_bytes(self, place: Place) -> int:
         """The smallest limit that would do."""
-        besides = self.least_bytes if place == self.home else self.hidden_bytes if place == self.hidden_at else 0
+        step = with_evaluation(self.least_bytes, self.beside)
+        besides = step if place == self.home else self.hidden_bytes if place == self.hidden_at else 0
         return self.kept_bytes(place) + math.ceil(besides)
 
     @property
     def hidden_at(self) -> Place:
         """Where exact evaluation keeps hidden rows: in files where memory would have no room for them and a chunk."""
-        room = self.limit_bytes if self.home == "host" else _left(self.limits["host"], self.kept_bytes("host"))
+        room = self.evaluation_bytes if self.home == "host" else _left(self.limits["host"], self.kept_bytes("host"))
         return "host" if 2 * self.hidden_bytes <= room else "disk"
 
     @property
@@ -211,7 +233,7 @@ class Plan:
         if self.limit_bytes == math.inf:
             return None
         hidden = self.hidden_bytes if self.hidden_at == self.home else 0
-        return max(1, int(self.limit_bytes - hidden))
+        return max(1, int(self.evaluation_bytes - hidden))
 
     def check(self) -> Plan:
         """This plan, if it keeps to its limits."""
@@ -251,11 +273,19 @@ class Plan:
             parts = [f"{item.name} {format_size(item.num_bytes)}" for item in items]
             if place == self.home:
                 cut = f", in up to {self.pieces} pieces" if self.pieces > 1 else ""
-                parts.append(f"a step {format_size(min(self.step_bytes, self.limit_bytes))}{cut}")
+                step = min(self.step_bytes, self.limit_bytes)
+                parts.append(f"a step {format_size(step)}{cut}")
+                if self.beside:
+                    parts.append(f"evaluation beside it {format_size(with_evaluation(step, True) - step)}")
             limit = self.limits[place]
             of = "" if limit is None else f" of {format_size(limit)}"
             found.append(f"plan: {place} {format_size(self.peak_bytes(place))}{of}: {', '.join(parts)}")
         return [*found, f"plan: {self.whole}"]
+
+
+def with_evaluation(step_bytes: float, beside: bool) -> float:
+    """What must be there for a step, and for evaluation if that goes on beside it."""
+    return step_bytes / (1 - BESIDE) if beside else step_bytes
 
 
 def _left(limit: int | None, taken: int) -> float:
@@ -279,5 +309,5 @@ def limits_of(budget: Budget, outline: Outline) -> dict[Place, int | None]:
     if outline.home == "host":
         return {**found, "device": None, "host": budget.bytes_on(outline.device)}
     if found["device"] is None:
-        found["device"] = torch.cuda.mem_get_info(outline.device)[0]
+        found["device"] = free_bytes(outline.device)
     return found

@@ -30,7 +30,7 @@ from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole import as_walkable
 from hopline.placement import SHARE, Placement, make_plan
 from hopline.placement import Sizes as PlacedSizes
-from hopline.plan import Item, Outline, Place, Plan, limits_of
+from hopline.plan import Item, Outline, Place, Plan, limits_of, with_evaluation
 from hopline.predict import Predictor, Sizes
 from hopline.rescue import state_bytes
 from hopline.split import PieceBytes
@@ -148,7 +148,7 @@ class SampledForms:
         items, placement, limit = [*outline.kept(), *outline.data_on_host(), *prepared], None, self.limits[home]
         room = math.inf if limit is None else limit - sum(item.num_bytes for item in items if item.place == home)
         if home == "device":
-            placed, placement = placed_within(outline, room - step)
+            placed, placement = placed_within(outline, room - with_evaluation(step, outline.beside))
             items += placed
         size = method.batch_size
         return Plan(
@@ -156,6 +156,7 @@ class SampledForms:
             items=tuple(items),
             limits=self.limits,
             home=home,
+            beside=outline.beside,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step,
             least_bytes=one,
@@ -193,8 +194,7 @@ def _halved(count: int) -> Iterator[int]:
 def drawn(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]:
     """Batches as training would draw them, one after the other."""
     alone = replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False)
-    place = outline.data.graph.device
-    loader = Loader(outline.data, outline.train_ids, alone, outline.job.seed, place, outline.model)
+    loader = Loader(outline.data, outline.train_ids, alone, outline.job.seed, outline.device, outline.model)
     with closing(loader.epoch(1)) as batches:
         yield from batches
 
@@ -239,7 +239,7 @@ def learn(outline: Outline, num_blocks: int, limit: float = math.inf) -> Predict
     method = Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
     with torch.random.fork_rng([outline.device] if outline.device.type == "cuda" else []), own_threads(job):
         while True:
-            batch = next(drawn(method, outline, size)).to(outline.device)
+            batch = next(drawn(method, outline, size))
             sizes, began = Sizes.of(batch), time.perf_counter()
             if predictor.num_seen and predictor.expected(sizes) > limit:
                 return predictor
@@ -285,6 +285,7 @@ def _historical(method: Historical, outline: Outline, budget: Budget) -> Plan:
             items=(*fixed, *tables),
             limits=limits,
             home=outline.home,
+            beside=outline.beside,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=predictor.promise(sizes),
             least_bytes=predictor.promise(one) + between,
@@ -314,6 +315,7 @@ def _full_batch(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
             items=(*fixed, Item("prepared shard", "host", _block_bytes(data.graph, sizes.edges[0]))),
             limits=limits,
             home=outline.home,
+            beside=outline.beside,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step,
             least_bytes=step,

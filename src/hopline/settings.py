@@ -37,7 +37,10 @@ class TrainSettings:
     evaluate_every: int = 1
     """Epochs from one evaluation to the next; the last epoch is always evaluated."""
     evaluate: Literal["blocking", "async"] = "blocking"
-    """Training waits for each evaluation, or goes on while a process on the CPU evaluates; the run is the same."""
+    """Training waits for each evaluation, or goes on while one is done beside it; the run is the same."""
+    evaluate_on: Literal["device", "host"] = "device"
+    """Where evaluate=async computes: beside training on its device (on a GPU in a stream of its own), or on the CPU by
+    a process of its own."""
     patience: int | None = None
     """Evaluations without a better validation metric before training stops early."""
     inference: Literal["exact", "sampled"] = "exact"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopline.meter import free_bytes
 from hopline.tables.base import Table
 from hopline.tables.tiered import TieredTable
 
@@ -120,7 +121,7 @@ def stage_tables(
         tiers = table.tiers(device) if isinstance(table, TieredTable) else None
         if not isinstance(table, TieredTable) or tiers is None or tiers.cold is None:
             continue
-        free = torch.cuda.mem_get_info(device)[0] - tiers.hot.nbytes  # the hot rows are moved
+        free = free_bytes(device) - tiers.hot.nbytes  # the hot rows are moved
         most = min(MOST_BYTES, free // 8) // max(1, table.row_bytes)
         capacity = min(steps * slots, most, len(table) - table.num_hot)
         if capacity > 0:

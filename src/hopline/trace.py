@@ -4,7 +4,7 @@ import math
 import statistics
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class _DeviceTimed:
     """A span of a GPU's work, between two events on its stream; how long it was is asked later, all at once."""
 
     __slots__ = ("name", "start", "start_s")
-    pending: ClassVar[list[tuple[str, float, str, Any, Any]]] = []
+    pending: ClassVar[deque[tuple[str, float, str, Any, Any]]] = deque()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -121,10 +121,15 @@ def span(name: str, device: torch.device | None = None) -> AbstractContextManage
 
 
 def end_device_spans() -> None:
-    """Report the spans of GPUs that have ended; waits for their work."""
-    ended, _DeviceTimed.pending[:] = list(_DeviceTimed.pending), []
-    for name, start_s, thread, start, end in ended:
-        end.synchronize()
+    """Report the spans of GPUs that have ended; waits for the work that this thread asked for, and for no other's."""
+    here, pending = threading.current_thread().name, _DeviceTimed.pending
+    for _ in range(len(pending)):  # others may add to it meanwhile
+        name, start_s, thread, start, end = spanned = pending.popleft()
+        if thread == here:
+            end.synchronize()
+        elif not end.query():
+            pending.append(spanned)
+            continue
         for listener in _listeners:
             listener.on_span(Span(name, start_s, start.elapsed_time(end) / 1e3, thread))
 

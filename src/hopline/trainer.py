@@ -29,10 +29,9 @@ from hopline.checkpoint import Checkpoints, Position
 from hopline.choose import plan_within
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
-from hopline.evaluation import Beside, Blocking, Evaluations, check_beside, in_process
-from hopline.evaluation_process import SentData
+from hopline.evaluation import Beside, Blocking, Evaluations, check_beside, evaluates_here, sent_data
 from hopline.files import remove_unfinished
-from hopline.keep import keep_to
+from hopline.keep import capped, keep_to
 from hopline.measure import Measure, TestStep, own_threads
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
@@ -91,7 +90,7 @@ class Trainer:
         self.model = model.to(self.device)
         self.method = self.asked = method if method is not None else Sampled()
         self.test_step = test_step
-        self.sent = self._send(data) if self.settings.evaluate == "async" and in_process(self) else None
+        self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric
         self._report: Report | None = None
         self.callbacks = list(callbacks)
@@ -102,8 +101,9 @@ class Trainer:
         if self.settings.patience is not None and not self.has("valid"):
             raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
         check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
+        self.budget = None if budget is None else Budget.of(budget)
         self.plan: Plan | None = None
-        self.work = self._bound(train_step, placement or Placement(), budget)
+        self.work = self._bound(train_step, placement or Placement())
         if self.settings.evaluate == "async":
             check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
         self.stop_reason: str | None = None
@@ -111,7 +111,7 @@ class Trainer:
         self.position = Position()
         self.checkpoints = Checkpoints(self.out, self.settings, self.world)
 
-    def _bound(self, train_step: TrainStep | None, placement: Placement, budget: GivenBudget) -> Work:
+    def _bound(self, train_step: TrainStep | None, placement: Placement) -> Work:
         """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
         data = self.data
         self.job = Job(
@@ -126,15 +126,15 @@ class Trainer:
             world=self.world,
             say=self.say,
         )
-        if budget is None:
+        if self.budget is None:
             self._place(placement)
             return self.method.bind(self.job)
-        given = Budget.of(budget)
-        outline = Outline(job=self.job, optimizer=self.settings.optimizer, placement=placement)
-        self.plan = plan_within(self.method, outline, given)
+        beside = evaluates_here(self)
+        outline = Outline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
+        self.plan = plan_within(self.method, outline, self.budget)
         self.method = self.plan.method
         self._place(self.plan.placement or placement)
-        return keep_to(self.plan, given, self.method.bind(self.job), self.job)
+        return keep_to(self.plan, self.budget, self.method.bind(self.job), self.job)
 
     # ---- the loop
 
@@ -314,6 +314,7 @@ class Trainer:
         if self.settings.patience is not None:
             self.active.append(EarlyStop(self.settings.patience))
         stack.enter_context(self.checkpoints)
+        stack.enter_context(capped(self.budget, self.device))
         if self.out is not None and self.world.rank == 0:
             goes_on = self.settings.resume and (self.out / checkpoint.FILE).exists()
             if (self.out / "metrics.jsonl").exists() and not self.settings.resume:
@@ -360,12 +361,6 @@ class Trainer:
         if any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters()):
             infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
         self.world.broadcast_tensors(self.model.state_dict().values())
-
-    def _send(self, data: Dataset) -> SentData | None:
-        """The data for another process, before it is placed: what is pinned cannot be shared any more."""
-        if self.world.rank or isinstance(data, ShardedData) or not data.splits.get("valid", torch.empty(0)).numel():
-            return None
-        return SentData.of(data)
 
     def _place(self, placement: Placement) -> None:
         """The data where the device reads it fastest; data that is on a GPU already stays as it is."""

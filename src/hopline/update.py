@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hopline import ops, trace
+from hopline import ops, recording, trace
 
 WARM_UP_STEPS = 2
 MOST_CAPTURES = 3
@@ -87,7 +87,7 @@ class Update:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+            with recording.turn, torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
                 self._run()
         except Exception as error:
             self.can_capture, self.graph = False, None

@@ -1,0 +1,138 @@
+"""A GPU that is made small: the run without a budget dies, the one with a budget finishes under the cap.
+
+    PYTHONPATH=src python benchmarks/budget_gpu.py [--models SAGE,GCN,GAT] [--shares 0.8,0.5,0.35] [--json FILE]
+
+Three layers of width 256 on a planted graph (500,000 nodes, 10 million edges, 128 features), fan-outs (15, 10, 5),
+batches of 2048 drawn on the host. First a run without any limit, whose peak is taken from the allocator; then, for each
+share of that peak, the same run in a process that may allocate no more
+(`torch.cuda.set_per_process_memory_fraction`), without a budget and with `budget=` the same. `over` counts steps over
+what the plan left for one, `oom` times that memory ran out and the step went on in smaller pieces, `waste` what the
+allocator reserved over what was allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+import hopline as hl
+from hopline.data import planted
+
+CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
+    "SAGE": SAGEConv,
+    "GCN": GCNConv,
+    "GAT": lambda a, b: GATConv(a, b // 4, heads=4),
+}
+WIDTH, FANOUTS, BATCH = 256, (15, 10, 5), 2048
+MIB = 2**20
+
+
+class Records(hl.Callback):
+    """What the guard noted, epoch by epoch."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.Evaluation) -> None:
+        self.accuracy = evaluation.metrics[trainer.metric]
+
+    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        guard = getattr(trainer.work, "guard", None)
+        if guard is not None:
+            self.found.append(guard.take_record())
+
+    def sum(self, name: str) -> int:
+        return sum(record[name] for record in self.found)
+
+
+def trained(data: hl.Dataset, name: str, device: str, epochs: int, budget: str | None, layout: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    conv = CONVS[name]
+    convs = [conv(data.num_features, WIDTH), conv(WIDTH, WIDTH), conv(WIDTH, WIDTH)]
+    model = hl.nn.GNN(convs, dropout=0.5, head=torch.nn.Linear(WIDTH, data.num_classes))
+    records, on_gpu = Records(), device != "cpu"
+    if on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    try:
+        trainer = hl.Trainer(
+            model,
+            data,
+            hl.Sampled(fanouts=FANOUTS, batch_size=BATCH, layout=layout),  # type: ignore[arg-type]
+            epochs=epochs,
+            device=device,
+            lr=0.005,
+            show=False,
+            budget=budget,
+            callbacks=[records],
+            placement=hl.Placement(graph="host", features="host") if budget is None and on_gpu else None,
+        )
+        run = trainer.fit()
+    except torch.OutOfMemoryError as error:
+        return {"died": " ".join(str(error).split())[:120]}
+    except ValueError as error:
+        return {"refused": str(error)[:300]}
+    found: dict[str, Any] = {"seconds": time.perf_counter() - began, "test": 100 * run.test}
+    found |= {name: records.sum(name) for name in ("over", "oom", "split", "pieces")}
+    if on_gpu:
+        found["peak_mib"] = torch.cuda.max_memory_allocated() / MIB
+        found["waste"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(CONVS))
+    parser.add_argument("--shares", default="0.8,0.5,0.35")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--layout", default="block")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    data = planted(
+        num_nodes=round(500_000 * args.scale),
+        num_edges=round(10_000_000 * args.scale),
+        num_features=128,
+        num_train=round(40_000 * args.scale),
+        num_valid=round(10_000 * args.scale),
+        num_test=round(10_000 * args.scale),
+    )
+    rows = []
+
+    def show(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1))
+
+    for name in args.models.split(","):
+        run = (data, name, args.device, args.epochs)
+        trained(data, name, args.device, 1, None, args.layout)  # compiles
+        free = trained(*run, None, args.layout)
+        show({"model": name, "way": "no limit", **free})
+        if args.device == "cpu":
+            show({"model": name, "way": "budget", **trained(*run, "2GiB", args.layout)})
+            continue
+        total = torch.cuda.get_device_properties(0).total_memory
+        for share in map(float, args.shares.split(",")):
+            limit = int(share * free["peak_mib"] * MIB)
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(limit / total)
+            show({"model": name, "share": share, "way": "no budget", **trained(*run, None, args.layout)})
+            show({"model": name, "share": share, "way": "budget", **trained(*run, str(limit), args.layout)})
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+import threading
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline import recording
+from hopline.data import planted
+from tests.runs import losses, sage
+
+
+def test_who_has_the_turn_has_it_alone_and_may_ask_again():
+    others: list[bool] = []
+
+    def ask() -> None:
+        taken = recording.turn.acquire(blocking=False)
+        others.append(taken)
+        if taken:
+            recording.turn.release()
+
+    with recording.turn, recording.turn:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    ask()
+    assert others == [False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", ["tree", "block"])
+@pytest.mark.parametrize("graph", ["device", "host"])
+def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str, graph: str):
+    data = planted(num_nodes=20_000, num_edges=200_000, num_train=4096)
+    if layout == "tree" and graph == "host":
+        pytest.skip("trees are drawn on the GPU")
+    found = {}
+    for how in ("blocking", "async"):
+        torch.manual_seed(0)
+        model = sage(data, dropout=0.5)
+        method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]
+        placement = hl.Placement(graph=graph)  # type: ignore[arg-type]
+        options = {"epochs": 6, "evaluate": how, "device": "cuda", "show": False, "patience": 2, "lr": 0.05}
+        run = hl.Trainer(model, data, method, placement=placement, **options).fit()
+        evaluations = [(e.epoch, e.split, e.metrics) for e in run.evaluations]
+        found[how] = losses(run), evaluations, run.epochs, run.best_epoch, run.test
+        found[how, "weights"] = model.state_dict()
+    assert found["blocking"] == found["async"]
+    pairs = zip(found["blocking", "weights"].values(), found["async", "weights"].values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
