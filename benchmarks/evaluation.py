@@ -2,11 +2,11 @@
 
     .venv/bin/python benchmarks/evaluation.py [key=value ...]
 
-Keys: nodes, edges, epochs, rounds, device, on (device or host), case. Exact evaluation over the whole graph, GraphSAGE (3 layers of 128),
-batches of 1024 with fan-outs (10, 5, 5); so many training nodes that an epoch takes about as long as an evaluation
-(even), a third of it (evaluation longer) or three times it (training longer). Both runs of a pair are in this process,
-in turns, median of the rounds; that their metrics and weights are equal to the bit is checked, and on a GPU metrics to
-1e-4. `larger` is the async run over the longer of its two parts, as the blocking run has them.
+Keys: nodes, edges, epochs, rounds, device, on (device or host), case. Exact evaluation over the whole graph, GraphSAGE
+(3 layers of 128), batches of 1024 with fan-outs (10, 5, 5); so many training nodes that an epoch takes about as long as
+an evaluation (even), a third of it (evaluation longer) or three times it (training longer). Both runs of a pair are in
+this process, in turns, median of the rounds; that their metrics and weights are equal to the bit is checked, and on a
+GPU metrics to 1e-4. `larger` is the async run over the longer of its two parts, as the blocking run has them.
 """
 
 from __future__ import annotations
