@@ -22,7 +22,8 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv
 
 import hopline as hl
-from hopline.budget import Budget, Guard
+from hopline.budget import Budget
+from hopline.guard import Guard
 from hopline.history import HistoricalWork
 from hopline.nn import GNN
 

@@ -31,13 +31,14 @@ from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
 
 from hopline import ops
 from hopline.batch import Batch
+from hopline.budget import SplitBy
 from hopline.data.dataset import Dataset
 from hopline.data.synthetic import planted
 from hopline.meter import meter_of
 from hopline.methods import Sampled
 from hopline.nn import GNN
 from hopline.predict import Predictor, Sizes, costs_of
-from hopline.split import SplitBy, redundancy, split_to_fit
+from hopline.split import redundancy, split_to_fit
 
 WIDTH, FANOUTS, SEEDS = 128, (10, 10, 5), 6144
 

@@ -4,7 +4,9 @@
     PYTHONPATH=src python benchmarks/reproduce_history.py --data ../shared/data --only gas-gcn-cora --seeds 3
 
 Each row is one named run over some seeds, as published; beside it the same with random parts, and in full batch (one
-part, which has no neighbours outside). Rows that are not run again keep their figures.
+part, which has no neighbours outside). Rows that are not run again keep their figures. With `--folders DIR` the
+datasets are kept there with their parts; `--prepare` makes these alone, so that another machine (`--device cuda`) needs
+no METIS.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 import hopline as hl
 from hopline.models import make_model
+from hopline.partition import make_partition
 from hopline.recipes import RunConfig, find_recipe
 from hopline.settings import TrainSettings
 
@@ -78,23 +81,32 @@ def with_split(data: hl.Dataset, seed: int) -> hl.Dataset:
     return dataclasses.replace(data, splits={**chosen, "test": rest.nonzero().view(-1)}, alternatives=())
 
 
-def accuracy(config: RunConfig, data: hl.Dataset, way: str, seed: int) -> float:
+def opened(row: Row, source: Path, folders: Path | None) -> hl.Dataset:
+    data = hl.from_npz(source / row.file)
+    data = data.normalized() if row.file == "cora.npz" else data
+    if folders is None:
+        return data
+    kept = folders / Path(row.file).stem
+    if not kept.exists():
+        data.save(kept)
+    return hl.open(str(kept))
+
+
+def accuracy(config: RunConfig, data: hl.Dataset, way: str, seed: int, device: str) -> float:
     torch.manual_seed(seed)
     model = make_model(config.model, data)
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
-    settings |= {"seed": seed, "show": False}
+    settings |= {"seed": seed, "show": False, "device": device}
     return 100 * hl.Trainer(model, data, method_of(config, way), **settings).fit().test
 
 
-def results(row: Row, folder: Path, seeds: int | None) -> Iterator[str]:
+def results(row: Row, data: hl.Dataset, seeds: int | None, device: str) -> Iterator[str]:
     config = find_recipe(row.recipe)()
-    data = hl.from_npz(folder / row.file)
-    data = data.normalized() if row.file == "cora.npz" else data
     means: dict[str, float] = {}
     for way in row.ways:
         started, found = time.perf_counter(), []
         for seed in range(seeds or row.seeds):
-            found.append(accuracy(config, with_split(data, seed) if row.splits else data, way, seed))
+            found.append(accuracy(config, with_split(data, seed) if row.splits else data, way, seed, device))
             print(f"{row.recipe}, {way}, seed {seed}: {found[-1]:.2f}", flush=True)
         means[way] = statistics.fmean(found)
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
@@ -130,10 +142,22 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder with the .npz files")
     parser.add_argument("--only", help="one run")
     parser.add_argument("--seeds", type=int, help="instead of the row's own number")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--folders", type=Path, help="where datasets and their parts are kept")
+    parser.add_argument("--prepare", action="store_true", help="make the parts alone")
     args = parser.parse_args()
     for row in ROWS:
-        if args.only in (None, row.recipe):
-            write_page(list(results(row, args.data, args.seeds)))
+        if args.only not in (None, row.recipe):
+            continue
+        data = opened(row, args.data, args.folders)
+        if not args.prepare:
+            write_page(list(results(row, data, args.seeds, args.device)))
+            continue
+        method = find_recipe(row.recipe)().method
+        assert isinstance(method, hl.Historical)
+        assert data.folder is not None, "--prepare needs --folders"
+        for seed in range(args.seeds or row.seeds):
+            make_partition(data.graph, method.num_parts, method.partition, None, seed, data.folder / "partitions")
 
 
 if __name__ == "__main__":

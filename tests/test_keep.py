@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch_geometric.nn import SAGEConv
 
-from hopline.budget import Budget, Guard
+from hopline.budget import Budget
 from hopline.callbacks import Run
 from hopline.data import planted
 from hopline.full_batch import FullBatch
+from hopline.guard import Guard
 from hopline.historical import Historical
 from hopline.keep import WatchedWork, capped
 from hopline.meter import meter_of

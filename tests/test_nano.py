@@ -12,10 +12,12 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.budget import Budget, Guard
+from hopline.budget import Budget
+from hopline.guard import Guard
 from hopline.historical import Historical
 from hopline.history import HistoricalWork
-from hopline.nano import GuardedHistoricalUnit
+from hopline.history_unit import HistoricalUnit
+from hopline.nano import GuardedHistoricalUnit, Nano
 from hopline.nano_pieces import LayerBytes
 from hopline.nn import GNN
 from hopline.predict import Sizes
@@ -191,3 +193,72 @@ def test_a_run_within_a_budget_has_the_same_weights_and_keeps_to_it():
     assert not any("budget.steps_over" in epoch for epoch in counters)
     assert all(2 < epoch["budget.pieces"] < 50 for epoch in counters)
     assert isinstance(next(iter(tight.work.units(1))), GuardedHistoricalUnit)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("gcn", {}), ("gat", {"compensate": True}), ("gcn", {"momentum": 0.5}), ("gcn batch norm", {})],
+    ids=str,
+)
+def test_memory_that_runs_out_leaves_no_trace(name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """In the batch at once, then in its pieces, each time after everything was computed."""
+    fails: list[str] = []
+
+    def failing(kind: type, method: str) -> None:
+        whole = getattr(kind, method)
+
+        def then_fail(self: Any, *args: Any) -> Any:
+            result = whole(self, *args)
+            if fails:
+                assert fails.pop(0) == kind.__name__
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return result
+
+        monkeypatch.setattr(kind, method, then_fail)
+
+    failing(HistoricalUnit, "forward_backward")
+    failing(Nano, "backward")
+    if name == "gcn batch norm":
+        work = work_of(GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 3)], norm="batch", dropout=0.5).double())
+        fails_in = ["HistoricalUnit"]
+    else:
+        work = work_of(MODELS[name](6, 3).double(), **settings)
+        fails_in = ["HistoricalUnit", "Nano"]
+    expected = step_of(work)
+    buffers = [b.clone() for b in work.job.module.buffers()]
+    work.guard = Guard(work.job, Budget(), int(UNIT * 10_000))
+    work.layer_bytes = Counting(work.model, None)
+    work.guard.predictor = Fixed(UNIT * 1000)  # type: ignore[assignment]
+    for p in work.job.module.parameters():
+        p.grad = torch.ones_like(p)
+    fails += fails_in
+    if name == "gcn batch norm":
+        with pytest.raises(ValueError, match="BatchNorm"):
+            work.unit(work.batch((0, 3), 7)).forward_backward(50)
+        for p in work.job.module.parameters():
+            assert p.grad is not None
+            assert torch.equal(p.grad, torch.ones_like(p))
+        assert all(torch.equal(b, was) for b, was in zip(work.job.module.buffers(), buffers, strict=True))
+        return
+    found = step_of(work)
+    assert not fails
+    record = work.guard.take_record()
+    assert record["oom"] == 2
+    assert record["pieces"] > 2
+    assert work.guard.room_bytes < work.guard.limit_bytes
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+class Fixed:
+    """A predictor that says the same of every step, and learns nothing."""
+
+    is_sure = True
+
+    def __init__(self, promised: float) -> None:
+        self.promised = promised
+
+    def promise(self, sizes: Sizes) -> float:
+        return self.promised
+
+    def observe(self, sizes: Sizes, peak_bytes: int) -> None: ...

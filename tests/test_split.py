@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hopline import ops, split
 from hopline.batch import Batch, Block, Part, ReducedRows, Rows
+from hopline.budget import CutBy, SplitBy
 from hopline.meter import meter_of
 from hopline.nn import GNN
 from hopline.nn.whole import Whole
@@ -211,8 +212,8 @@ def test_metis_puts_seeds_with_common_neighbours_together():
     assert near < 1.3 < 2.5 < plain
 
 
-@pytest.mark.parametrize("how", get_args(split.SplitBy))
-def test_every_piece_fits(how: split.SplitBy):
+@pytest.mark.parametrize("how", get_args(SplitBy))
+def test_every_piece_fits(how: SplitBy):
     batch = communities()
     full = bytes_of(Sizes.of(batch))
     for share in (1.0, 0.6, 0.3, 0.1):
@@ -253,7 +254,7 @@ def test_some_seeds_alone_in_smaller_groups():
 # ---- fewer edges
 
 
-def ordered(batch: Batch, by: split.CutBy, key: int = 0) -> list[Tensor]:
+def ordered(batch: Batch, by: CutBy, key: int = 0) -> list[Tensor]:
     return [torch.from_numpy(numbers) for numbers in split.edge_numbers(batch, by, key)]
 
 
@@ -275,9 +276,9 @@ def with_edges(batch: Batch, order: list[Tensor], count: int) -> Batch:
     return replace(batch, blocks=tuple(blocks), x=X[blocks[0].src_ids])
 
 
-@pytest.mark.parametrize("by", get_args(split.CutBy))
+@pytest.mark.parametrize("by", get_args(CutBy))
 @pytest.mark.parametrize("seed", range(4))
-def test_the_most_edges_that_fit_are_kept(by: split.CutBy, seed: int):
+def test_the_most_edges_that_fit_are_kept(by: CutBy, seed: int):
     batch = made(6, (3, 2), key=seed)
     order = ordered(batch, by, seed)
     assert torch.cat(order).unique().numel() == sum(b.num_edges for b in batch.blocks)
@@ -338,8 +339,8 @@ def test_seeds_that_do_not_fit_without_any_edge_are_refused():
         split.cut_to_fit(made(), bytes_of, 150.0)
 
 
-@pytest.mark.parametrize("by", get_args(split.CutBy))
-def test_a_million_edges_are_cut_in_a_tenth_of_a_second(by: split.CutBy):
+@pytest.mark.parametrize("by", get_args(CutBy))
+def test_a_million_edges_are_cut_in_a_tenth_of_a_second(by: CutBy):
     sizes = [(300_000, 60_000, 750_000), (60_000, 10_000, 200_000), (10_000, 1000, 50_000)]
     blocks = []
     for num_src, num_dst, num_edges in sizes:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import hopline as hl
-from hopline.budget import Budget, Guard
+from hopline.budget import Budget
 from hopline.explain import Setup
+from hopline.guard import Guard
 from hopline.report_html import render
 from hopline.watch import MOST_POINTS, WatchBudget, setup_of
 from tests.runs import fit, method, records, sage, small

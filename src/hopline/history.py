@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hopline import ops, trace
 from hopline.batch import Batch, Block
-from hopline.budget import Guard
 from hopline.device_history import DeviceHistories, Where, choose_where
+from hopline.guard import Guard
 from hopline.halo import HaloBlock, Histories, RecordedBlock
 from hopline.history_batches import HistoricalBatches
 from hopline.history_unit import HistoricalBatch, HistoricalUnit

@@ -65,6 +65,12 @@ class HistoricalBatch:
     mixer: Mixer | None
     """What mixes them with fresh ones, if anything does."""
 
+    def forget(self) -> None:
+        """What a step that failed has left: rows of its own nodes, and mixed ones."""
+        self.block.own.clear()
+        if self.mixer is not None:
+            self.mixer.mixed.clear()
+
 
 @dataclass(eq=False)
 class HistoricalUnit(Unit):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hopline import metrics
 from hopline.batch import Batch, Block, Part
-from hopline.budget import Guard
 from hopline.data.dataset import Dataset
+from hopline.guard import Guard
 from hopline.layer_files import LayerFiles, fingerprint
 from hopline.layerwise import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
 from hopline.nn.whole import Whole, as_walkable

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopline.budget import Budget, Guard, Record
+from hopline.budget import Budget
+from hopline.guard import Guard, Record
 from hopline.meter import meter_of
 from hopline.methods import SampledWork
 from hopline.plan import Plan

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hopline import infer, ops, shard_infer
-from hopline.budget import Budget, Guard
+from hopline.budget import Budget
 from hopline.data.dataset import Dataset
+from hopline.guard import Guard
 from hopline.infer import KeepRows
 from hopline.nn.gnn import GNN
 from hopline.shard_data import ShardedData

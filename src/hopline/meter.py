@@ -123,6 +123,21 @@ def _tensors(values: Any) -> Sequence[Tensor]:
     return [found for value in values for found in _tensors(value)] if isinstance(values, list | tuple) else ()
 
 
+class NoMeter:
+    """One that measures nothing."""
+
+    peak_bytes = lap_bytes = 0
+
+    def lap(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 class CudaMeter:
     """The peak of CUDA's allocator, all streams and threads of this process together."""
 

@@ -10,10 +10,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from hopline.budget import Guard
 from hopline.captured import CapturedWork
 from hopline.collective import CollectiveLoader
 from hopline.data.dataset import Dataset
+from hopline.guard import Guard
 from hopline.loader import Loader
 from hopline.nn.whole import Whole, as_walkable
 from hopline.sampling import check_fanouts

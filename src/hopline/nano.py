@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,12 +30,13 @@ from hopline.nano_pieces import (
     whole_sizes,
 )
 from hopline.predict import Sizes
+from hopline.rescue import Before, attempt
 from hopline.spec import format_size
 from hopline.sweep import Swept, backward, drawn_again, forward, from_loss, through_layer
 from hopline.work import autocast
 
 if TYPE_CHECKING:
-    from hopline.budget import Guard
+    from hopline.guard import Guard
     from hopline.history import HistoricalWork
 
 ENOUGH_NODES = 64
@@ -112,10 +114,10 @@ class Nano(Swept[NanoPiece]):
         self.compensates = work.method.compensate
         self.kept_bytes = self._kept_bytes()
         self.worst_bytes = 0.0
-        if (room := guard.limit_bytes - self.kept_bytes) <= 0:
+        if (room := guard.room_bytes - self.kept_bytes) <= 0:
             raise ValueError(
                 f"the rows of a batch's {made.block.num_dst} nodes and their gradients take "
-                f"{format_size(self.kept_bytes)}, and {format_size(guard.limit_bytes)} are left for a step: give the "
+                f"{format_size(self.kept_bytes)}, and {format_size(guard.room_bytes)} are left for a step: give the "
                 f"budget {format_size(-room)} more and something for the layers, or make parts_per_batch smaller"
             )
         if not work.layer_bytes.is_sure:
@@ -147,7 +149,7 @@ class Nano(Swept[NanoPiece]):
         num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self._keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
         num_bytes += halo * (sum(hidden) + 4 * most) + own * most if self.made.mixer is not None else 0
-        return num_bytes + OF_A_MAP * self.made.block.num_src
+        return num_bytes + OF_A_MAP * self.made.block.num_src + self.guard.beside_bytes()
 
     @property
     def _keeps_all(self) -> bool:
@@ -158,7 +160,7 @@ class Nano(Swept[NanoPiece]):
         def bytes_of(sizes: Sizes) -> float:
             return max((self.work.layer_bytes.promise(l, sizes) for l in layers), default=0.0)
 
-        runs, worst = runs_to_fit(block, ends, bytes_of, self.guard.limit_bytes - self.kept_bytes)
+        runs, worst = runs_to_fit(block, ends, bytes_of, self.guard.room_bytes - self.kept_bytes)
         self.worst_bytes = max(self.worst_bytes, worst)
         return runs
 
@@ -272,34 +274,51 @@ class GuardedHistoricalUnit(HistoricalUnit):
     """One batch within the guard's limit: at once where it fits, else in pieces."""
 
     def forward_backward(self, total: int) -> Tensor:
-        guard, made = self._guard, self.made
+        guard, made, loss = self._guard, self.made, None
         if made is None or not self.learns:
             return super().forward_backward(total)
-        device, sizes = self.work.job.device, whole_sizes(made)
-        needed = self._needed_bytes(made)
-        if needed <= guard.limit_bytes:
-            with meter_of(device) as meter:
-                loss = super().forward_backward(total)
-            guard.observe_sizes(sizes, needed, meter.peak_bytes)
-        else:
-            nano = self._in_pieces(made, needed)
-            report_ages(made.rows.ages(made.block.halo_places))
-            with meter_of(device) as meter:
-                nano.meter = meter
-                nano.forward()
-                loss = nano.backward(total)
-            nano.meter = None
-            for l, (peak_bytes, of_piece) in nano.taken.items():
-                self.work.layer_bytes.learn(l, of_piece, peak_bytes)
-            guard.note_peak(nano.promised_bytes, meter.peak_bytes)
-            if self.work.method.compensate:
-                self.pushed = {l: rows.mul_(total) for l, rows in sorted(nano.totals.items())}
-        guard.note_step(needed, meter.peak_bytes)
+        job, needed = self.work.job, self._needed_bytes(made) + guard.beside_bytes()
+        while loss is None:
+            with meter_of(job.device) as meter:
+                before, promised = Before(job.module, job.device), list[float]()
+                step = self._at_once if needed <= guard.room_bytes else self._by_pieces
+                loss, ran_out = attempt(before, partial(step, total, meter, promised))
+            if ran_out:
+                guard.note_out_of_memory(promised[-1] if promised else needed)
+                made.forget()
+        guard.note_good()
+        peak_bytes = before.gradient_bytes + meter.peak_bytes
+        guard.note_peak(promised[-1], peak_bytes)
+        guard.note_step(needed, peak_bytes)
+        return loss
+
+    def _at_once(self, total: int, meter: Meter, promised: list[float]) -> Tensor:
+        assert self.made is not None
+        promised.append(self._needed_bytes(self.made) + self._guard.beside_bytes())
+        meter.lap()
+        loss = super().forward_backward(total)
+        self._guard.learn(whole_sizes(self.made), meter.lap_bytes)
+        return loss
+
+    def _by_pieces(self, total: int, meter: Meter, promised: list[float]) -> Tensor:
+        made = self.made
+        assert made is not None
+        nano = self._in_pieces(made, self._needed_bytes(made))
+        promised.append(nano.promised_bytes)
+        report_ages(made.rows.ages(made.block.halo_places))
+        nano.meter = meter
+        nano.forward()
+        loss = nano.backward(total)
+        nano.meter = None
+        for l, (peak_bytes, of_piece) in nano.taken.items():
+            self.work.layer_bytes.learn(l, of_piece, peak_bytes)
+        if self.work.method.compensate:
+            self.pushed = {l: rows.mul_(total) for l, rows in sorted(nano.totals.items())}
         return loss
 
     def _forward_only(self) -> None:
         made, guard = self.made, self._guard
-        if made is None or (needed := self._needed_bytes(made)) <= guard.limit_bytes:
+        if made is None or (needed := self._needed_bytes(made)) <= guard.room_bytes:
             super()._forward_only()
         else:
             self._in_pieces(made, needed).forward()
@@ -318,8 +337,8 @@ class GuardedHistoricalUnit(HistoricalUnit):
         guard = self._guard
         if (how := guard.budget.over_budget) != "split":
             raise ValueError(
-                f"a batch may take {format_size(needed_bytes)}, and {format_size(guard.limit_bytes)} are left for a "
-                f"step: give the budget {format_size(needed_bytes - guard.limit_bytes)} more, make parts_per_batch "
+                f"a batch may take {format_size(needed_bytes)}, and {format_size(guard.room_bytes)} are left for a "
+                f"step: give the budget {format_size(needed_bytes - guard.room_bytes)} more, make parts_per_batch "
                 f"smaller, or set over_budget=split instead of {how}"
             )
         check_pieces(self.work.model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.batch import Batch, Block, Part, Readable, ReducedRows, Rows
+from hopline.budget import CutBy, SplitBy
 from hopline.nn.whole import Whole
 from hopline.ops import cpu_partition, cpu_pieces, cpu_prune
 from hopline.predict import Costs, Sizes
@@ -24,8 +25,6 @@ from hopline.spec import format_size
 
 BytesOf = Callable[[Sizes], float]
 """What a batch of some sizes takes; never less for more nodes or edges."""
-SplitBy = Literal["balance", "metis"]
-CutBy = Literal["random", "degree", "pagerank"]
 ODDS = 1024
 """Bytes of what is small in every piece."""
 

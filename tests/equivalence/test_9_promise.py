@@ -83,6 +83,7 @@ def holds(plan: Plan, budget: Budget, outline: Outline) -> bool:
     """Whether an epoch keeps to the plan."""
     job = outline.job
     work = keep_to(plan, budget, plan.method.bind(job), job)
+    work.guard.measure_every = 1  # type: ignore[attr-defined]
     most, taken = 0, 0
     with own_threads(job), closing(work.units(1)) as units:  # type: ignore[type-var]
         for unit in units:

@@ -63,7 +63,9 @@ class _Linear(torch.autograd.Function):
 
 def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
     def one(number: int) -> None:
-        with torch.inference_mode():  # a mode of the thread: the others do not know the caller's
+        # A mode of the thread: the others do not know the caller's. And who watches torch's operations for what they
+        # make, such as our meter, need not be told of these, which write where there is room already.
+        with torch.inference_mode(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             run(number * ROWS, min((number + 1) * ROWS, size))
 
     in_threads(one, -(-size // ROWS))
