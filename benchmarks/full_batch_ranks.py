@@ -1,7 +1,7 @@
 """Full-batch training by ranks: what each holds at most, what travels, and that it learns what plain PyG learns.
 
     python benchmarks/full_batch_ranks.py [--nodes 60000] [--edges 600000] [--width 64] [--ranks 1,2,4]
-    python benchmarks/full_batch_ranks.py --accuracy FOLDER [--seeds 5] [--no-dropout]
+    python benchmarks/full_batch_ranks.py --accuracy FOLDER [--seeds 5] [--no-dropout] [--device cuda]
 
 The first: one forward and backward of two layers on a random graph in equal parts, by gloo. Peaks are the largest of
 any rank of what lives at most of what torch allocates, above its shard, its rows and the weights; bytes are those that
@@ -142,18 +142,22 @@ class PlainGCN(nn.Module):
         return self.convs[1](nn.functional.dropout(x, self.dropout, self.training), edge_index)
 
 
-def by_pyg(data: hl.Dataset, seed: int, epochs: int, dropout: float, input_dropout: float) -> float:
+def by_pyg(
+    data: hl.Dataset, seed: int, epochs: int, dropout: float, input_dropout: float, device: str = "cpu"
+) -> float:
     """Test accuracy of the weights that are best on validation, by a plain loop over the whole graph."""
     torch.manual_seed(seed)
-    model, edge_index, y = PlainGCN(data, dropout, input_dropout), data.graph.edge_index(), data.labels
+    model, y = PlainGCN(data, dropout, input_dropout).to(device), data.labels.to(device)
+    edge_index = data.graph.edge_index().to(device)
     csr = data.x.read_csr(torch.arange(data.num_nodes))
     assert csr is not None
     indptr, columns, values = csr
     rows = torch.repeat_interleave(torch.arange(data.num_nodes), indptr.diff())
     index = torch.stack([rows, columns.long()])
-    x = torch.sparse_coo_tensor(index, values.float(), (data.num_nodes, data.num_features)).coalesce()
+    x = torch.sparse_coo_tensor(index, values.float(), (data.num_nodes, data.num_features)).coalesce().to(device)
     optimizer = torch.optim.Adam(model.parameters(), **OPTIMIZER)
-    best, train_ids = (-1.0, 0.0), data.splits["train"]
+    best, splits = (-1.0, 0.0), {name: ids.to(device) for name, ids in data.splits.items()}
+    train_ids = splits["train"]
     for _ in range(epochs):
         model.train()
         optimizer.zero_grad()
@@ -161,17 +165,20 @@ def by_pyg(data: hl.Dataset, seed: int, epochs: int, dropout: float, input_dropo
         optimizer.step()
         with torch.no_grad():
             right = model.eval()(x, edge_index).argmax(dim=-1) == y
-        valid, test = (right[data.splits[split]].double().mean().item() for split in ("valid", "test"))
+        valid, test = (right[splits[split]].double().mean().item() for split in ("valid", "test"))
         best = max(best, (valid, test), key=lambda pair: pair[0])
     return best[1]
 
 
-def by_shards(data: hl.Dataset, seed: int, epochs: int, dropout: float, input_dropout: float) -> float:
+def by_shards(
+    data: hl.Dataset, seed: int, epochs: int, dropout: float, input_dropout: float, device: str = "cpu"
+) -> float:
     torch.manual_seed(seed)
     convs = [pyg.GCNConv(data.num_features, 16), pyg.GCNConv(16, data.num_classes)]
     model = hl.nn.GNN(convs, dropout=dropout, input_dropout=input_dropout)
-    method = hl.FullBatch(num_shards=8, partition="metis")
-    return hl.Trainer(model, data, method, epochs=epochs, seed=seed, show=False, **OPTIMIZER).fit().test
+    method = hl.FullBatch(num_shards=8, partition="metis" if device == "cpu" else "streaming")
+    options = OPTIMIZER | {"epochs": epochs, "seed": seed, "show": False, "device": device}
+    return hl.Trainer(model, data, method, **options).fit().test
 
 
 def accuracy(folder: Path, num_seeds: int, without: dict[str, Any]) -> None:
@@ -194,10 +201,12 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--accuracy", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-dropout", action="store_true", help="draw nothing: both must reach the same")
     args = parser.parse_args()
     if args.accuracy is not None:
-        accuracy(args.accuracy, args.seeds, {"dropout": 0.0, "input_dropout": 0.0} if args.no_dropout else {})
+        without = {"dropout": 0.0, "input_dropout": 0.0} if args.no_dropout else {}
+        accuracy(args.accuracy, args.seeds, without | {"device": args.device})
     else:
         memory_and_traffic([int(n) for n in args.ranks.split(",")], args.nodes, args.edges, args.width)
 

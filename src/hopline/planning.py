@@ -108,7 +108,7 @@ class SampledForms:
 
     def plan(self, workers: int, look_ahead: int) -> Plan:
         """So many batches ahead."""
-        count, size = (1 + look_ahead if workers else 1), math.ceil(SWING * max(b.num_bytes for b in self.batches))
+        count, size = (1 + look_ahead if workers else 1), self._batch_bytes
         name = f"{count} prepared batch{'es' * (count > 1)}"
         places: list[Place] = ["host"] if self.outline.home == "host" else ["host", "device"]
         prepared = [Item(name, place, count * size) for place in places]
@@ -129,6 +129,13 @@ class SampledForms:
         plan = self._made(method, [], step, step)
         all_there = plan.placement is not None and {plan.placement.graph, plan.placement.features} == {"device"}
         return plan if all_there or method.layout == "tree" else None
+
+    @cached_property
+    def _batch_bytes(self) -> int:
+        """Of a prepared batch: others may be larger, and the smaller a batch, the more does a single seed matter."""
+        largest = max(batch.num_bytes for batch in self.batches)
+        rate = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
+        return math.ceil(SWING * largest + rate * self._largest_seed.array.sum())
 
     @cached_property
     def _largest_seed(self) -> Sizes:
