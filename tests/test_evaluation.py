@@ -84,8 +84,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_it_is_the_run_that_would_have_waited(
     name: str, where: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    kind, settings = RUNS[name]
-    settings = settings | {"evaluate_on": "host" if where == "process" else "device"}
+    kind, usual = RUNS[name]
+    settings: dict[str, Any] = {**usual, "evaluate_on": "host" if where == "process" else "device"}
     monkeypatch.setattr(evaluation.Beside, "can_help", helps)
     data, found, weights = small(), {}, {}
     for how in ("blocking", "async"):

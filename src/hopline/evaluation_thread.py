@@ -31,7 +31,7 @@ class DeviceRoom:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.weights = layout.views(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        self.filled: torch.cuda.Event | None = None
+        self.filled: Any = None
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in self.weights.items():
