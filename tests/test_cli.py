@@ -467,7 +467,7 @@ def test_as_a_process_it_fails_in_words_shows_tracebacks_and_can_be_interrupted(
             time.sleep(0.02)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

@@ -296,10 +296,10 @@ def test_an_end_by_a_signal_leaves_no_process(number: signal.Signals, where: str
             os.killpg(process.pid, number)
         else:
             process.kill()
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not psutil.wait_procs(family, timeout=20)[1]
     assert "Traceback" not in errors
     if number == signal.SIGINT:
         assert process.returncode == 128 + number, errors
