@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--conv", choices=[*CONVS], default="gcn")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.25])
+    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.75, 0.5, 0.25])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="more of them wait for each other on a busy machine")
     parser.add_argument("--json", type=Path)
