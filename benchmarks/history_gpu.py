@@ -12,6 +12,7 @@ of lag in all ways) and when they are needed, over graphs whose communities have
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import time
@@ -64,6 +65,7 @@ def peak(device: torch.device) -> float:
 
 def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -69,7 +69,7 @@ def batch_at(data: Dataset, model: GNN, num_seeds: int, key: int) -> Batch:
     loader = Sampled(fanouts=FANOUTS, batch_size=num_seeds, workers=0, shuffle=False).loader(
         data, seeds, seed=key, model=model, device=next(model.parameters()).device
     )
-    return next(iter(loader))
+    return next(iter(loader)).to(next(model.parameters()).device)
 
 
 def step(model: GNN, batch: Batch) -> None:
@@ -88,7 +88,7 @@ def measured(model: GNN, batch: Batch) -> int:
 def compare(name: str, data: Dataset, probes: int, steps: int, device: str = "cpu") -> dict[str, Any]:
     model = model_of(name, data, device)
     predictor = None
-    step(model, batch_at(data, model, 16, 1).to(device))  # libraries take what they keep
+    step(model, batch_at(data, model, 16, 1))  # libraries take what they keep
     for number in range(probes):
         batch = batch_at(data, model, [64, 128, 256, 512, 768, 1024][number % 6], 100 + number)
         predictor = predictor or Predictor(costs_of(model, batch.x, len(batch.blocks)))

@@ -28,6 +28,7 @@ from hopline.dlpack import (
 )
 from hopline.graph import Graph
 from hopline.handles import SharedArray, release, share
+from hopline.meter import numbered
 from hopline.sampling import NeighborSampler, check_fanouts, check_ids
 from hopline.tables import SparseTable, Table, TensorTable
 
@@ -221,7 +222,7 @@ def _device(device: torch.device | str | None, graph: Graph) -> torch.device:
     asked = graph.device if device is None else torch.device(device)
     if asked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(asked)!r}, but torch sees no CUDA device here: use device='cpu'")
-    return torch.device("cuda", torch.cuda.current_device()) if asked == torch.device("cuda") else asked
+    return numbered(asked)
 
 
 def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:

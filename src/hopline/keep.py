@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hopline.budget import Budget
 from hopline.guard import Guard, Record
-from hopline.meter import meter_of
+from hopline.meter import meter_of, numbered
 from hopline.methods import SampledWork
 from hopline.plan import Plan
 from hopline.sampling import NeighborSampler
@@ -41,6 +41,7 @@ def capped(budget: Budget | None, device: torch.device) -> Iterator[None]:
     if budget is None or budget.device is None or device.type != "cuda":
         yield
         return
+    device = numbered(device)
     total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(before, parse_size(budget.device) / total), device)

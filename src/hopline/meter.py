@@ -38,8 +38,17 @@ def meter_of(device: torch.device | str) -> Meter:
     return CudaMeter(target) if target.type == "cuda" else TensorMeter()
 
 
+def numbered(device: torch.device | str) -> torch.device:
+    """A device by its number: some of CUDA's functions do not take "cuda" for the one in use."""
+    target = torch.device(device)
+    if target.type == "cuda" and target.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return target
+
+
 def free_bytes(device: torch.device) -> int:
     """What this process can still allocate on a GPU: within its own limit, with what torch keeps for the next use."""
+    device = numbered(device)
     allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
     reserved = torch.cuda.memory_reserved(device)
     left = min(torch.cuda.mem_get_info(device)[0], int(allowed) - reserved)

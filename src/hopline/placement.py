@@ -13,7 +13,7 @@ from torch import Tensor
 from hopline import pinned
 from hopline.data.dataset import Dataset
 from hopline.graph import Graph
-from hopline.meter import free_bytes
+from hopline.meter import free_bytes, numbered
 from hopline.spec import format_size, parse_size
 from hopline.tables import SparseTable, Table, TieredTable
 from hopline.tables.build import check_cuda, table
@@ -147,8 +147,7 @@ def place(
     if target.type != "cuda":
         return data
     check_cuda(target)
-    if target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
+    target = numbered(target)
     plan = make_plan(Sizes.of(data), free_bytes(target), placement)
     train_ids = data.splits.get("train") if train_ids is None else train_ids
     return carry_out(data, plan, target, placement.order, fanouts, train_ids, batch_size)

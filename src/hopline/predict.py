@@ -137,8 +137,8 @@ def _conv_numbers(conv: Any, before: int, after: int, learns: bool) -> tuple[flo
         by_node = 6 * (_widths(conv) + channels)
         return by_node, by_node, by_edge + 20 * heads
     src = 3 * before * learns
-    if isinstance(conv, NORMALISED):  # the product comes first
-        return src + 4 * after, 3 * after, 0
+    if isinstance(conv, NORMALISED):  # the product comes first, or after the reduction
+        return src + 4 * after, 3 * (before + after), 0
     inside = sum(_widths(m) for name, m in conv.named_children() if not name.startswith("lin"))
     sums = 2 * before * after / ROWS  # a product's gradient is the sum of one per range of rows
     projected = 4 * before * bool(getattr(conv, "project", False))

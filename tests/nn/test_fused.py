@@ -197,3 +197,29 @@ def test_what_depends_on_weights_or_scaling_is_not_read_ahead() -> None:
     handle = Rows(rows, block.src_ids)
     assert read_ahead(conv_of("graph", 6, 4), handle, block) is handle
     assert read_ahead(conv_of("sage-sum", 6, 4), handle, replace(block, scale_sums=True)) is handle
+
+
+@pytest.mark.parametrize(("before", "after", "reduces_first"), [(WIDTH, WIDTH, True), (8 * WIDTH, 2, False)])
+def test_a_gcn_multiplies_where_it_is_cheaper_and_gives_what_pyg_does(
+    before: int, after: int, reduces_first: bool
+) -> None:
+    graph = random_graph(60, 600, weight=True)
+    (block,) = NeighborSampler(graph, (-1,)).sample(torch.arange(20), 0)
+    assert block.num_src > 2 * block.num_dst
+    conv, x = conv_of("gcn", before, after), randn(60, before).requires_grad_()
+    expected = stock(conv, x, graph)[:20]
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
+    seen: list[int] = []
+    product = torch.nn.functional.linear
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is product:
+                seen.append(args[0].size(0))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        found = convolve(conv, x[block.src_ids], block)
+    assert seen[-1] == (block.num_dst if reduces_first else block.num_src)
+    assert_close(found, expected)
+    assert_close(torch.autograd.grad(found.square().sum(), x)[0], expected_grad)

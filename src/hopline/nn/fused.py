@@ -31,6 +31,10 @@ NORMALISED = (GCNConv, GCN2Conv, APPNP)
 """Convs that send rows times the symmetric degree norm, with self-loops."""
 
 
+FLOPS = 16
+"""Multiplications in the time that it takes to move an element: about 10 on a CPU, 25 on an H200."""
+
+
 def is_fused(conv: Any) -> bool:
     """Exact types only: a subclass may have changed the message."""
     if type(conv) not in (*PLAIN, *NORMALISED):
@@ -73,8 +77,27 @@ def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None)
     if isinstance(conv, GCN2Conv):
         stand_in = _StandIn(conv, propagate, normalize=False)
         return GCN2Conv.forward(stand_in, typed(h, dtype), x0, block)  # type: ignore[arg-type]
+    if _reduces_first(conv, h, block):
+        out = conv.lin(propagate(block, typed(h, dtype)))
+        return out if conv.bias is None else out + conv.bias
     stand_in = _StandIn(conv, propagate, normalize=False, lin=lambda x: project(conv.lin, x))
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
+
+
+def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
+    """Whether the product is better taken of the reduced rows, which is the same since it is linear.
+
+    Counted in elements moved, with `FLOPS` multiplications for the price of one: a block has fewer destinations than
+    sources, but wide rows are dear to reduce.
+    """
+    if isinstance(h, Rows) and h.table.read_csr(h.ids[:0]) is not None:
+        return False  # stored sparse: the product is what makes them narrow
+    if not is_linear(conv.lin) or conv.lin._forward_hooks or conv.lin._forward_pre_hooks:
+        return False
+    before, after = conv.lin.weight.size(1), conv.lin.weight.size(0)
+    per_row = before + after + before * after / FLOPS
+    project_first = block.num_src * per_row + block.num_edges * after
+    return block.num_edges * before + block.num_dst * per_row < project_first
 
 
 def _dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:

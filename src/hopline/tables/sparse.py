@@ -44,8 +44,11 @@ class SparseTable(Table):
         return SparseTable(indptr, columns, values, self.num_columns)
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of `ids` as (indptr [n + 1], columns, values), without ever making them dense."""
-        indptr, positions = ops.row_positions(self.indptr, ids)
+        """The rows of `ids` as (indptr [n + 1], columns, values), without ever making them dense.
+
+        They are where the table is, wherever the ids were: no kernel reads these arrays from another device.
+        """
+        indptr, positions = ops.row_positions(self.indptr, ids.to(self.indptr.device))
         return indptr, self.columns[positions], self.values[positions]
 
     def read(self, ids: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hopline import pinned, trace
 from hopline.handles import SharedArray
+from hopline.meter import numbered
 from hopline.ops.tiers import count_ids, gather_tiers, new_counts, slot_of
 from hopline.tables.base import Table, Tiers
 from hopline.tables.order import hottest
@@ -195,8 +196,7 @@ class TieredTable(Table):
         self.observing = False
 
     def _on(self, device: torch.device) -> _Placed:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = numbered(device)
         found = self._placed.get(device)
         if found is None:
             with self._lock:
