@@ -13,6 +13,7 @@ losses of the first epochs are compared with plain PyG's, where that fits.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import time
@@ -78,6 +79,7 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,11 @@ MODELS = {
         [GCN2Conv(16, 0.1), GCN2Conv(16, 0.1)], jk="last", encoder=nn.Linear(i, 16), head=nn.Linear(16, o)
     ),
 }
+METHODS = [
+    hl.Sampled(fanouts=(5, 5), batch_size=256),
+    hl.Historical(num_parts=6, parts_per_batch=2, partition="range"),
+    hl.FullBatch(num_shards=3, partition="range"),
+]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -39,3 +46,21 @@ def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
     losses = [[epoch.loss for epoch in runs[device].history] for device in ("cpu", "cuda")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
     torch.testing.assert_close(outputs["cuda"], outputs["cpu"], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_features_stored_sparse_train_on_a_gpu_too(method: hl.Method, placement: str):
+    data = planted(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
+    stored = data.x.storage()
+    assert stored is not None
+    sparse = hl.SparseTable.from_dense(stored.double() * (stored > 0))
+    data = dataclasses.replace(data, tables={"x": sparse})
+    losses = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = MODELS["gcn"](data.num_features, data.num_classes).double()
+        place = hl.Placement(graph=placement, features=placement)  # type: ignore[arg-type]
+        run = hl.Trainer(model, data, method, epochs=2, device=device, placement=place, show=False).fit()
+        losses[device] = [epoch.loss for epoch in run.history]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-9)
