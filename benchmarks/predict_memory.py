@@ -23,6 +23,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,7 +31,7 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
 
 from hopline import ops
-from hopline.batch import Batch
+from hopline.batch import Batch, as_tensor
 from hopline.budget import SplitBy
 from hopline.data.dataset import Dataset
 from hopline.data.synthetic import planted
@@ -69,7 +70,10 @@ def batch_at(data: Dataset, model: GNN, num_seeds: int, key: int) -> Batch:
     loader = Sampled(fanouts=FANOUTS, batch_size=num_seeds, workers=0, shuffle=False).loader(
         data, seeds, seed=key, model=model, device=next(model.parameters()).device
     )
-    return next(iter(loader)).to(next(model.parameters()).device)
+    batch, device = next(iter(loader)), next(model.parameters()).device
+    if device.type == "cpu" or batch.x is None:
+        return batch
+    return replace(batch, x=as_tensor(batch.x)).to(device)  # as a GPU that does not read the table gets it
 
 
 def step(model: GNN, batch: Batch) -> None:

@@ -81,6 +81,18 @@ def test_a_tree_on_the_gpu_trains_as_on_the_cpu(name: str):
     assert losses[0] == pytest.approx(losses[1], rel=1e-7)
 
 
+@pytest.mark.parametrize("num_train", [256, 300, 600])
+def test_an_epoch_may_have_fewer_steps_than_are_run_before_the_capture(num_train: int):
+    data, losses = data_on_gpu(num_train=num_train), {}
+    for captured in (True, False):
+        torch.manual_seed(0)
+        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
+        trainer = hl.Trainer(MODELS["sage"](16, 5), data, method, epochs=3, device="cuda", show=False)
+        trainer.work.tried = not captured  # type: ignore[attr-defined]
+        losses[captured] = [epoch.loss for epoch in trainer.fit().history]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+
+
 def test_bf16_is_close_to_float32_and_uses_the_fused_layers():
     runs = [trained("sage", captured=True, precision=p)[1] for p in ("bf16", "float32")]
     assert [e.loss for e in runs[0].history] == pytest.approx([e.loss for e in runs[1].history], rel=2e-2)

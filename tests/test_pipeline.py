@@ -116,6 +116,16 @@ def test_an_error_names_its_stage_and_keeps_its_cause(workers: int, stage: str) 
     assert not our_threads()
 
 
+@pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError])
+def test_an_error_that_callers_look_for_is_still_one_of_that_kind(kind: type[Exception]) -> None:
+    def fail(value: int) -> int:
+        raise kind("too much")
+
+    with pytest.raises(kind, match="stage 'move' failed: too much") as caught:
+        list(Pipeline([Stage("move", fail)]).run([1]))
+    assert isinstance(caught.value, StageError)
+
+
 @WORKERS
 def test_an_error_in_the_source_reaches_the_caller(workers: int) -> None:
     def source() -> Iterator[int]:

@@ -18,7 +18,7 @@ from hopline.plan import DoesNotFit, Outline
 from hopline.planning import drawn, largest_seed, learn, plan_of
 from hopline.predict import Sizes
 from hopline.spec import parse_size
-from hopline.work import Job, Method, supervised
+from hopline.work import BatchUnit, Job, Method, supervised
 from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
 
 METHODS: list[Method] = [
@@ -75,6 +75,18 @@ def test_learning_leaves_no_trace():
     assert all(torch.equal(t, outline.job.module.state_dict()[name]) for name, t in before.items())
     assert all(p.grad is None for p in outline.job.module.parameters())
     assert torch.equal(drawn_next, torch.random.get_rng_state())
+
+
+def test_learning_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch):
+    run, most = BatchUnit.forward_backward, 4
+
+    def small(self: BatchUnit, total: int) -> torch.Tensor:
+        if self.size > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(self, total)
+
+    monkeypatch.setattr(BatchUnit, "forward_backward", small)
+    assert learn(outline_of(), 2).num_seen == 3, "with 1, 2 and 4 seeds"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)

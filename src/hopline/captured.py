@@ -199,9 +199,11 @@ class CapturedStep:
         stream = torch.cuda.Stream(job.device)
         stream.wait_stream(torch.cuda.current_stream(job.device))
         with recording.turn, _unchanged(job.module, self.batches.state, job.device), torch.cuda.stream(stream):
+            begin = self.batches.state.clone()
             self._run()  # compiles, and asks the host whatever is asked only once
             with no_waiting():
                 for _ in range(WARM_UP_STEPS - 1):
+                    self.batches.state.copy_(begin)  # the epoch may have no more steps than one
                     self._run()
             self._forget_gradients()
             with torch.cuda.graph(self.graph, stream=stream):

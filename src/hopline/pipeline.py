@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hopline import ops, trace
 from hopline.cores import queued_s
 
@@ -50,6 +52,10 @@ class StageError(RuntimeError):
 
 class StageValueError(StageError, ValueError):
     """The same where the user can mend it."""
+
+
+class StageMemoryError(StageError, torch.OutOfMemoryError):
+    """The same where memory ran out."""
 
 
 class Pipeline:
@@ -121,7 +127,8 @@ class Pipeline:
                 with trace.span(stage.name):
                     value = stage.run(value)
             except Exception as error:
-                kind = StageValueError if isinstance(error, ValueError) else StageError
+                kinds = {ValueError: StageValueError, torch.OutOfMemoryError: StageMemoryError}
+                kind = next((kind for cause, kind in kinds.items() if isinstance(error, cause)), StageError)
                 raise kind(f"stage {stage.name!r} failed: {error}") from error
             spent.append((stage.name, max(0.0, _alone_s() - began_s)))
         return value

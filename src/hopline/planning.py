@@ -32,7 +32,7 @@ from hopline.placement import SHARE, Placement, make_plan
 from hopline.placement import Sizes as PlacedSizes
 from hopline.plan import Item, Outline, Place, Plan, limits_of, with_evaluation
 from hopline.predict import Predictor, Sizes
-from hopline.rescue import state_bytes
+from hopline.rescue import free_memory, is_out_of_memory, state_bytes
 from hopline.split import PieceBytes
 from hopline.work import BatchUnit, Job, Method
 
@@ -249,15 +249,22 @@ def learn(outline: Outline, num_blocks: int, limit: float = math.inf) -> Predict
             batch = next(drawn(method, outline, size))
             sizes, began = Sizes.of(batch), time.perf_counter()
             if predictor.num_seen and predictor.expected(sizes) > limit:
-                return predictor
-            with meter_of(outline.device) as meter:
-                BatchUnit(job, batch).forward_backward(batch.num_seeds)
+                break
+            try:
+                with meter_of(outline.device) as meter:
+                    BatchUnit(job, batch).forward_backward(batch.num_seeds)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                break  # what is known was too good, and stays all that is known
             job.module.zero_grad(set_to_none=True)
             predictor.observe(sizes, meter.peak_bytes)
             lasted = time.perf_counter() - began > LONG_S or size >= min(MOST_PROBED, outline.train_ids.numel())
             if predictor.is_sure and lasted:
-                return predictor
+                break
             size = min(2 * size, outline.train_ids.numel())
+    free_memory(outline.device)
+    return predictor
 
 
 def job_of(outline: Outline) -> Job:

@@ -60,7 +60,7 @@ def test_features_stored_sparse_train_on_a_gpu_too(method: hl.Method, placement:
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = MODELS["gcn"](data.num_features, data.num_classes).double()
-        place = hl.Placement(graph=placement, features=placement)  # type: ignore[arg-type]
+        place = hl.Placement(features=placement)  # type: ignore[arg-type]
         run = hl.Trainer(model, data, method, epochs=2, device=device, placement=place, show=False).fit()
         losses[device] = [epoch.loss for epoch in run.history]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-9)
