@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops, pinned, trace
-from hopline.halo import Histories, Reader
+from hopline.halo import Histories, Reader, Sums
 from hopline.meter import free_bytes
 
 Where = Literal["device", "pinned", "host"]
@@ -120,6 +120,27 @@ def _view(memory: Tensor, table: Tensor, num_rows: int) -> Tensor:
     return memory[: num_rows * _row_bytes(table)].view(table.dtype).view(num_rows, *table.shape[1:])
 
 
+@dataclass(eq=False)
+class PinnedSums(Sums):
+    """In host memory to which the GPU adds."""
+
+    device: torch.device
+
+    def add(self, at: Tensor, rows: Tensor) -> None:
+        from hopline.ops.gpu_stage import put_aside
+
+        put_aside(self.rows, at.to(self.device), rows.to(self.rows.dtype), add=True)
+
+    def read(self, at: Tensor) -> Tensor:
+        from hopline.ops.gpu_stage import gather_aside
+
+        return gather_aside(self.rows, at.to(self.device))
+
+    def all(self) -> Tensor:
+        torch.cuda.synchronize(self.device)
+        return self.rows
+
+
 class DeviceHistories(Histories):
     """Tables whose rows a GPU reads and writes. pool_size: 0 moves rows when they are needed, beside nothing else."""
 
@@ -139,6 +160,7 @@ class DeviceHistories(Histories):
         self.device, self.where, self.asynchronous = device, where, pool_size != 0 and where != "device"
         self.pool = Pool(pool_size or (POOL_SIZE if pool_size is None else 1), buffer_rows, device)
         self.stream = torch.cuda.Stream(device) if self.asynchronous and device.type == "cuda" else None
+        self._sums: dict[int, Tensor] = {}
 
     def _new(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.where == "device":
@@ -146,9 +168,18 @@ class DeviceHistories(Histories):
         table = super()._new(l, shape, dtype)
         return pinned.pin(table) if self.where == "pinned" and self.device.type == "cuda" else table
 
-    @property
-    def home(self) -> torch.device:
-        return self.device if self.where == "device" else torch.device("cpu")
+    def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Sums:
+        if self.where == "device":
+            return Sums(torch.zeros(shape, dtype=dtype, device=self.device))
+        if self.where == "host" or self.device.type == "cpu":
+            return super().sums(l, shape, dtype)
+        kept = self._sums.get(l)
+        if kept is None or kept.shape != tuple(shape) or kept.dtype != dtype:
+            self._sums[l] = kept = pinned.pin(torch.zeros(shape, dtype=dtype))  # which takes longer than to clear it
+        else:
+            torch.cuda.synchronize(self.device)
+            kept.zero_()
+        return PinnedSums(kept, self.device)
 
     # ---- reading
 
@@ -214,8 +245,20 @@ class DeviceHistories(Histories):
             trace.count("bytes.pushed", rows.nbytes)
 
     def write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
-        self._settle()
-        super().write_at(l, places, rows)
+        if self.where != "pinned" or not rows.is_cuda:
+            self._settle()
+            super().write_at(l, places, rows)
+            return
+        from hopline.ops.gpu_stage import put_aside
+
+        table = self.table(l, rows)
+        if self.stream is not None:
+            self.stream.wait_event(self.mark())
+        with self._aside():
+            put_aside(table, self._at(places), rows.to(table.dtype))
+            if self.stream is not None:
+                rows.record_stream(self.stream)
+        trace.count("bytes.pushed", rows.nbytes)
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,23 @@ def report_ages(ages: Tensor) -> None:
     counts = torch.bincount(torch.bucketize(known, torch.tensor(AGES)), minlength=len(AGES) + 1)
     for name, count in zip([*(f"to_{high}" for high in AGES), "older"], counts.tolist(), strict=True):
         trace.count(f"history.age.{name}", count)
+
+
+@dataclass(eq=False)
+class Sums:
+    """Rows that are added up, as many as a table has."""
+
+    rows: Tensor
+
+    def add(self, at: Tensor, rows: Tensor) -> None:
+        """at: which of them, each once."""
+        self.rows.index_add_(0, at.to(self.rows.device), rows.to(self.rows.device, self.rows.dtype))
+
+    def read(self, at: Tensor) -> Tensor:
+        return self.rows[at.to(self.rows.device)]
+
+    def all(self) -> Tensor:
+        return self.rows
 
 
 class Histories(Reader):
@@ -111,10 +129,9 @@ class Histories(Reader):
         table = self.tables[l]
         return ops.gather_rows(table, places.to(table.device))
 
-    @property
-    def home(self) -> torch.device:
-        """Where rows are summed up that are as many as the tables'."""
-        return torch.device("cpu")
+    def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Sums:
+        """Zeros to add to, where the tables are; those that were given for this layer before are done with."""
+        return Sums(torch.zeros(shape, dtype=dtype))
 
     def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
         self.table(l, like)

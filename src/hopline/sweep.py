@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hopline import trace
 from hopline.batch import Batch, Block
-from hopline.halo import Reader, RecordedBlock
+from hopline.halo import Reader, RecordedBlock, Sums
 from hopline.infer import evaluating
 from hopline.nn.gnn import State
 from hopline.nn.regularise import spreads
@@ -249,10 +249,10 @@ class _AllParts(Swept["HistoricalBatch"]):
 
     def __init__(self, work: HistoricalWork, key: int | None, keep: bool = False) -> None:
         super().__init__(work, key)
-        self.keep, self.last, self.home = keep, work.model.num_layers - 1, work.histories.home
+        self.keep, self.last = keep, work.model.num_layers - 1
         self.swept, self.position = work.swept_places, work.partition.position
-        self.totals: dict[int, Tensor] = {}
-        self.known: Tensor | None = None
+        self.totals: dict[int, Sums] = {}
+        self.known: Sums | None = None
         """The gradient after one layer at the rows that this rank keeps."""
 
     def pieces(self, l: int) -> Iterable[HistoricalBatch]:
@@ -288,25 +288,23 @@ class _AllParts(Swept["HistoricalBatch"]):
         if rows is None or (l == self.last and not self.keep):
             return
         places = self.position[piece.nodes] if own else piece.block.src_places
-        at = torch.searchsorted(self.swept, places).to(self.home)
-        self._add_up(l, rows).index_add_(0, at, rows.to(self.home, self.work.dtype))
+        self._add_up(l, rows).add(torch.searchsorted(self.swept, places), rows)
 
-    def _add_up(self, l: int, like: Tensor) -> Tensor:
+    def _add_up(self, l: int, like: Tensor) -> Sums:
         if l not in self.totals:
-            shape = (self.swept.numel(), *like.shape[1:])
-            self.totals[l] = torch.zeros(shape, dtype=self.work.dtype, device=self.home)
+            self.totals[l] = self.work.histories.sums(l, (self.swept.numel(), *like.shape[1:]), self.work.dtype)
         return self.totals[l]
 
     def gathered(self, l: int) -> None:
         work, total = self.work, self.totals.pop(l, None)
         if total is not None:
-            self.known = total if work.job.world.size == 1 else work.owners.collect(self.swept, total)
+            self.known = total if work.job.world.size == 1 else Sums(work.owners.collect(self.swept, total.all()))
             if self.keep:
-                work.gradients.write(l, [_slab(work)], self.known)
+                work.gradients.write(l, [_slab(work)], self.known.all())
 
     def gradient(self, l: int, piece: HistoricalBatch) -> Tensor:
         assert self.known is not None
-        return self.known[(self.position[piece.nodes] - self.work.owners.own.start).to(self.home)]
+        return self.known.read(self.position[piece.nodes] - self.work.owners.own.start)
 
 
 def measure_bias(work: HistoricalWork) -> dict[str, float]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hopline.batch import Batch, Block
+from hopline.halo import Sums
 from hopline.sampling import full_block, in_neighborhood
 from hopline.sweep import Swept, backward, forward
 
@@ -91,10 +92,10 @@ class NeededRows:
 class _NeededParts(Swept[NeededPiece]):
     def __init__(self, needed: NeededRows, key: int | None) -> None:
         super().__init__(needed.work, key)
-        self.needed, self.histories, self.home = needed, needed.work.histories, needed.work.histories.home
+        self.needed, self.histories = needed, needed.work.histories
         self.last = needed.work.model.num_layers - 1
-        self.totals: dict[int, Tensor] = {}
-        self.known = torch.empty(0)
+        self.totals: dict[int, Sums] = {}
+        self.known: Sums | None = None
         """The gradient after one layer at the rows that are needed there."""
 
     def pieces(self, l: int) -> Iterable[NeededPiece]:
@@ -131,17 +132,16 @@ class _NeededParts(Swept[NeededPiece]):
     def add(self, l: int, piece: NeededPiece, rows: Tensor | None, *, own: bool = False) -> None:
         if rows is None or l == self.last:
             return
-        at = self._at(l, piece.own_places if own else piece.places)
-        self._total(l, rows).index_add_(0, at, rows.to(self.home, self.work.dtype))
+        self._total(l, rows).add(self._at(l, piece.own_places if own else piece.places), rows)
 
-    def _total(self, l: int, like: Tensor) -> Tensor:
+    def _total(self, l: int, like: Tensor) -> Sums:
         if l not in self.totals:
             shape = (self.needed.places[l].numel(), *like.shape[1:])
-            self.totals[l] = torch.zeros(shape, dtype=self.work.dtype, device=self.home)
+            self.totals[l] = self.histories.sums(l, shape, self.work.dtype)
         return self.totals[l]
 
     def _at(self, l: int, places: Tensor) -> Tensor:
-        return torch.searchsorted(self.needed.places[l], places).to(self.home)
+        return torch.searchsorted(self.needed.places[l], places)
 
     def gathered(self, l: int) -> None:
         if l < self.last:
@@ -149,4 +149,5 @@ class _NeededParts(Swept[NeededPiece]):
             del self.totals[l]
 
     def gradient(self, l: int, piece: NeededPiece) -> Tensor:
-        return self.known[self._at(l, piece.own_places)]
+        assert self.known is not None
+        return self.known.read(self._at(l, piece.own_places))

@@ -60,6 +60,20 @@ def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...],
     assert torch.equal(found.cpu(), rows[ids])
 
 
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("shape", [(), (3,), (256,), (2, 150)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_are_put_and_added_into_the_hosts(shape: tuple[int, ...], dtype: torch.dtype, add: bool):
+    table, ids = randn(NUM_ROWS, *shape).to(dtype), randn(NUM_ROWS).argsort()[:250]
+    rows, expected = randn(250, *shape, seed=2).to(dtype), table.clone()
+    expected[ids] = expected[ids] + rows if add else rows
+    table = table.pin_memory() if DEVICE.type == "cuda" else table
+    gpu_stage.put_aside(table, ids.to(DEVICE), rows.to(DEVICE), add=add)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(table, expected)
+
+
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float32, 7), (torch.float64, 300)])
 def test_staged_rows_are_read_where_they_stand(dtype: torch.dtype, width: int):
     rows, place = randn(NUM_ROWS, width).to(dtype), places()

@@ -74,7 +74,7 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias."""
     dtypes = {x.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
-    if x.dim() != 2 or x.size(0) <= ROWS or len(dtypes) > 1 or torch.is_autocast_enabled("cpu"):
+    if x.dim() != 2 or x.size(0) <= ROWS or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(x, weight, bias)
     out = _Linear.apply(x, weight, bias)
     assert isinstance(out, Tensor)

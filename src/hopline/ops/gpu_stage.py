@@ -71,6 +71,22 @@ def _gather_kernel(rows, ids, order, out, num, WIDTH: tl.constexpr, R: tl.conste
             tl.store(out + at[:, None] * WIDTH + column[None, :], words, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num"])
+def _put_kernel(table, ids, order, rows, num, ADD: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    for start in range(tl.program_id(0) * R, num, tl.num_programs(0) * R):
+        inside = start + tl.arange(0, R) < num
+        at = tl.load(order + start + tl.arange(0, R), mask=inside, other=0).to(tl.int64)
+        row = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
+        for begin in tl.static_range(0, WIDTH, C):
+            column = begin + tl.arange(0, C)
+            mask = inside[:, None] & (column < WIDTH)[None, :]
+            target = table + row[:, None] * WIDTH + column[None, :]
+            value = tl.load(rows + at[:, None] * WIDTH + column[None, :], mask=mask)
+            if ADD:
+                value += tl.load(target, mask=mask)
+            tl.store(target, value, mask=mask)
+
+
 @triton.jit(do_not_specialize=["capacity", "first_slot"])
 def _point_kernel(place, found, count, capacity, first_slot, STANDS: tl.constexpr, T: tl.constexpr):
     at = tl.program_id(0) * T + tl.arange(0, T)
@@ -128,6 +144,19 @@ def gather_aside(rows: Tensor, ids: Tensor) -> Tensor:
             WIDTH=width, R=size, C=min(MAX_COLUMNS, triton.next_power_of_2(width)), num_warps=NUM_WARPS,
         )  # fmt: skip
     return out
+
+
+def put_aside(table: Tensor, ids: Tensor, rows: Tensor, *, add: bool = False) -> None:
+    """table[ids] = rows, or += rows, in pinned host memory; ids must be in range, and each there once."""
+    width, rows = rows[:1].numel(), rows.contiguous()
+    if rows.numel() == 0:
+        return
+    size = triton.next_power_of_2(ids.numel()) if is_interpreted() else ROWS
+    with launching(ids.device):
+        _put_kernel[(1 if is_interpreted() else PROGRAMS,)](
+            table, ids, ids.argsort(), rows, ids.numel(), ADD=add,
+            WIDTH=width, R=size, C=min(MAX_COLUMNS, triton.next_power_of_2(width)), num_warps=NUM_WARPS,
+        )  # fmt: skip
 
 
 def unclaimed(dtype: torch.dtype) -> int:
