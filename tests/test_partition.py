@@ -139,12 +139,7 @@ def test_a_kept_partition_is_found_again(tmp_path: Path, monkeypatch: pytest.Mon
     graph = random_graph(400, 2000)
     first = make_partition(graph, 5, cache=tmp_path / "kept")
     monkeypatch.setattr(module, "divide", None)  # nothing is computed
-    again, seconds = first, []
-    for _ in range(3):
-        started = time.perf_counter()
-        again = make_partition(graph, 5, cache=tmp_path / "kept")
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.1
+    again = make_partition(graph, 5, cache=tmp_path / "kept")
     assert torch.equal(first.part_of, again.part_of)
     assert (first.how, first.settings, first.num_parts) == (again.how, again.settings, again.num_parts)
     assert len(list((tmp_path / "kept").iterdir())) == 2

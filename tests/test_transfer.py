@@ -91,6 +91,27 @@ def test_from_several_threads() -> None:
             assert_same_batches(mover.ready(found), expected)
 
 
+def test_a_batch_without_room_is_moved_when_its_turn_comes() -> None:
+    class Full(LateCopies):
+        def copy(self, staged: Tensor) -> Tensor:
+            if self.full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().copy(staged)
+
+        full = False
+
+    copies = Full()
+    mover = Mover(ELSEWHERE, 1, copies)
+    first, second = batches(2)
+    begun = mover.move(first)
+    copies.full = True
+    stayed = mover.move(second)
+    assert stayed is second, "on the host"
+    mover.ready(begun)
+    found = mover.ready(stayed)
+    assert found.seeds.device == found.blocks[0].src_ids.device == ELSEWHERE
+
+
 class EagerCopies(LateCopies):
     """Copies that are done at once, so that threads need not take turns."""
 

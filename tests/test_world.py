@@ -52,7 +52,7 @@ def test_the_rank_that_keeps_the_store_is_named_too(tmp_path: Path):
     ranks = [environment(**variables, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)) for k in range(2)]
     command = program("everything_then_death", "1", "8", str(tmp_path), "0")
     with started(*((command, each) for each in ranks)) as processes:
-        outputs = [process.communicate(timeout=50)[0] for process in processes]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     codes = [process.returncode for process in processes]
     assert codes == [-signal.SIGKILL, 1], outputs
     assert_all_name(tmp_path, 0, (1,))

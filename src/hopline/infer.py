@@ -32,7 +32,7 @@ def exact(
     data: Dataset,
     ids: Tensor | None = None,
     *,
-    chunk_edges: int = CHUNK_EDGES,
+    chunk_edges: int | None = None,
     chunk_bytes: int | str | None = None,
     device: torch.device | str = "cpu",
     show: bool = False,
@@ -42,9 +42,10 @@ def exact(
     """The model's output for `ids` (all nodes by default), over every edge, in evaluation mode: [n, ...].
 
     Each layer is computed for all nodes it is needed at before the next one starts, in chunks of about `chunk_edges`
-    edges, or as large as `chunk_bytes` ("2GiB") let them be beside the hidden rows; these are kept in tables, on the
-    host or on a device with room. keep: is given the rows of every layer but the last, which are then computed at all
-    nodes. folder: keeps the hidden rows there, and the same call goes on from them if it was killed.
+    edges (a million, more on a GPU), or as large as `chunk_bytes` ("2GiB") let them be beside the hidden rows; these
+    are kept in tables, on the host or on a device with room. keep: is given the rows of every layer but the last, which
+    are then computed at all nodes. folder: keeps the hidden rows there, and the same call goes on from them if it was
+    killed.
     """
     read = exact_rows(
         model,
@@ -65,7 +66,7 @@ def exact_rows(
     data: Dataset,
     ids: Tensor | None = None,
     *,
-    chunk_edges: int = CHUNK_EDGES,
+    chunk_edges: int | None = None,
     chunk_bytes: int | str | None = None,
     device: torch.device | str = "cpu",
     show: bool = False,
@@ -111,14 +112,14 @@ def checked_bytes(chunk_bytes: int | str | None) -> int | None:
 
 
 def identity(
-    model: nn.Module, dataset: str, ids: Tensor | None, chunk_edges: int, chunk_bytes: int | None
+    model: nn.Module, dataset: str, ids: Tensor | None, chunk_edges: int | None, chunk_bytes: int | None
 ) -> dict[str, str]:
     """What must be the same for inference to go on from a folder."""
     return {
         "dataset": dataset,
         "weights": fingerprint(model),
         "nodes": "all" if ids is None else fingerprint(ids),
-        "chunks": f"{chunk_edges} edges" if chunk_bytes is None else f"{chunk_bytes} bytes",
+        "chunks": f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes",
     }
 
 

@@ -21,7 +21,9 @@ from hopline.sampling import NeighborSampler, full_block, in_neighborhood
 from hopline.tables import TensorTable
 
 CHUNK_EDGES = 1 << 20
-"""Edges of one chunk."""
+"""Edges of one chunk; on a GPU, where every chunk costs the host a while, up to"""
+MOST_EDGES, BYTES_PER_EDGE = 1 << 24, 1 << 13
+"""so many, by the bytes that it has."""
 DEVICE_SHARE = 0.25
 """The part of the free device memory that a layer's hidden rows may take; larger ones are kept on the host."""
 AHEAD, BEHIND = 2, 2
@@ -36,6 +38,14 @@ KeepRows = Callable[[int, Tensor, Tensor], None]
 """(layer, node ids, their rows after it): what somebody does with hidden rows."""
 Ahead = Rows | Tensor | None
 """Rows that were read ahead, or a handle where the layer or the GPU reads them; None where there are none."""
+
+
+def _edges_at_once(device: torch.device) -> int:
+    """Of a chunk, where nobody says: by what a GPU has and not by what is free, so that results stay the same."""
+    if device.type != "cuda":
+        return CHUNK_EDGES
+    fitting = torch.cuda.get_device_properties(device).total_memory // BYTES_PER_EDGE
+    return min(max(fitting, CHUNK_EDGES), MOST_EDGES)
 
 
 def read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
@@ -68,7 +78,7 @@ class Layerwise:
         self,
         model: GNN,
         data: Dataset,
-        chunk_edges: int,
+        chunk_edges: int | None,
         device: torch.device,
         keep: KeepRows | None = None,
         *,
@@ -76,7 +86,7 @@ class Layerwise:
         files: LayerFiles | None = None,
     ) -> None:
         self.model, self.data, self.device, self.keep = model, data, device, keep
-        self.chunk_edges, self.chunk_bytes, self.files = chunk_edges, chunk_bytes, files
+        self.chunk_edges, self.chunk_bytes, self.files = chunk_edges or _edges_at_once(device), chunk_bytes, files
         self.sampler = NeighborSampler(data.graph, (-1,))
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:

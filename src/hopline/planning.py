@@ -246,11 +246,11 @@ def learn(outline: Outline, num_blocks: int, limit: float = math.inf) -> Predict
     method = Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
     with torch.random.fork_rng([outline.device] if outline.device.type == "cuda" else []), own_threads(job):
         while True:
-            batch = next(drawn(method, outline, size))
-            sizes, began = Sizes.of(batch), time.perf_counter()
-            if predictor.num_seen and predictor.expected(sizes) > limit:
-                break
             try:
+                batch = next(drawn(method, outline, size))
+                sizes, began = Sizes.of(batch), time.perf_counter()
+                if predictor.num_seen and predictor.expected(sizes) > limit:
+                    break
                 with meter_of(outline.device) as meter:
                     BatchUnit(job, batch).forward_backward(batch.num_seeds)
             except (RuntimeError, MemoryError) as error:

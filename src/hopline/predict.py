@@ -26,6 +26,8 @@ from hopline.ops.cpu_linear import ROWS
 
 PER_NODE, PER_EDGE, SMALL = 64, 160, 1 << 16
 """Bytes for indices, degrees and weights at a node and at an edge, and for what is small in every step."""
+CUDA_ROUNDING = 4 << 20
+"""Bytes by which CUDA's allocator may give more than was asked: it leaves up to a MiB of a block unused."""
 FORWARD = 0.5
 """How much of a training step's bound bounds a forward pass."""
 ENOUGH = 6
@@ -83,6 +85,8 @@ class Costs:
     """By the entries of `Sizes.edges`."""
     fixed: float
     """Gradients of the parameters, and what they are summed from."""
+    rounding: float = 0.0
+    """What an allocator adds, by whichever blocks it has at hand: never learnt, always promised."""
 
     @cached_property
     def array(self) -> np.ndarray:
@@ -94,7 +98,7 @@ class Costs:
     def forward_only(self) -> Costs:
         """The bound for a forward pass without gradients, which keeps no layer for later."""
         per_node, per_edge = (tuple(FORWARD * each for each in terms) for terms in (self.per_node, self.per_edge))
-        return Costs(per_node, per_edge, FORWARD * self.fixed)
+        return Costs(per_node, per_edge, FORWARD * self.fixed, self.rounding)
 
 
 def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:
@@ -102,10 +106,11 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
     width = 0 if x is None else math.prod(x.shape[1:])
     unit = max((p.element_size() for p in model.parameters()), default=4)
     fixed = 3 * sum(p.numel() * p.element_size() for p in model.parameters()) + SMALL
+    rounding = CUDA_ROUNDING if any(p.is_cuda for p in model.parameters()) else 0.0
     if isinstance(model, Whole):  # all layers on all nodes, however many layers there are
         numbers = 6 * _widths(model) + 2 * width
         edges = (numbers * unit + PER_EDGE, *[0.0] * (num_blocks - 1))
-        return Costs((numbers * unit + PER_NODE, *[0.0] * num_blocks), edges, fixed)
+        return Costs((numbers * unit + PER_NODE, *[0.0] * num_blocks), edges, fixed, rounding)
     nodes, edges = [0.0] * (num_blocks + 1), [0.0] * num_blocks
     if model.encoder is not None:
         nodes[0] += 2 * width + 4 * _widths(model.encoder)
@@ -122,7 +127,7 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
         edges[l] = edge * unit + PER_EDGE
     head = [module for module in (getattr(model, "jk", None), getattr(model, "lin", None)) if module is not None]
     nodes[-1] += 6 * (sum(map(_widths, head)) + widths[-1])
-    return Costs(tuple(n * unit + PER_NODE for n in nodes), tuple(edges), fixed)
+    return Costs(tuple(n * unit + PER_NODE for n in nodes), tuple(edges), fixed, rounding)
 
 
 def _conv_numbers(conv: Any, before: int, after: int, learns: bool) -> tuple[float, float, float]:
@@ -218,7 +223,7 @@ class Predictor:
         """Bytes that a step of these sizes will not exceed: the bound at first, then what was learnt and a margin."""
         learnt = self._learnt
         terms = self.costs.array * sizes.array
-        bound = float(terms.sum()) * learnt.over_bound
+        bound = float(terms.sum()) * learnt.over_bound + self.costs.rounding
         if learnt.num_seen < ENOUGH:
             return bound
         expected = float(terms @ learnt.factors)
@@ -228,7 +233,7 @@ class Predictor:
         other = UNLIKE * float(
             np.maximum(sizes.shape - learnt.shapes[1], learnt.shapes[0] - sizes.shape).max(initial=0)
         )
-        return min(bound, expected * (1 + max(margin, LEAST_MARGIN) + beyond + other))
+        return min(bound, expected * (1 + max(margin, LEAST_MARGIN) + beyond + other) + self.costs.rounding)
 
     def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
         """Least squares of the relative errors, with every factor held to the one that fits best for all."""

@@ -17,7 +17,7 @@ from hopline.data.dataset import Dataset
 from hopline.graph import Graph
 from hopline.infer import ReadRows, check_wanted, checked_bytes, evaluating, identity
 from hopline.layer_files import LayerFiles
-from hopline.layerwise import CHUNK_EDGES, CPU, Layerwise, read_on
+from hopline.layerwise import CPU, Layerwise, read_on
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.partial import PartialGraph
@@ -164,7 +164,7 @@ class _OverShards(Layerwise):
         self,
         model: GNN,
         shards: AllShards,
-        chunk_edges: int,
+        chunk_edges: int | None,
         device: torch.device,
         chunk_bytes: int | None,
         files: LayerFiles | None,
@@ -234,7 +234,7 @@ def exact_rows(
     data: AllShards,
     ids: Tensor | None = None,
     *,
-    chunk_edges: int = CHUNK_EDGES,
+    chunk_edges: int | None = None,
     chunk_bytes: int | str | None = None,
     device: torch.device | str = "cpu",
     show: bool = False,

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hopline import trace
 from hopline.batch import Batch
+from hopline.rescue import free_memory
 
 ALIGNED = 256
 """Tensors begin at multiples of that many bytes in a buffer."""
@@ -104,12 +105,15 @@ class Mover:
             self._slots.put(_Slot())
 
     def move(self, batch: Batch) -> Batch | Moved:
-        """Begin to move a batch."""
+        """Begin to move a batch; without room on the device it stays, until the steps before it are done."""
         if self.copies is None:
             return batch.to(self.device)
         slot = self._slots.get()
         try:
             return self._move(batch, slot, self.copies)
+        except torch.OutOfMemoryError:
+            trace.count("batches.without_room", 1)
+            return batch
         finally:
             self._slots.put(slot)
 
@@ -130,7 +134,9 @@ class Mover:
     def ready(self, moved: Batch | Moved) -> Batch:
         """The batch, for the stream that is current: its work waits for the copies, the host does not."""
         if isinstance(moved, Batch):
-            return moved
+            if self.copies is not None:
+                free_memory(self.device)
+            return moved.to(self.device)
         assert self.copies is not None
         self.copies.wait(moved.event, moved.tensors)
         return moved.batch
