@@ -61,10 +61,12 @@ def step_of(work: HistoricalWork, total: int = 50) -> tuple[Tensor, list[Any], d
     return loss, [None if p.grad is None else p.grad.clone() for p in work.job.module.parameters()], rows, unit.pushed
 
 
-def assert_pieces_are_the_batch(work: HistoricalWork, most: int = 110, tolerance: float = 1e-10) -> None:
+def assert_pieces_are_the_batch(
+    work: HistoricalWork, most: int = 110, tolerance: float = 1e-10, **settings: Any
+) -> None:
     work.refresh()
     whole = step_of(work)
-    work.guard = guard_of(work, most)
+    work.guard = guard_of(work, most, **settings)
     found = step_of(work)
     record = work.guard.take_record()
     assert record["split"] == 1
@@ -88,6 +90,16 @@ def test_pieces_are_the_batch(name: str, settings: dict[str, Any]):
     model = MODELS[name](6, 3).double()
     model.dropout = 0.4
     assert_pieces_are_the_batch(work_of(model, **settings), 110 if "halo" not in settings else 40)
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS[-4:], ids=str)
+def test_pieces_by_metis_are_the_batch_too(name: str, settings: dict[str, Any]):
+    pytest.importorskip("pymetis")
+    torch.manual_seed(0)
+    model = MODELS[name](6, 3).double()
+    model.dropout = 0.4
+    most = 110 if "halo" not in settings else 40
+    assert_pieces_are_the_batch(work_of(model, **settings), most, split_by="metis")
 
 
 def test_in_single_precision_too():

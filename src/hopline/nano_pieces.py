@@ -1,4 +1,8 @@
-"""Pieces of a historical batch: runs of its nodes that fit, by parts where these are small enough, and their edges."""
+"""Pieces of a historical batch: some of its nodes, so many as fit, and their edges.
+
+By balance they are runs of nodes, that end with parts of the graph where these are small enough; by METIS, nodes that
+have neighbours in common.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +21,12 @@ from hopline.batch import Batch, Block, Readable, Rows
 from hopline.nn.gnn import GNN
 from hopline.predict import Predictor, Sizes, costs_of
 from hopline.spec import format_size
-from hopline.split import check_split, piece_of, sizes_of
+from hopline.split import by_metis, check_split, piece_of, sizes_of
 
 if TYPE_CHECKING:
     from hopline.history_unit import HistoricalBatch
+
+S = TypeVar("S", bound="slice | Tensor")
 
 MOST_GROWTH = 1.4
 """By how much more pieces there are at the next attempt, at most."""
@@ -51,18 +57,62 @@ def balanced(weight: Tensor, ends: Sequence[int], num_pieces: int) -> list[slice
     return [slice(a, b) for a, b in pairwise(cuts)]
 
 
+Some = slice | Tensor
+"""Which of a batch's own nodes: a run of them, or their positions, ascending and on the host."""
+
+
+def positions(some: Some) -> Tensor:
+    return some if isinstance(some, Tensor) else torch.arange(some.start, some.stop)
+
+
 def runs_to_fit(
     block: Block, ends: Sequence[int], bytes_of: Callable[[Sizes], float], limit: float
 ) -> tuple[list[slice], float]:
     """(a block's destinations in few runs that take no more than `limit` bytes each, what the largest takes)."""
-    alone, weight = _alone(block), block.part.indptr.cpu().diff() + 1
+    weight = _weight(block)
+    return _to_fit(block, lambda num_pieces: balanced(weight, ends, num_pieces), bytes_of, limit)
+
+
+def groups_to_fit(block: Block, bytes_of: Callable[[Sizes], float], limit: float) -> tuple[list[Tensor], float]:
+    """The same in groups that share many neighbours, by METIS."""
+    alone, weight = _alone(block), _weight(block).double()
+    # The blocks of fixed groups are kept, and so is how they were cut.
+    known: list[Tensor] = block.part.__dict__.get("_groups", [])
+    if known and (worst := _most_bytes(alone, known, bytes_of)) <= limit:
+        return known, worst
+
+    def cut(num_pieces: int) -> list[Tensor]:
+        return (
+            by_metis(alone, weight, num_pieces)
+            if num_pieces < block.num_dst
+            else list(torch.arange(num_pieces)[:, None])
+        )
+
+    groups, worst = _to_fit(block, cut, bytes_of, limit)
+    block.part.__dict__["_groups"] = groups
+    return groups, worst
+
+
+def _weight(block: Block) -> Tensor:
+    return block.part.indptr.cpu().diff() + 1
+
+
+def _most_bytes(alone: Batch, pieces: Sequence[Some], bytes_of: Callable[[Sizes], float]) -> float:
+    return max(map(bytes_of, sizes_of(alone, [positions(piece) for piece in pieces])))
+
+
+def _to_fit(
+    block: Block, cut: Callable[[int], list[S]], bytes_of: Callable[[Sizes], float], limit: float
+) -> tuple[list[S], float]:
+    """(pieces of a block as `cut` makes so many of them, as few as fit; what the largest takes)."""
+    alone = _alone(block)
     num_pieces = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
     while True:
         num_pieces = min(num_pieces, block.num_dst)
-        runs = balanced(weight, ends, num_pieces)
-        worst = max(map(bytes_of, sizes_of(alone, [torch.arange(run.start, run.stop) for run in runs])))
+        pieces = cut(num_pieces)
+        worst = _most_bytes(alone, pieces, bytes_of)
         if worst <= limit:
-            return runs, worst
+            return pieces, worst
         if num_pieces == block.num_dst:
             raise ValueError(
                 f"one node of a batch takes {format_size(worst)} and {format_size(max(0, limit))} are left beside the "
@@ -163,13 +213,13 @@ class NanoPiece:
 
     made: HistoricalBatch
     number: int
-    run: slice
+    run: Some
     """Which of the batch's own nodes they are."""
 
     @cached_property
     def edges(self) -> Edges:
         whole = self.made.block
-        piece = piece_of(_alone(whole), torch.arange(self.run.start, self.run.stop))
+        piece = piece_of(_alone(whole), positions(self.run))
         (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
         order = is_halo.long().argsort(stable=True)
         place = torch.empty_like(order)
@@ -186,8 +236,8 @@ class NanoPiece:
     @property
     def batch(self) -> Batch:
         whole, block = self.made.batch, self.block
-        assert whole.output_idx is not None
-        chosen = ((whole.output_idx >= self.run.start) & (whole.output_idx < self.run.stop)).nonzero().view(-1)
+        seed_idx = self._seed_idx
+        chosen = (seed_idx >= 0).nonzero().view(-1)
 
         def rows(of: Rows | Tensor) -> Rows | Tensor:
             if isinstance(of, Tensor):
@@ -202,14 +252,21 @@ class NanoPiece:
             x=None if whole.x is None else rows(whole.x),
             y=None if whole.y is None else whole.y[chosen],
             tables={name: rows(of) for name, of in whole.tables.items()},
-            output_idx=whole.output_idx[chosen] - self.run.start,
+            output_idx=seed_idx[chosen],
         )
 
     @property
-    def has_seeds(self) -> bool:
+    def _seed_idx(self) -> Tensor:
+        """Where the batch's seeds are in the piece, -1 for those that are not."""
         seeds = self.made.batch.output_idx
         assert seeds is not None
-        return bool(((seeds >= self.run.start) & (seeds < self.run.stop)).any())
+        own = positions(self.run).to(seeds.device)
+        at = torch.searchsorted(own, seeds).clamp(max=own.numel() - 1)
+        return torch.where(own[at] == seeds, at, -1)
+
+    @property
+    def has_seeds(self) -> bool:
+        return bool((self._seed_idx >= 0).any())
 
     def let_go(self) -> None:
         self.__dict__.pop("edges", None)

@@ -110,8 +110,9 @@ class SampledForms:
         """So many batches ahead."""
         count, size = (1 + look_ahead if workers else 1), self._batch_bytes
         name = f"{count} prepared batch{'es' * (count > 1)}"
-        places: list[Place] = ["host"] if self.outline.home == "host" else ["host", "device"]
-        prepared = [Item(name, place, count * size) for place in places]
+        prepared = [Item(name, "host", count * size)]
+        if self.outline.home == "device":  # the batch before goes when the next one has come
+            prepared.append(Item(name, "device", (count + 1) * size))
         whole = max(self.predictor.promise(_swung(Sizes.of(b), self.outline.data.graph)) for b in self.batches)
         return self._made(replace(self.method, workers=workers, look_ahead=look_ahead), prepared, whole, self._one)
 
