@@ -31,6 +31,7 @@ NUM_NODES, NUM_EDGES, NUM_PARTS, NUM_FEATURES, HIDDEN, LAYERS = 2_449_029, 123_7
 WAYS = {
     "tables on the device": {"tables": "device"},
     "pinned, beside the computation": {"tables": "pinned"},
+    "pinned as bf16, beside the computation": {"tables": "pinned", "storage": "bf16"},
     "pinned, when needed": {"tables": "pinned", "pool_size": 0},
     "host, through 4 pinned buffers": {"tables": "host"},
 }

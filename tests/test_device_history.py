@@ -58,7 +58,29 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
         assert torch.equal(state["tables"][str(l)], plain.tables[l])
         assert torch.equal(again.rows(l, every).cpu(), plain.tables[l])
     ours.write_at(0, every[:3], torch.ones(3, 5))
-    assert bool((ours.rows(0, every[:3]) == 1).all())
+    ours.write_at(0, every[[7, 4]], torch.full((2, 5), 2.0, device=DEVICE))
+    assert ours.rows(0, every[:8])[:, 0].cpu().tolist() == [
+        1,
+        1,
+        1,
+        plain.tables[0][3, 0],
+        2,
+        *plain.tables[0][5:7, 0],
+        2,
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_begin_at_zero_and_are_added_up(way: str):
+    ours = DeviceHistories(200, DEVICE, **WAYS[way])
+    for turn in range(2):
+        sums, expected = ours.sums(0, (50, 3), torch.float64), torch.zeros(50, 3, dtype=torch.float64)
+        for seed in range(3):
+            at, rows = randn(50, seed=seed + turn).argsort()[:20], randn(20, 3, seed=seed)
+            sums.add(at, rows.to(DEVICE))
+            expected[at] += rows
+        assert torch.equal(sums.read(torch.arange(40)).cpu(), expected[:40])
+        assert torch.equal(sums.all().cpu(), expected)
 
 
 def test_a_pull_sees_what_was_pushed_before_it_and_nothing_after():

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from hopline import ops
+
 if TYPE_CHECKING:
     from hopline.graph import Graph
 
@@ -54,6 +56,10 @@ class Rows(Handle):
     def read(self) -> Tensor:
         return self.table.read(self.ids)
 
+    def read_csr(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(indptr, columns, values), where they are stored that way."""
+        return self.table.read_csr(self.ids)
+
     def head(self, count: int) -> Rows:
         return Rows(self.table, self.ids[:count])
 
@@ -74,6 +80,28 @@ class ReducedRows(Rows):
     @property
     def own(self) -> Tensor:
         return self.beside[:, self.table.shape[1] :]
+
+
+@dataclass(frozen=True, eq=False)
+class DroppedRows(Rows):
+    """Input rows with keyed dropout, which a product takes of the stored columns alone."""
+
+    p: float
+    key: int | Tensor
+    keys: Tensor
+    """[n] what each row's draws are keyed by."""
+
+    def read(self) -> Tensor:
+        return ops.keyed_dropout(super().read(), self.p, self.key, self.keys)
+
+    def head(self, count: int) -> Rows:
+        return DroppedRows(self.table, self.ids[:count], self.p, self.key, self.keys[:count])
+
+    def read_csr(self) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.table.read_csr(self.ids)
+        assert found is not None
+        indptr, columns, values = found
+        return indptr, columns, ops.keyed_dropout_stored(values, indptr, columns, self.p, self.key, self.keys)
 
 
 def as_tensor(rows: Handle | Tensor) -> Tensor:

@@ -72,6 +72,22 @@ def test_sparse_features_pass_through_an_encoder_and_through_gcn() -> None:
         assert_close(*outputs)
 
 
+@pytest.mark.parametrize("name", ["gcn", "encoder", "gcn2"])
+def test_input_dropout_of_sparse_features_is_that_of_dense_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = X * (X > 0)
+    model = (GNN(stack_of("gcn", 6, 8, 3)).double() if name == "gcn" else gnn_of(name)).train()
+    model.input_dropout = 0.6
+    blocks = replace(batch_of(GRAPH, None, (-1,) * model.num_layers, SEEDS), key=5)
+    ids, found = blocks.input_ids, []
+    for rows in (x[ids], Rows(SparseTable.from_dense(x), ids)):
+        model.zero_grad()
+        backward(out := model(replace(blocks, x=rows)))
+        found.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        monkeypatch.setattr(SparseTable, "read", None)  # what is stored sparse is never made dense
+    for dense, sparse in zip(*found, strict=True):
+        assert_close(sparse, dense)
+
+
 # ---- PyG's own models
 
 DEGREES = torch.tensor([3, 10, 20, 10, 5])

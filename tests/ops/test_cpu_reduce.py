@@ -257,3 +257,16 @@ def test_dropout_bits_do_not_depend_on_threads() -> None:
         alone = cpu_reduce.keyed_dropout(x, 0.5, 1, ids)
     with torch_threads(2):
         assert torch.equal(cpu_reduce.keyed_dropout(x, 0.5, 1, ids), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_dropout_of_stored_columns_is_that_of_whole_rows(p: float, dtype: torch.dtype) -> None:
+    x, ids = randn(50, 23).to(dtype), randint(0, 10**12, 50)
+    rows, columns = (x > 0.5).nonzero(as_tuple=True)
+    indptr = torch.zeros(51, dtype=torch.int64)
+    indptr[1:] = torch.bincount(rows, minlength=50).cumsum(0)
+    expected = cpu_reduce.keyed_dropout(x, p, 9, ids)[rows, columns]
+    for module in (cpu_reduce, reference):
+        found = module.keyed_dropout_stored(x[rows, columns], indptr, columns.int(), p, 9, ids)
+        torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)

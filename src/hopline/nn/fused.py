@@ -185,7 +185,7 @@ def is_linear(module: Any) -> bool:
 def project(linear: Any, rows: Rows | Tensor) -> Tensor:
     """`linear` on rows; stored sparse, they are never made dense."""
     dtype = linear.weight.dtype
-    csr = rows.table.read_csr(rows.ids) if isinstance(rows, Rows) else None
+    csr = rows.read_csr() if isinstance(rows, Rows) else None
     if csr is None or linear._forward_hooks or linear._forward_pre_hooks:
         return linear(typed(rows, dtype))
     indptr, columns, values = csr

@@ -16,7 +16,7 @@ from torch_geometric.nn import GCNConv, JumpingKnowledge
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline import ops
-from hopline.batch import Batch, Block, Handle, Readable, Rows, as_tensor
+from hopline.batch import Batch, Block, DroppedRows, Handle, Readable, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
 from hopline.nn.fused import deferred, is_fused, is_linear, project, read_ahead, reads_rows
 from hopline.nn.norm import check_norm, empty_rows_left_out, make_norm, running_statistics
@@ -141,13 +141,17 @@ class GNN(nn.Module):
 
     def keeps_handle(self, table: Readable) -> bool:
         """Whether input rows of this table are best left unread: the first layer reads or projects them itself."""
-        if self.input_dropout or self._uses_x0:
-            return False
         stored = table.storage()
         if stored is not None:
             return self.reads_rows and stored.dtype == next(self.parameters()).dtype
-        projects = isinstance(self.convs[0], GCNConv) if self.encoder is None else is_linear(self.encoder)
-        return projects and table.read_csr(torch.empty(0, dtype=torch.int64)) is not None
+        return self._projects and table.read_csr(torch.empty(0, dtype=torch.int64)) is not None
+
+    @property
+    def _projects(self) -> bool:
+        """Whether a product is the first thing that is done to input rows, but for dropout."""
+        if self.encoder is not None:
+            return is_linear(self.encoder)
+        return isinstance(self.convs[0], GCNConv) and not self._uses_x0
 
     @property
     def _uses_x0(self) -> bool:
@@ -187,7 +191,10 @@ class GNN(nn.Module):
     def encode(self, x: Rows | Tensor, ids: Tensor, key: int | Tensor | None) -> State:
         """Input rows to the first layer's state. ids: [n] what their draws are keyed by; key: of this step's draws."""
         if self.training and self.input_dropout:
-            x = self._drop(self._typed(x), self.input_dropout, ids, key, INPUT)
+            if key is not None and isinstance(x, Rows) and self.keeps_handle(x.table):
+                x = DroppedRows(x.table, x.ids, self.input_dropout, ops.place_key(key, INPUT), ids)
+            else:
+                x = self._drop(self._typed(x), self.input_dropout, ids, key, INPUT)
         if self.encoder is not None:
             linear = isinstance(x, Rows) and is_linear(self.encoder)
             encoded = project(self.encoder, x) if linear else self.encoder(self._typed(x))

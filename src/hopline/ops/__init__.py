@@ -35,6 +35,7 @@ __all__ = [
     "is_cold",
     "kernel_cache",
     "keyed_dropout",
+    "keyed_dropout_stored",
     "new_id_map",
     "optimizer_class",
     "own_threads",
@@ -149,6 +150,14 @@ def reduce_edges(
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
     return _twin(x, cpu_reduce, "gpu_dropout").keyed_dropout(x, p, _key(x, key), ids)
+
+
+def keyed_dropout_stored(
+    values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int | Tensor, ids: Tensor
+) -> Tensor:
+    """What `keyed_dropout` leaves of rows stored in CSR form, of which it is given the values; not differentiable."""
+    module: Any = cpu_reduce if _on_cpu(values) else reference
+    return module.keyed_dropout_stored(values, indptr, columns, p, _key(values, key), ids)
 
 
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:

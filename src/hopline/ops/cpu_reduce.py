@@ -321,6 +321,31 @@ def _dropout(x, ids, key, threshold, scale, out, start, stop):
                 out[i, c] = x[i, c] * scale if keep else x[i, c] * 0
 
 
+@kernel
+def _dropout_stored(values, indptr, columns, ids, key, threshold, scale, out, start, stop):
+    for i in range(start, stop):
+        first = mix(np.uint64(key) ^ np.uint64(ids[i]))
+        for e in range(indptr[i], indptr[i + 1]):
+            column = np.uint64(columns[e])
+            raw = mix(first + (column // np.uint64(4) + np.uint64(1)) * GOLDEN)
+            keep = ((raw >> (_U16 * (column % np.uint64(4)))) & _LANE) >= threshold
+            out[e] = values[e] * scale if keep else values[e] * 0
+
+
+def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+    if values.dtype not in (torch.float32, torch.float64):
+        return keyed_dropout_stored(values.float(), indptr, columns, p, key, ids).to(values.dtype)
+    values, out = values.contiguous(), torch.empty_like(values)
+    threshold = round(p * 65536)
+    scale = values.numpy().dtype.type(65536 / (65536 - threshold) if threshold < 65536 else 0.0)
+    where = indptr.contiguous().numpy(), columns.contiguous().numpy(), ids.contiguous().numpy()
+    draws = np.int64(key), np.uint64(threshold), scale
+    over_ranges(
+        lambda a, b: _dropout_stored(values.numpy(), *where, *draws, out.numpy(), a, b), ids.numel(), values.numel()
+    )
+    return out
+
+
 class _KeyedDropout(torch.autograd.Function):
     """The mask is drawn again in backward: nothing is stored."""
 

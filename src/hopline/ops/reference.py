@@ -198,6 +198,14 @@ def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     return (flat * (keep * scale)).view_as(x).to(x.dtype)
 
 
+def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+    """The same for rows of which only some columns are stored: their values, row after row."""
+    threshold, column = round(p * 65536), columns.long()
+    raw = draw(key, ids[_destinations(indptr)], column // 4)
+    keep = ((raw >> (16 * (column % 4))) & 0xFFFF) >= threshold
+    return values * keep * (65536 / (65536 - threshold) if threshold < 65536 else 0.0)
+
+
 def _destinations(indptr: Tensor) -> Tensor:
     """The destination of each edge, from the start of each destination's edges."""
     return torch.repeat_interleave(torch.arange(indptr.numel() - 1, device=indptr.device), indptr.diff())
