@@ -107,7 +107,10 @@ def sage(data: hl.Dataset, seed: int, layout: Any, fanouts: tuple[int, ...], epo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "epochs", "batch_size"), [("cora", 15, 32), ("coauthor_physics", 10, 20)])
+@pytest.mark.parametrize(
+    ("name", "epochs", "batch_size"),
+    [("cora", 15, 32), pytest.param("coauthor_physics", 10, 20, marks=pytest.mark.extended)],
+)
 def test_trees_blocks_and_whole_neighbourhoods_are_equally_good(
     real_data: Path, name: str, epochs: int, batch_size: int
 ):

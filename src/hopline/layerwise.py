@@ -40,12 +40,12 @@ Ahead = Rows | Tensor | None
 """Rows that were read ahead, or a handle where the layer or the GPU reads them; None where there are none."""
 
 
-def _edges_at_once(device: torch.device) -> int:
+def _edges_at_once(device: torch.device, data: Dataset) -> int:
     """Of a chunk, where nobody says: by what a GPU has and not by what is free, so that results stay the same."""
     if device.type != "cuda":
         return CHUNK_EDGES
-    fitting = torch.cuda.get_device_properties(device).total_memory // BYTES_PER_EDGE
-    return min(max(fitting, CHUNK_EDGES), MOST_EDGES)
+    per_edge = max(BYTES_PER_EDGE, 8 * data.num_features * 4)  # a source of its own, a few times, at worst
+    return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), MOST_EDGES)
 
 
 def read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Layerwise:
         files: LayerFiles | None = None,
     ) -> None:
         self.model, self.data, self.device, self.keep = model, data, device, keep
-        self.chunk_edges, self.chunk_bytes, self.files = chunk_edges or _edges_at_once(device), chunk_bytes, files
+        self.chunk_edges, self.chunk_bytes, self.files = chunk_edges or _edges_at_once(device, data), chunk_bytes, files
         self.sampler = NeighborSampler(data.graph, (-1,))
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
