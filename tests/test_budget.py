@@ -23,3 +23,10 @@ def test_what_is_not_a_budget_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Budget.of(given)
+
+
+def test_metis_that_is_not_there_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hopline.budget.find_spec", lambda name: None)
+    assert Budget().split_by == "balance"
+    with pytest.raises(ValueError, match=r"pip install pymetis`, or set budget.split_by=balance"):
+        Budget(split_by="metis")

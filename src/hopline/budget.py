@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar, Literal
 
 import torch
@@ -41,6 +42,8 @@ class Budget:
             value = getattr(self, name)
             if value is not None and parse_size(value) <= 0:
                 raise ValueError(f"budget.{name} must be more than nothing: write it as budget.{name}=8GiB")
+        if self.split_by == "metis" and find_spec("pymetis") is None:
+            raise ValueError("METIS is not installed: type `pip install pymetis`, or set budget.split_by=balance")
 
     @classmethod
     def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:

@@ -26,7 +26,7 @@ from hopline.nano_pieces import (
     Runs,
     Some,
     check_pieces,
-    groups_to_fit,
+    metis_to_fit,
     runs_to_fit,
     usual_run,
     whole_sizes,
@@ -166,7 +166,7 @@ class Nano(Swept[NanoPiece]):
         def bytes_of(sizes: Sizes) -> float:  # rows that do not lie side by side are copied
             return self._promise(sizes, range(self.last + 1)) + 2 * row * sizes.nodes[-1]
 
-        groups, worst = groups_to_fit(self.made.block, bytes_of, self.guard.room_bytes - self.kept_bytes)
+        groups, worst = metis_to_fit(self.made.block, bytes_of, self.guard.room_bytes - self.kept_bytes)
         self.worst_bytes = max(self.worst_bytes, worst)
         return groups
 

@@ -73,7 +73,7 @@ def runs_to_fit(
     return _to_fit(block, lambda num_pieces: balanced(weight, ends, num_pieces), bytes_of, limit)
 
 
-def groups_to_fit(block: Block, bytes_of: Callable[[Sizes], float], limit: float) -> tuple[list[Tensor], float]:
+def metis_to_fit(block: Block, bytes_of: Callable[[Sizes], float], limit: float) -> tuple[list[Tensor], float]:
     """The same in groups that share many neighbours, by METIS."""
     alone, weight = _alone(block), _weight(block).double()
     # The blocks of fixed groups are kept, and so is how they were cut.
@@ -82,11 +82,9 @@ def groups_to_fit(block: Block, bytes_of: Callable[[Sizes], float], limit: float
         return known, worst
 
     def cut(num_pieces: int) -> list[Tensor]:
-        return (
-            by_metis(alone, weight, num_pieces)
-            if num_pieces < block.num_dst
-            else list(torch.arange(num_pieces)[:, None])
-        )
+        if num_pieces == block.num_dst:
+            return list(torch.arange(num_pieces)[:, None])
+        return by_metis(alone, weight, num_pieces)
 
     groups, worst = _to_fit(block, cut, bytes_of, limit)
     block.part.__dict__["_groups"] = groups
