@@ -15,6 +15,7 @@ from hopline.graph import Graph
 from hopline.partition import Partition, make_partition
 from hopline.sharded import shard_layouts, virtual_layout
 from hopline.transports import LocalTransport, P2PTransport, Transport
+from hopline.world import Seat, World, serve
 from tests.helpers import randn, random_graph
 
 
@@ -156,3 +157,24 @@ def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
     (total,) = returns.finish()
     wanted = torch.bincount(torch.cat(layout.sends[1:]), minlength=layout.num_own)
     assert torch.equal(total[:, 0], wanted.double())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_on_a_gpu_go_directly_by_nccl():
+    """One GPU has one rank of NCCL, which can only write to itself: that a message arrives, and all exchanges run."""
+    store = serve("127.0.0.1", 0, 60, local=True)
+    world = World.join(Seat(device="cuda:0", backend="nccl", timeout_s=60, port=store.port))
+    try:
+        transport = P2PTransport(shard_layouts(*graph_and_parts(1))[0], world=world)
+        rows, more = randn(50, 2).cuda(), randn(50).cuda()
+        received = transport.wait(*transport.post([rows, more], 0, [(50, 2), (50,)], 0, "forward"))
+        assert torch.equal(received[0], rows)
+        assert torch.equal(received[1], more)
+        assert all(t.device.type == "cuda" for t in received)
+        assert torch.equal(transport.fetch_all(rows, "forward"), rows)
+        assert torch.equal(transport.return_all(rows), rows)
+        assert world._reduce([2.0, 3.0], dist.ReduceOp.SUM) == [2.0, 3.0]
+        world._broadcast(rows, 0)
+    finally:
+        world.close()

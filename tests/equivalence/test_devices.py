@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch_geometric.nn import GATConv, GCN2Conv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.data import planted
+from hopline.launch import LaunchSettings, run
+from hopline.world import World
+from tests import full_batch_ranks, historical_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,6 +65,24 @@ def test_features_stored_sparse_train_on_a_gpu_too(method: hl.Method, placement:
         torch.manual_seed(0)
         model = MODELS["gcn"](data.num_features, data.num_classes).double()
         place = hl.Placement(features=placement)  # type: ignore[arg-type]
-        run = hl.Trainer(model, data, method, epochs=2, device=device, placement=place, show=False).fit()
-        losses[device] = [epoch.loss for epoch in run.history]
+        done = hl.Trainer(model, data, method, epochs=2, device=device, placement=place, show=False).fit()
+        losses[device] = [epoch.loss for epoch in done.history]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-9)
+
+
+def test_two_ranks_that_share_a_gpu_are_one_process_on_the_cpu():
+    settings = LaunchSettings(devices=2, timeout_s=60, backend="gloo")
+    cases: list[dict[str, Any]] = [
+        {"kind": "gcn", "settings": {"aggregation": "sequential", "depth": 2}, "dropout": 0.4},
+        {"kind": "gat", "settings": {"aggregation": "sequential"}},
+        {"kind": "sage", "settings": {"aggregation": "stored"}},
+        {"kind": "gin", "settings": {"aggregation": "one_shot"}, "norm": "batch"},
+        {"kind": "gat", "settings": {"trim": True}, "dropout": 0.4},
+    ]
+    for case, found in zip(cases, run(full_batch_ranks.train_all, settings, cases, device="cuda"), strict=True):
+        expected = full_batch_ranks.train(World.alone(), **(case | {"settings": {"aggregation": "sequential"}}))
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-9)
+    case = {"settings": {"compensate": True}, "dropout": 0.3}
+    (found,) = run(historical_ranks.train_all, settings, [case], False, device="cuda")
+    assert found["losses"] == pytest.approx(historical_ranks.alone(case)["losses"], rel=1e-9)
