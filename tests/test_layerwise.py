@@ -55,8 +55,23 @@ def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch)
     assert 2 <= max(ahead) <= AHEAD + 1
     assert threading.main_thread().name not in threads
     threads.clear()
-    infer.exact(model, data)  # of a single chunk there is nothing to make ahead
+    infer.exact(model, data, torch.arange(3))  # of a single chunk there is nothing to make ahead
     assert threads == {threading.main_thread().name}
+
+
+@pytest.mark.parametrize("name", [*GNN_OPTIONS])
+def test_all_nodes_at_once_need_no_block(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, data = gnn_of(name), small(num_features=6)
+    expected = infer.exact(model, data, chunk_edges=150)
+    monkeypatch.delattr(layerwise, "full_block")
+    torch.testing.assert_close(infer.exact(model, data), expected)
+
+
+def test_all_nodes_at_once_with_an_edge_to_nowhere_are_refused():
+    graph = hl.Graph(torch.tensor([0, 1, 2]), torch.tensor([1, 2]))
+    data = hl.Dataset(name="wrong", graph=graph, tables={"x": hl.TensorTable(torch.randn(2, 8))})
+    with pytest.raises(ValueError, match="an edge index is out of range: check the dataset by `hopline verify FOLDER`"):
+        infer.exact(hl.nn.GNN([SAGEConv(8, 4)]), data)
 
 
 class Faulty(hl.TensorTable):

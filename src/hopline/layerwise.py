@@ -17,13 +17,17 @@ from hopline.meter import free_bytes, meter_of
 from hopline.nn.gnn import GNN, State
 from hopline.pipeline import Pipeline, Stage
 from hopline.progress import Progress, progress
-from hopline.sampling import NeighborSampler, full_block, in_neighborhood
+from hopline.sampling import NeighborSampler, full_block, in_neighborhood, whole_block
 from hopline.tables import TensorTable
 
 CHUNK_EDGES = 1 << 20
 """Edges of one chunk; on a GPU, where every chunk costs the host a while, up to"""
 MOST_EDGES, BYTES_PER_EDGE = 1 << 24, 1 << 13
-"""so many, by the bytes that it has."""
+"""so many, by the bytes that it has; where no conv makes a row per edge up to"""
+MOST_FUSED_EDGES, BYTES_PER_FUSED_EDGE = 1 << 26, 1 << 9
+"""so many."""
+WORTH_ALL = 0.5
+"""The part of all nodes from which on a GPU computes a layer at all of them: that needs no block to be made."""
 DEVICE_SHARE = 0.25
 """The part of the free device memory that a layer's hidden rows may take; larger ones are kept on the host."""
 AHEAD, BEHIND = 2, 2
@@ -40,12 +44,13 @@ Ahead = Rows | Tensor | None
 """Rows that were read ahead, or a handle where the layer or the GPU reads them; None where there are none."""
 
 
-def _edges_at_once(device: torch.device, data: Dataset) -> int:
+def _edges_at_once(model: GNN, device: torch.device, data: Dataset) -> int:
     """Of a chunk, where nobody says: by what a GPU has and not by what is free, so that results stay the same."""
     if device.type != "cuda":
         return CHUNK_EDGES
-    per_edge = max(BYTES_PER_EDGE, 8 * data.num_features * 4)  # a source of its own, a few times, at worst
-    return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), MOST_EDGES)
+    most, per_edge = (MOST_FUSED_EDGES, BYTES_PER_FUSED_EDGE) if model.is_fused else (MOST_EDGES, BYTES_PER_EDGE)
+    per_edge = max(per_edge, 8 * data.num_features * 4)  # a source of its own, a few times, at worst
+    return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), most)
 
 
 def read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
@@ -86,8 +91,11 @@ class Layerwise:
         files: LayerFiles | None = None,
     ) -> None:
         self.model, self.data, self.device, self.keep = model, data, device, keep
-        self.chunk_edges, self.chunk_bytes, self.files = chunk_edges or _edges_at_once(device, data), chunk_bytes, files
+        self.chunk_edges, self.chunk_bytes, self.files = chunk_edges, chunk_bytes, files
+        if chunk_edges is None:
+            self.chunk_edges = _edges_at_once(model, device, data)
         self.sampler = NeighborSampler(data.graph, (-1,))
+        self._whole: Block | None = None
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
         """The output rows of `ids`, or of all nodes."""
@@ -116,7 +124,7 @@ class Layerwise:
         return tables
 
     def needed(self, ids: Tensor | None) -> list[Tensor]:
-        """Nodes whose rows are needed before each layer, and at the end."""
+        """Nodes whose rows are needed before each layer, and at the end; before the first, where they are encoded."""
         home = self.data.graph.indptr.device
         everything = torch.arange(self.data.num_nodes, device=home)
         if ids is None:
@@ -124,16 +132,24 @@ class Layerwise:
         needed = [torch.unique(ids.to(home))]
         if self.keep is not None:
             return [everything] * self.model.num_layers + needed
-        for _ in range(self.model.num_layers):
-            grown = (
-                needed[0] if needed[0].numel() == everything.numel() else in_neighborhood(self.data.graph, needed[0])
-            )
-            needed.insert(0, grown)
-        return needed
+        many = WORTH_ALL if self.device.type == "cuda" and self._at_once(self.chunk_edges) else 1
+        for _ in range(self.model.num_layers - (not self.model.encodes)):
+            grown = needed[0]
+            if grown.numel() < everything.numel():
+                grown = in_neighborhood(self.data.graph, grown)
+            needed.insert(0, everything if grown.numel() >= many * everything.numel() else grown)
+        return needed if self.model.encodes else [everything, *needed]
 
     def block(self, nodes: Tensor) -> Block:
         """All in-edges of some nodes."""
-        return full_block(self.sampler, nodes)
+        if nodes.numel() < self.data.num_nodes:
+            return full_block(self.sampler, nodes)
+        self._whole = self._whole or whole_block(self.data.graph)
+        return self._whole
+
+    def _at_once(self, chunk_edges: int) -> bool:
+        """Whether a layer over all nodes is a single chunk."""
+        return self.data.num_edges + self.data.num_nodes <= chunk_edges
 
     def probed(self, nodes: Tensor) -> Tensor:
         """A few of the nodes, by which it is found what a chunk takes."""
@@ -222,8 +238,15 @@ class Layerwise:
         """What was read ahead, on the device."""
         if self.device.type == "cpu":
             return State(*ahead)  # type: ignore[arg-type]
-        rows = [read_on(self.device, rows.table, rows.ids) if isinstance(rows, Rows) else rows for rows in ahead]
+        rows = [self._read(rows) if isinstance(rows, Rows) else rows for rows in ahead]
         return State(*(None if one is None else one.to(self.device) for one in rows))  # type: ignore[arg-type]
+
+    def _read(self, rows: Rows) -> Tensor:
+        """On the device; all rows that lie there are not copied."""
+        stored = rows.table.storage()
+        if rows.ids.numel() == self.data.num_nodes and stored is not None and stored.device == self.device:
+            return stored
+        return read_on(self.device, rows.table, rows.ids)
 
     def _edges_of_a_chunk(self, l: int, nodes: Tensor, tables: Tables) -> int:
         """As many as fit the bytes given, by what a few nodes take."""
@@ -242,6 +265,8 @@ class Layerwise:
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
         """Runs of nodes with about `chunk_edges` in-edges; a node with more is a chunk of its own."""
+        if self._at_once(chunk_edges):
+            return [nodes]
         cost = (self.data.graph.in_degrees(nodes) + 1).cumsum(0)
         chunks, start = [], 0
         while start < nodes.numel():
@@ -273,9 +298,11 @@ class _NewTables:
             if name not in self.made:
                 self.made[name] = self._new(name, rows)
             table = self.made[name]
-            table.write(ids.to(table.rows.device), rows.to(table.rows.device))
+            if table.rows is not rows:
+                table.write(ids.to(table.rows.device), rows.to(table.rows.device))
 
     def _new(self, name: str, rows: Tensor) -> TensorTable:
+        """For such rows; where they are those of all nodes, they are the table."""
         shape = (self.num_nodes, *rows.shape[1:])
         if self.files is not None:
             return self.files.new_table(name, rows.dtype, shape)
@@ -283,4 +310,6 @@ class _NewTables:
         if self.device.type == "cuda":
             needed = torch.Size(shape).numel() * rows.element_size()
             home = self.device if needed < DEVICE_SHARE * free_bytes(self.device) else CPU
+        if rows.shape == shape and rows.device == home:
+            return TensorTable(rows)
         return TensorTable(torch.empty(shape, dtype=rows.dtype, device=home))

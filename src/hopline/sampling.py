@@ -12,6 +12,8 @@ from hopline import ops
 from hopline.batch import Block, Part
 from hopline.graph import Graph
 
+WRONG_EDGE = "an edge index is out of range: check the dataset by `hopline verify FOLDER`"
+
 
 def share_of(seeds: Tensor, rank: int, size: int) -> Tensor:
     """One rank's part of a step's seeds: all parts together are the seeds, and their sizes differ by at most one."""
@@ -93,12 +95,20 @@ def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
     return Block(block.src_ids, block.num_dst, block.parts, block.graph, key=None)
 
 
+def whole_block(graph: Graph) -> Block:
+    """The block of all nodes, where the graph is: its edges are the graph's own, and nothing is made."""
+    if not _all_inside(graph.indices, graph.num_nodes):
+        raise ValueError(WRONG_EDGE)
+    nodes = torch.arange(graph.num_nodes, device=graph.indptr.device)
+    return Block(nodes, graph.num_nodes, (Part(graph.indptr, graph.indices, dict(graph.edge)),), graph, key=None)
+
+
 def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
     """`nodes` and all their in-neighbours, each once: int64."""
     nodes = _beside(graph, nodes)
     found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
     if not _all_inside(found.ids, graph.num_nodes):
-        raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
+        raise ValueError(WRONG_EDGE)
     marked = torch.zeros(graph.num_nodes, dtype=torch.bool, device=nodes.device)
     marked[nodes] = True
     marked[found.ids.long()] = True
