@@ -104,6 +104,10 @@ class DroppedRows(Rows):
         return indptr, columns, ops.keyed_dropout_stored(values, indptr, columns, self.p, self.key, self.keys)
 
 
+def _lies_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+
+
 def as_tensor(rows: Handle | Tensor) -> Tensor:
     """The rows themselves, read now if they were not yet."""
     return rows.read() if isinstance(rows, Handle) else rows
@@ -168,6 +172,8 @@ class Block:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
         """The same block on a device; its graph stays where it is."""
+        if all(tensor is None or _lies_on(tensor, device) for tensor in self.tensors()):
+            return self  # with what was found out about its edges
         parts = tuple(part.to(device, non_blocking) for part in self.parts)
         return replace(self, src_ids=self.src_ids.to(device, non_blocking=non_blocking), parts=parts)
 

@@ -196,7 +196,7 @@ class CapturedStep:
 
     def capture(self) -> None:
         job = self.job
-        stream = torch.cuda.Stream(job.device)
+        stream = recording.new_stream(job.device)
         stream.wait_stream(torch.cuda.current_stream(job.device))
         with recording.turn, _unchanged(job.module, self.batches.state, job.device), torch.cuda.stream(stream):
             begin = self.batches.state.clone()

@@ -161,6 +161,7 @@ class DeviceHistories(Histories):
         self.pool = Pool(pool_size or (POOL_SIZE if pool_size is None else 1), buffer_rows, device)
         self.stream = torch.cuda.Stream(device) if self.asynchronous and device.type == "cuda" else None
         self._sums: dict[int, Tensor] = {}
+        self._asked: tuple[Tensor, Tensor] | None = None
 
     def _new(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.where == "device":
@@ -203,8 +204,12 @@ class DeviceHistories(Histories):
         """Where a kernel reads them, if one does."""
         if self.where == "host" or self.device.type == "cpu":
             return places
-        places = places if places.is_pinned() else places.pin_memory()
-        return places.to(self.device, non_blocking=True)
+        if self._asked is not None and self._asked[0] is places:  # by the layer before
+            return self._asked[1]
+        at = (places if places.is_pinned() else places.pin_memory()).to(self.device, non_blocking=True)
+        if self.stream is None:  # two streams must not share it
+            self._asked = places, at
+        return at
 
     def _gather(self, l: int, places: Tensor, at: Tensor) -> Tensor:
         table = self.tables[l]

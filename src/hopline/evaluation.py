@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hopline import trace
+from hopline import recording, trace
 from hopline.callbacks import Callback, Evaluation, KeepWeights, Run, WriteReport
 from hopline.checkpoint import Position
 from hopline.data.dataset import Dataset
@@ -186,6 +186,21 @@ class Beside(Evaluations):
         self.results: dict[int, dict[str, Any]] = {}
         """By epoch, what has come and is to be acted on after those before it."""
         self.ended: Snapshot | None = None
+        self.first = contextlib.ExitStack()
+
+    def __enter__(self) -> Beside:
+        if self._on_gpu:  # which training and a thread that evaluates share
+            self.first.enter_context(recording.going_first(self.trainer.device))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self.first:
+            self.close()
+
+    @property
+    def _on_gpu(self) -> bool:
+        """Whether it evaluates on the GPU that trains."""
+        return self.trainer.device.type == "cuda" and self.trainer.sent is None
 
     @property
     def ended_after(self) -> int | None:
@@ -266,9 +281,7 @@ class Beside(Evaluations):
         self._listen()
 
     def _new_room(self) -> Room | DeviceRoom:
-        device = self.trainer.device
-        near = device.type == "cuda" and self.trainer.sent is None
-        return DeviceRoom(self.layout, device) if near else Room(self.layout)
+        return DeviceRoom(self.layout, self.trainer.device) if self._on_gpu else Room(self.layout)
 
     def _listen(self, *, wait: bool = False) -> None:
         """Take the process's answers, and keep it busy: it has one to evaluate and the next at hand."""

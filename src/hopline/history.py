@@ -177,9 +177,9 @@ class HistoricalWork:
     def _seeds_of_parts(self) -> Tensor:
         return torch.bincount(self.partition.part_of[self.batches.is_training], minlength=self.partition.num_parts)
 
-    def batch(self, group: Group, key: int | None, *, pull: bool = True) -> HistoricalBatch | None:
+    def batch(self, group: Group, key: int | None) -> HistoricalBatch | None:
         """All in-edges of the group's nodes: see `HistoricalBatches.make`."""
-        return self.batches.make(group, key, pull=pull)
+        return self.batches.make(group, key)
 
     # ---- tables
 
@@ -240,10 +240,10 @@ class HistoricalWork:
 
         return keep
 
-    def all_batches(self, key: int | None = None) -> Iterator[HistoricalBatch]:
-        """Every node that this rank keeps, once; without a key nothing is drawn."""
+    def all_batches(self, key: int | None = None, *, inputs: bool = True) -> Iterator[HistoricalBatch]:
+        """Every node that this rank keeps, once; without a key nothing is drawn. inputs: with features and tables."""
         for group in self.parts.sweep:
-            made = self.batch(group, key, pull=False)
+            made = self.batches.make(group, key, pull=False, inputs=inputs)
             assert made is not None
             yield made
 
@@ -252,7 +252,7 @@ class HistoricalWork:
         """Places of all rows that a sweep of this rank reads, ascending."""
         if self.job.world.size == 1:
             return torch.arange(self.partition.num_nodes)
-        return torch.cat([made.block.src_places for made in self.all_batches()]).unique()
+        return torch.cat([made.block.src_places for made in self.all_batches(inputs=False)]).unique()
 
     def layer_at(self, l: int, block: Block, src_ids: Tensor, inputs: Tensor | None = None) -> Tensor:
         """Rows of a block's destinations after layer `l`, before dropout. inputs: the layer's, but for the first."""

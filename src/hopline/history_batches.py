@@ -42,10 +42,11 @@ class HistoricalBatches:
     def on_gpu(self) -> bool:
         return self.device.type != "cpu"
 
-    def make(self, group: Group, key: int | None, *, pull: bool = True) -> HistoricalBatch | None:
+    def make(self, group: Group, key: int | None, *, pull: bool = True, inputs: bool = True) -> HistoricalBatch | None:
         """All in-edges of the group's nodes; None for a group of no parts.
 
         pull: rows of the halo are asked for now, from other hosts by all ranks together; without, they are not read.
+        inputs: the batch has its nodes' features and other tables.
         """
         if not group:
             self._readers(torch.empty(0, dtype=torch.int64), None, pull)
@@ -63,7 +64,7 @@ class HistoricalBatches:
                     pinned.register(tensor)  # what cannot be goes through the mover's buffers
         plain, last = replace(found.block, key=key, graph=self.graph), work.model.num_layers - 1
         block = HaloBlock(plain, parts.slabs_of(group), places, rows, last, work.method.compensate, mixer)
-        batch = self.batch_of(block, nodes, key)
+        batch = self.batch_of(block, nodes, key, inputs=inputs)
         if self.on_gpu:
             later = None if later is None else later.to(self.device)
         (block, *_) = batch.blocks
@@ -78,12 +79,12 @@ class HistoricalBatches:
             self._places[group] = places
         return places
 
-    def batch_of(self, block: Block, nodes: Tensor, key: int | None) -> Batch:
+    def batch_of(self, block: Block, nodes: Tensor, key: int | None, *, inputs: bool = True) -> Batch:
         """A block's nodes, where the model is; the seeds are those that train."""
         data = self.data
         output_idx = self.is_training[nodes].nonzero().view(-1)
         seeds = nodes[output_idx]
-        handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()}
+        handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()} if inputs else {}
         y = None if data.y is None or data.y.device != seeds.device else ops.gather_rows(data.y, seeds)
         x, blocks = handles.pop("x", None), (block,) * self.work.model.num_layers
         return self.moved(Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx))

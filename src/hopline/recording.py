@@ -1,7 +1,31 @@
-"""Who may use a GPU while a CUDA graph is recorded: nobody else in the process."""
+"""Who may use a GPU while a CUDA graph is recorded: nobody else in the process; and what goes first afterwards."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 turn = threading.RLock()
 """Held while a graph is recorded, which fails when another thread waits for the device, and during an evaluation beside
 training, which does. A run records its graphs in its first steps, before there is anything to evaluate."""
+
+FIRST = -1
+"""The priority of what shall not wait for evaluation; streams have 0, the lowest, unless one asks."""
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """To record on: with the current stream's priority, which the kernels of a graph keep."""
+    return torch.cuda.Stream(device, priority=torch.cuda.current_stream(device).priority)
+
+
+@contextmanager
+def going_first(device: torch.device) -> Iterator[None]:
+    """Within, what this thread gives a GPU goes before what others give it."""
+    outer, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=FIRST)
+    stream.wait_stream(outer)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        outer.wait_stream(stream)

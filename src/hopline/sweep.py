@@ -27,6 +27,9 @@ from hopline.world import World
 if TYPE_CHECKING:
     from hopline.history import HistoricalBatch, HistoricalWork
 
+HELD_EDGES = 1 << 20
+"""Up to that many edges, the batches of a sweep over all parts are kept from one layer to the next."""
+
 
 class Piece(Protocol):
     """Some nodes with all their in-edges, and those of them that have a loss."""
@@ -254,9 +257,15 @@ class _AllParts(Swept["HistoricalBatch"]):
         self.totals: dict[int, Sums] = {}
         self.known: Sums | None = None
         """The gradient after one layer at the rows that this rank keeps."""
+        self.kept: list[HistoricalBatch] = []
 
     def pieces(self, l: int) -> Iterable[HistoricalBatch]:
-        return self.work.all_batches(self.key)
+        """With features where the loss may ask for them; few edges are not moved to a GPU again at every layer."""
+        inputs = l == self.last
+        if inputs or self.work.job.data.num_edges > HELD_EDGES:
+            return self.work.all_batches(self.key, inputs=inputs)
+        self.kept = self.kept or list(self.work.all_batches(self.key, inputs=False))
+        return self.kept
 
     def number(self, piece: HistoricalBatch) -> int:
         return piece.block.slabs[0].start

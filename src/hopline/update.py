@@ -84,7 +84,7 @@ class Update:
 
     def _capture(self) -> None:
         self.captures += 1
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        graph, stream = torch.cuda.CUDAGraph(), recording.new_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with recording.turn, torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
