@@ -74,6 +74,32 @@ def test_all_nodes_at_once_with_an_edge_to_nowhere_are_refused():
         infer.exact(hl.nn.GNN([SAGEConv(8, 4)]), data)
 
 
+def test_blocks_of_the_same_nodes_are_made_once(monkeypatch: pytest.MonkeyPatch):
+    data, made, plain = small(), [], layerwise.full_block
+
+    def block(sampler: Any, nodes: Tensor) -> hl.Block:
+        made.append(nodes.numel())
+        return plain(sampler, nodes)
+
+    monkeypatch.setattr(layerwise, "full_block", block)
+    ids = torch.tensor([3, 5])
+    for _ in range(2):
+        model = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 4)])  # other weights every time
+        torch.testing.assert_close(infer.exact(model, data, ids), infer.exact(model, data)[ids])
+    assert len(made) == 2
+    deeper = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 8), SAGEConv(8, 4)])
+    torch.testing.assert_close(infer.exact(deeper, data, ids), infer.exact(deeper, data)[ids])
+    for other in (ids.add_(1), torch.tensor([7])):
+        made.clear()
+        torch.testing.assert_close(infer.exact(model, data, other), infer.exact(model, data)[other])
+        assert len(made) == 2
+    monkeypatch.setattr(layerwise, "KEPT_BYTES", 0)
+    layerwise._kept.clear()
+    for _ in range(2):
+        infer.exact(model, data, other)
+    assert len(made) == 6
+
+
 class Faulty(hl.TensorTable):
     def read(self, ids: Tensor) -> Tensor:
         raise OSError("the disk is gone")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from hopline import trace
 from hopline.batch import Block, Readable, Rows, as_tensor
 from hopline.data.dataset import Dataset
+from hopline.graph import Graph
 from hopline.layer_files import LayerFiles
 from hopline.meter import free_bytes, meter_of
 from hopline.nn.gnn import GNN, State
@@ -36,6 +39,8 @@ PROBED_NODES = 16
 """Nodes by which it is found what a chunk takes."""
 MARGIN = 1.5
 """By how much a chunk may take more, for its edges, than those nodes did."""
+KEPT_BYTES, KEPT_SHARE = 64 << 20, 32
+"""What may be kept for the next inference at the same nodes: bytes of RAM, and as a part of a GPU's 1 / so many."""
 CPU = torch.device("cpu")
 
 KeepRows = Callable[[int, Tensor, Tensor], None]
@@ -61,6 +66,36 @@ def read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
     if device.type != "cpu" and table.tiers(device) is not None:
         return table.read(ids.to(device))
     return table.read(ids.cpu()).to(device)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What inference at the same nodes needs again after every epoch: the nodes of each layer, and their blocks."""
+
+    ids: weakref.ref[Tensor]
+    version: int
+    layers: tuple[int, bool, bool]
+    needed: list[Tensor]
+    blocks: dict[int, Block] = field(default_factory=dict)
+    """By the identity of the nodes, which are among `needed`."""
+    num_bytes: int = 0
+
+    def is_of(self, ids: Tensor, layers: tuple[int, bool, bool]) -> bool:
+        return self.ids() is ids and self.version == ids._version and self.layers == layers
+
+    def has_room_for(self, block: Block, device: torch.device) -> bool:
+        """Whether it may be kept too."""
+        room = KEPT_BYTES
+        if device.type == "cuda":
+            room = torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE
+        taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
+        if self.num_bytes + taken > room:
+            return False
+        self.num_bytes += taken
+        return True
+
+
+_kept: weakref.WeakKeyDictionary[Graph, _Kept] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -91,11 +126,12 @@ class Layerwise:
         files: LayerFiles | None = None,
     ) -> None:
         self.model, self.data, self.device, self.keep = model, data, device, keep
-        self.chunk_edges, self.chunk_bytes, self.files = chunk_edges, chunk_bytes, files
-        if chunk_edges is None:
-            self.chunk_edges = _edges_at_once(model, device, data)
+        self.chunk_edges = chunk_edges or _edges_at_once(model, device, data)
+        self.chunk_bytes, self.files = chunk_bytes, files
         self.sampler = NeighborSampler(data.graph, (-1,))
+        self._kept: _Kept | None = None
         self._whole: Block | None = None
+        self._whole_there: Block | None = None
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
         """The output rows of `ids`, or of all nodes."""
@@ -103,7 +139,7 @@ class Layerwise:
 
     def outputs(self, ids: Tensor | None, show: bool) -> Readable:
         """The output rows by node id, as they were kept; those of nodes that were not asked for are undefined."""
-        needed = self.needed(ids)
+        needed = self._needed_again(ids)
         total = sum(nodes.numel() for nodes in needed[1:])
         first = 0 if self.files is None else self.files.layer
         with progress("inference", total, "rows", enabled=show, brief=True) as bar:
@@ -140,12 +176,37 @@ class Layerwise:
             needed.insert(0, everything if grown.numel() >= many * everything.numel() else grown)
         return needed if self.model.encodes else [everything, *needed]
 
+    def _needed_again(self, ids: Tensor | None) -> list[Tensor]:
+        """The same; what the last inference at these nodes found out is known, where a layer is a chunk."""
+        graph, layers = self.data.graph, (self.model.num_layers, self.model.encodes, self.keep is None)
+        one_chunk = self.chunk_bytes is None and self._at_once(self.chunk_edges)
+        if ids is None or self.files is not None or not one_chunk or graph.device.type != self.device.type:
+            return self.needed(ids)
+        kept = _kept.get(graph)
+        if kept is None or not kept.is_of(ids, layers):
+            kept = _kept[graph] = _Kept(weakref.ref(ids), ids._version, layers, self.needed(ids))
+        self._kept = kept
+        return kept.needed
+
     def block(self, nodes: Tensor) -> Block:
         """All in-edges of some nodes."""
-        if nodes.numel() < self.data.num_nodes:
-            return full_block(self.sampler, nodes)
-        self._whole = self._whole or whole_block(self.data.graph)
-        return self._whole
+        known = {} if self._kept is None else self._kept.blocks
+        if id(nodes) in known:
+            return known[id(nodes)]
+        if nodes.numel() == self.data.num_nodes:
+            self._whole = block = self._whole or whole_block(self.data.graph)
+        else:
+            block = full_block(self.sampler, nodes)
+        if self._kept is not None and self._kept.has_room_for(block, self.device):
+            known[id(nodes)] = block
+        return block
+
+    def _moved(self, block: Block) -> Block:
+        """On the device: a block of all nodes once for all layers."""
+        if block is self._whole:
+            self._whole_there = self._whole_there or block.to(self.device)
+            return self._whole_there
+        return block.to(self.device)
 
     def _at_once(self, chunk_edges: int) -> bool:
         """Whether a layer over all nodes is a single chunk."""
@@ -199,7 +260,7 @@ class Layerwise:
         with closing(ahead.run(chunks)) as prepared:
             for chunk, block, rows in prepared:
                 with trace.span("infer.layer", self.device):
-                    state = self.model.layer(l, self._state(rows), block.to(self.device))
+                    state = self.model.layer(l, self._state(rows), self._moved(block))
                     # Rows that were put off are computed here, not where they are written.
                     state = State(self.model.decode(state)) if last else replace(state, h=as_tensor(state.h))
                 if self.keep is not None and not last:
@@ -218,7 +279,12 @@ class Layerwise:
     def _new_tables(self, l: int | None = None) -> _NewTables:
         """With bytes for chunks alone, what is left of a GPU is not for hidden rows."""
         home = CPU if self.chunk_bytes is not None else self.device
-        return _NewTables(self.data.num_nodes, home, l, self.files)
+        return _NewTables(self.data.num_nodes, home, self._room if home.type == "cuda" else 0, l, self.files)
+
+    @cached_property
+    def _room(self) -> int:
+        """Bytes that one of the tables may take on the GPU."""
+        return int(DEVICE_SHARE * free_bytes(self.device))
 
     def _read_ahead(self, tables: Tables, block: Block) -> list[Ahead]:
         """What a layer needs, as far as it can be read by a thread of the host: all sources' hidden rows, the
@@ -282,9 +348,15 @@ class _NewTables:
     """Tables over all nodes that are made when the width of their rows is known: on the device where there is room."""
 
     def __init__(
-        self, num_nodes: int, device: torch.device, layer: int | None = None, files: LayerFiles | None = None
+        self,
+        num_nodes: int,
+        device: torch.device,
+        room: int,
+        layer: int | None = None,
+        files: LayerFiles | None = None,
     ) -> None:
-        self.num_nodes, self.device, self.files = num_nodes, device, None if layer is None else files
+        self.num_nodes, self.device, self.room = num_nodes, device, room
+        self.files = None if layer is None else files
         self.made: dict[str, TensorTable] = {}
         if self.files is not None and layer is not None:
             self.made = self.files.tables(layer)
@@ -309,7 +381,7 @@ class _NewTables:
         home = CPU
         if self.device.type == "cuda":
             needed = torch.Size(shape).numel() * rows.element_size()
-            home = self.device if needed < DEVICE_SHARE * free_bytes(self.device) else CPU
+            home = self.device if needed < self.room else CPU
         if rows.shape == shape and rows.device == home:
             return TensorTable(rows)
         return TensorTable(torch.empty(shape, dtype=rows.dtype, device=home))

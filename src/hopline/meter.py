@@ -50,9 +50,10 @@ def free_bytes(device: torch.device) -> int:
     """What this process can still allocate on a GPU: within its own limit, with what torch keeps for the next use."""
     device = numbered(device)
     allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
-    reserved = torch.cuda.memory_reserved(device)
+    stats = torch.cuda.memory_stats(device)  # asking takes a while
+    reserved, allocated = (stats.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "allocated"))
     left = min(torch.cuda.mem_get_info(device)[0], int(allowed) - reserved)
-    return max(0, left + reserved - torch.cuda.memory_allocated(device))
+    return max(0, left + reserved - allocated)
 
 
 @functools.cache
