@@ -83,9 +83,9 @@ class _Kept:
     def is_of(self, ids: Tensor, layers: tuple[int, bool, bool]) -> bool:
         return self.ids() is ids and self.version == ids._version and self.layers == layers
 
-    def has_room_for(self, block: Block, device: torch.device) -> bool:
+    def has_room_for(self, block: Block) -> bool:
         """Whether it may be kept too."""
-        room = KEPT_BYTES
+        room, device = KEPT_BYTES, block.src_ids.device
         if device.type == "cuda":
             room = torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE
         taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
@@ -131,7 +131,6 @@ class Layerwise:
         self.sampler = NeighborSampler(data.graph, (-1,))
         self._kept: _Kept | None = None
         self._whole: Block | None = None
-        self._whole_there: Block | None = None
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
         """The output rows of `ids`, or of all nodes."""
@@ -180,7 +179,7 @@ class Layerwise:
         """The same; what the last inference at these nodes found out is known, where a layer is a chunk."""
         graph, layers = self.data.graph, (self.model.num_layers, self.model.encodes, self.keep is None)
         one_chunk = self.chunk_bytes is None and self._at_once(self.chunk_edges)
-        if ids is None or self.files is not None or not one_chunk or graph.device.type != self.device.type:
+        if ids is None or self.files is not None or not one_chunk:
             return self.needed(ids)
         kept = _kept.get(graph)
         if kept is None or not kept.is_of(ids, layers):
@@ -193,20 +192,18 @@ class Layerwise:
         known = {} if self._kept is None else self._kept.blocks
         if id(nodes) in known:
             return known[id(nodes)]
-        if nodes.numel() == self.data.num_nodes:
-            self._whole = block = self._whole or whole_block(self.data.graph)
-        else:
-            block = full_block(self.sampler, nodes)
-        if self._kept is not None and self._kept.has_room_for(block, self.device):
+        everything = nodes.numel() == self.data.num_nodes
+        block = whole_block(self.data.graph) if everything else full_block(self.sampler, nodes)
+        if self._kept is not None and self._kept.has_room_for(block):
             known[id(nodes)] = block
         return block
 
     def _moved(self, block: Block) -> Block:
         """On the device: a block of all nodes once for all layers."""
-        if block is self._whole:
-            self._whole_there = self._whole_there or block.to(self.device)
-            return self._whole_there
-        return block.to(self.device)
+        if block.num_dst < self.data.num_nodes:
+            return block.to(self.device)
+        self._whole = self._whole or block.to(self.device)
+        return self._whole
 
     def _at_once(self, chunk_edges: int) -> bool:
         """Whether a layer over all nodes is a single chunk."""
