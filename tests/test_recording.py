@@ -48,3 +48,34 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
     assert found["blocking"] == found["async"]
     pairs = zip(found["blocking", "weights"].values(), found["async", "weights"].values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
+    graph, stream, ended = torch.cuda.CUDAGraph(), recording.new_stream(torch.device("cuda")), threading.Event()
+    x, failures = torch.ones(1000, device="cuda"), []
+
+    def wait_again_and_again() -> None:
+        copies, source = torch.cuda.Stream(), torch.ones(1 << 20).pin_memory()
+        try:
+            while not ended.is_set():
+                with torch.cuda.stream(copies):
+                    source.to("cuda", non_blocking=True)
+                    copies.record_event().synchronize()
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait_again_and_again)
+    thread.start()
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), recording.recorded(graph, stream):
+            for _ in range(2000):
+                x += 1
+    finally:
+        ended.set()
+        thread.join()
+    graph.replay()
+    assert not failures
+    assert float(x[0]) == 2001

@@ -206,7 +206,7 @@ class CapturedStep:
                     self.batches.state.copy_(begin)  # the epoch may have no more steps than one
                     self._run()
             self._forget_gradients()
-            with torch.cuda.graph(self.graph, stream=stream):
+            with recording.recorded(self.graph, stream):
                 self.loss = self._run()
             self.gradients = [p.grad for p in self.parameters]
             # The graph knows only where they are.

@@ -14,6 +14,13 @@ FIRST = -1
 """The priority of what shall not wait for evaluation; streams have 0, the lowest, unless one asks."""
 
 
+@contextmanager
+def recorded(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Within, what this thread gives the stream becomes a graph; another, that moves batches, may wait for copies."""
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        yield
+
+
 def new_stream(device: torch.device) -> torch.cuda.Stream:
     """To record on: with the current stream's priority, which the kernels of a graph keep."""
     return torch.cuda.Stream(device, priority=torch.cuda.current_stream(device).priority)

@@ -87,7 +87,7 @@ class Update:
         graph, stream = torch.cuda.CUDAGraph(), recording.new_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with recording.turn, torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+            with recording.turn, torch.cuda.stream(stream), recording.recorded(graph, stream):
                 self._run()
         except Exception as error:
             self.can_capture, self.graph = False, None
