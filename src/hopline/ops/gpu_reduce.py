@@ -189,24 +189,17 @@ def _dots_kernel(
     tl.store(dots + edge, total, mask=is_edge)
 
 
-def _tile(num_rows: int, num_edges: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """(grid, block sizes) for a loop over the edges of each of so many rows."""
+def _tile(num_rows: int, num_edges: int, width: int, warp: bool = False) -> tuple[tuple[int, int], dict[str, int]]:
+    """(grid, block sizes) for a loop over the edges of each of so many rows. warp: one does what fits into it."""
     columns = min(triton.next_power_of_2(width), COLUMNS_AT_ONCE)
-    edges, tile = 16 if num_edges > 4 * num_rows else 8, TILE
+    edges, tile, more = 16 if num_edges > 4 * num_rows else 8, TILE, {}
     if is_interpreted():  # there, work costs by the number of steps and not by their size
         edges, tile = 64, 64 * TILE
+    elif warp and columns <= WARP_COLUMNS:
+        edges, tile, more = 16, 16 * WARP_COLUMNS, {"num_warps": 1}
     at_once = max(1, tile // (columns * edges))
     grid = (triton.cdiv(num_rows, at_once), triton.cdiv(width, columns))
-    return grid, {"DSTS": at_once, "EDGES": edges, "COLUMNS": columns}
-
-
-def _sum_tile(num_rows: int, num_edges: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """The same for sums, which are fastest with a warp to each row as long as its columns fit into one."""
-    grid, blocks = _tile(num_rows, num_edges, width)
-    if blocks["COLUMNS"] > WARP_COLUMNS or is_interpreted():
-        return grid, blocks
-    at_once = max(1, WARP_COLUMNS // blocks["COLUMNS"])
-    return (triton.cdiv(num_rows, at_once), grid[1]), blocks | {"DSTS": at_once, "EDGES": 16, "num_warps": 1}
+    return grid, {"DSTS": at_once, "EDGES": edges, "COLUMNS": columns, **more}
 
 
 def _accumulator(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
@@ -221,7 +214,7 @@ def _run_sum(
     num_dst, width = indptr.numel() - 1, rows.size(1)
     if out.numel() == 0:
         return
-    grid, blocks = _sum_tile(num_dst, src_idx.numel(), width)
+    grid, blocks = _tile(num_dst, src_idx.numel(), width, warp=True)
     with launching(out.device):
         _sum_kernel[grid](
             *(rows, indptr, src_idx, weight, own, out, error_flags(out.device)),
