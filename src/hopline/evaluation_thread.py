@@ -47,7 +47,7 @@ class EvaluationThread:
 
     On a CPU, its kernels and, where all convs are fused, torch's products run in it alone and give way to training. No
     result depends on the number of threads there; elsewhere torch computes in as many as in the thread that trains. On
-    a GPU it has a stream of its own.
+    a GPU it has a stream of its own, and reads what lies on the host in as many threads as training would.
     """
 
     is_ready = True
@@ -106,8 +106,10 @@ class EvaluationThread:
         return checked
 
     def _begin(self) -> None:
-        ops.serial_here()
-        if not (isinstance(self._job.model, GNN) and self._job.model.is_fused):
+        on_gpu = self._stream is not None  # where threads of the host only bring it what it computes with
+        if not on_gpu:
+            ops.serial_here()
+        if on_gpu or not (isinstance(self._job.model, GNN) and self._job.model.is_fused):
             torch.set_num_threads(self._threads)  # of this thread only
         give_way()
 

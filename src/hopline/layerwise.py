@@ -16,7 +16,7 @@ from hopline.batch import Block, Readable, Rows, as_tensor
 from hopline.data.dataset import Dataset
 from hopline.graph import Graph
 from hopline.layer_files import LayerFiles
-from hopline.meter import free_bytes, meter_of
+from hopline.meter import free_bytes, meter_of, numbered
 from hopline.nn.gnn import GNN, State
 from hopline.pipeline import Pipeline, Stage
 from hopline.progress import Progress, progress
@@ -125,7 +125,7 @@ class Layerwise:
         chunk_bytes: int | None = None,
         files: LayerFiles | None = None,
     ) -> None:
-        self.model, self.data, self.device, self.keep = model, data, device, keep
+        self.model, self.data, self.device, self.keep = model, data, numbered(device), keep
         self.chunk_edges = chunk_edges or _edges_at_once(model, device, data)
         self.chunk_bytes, self.files = chunk_bytes, files
         self.sampler = NeighborSampler(data.graph, (-1,))
@@ -290,7 +290,7 @@ class Layerwise:
         handles += [None if table is None else Rows(table, block.dst_ids) for table in (tables.x0, tables.jk)]
         if self.device.type == "cpu":
             return [handles[0], *(None if rows is None else rows.read() for rows in handles[1:])]
-        return [rows if rows is None or self._is_near(rows.table) else rows.table.read(rows.ids) for rows in handles]
+        return [rows if rows is None or self._is_near(rows.table) else self._read(rows, CPU) for rows in handles]
 
     def _is_near(self, table: Readable) -> bool:
         """Whether the GPU reads the table itself."""
@@ -301,15 +301,13 @@ class Layerwise:
         """What was read ahead, on the device."""
         if self.device.type == "cpu":
             return State(*ahead)  # type: ignore[arg-type]
-        rows = [self._read(rows) if isinstance(rows, Rows) else rows for rows in ahead]
+        rows = [self._read(rows, self.device) if isinstance(rows, Rows) else rows for rows in ahead]
         return State(*(None if one is None else one.to(self.device) for one in rows))  # type: ignore[arg-type]
 
-    def _read(self, rows: Rows) -> Tensor:
-        """On the device; all rows that lie there are not copied."""
-        stored = rows.table.storage()
-        if rows.ids.numel() == self.data.num_nodes and stored is not None and stored.device == self.device:
-            return stored
-        return read_on(self.device, rows.table, rows.ids)
+    def _read(self, rows: Rows, device: torch.device) -> Tensor:
+        """On a device; where all rows of a table lie there, they are not copied."""
+        stored = rows.table.storage() if rows.ids.numel() == self.data.num_nodes else None
+        return stored if stored is not None and stored.device == device else read_on(device, rows.table, rows.ids)
 
     def _edges_of_a_chunk(self, l: int, nodes: Tensor, tables: Tables) -> int:
         """As many as fit the bytes given, by what a few nodes take."""
