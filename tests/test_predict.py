@@ -145,6 +145,25 @@ def test_what_goes_beyond_all_steps_seen_is_promised_with_care():
     assert margins[1] > margins[0] + 0.05
 
 
+def convex(sizes: Sizes) -> float:
+    """The larger of two moments: which one it is depends on the proportions."""
+    return max(float(np.array(a) @ sizes.array) for a in ([1.0, 2.5, 0, 0.5, 0, 700], [0, 1.0, 40, 0, 6, 100]))
+
+
+def test_a_step_somewhat_larger_than_one_seen_takes_so_much_more_at_most():
+    predictor = Predictor(COSTS)
+    for seeds in (10, 20, 40, 80, 160, 320):  # pieces have more input rows for a seed than the whole
+        predictor.observe(
+            sizes := Sizes((4000 + 4 * seeds, 4 * seeds, seeds), (8 * seeds, 3 * seeds)), int(convex(sizes))
+        )
+    for times in (1.05, 1.2, 1.6):
+        larger = Sizes((4000 + 4 * 320, 4 * 320, int(320 * times)), (8 * 320, 3 * 320))
+        assert convex(larger) <= predictor.promise(larger) <= 1.05 * times * convex(sizes)
+    assert predictor._learnt.unsteady == 1.0
+    predictor.observe(sizes, int(1.5 * convex(sizes)))
+    assert predictor._learnt.unsteady == pytest.approx(1.5, rel=1e-3)
+
+
 def test_it_follows_a_change():
     predictor, rng = learnt(linear, 20), np.random.default_rng(3)
     for _ in range(400):

@@ -251,6 +251,21 @@ def test_some_seeds_alone_in_smaller_groups():
     assert [group.numel() for group in alone] == [1] * 50
 
 
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.6, 0.4])
+def test_the_first_group_is_as_large_as_fits(share: float):
+    batch = made(200)
+    whole = bytes_of(Sizes.of(batch))
+    groups = split.groups_to_fit(batch, bytes_of, share * whole, COSTS)
+    assert torch.equal(torch.cat(groups).sort().values, torch.arange(batch.num_seeds))
+    taken = [bytes_of(sizes) for sizes in split.sizes_of(batch, groups)]
+    assert max(taken) <= share * whole
+    even = split.by_balance(split.seed_costs(batch, COSTS), len(groups))
+    evenly = [bytes_of(sizes) for sizes in split.sizes_of(batch, even)]
+    if len(groups) <= split.MOST_FILLED:
+        assert taken[0] > 0.9 * share * whole > max(evenly)
+    assert sum(taken) <= 1.001 * sum(evenly)
+
+
 # ---- fewer edges
 
 

@@ -40,6 +40,8 @@ DEVIATIONS = 3.0
 """Standard deviations of the residuals that are added to a promise,"""
 LEAST_MARGIN = 0.02
 """and the least share of it that is."""
+SCALED_MARGIN = 0.03
+"""Share added to what a step that was seen took, for one that is somewhat larger."""
 BEYOND = 0.3
 """Share of the bound added for what goes beyond the largest step seen: another moment may then be the step's peak."""
 UNLIKE = 1.2
@@ -169,9 +171,28 @@ class _Learnt:
     """The most of each size that was seen."""
     shapes: np.ndarray
     """[2, num_sizes] the least and the most of each `Sizes.shape` that was seen."""
+    sizes: np.ndarray
+    """[num_kept, num_sizes] of the steps that are remembered,"""
+    taken: np.ndarray
+    """[num_kept] and what they took."""
     num_seen: int = 0
     over_bound: float = 1.0
-    """By what factor the bound was exceeded, if it ever was."""
+    """By what factor the bound was exceeded, if it ever was,"""
+    unsteady: float = 1.0
+    """and how far a step was from what all others say of it by `scaled`."""
+
+    def scaled(self, sizes: Sizes) -> float:
+        """What a step that was seen took, times by how much the largest of the sizes exceeds its own, at the least.
+
+        At every moment of a step no size takes less the more there is of it, and twice of all takes no more than twice.
+        """
+        times = (sizes.array / np.maximum(self.sizes, 1)).max(1)
+        return float((np.maximum(times, 1) * self.taken).min())
+
+    def scaled_down(self, sizes: Sizes) -> float:
+        """The least that it takes for the same reason, if what is larger takes no less."""
+        times = (self.sizes / np.maximum(sizes.array, 1)).max(1)
+        return float((self.taken / np.maximum(times, 1)).max())
 
 
 class Predictor:
@@ -184,8 +205,11 @@ class Predictor:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         ones = np.ones_like(costs.array)
-        self._learnt = _Learnt(ones, np.zeros((ones.size, ones.size)), 0.0, ones, np.outer([np.inf, -np.inf], ones[1:]))
-        self._terms: deque[np.ndarray] = deque(maxlen=KEPT)
+        shapes = np.outer([np.inf, -np.inf], ones[1:])
+        self._learnt = _Learnt(
+            ones, np.zeros((ones.size, ones.size)), 0.0, ones, shapes, ones[None], np.array([np.inf])
+        )
+        self._sizes: deque[np.ndarray] = deque(maxlen=KEPT)
         self._taken: deque[float] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
 
@@ -202,7 +226,7 @@ class Predictor:
         """Learn from a step that took `peak_bytes`."""
         with self._lock:
             before = self._learnt
-            self._terms.append(self.costs.array * sizes.array)
+            self._sizes.append(sizes.array)
             self._taken.append(float(max(peak_bytes, 1)))
             factors, spread, deviation = self._fit()
             self._learnt = _Learnt(
@@ -211,9 +235,19 @@ class Predictor:
                 deviation,
                 largest=np.maximum(before.largest, sizes.array),
                 shapes=np.stack([np.minimum(before.shapes[0], sizes.shape), np.maximum(before.shapes[1], sizes.shape)]),
+                sizes=np.array(self._sizes),
+                taken=np.array(self._taken),
                 num_seen=before.num_seen + 1,
                 over_bound=max(before.over_bound, peak_bytes / self.costs.bound(sizes)),
+                unsteady=max(before.unsteady, self._apart(before, sizes, peak_bytes)),
             )
+
+    @staticmethod
+    def _apart(learnt: _Learnt, sizes: Sizes, peak_bytes: float) -> float:
+        """By what factor a step took more or less than all before it say."""
+        if not learnt.num_seen:
+            return 1.0
+        return max(peak_bytes / learnt.scaled(sizes), learnt.scaled_down(sizes) / max(peak_bytes, 1))
 
     def expected(self, sizes: Sizes) -> float:
         """Bytes that a step of these sizes is expected to take; the bound as long as nothing was measured."""
@@ -233,12 +267,14 @@ class Predictor:
         other = UNLIKE * float(
             np.maximum(sizes.shape - learnt.shapes[1], learnt.shapes[0] - sizes.shape).max(initial=0)
         )
-        return min(bound, expected * (1 + max(margin, LEAST_MARGIN) + beyond + other) + self.costs.rounding)
+        learnt_bytes = expected * (1 + max(margin, LEAST_MARGIN) + beyond + other)
+        scaled_bytes = learnt.scaled(sizes) * learnt.unsteady * (1 + SCALED_MARGIN)
+        return min(bound, min(learnt_bytes, scaled_bytes) + self.costs.rounding)
 
     def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
         """Least squares of the relative errors, with every factor held to the one that fits best for all."""
         taken = np.array(self._taken)
-        shares = np.array(self._terms) / taken[:, None]
+        shares = self.costs.array * np.array(self._sizes) / taken[:, None]
         total = shares.sum(1)
         common = float(total.sum() / (total @ total))
         free = np.ones(shares.shape[1], dtype=bool)

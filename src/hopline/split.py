@@ -27,6 +27,8 @@ BytesOf = Callable[[Sizes], float]
 """What a batch of some sizes takes; never less for more nodes or edges."""
 ODDS = 1024
 """Bytes of what is small in every piece."""
+MOST_FILLED, FILLED_BY = 4, 32
+"""Up to so many groups the first is filled as far as it goes, by so many parts of the seeds."""
 
 
 def check_split(model: nn.Module, instead: str = "set over_budget=cut") -> None:
@@ -224,7 +226,7 @@ def groups_to_fit(
         sizes = sizes_of(batch, groups)
         worst = max(map(bytes_of, sizes))
         if worst <= limit:
-            return groups
+            return groups if how == "metis" else _first_filled(batch, bytes_of, limit, groups, seed_cost)
         if num_groups == seeds.numel():
             most, worst = limit if most_bytes is None else most_bytes, max(map(least_of or bytes_of, sizes))
             if worst <= most:
@@ -234,6 +236,38 @@ def groups_to_fit(
                 f"{format_size(worst - most)} more, make the fan-outs smaller, or set over_budget=cut"
             )
         num_groups = max(num_groups + 1, math.floor(num_groups * min(worst / limit, 1.5)))
+
+
+def _first_filled(
+    batch: Batch, bytes_of: BytesOf, limit: float, groups: list[Tensor], seed_cost: Tensor
+) -> list[Tensor]:
+    """Even groups that fit, or instead one as large as fits and even ones of the rest.
+
+    What seeds have in common is computed once more in every group, so a large one and small ones cost less than even
+    ones; and the larger the groups that were seen are, the less is added to the promise for still larger ones.
+    """
+    num_groups, seeds = len(groups), torch.cat(groups)
+    if not 1 < num_groups <= MOST_FILLED:
+        return groups
+    shares = by_balance(seed_cost[seeds], FILLED_BY)
+
+    def filled(count: int) -> list[Tensor]:
+        first, rest = (torch.cat(some) for some in (shares[:count], shares[count:]))
+        others = by_balance(seed_cost[seeds[rest]], -(-num_groups * (len(shares) - count) // len(shares)))
+        return [seeds[first], *(seeds[rest[group]] for group in others)]
+
+    even = len(shares) // num_groups
+    low, high = even, len(shares)  # the largest count that fits is from low on and below high
+    while high - low > 1:
+        count = (low + high) // 2
+        if bytes_of(sizes_of(batch, filled(count)[:1])[0]) <= limit:
+            low = count
+        else:
+            high = count
+    if low == even:
+        return groups
+    found = filled(low)
+    return found if max(map(bytes_of, sizes_of(batch, found))) <= limit else groups
 
 
 # ---- fewer edges
