@@ -114,6 +114,9 @@ class Layerwise:
     chunks are kept, so that a run that is killed goes on from there.
     """
 
+    by_graph_alone = True
+    """Whether what nodes need depends on the graph alone, and so can be known from the last time."""
+
     def __init__(
         self,
         model: GNN,
@@ -179,7 +182,7 @@ class Layerwise:
         """The same; what the last inference at these nodes found out is known, where a layer is a chunk."""
         graph, layers = self.data.graph, (self.model.num_layers, self.model.encodes, self.keep is None)
         one_chunk = self.chunk_bytes is None and self._at_once(self.chunk_edges)
-        if ids is None or self.files is not None or not one_chunk:
+        if ids is None or self.files is not None or not one_chunk or not self.by_graph_alone:
             return self.needed(ids)
         kept = _kept.get(graph)
         if kept is None or not kept.is_of(ids, layers):

@@ -160,6 +160,8 @@ def _known(data: AllShards) -> _ByPlace:
 class _OverShards(Layerwise):
     """Nodes are numbered by their places, so that the chunks of a layer go through one shard after the other."""
 
+    by_graph_alone = False
+
     def __init__(
         self,
         model: GNN,

@@ -91,6 +91,8 @@ class _Wanted(NamedTuple):
 class _OnShard(Layerwise):
     """The own nodes are 0 .. num_own - 1, and behind them come those of others that edges lead from, by owner."""
 
+    by_graph_alone = False
+
     def __init__(
         self,
         model: GNN,
