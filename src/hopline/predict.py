@@ -40,8 +40,6 @@ DEVIATIONS = 3.0
 """Standard deviations of the residuals that are added to a promise,"""
 LEAST_MARGIN = 0.02
 """and the least share of it that is."""
-SCALED_MARGIN = 0.03
-"""Share added to what a step that was seen took, for one that is somewhat larger."""
 BEYOND = 0.3
 """Share of the bound added for what goes beyond the largest step seen: another moment may then be the step's peak."""
 UNLIKE = 1.2
@@ -268,7 +266,7 @@ class Predictor:
             np.maximum(sizes.shape - learnt.shapes[1], learnt.shapes[0] - sizes.shape).max(initial=0)
         )
         learnt_bytes = expected * (1 + max(margin, LEAST_MARGIN) + beyond + other)
-        scaled_bytes = learnt.scaled(sizes) * learnt.unsteady * (1 + SCALED_MARGIN)
+        scaled_bytes = learnt.scaled(sizes) * learnt.unsteady * (1 + LEAST_MARGIN)
         return min(bound, min(learnt_bytes, scaled_bytes) + self.costs.rounding)
 
     def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:

@@ -27,8 +27,9 @@ BytesOf = Callable[[Sizes], float]
 """What a batch of some sizes takes; never less for more nodes or edges."""
 ODDS = 1024
 """Bytes of what is small in every piece."""
-MOST_FILLED, FILLED_BY = 4, 32
-"""Up to so many groups the first is filled as far as it goes, by so many parts of the seeds."""
+MOST_FILLED, FILLED_BY, FILLED_TO = 4, 32, 0.97
+"""Up to so many groups the first is filled, by so many parts of the seeds, to so much of the limit: promises move until
+its turn comes, and one that would then be too large is split again."""
 
 
 def check_split(model: nn.Module, instead: str = "set over_budget=cut") -> None:
@@ -260,7 +261,7 @@ def _first_filled(
     low, high = even, len(shares)  # the largest count that fits is from low on and below high
     while high - low > 1:
         count = (low + high) // 2
-        if bytes_of(sizes_of(batch, filled(count)[:1])[0]) <= limit:
+        if bytes_of(sizes_of(batch, filled(count)[:1])[0]) <= FILLED_TO * limit:
             low = count
         else:
             high = count
