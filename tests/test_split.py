@@ -262,8 +262,8 @@ def test_the_first_group_is_as_large_as_fits(share: float):
     even = split.by_balance(split.seed_costs(batch, COSTS), len(groups))
     evenly = [bytes_of(sizes) for sizes in split.sizes_of(batch, even)]
     if len(groups) <= split.MOST_FILLED:
-        assert taken[0] > 0.9 * share * whole > max(evenly)
-    assert sum(taken) <= 1.001 * sum(evenly)
+        assert taken[0] > max(0.85 * share * whole, *evenly)
+    assert sum(taken) <= 1.02 * sum(evenly)
 
 
 # ---- fewer edges
