@@ -176,8 +176,8 @@ class _Learnt:
     num_seen: int = 0
     over_bound: float = 1.0
     """By what factor the bound was exceeded, if it ever was,"""
-    unsteady: float = 1.0
-    """and how far a step was from what all others say of it by `scaled`."""
+    unsteady: float = 0.0
+    """and by how many bytes a step was off what all others say of it by `scaled`."""
 
     def scaled(self, sizes: Sizes) -> float:
         """What a step that was seen took, times by how much the largest of the sizes exceeds its own, at the least.
@@ -224,6 +224,9 @@ class Predictor:
         """Learn from a step that took `peak_bytes`."""
         with self._lock:
             before = self._learnt
+            if before.num_seen == 1:  # the first may have set up what all others find
+                self._sizes.clear()
+                self._taken.clear()
             self._sizes.append(sizes.array)
             self._taken.append(float(max(peak_bytes, 1)))
             factors, spread, deviation = self._fit()
@@ -242,10 +245,10 @@ class Predictor:
 
     @staticmethod
     def _apart(learnt: _Learnt, sizes: Sizes, peak_bytes: float) -> float:
-        """By what factor a step took more or less than all before it say."""
-        if not learnt.num_seen:
-            return 1.0
-        return max(peak_bytes / learnt.scaled(sizes), learnt.scaled_down(sizes) / max(peak_bytes, 1))
+        """By how many bytes a step took more or less than all before it say."""
+        if learnt.num_seen < 2:
+            return 0.0
+        return max(peak_bytes - learnt.scaled(sizes), learnt.scaled_down(sizes) - peak_bytes)
 
     def expected(self, sizes: Sizes) -> float:
         """Bytes that a step of these sizes is expected to take; the bound as long as nothing was measured."""
@@ -260,13 +263,14 @@ class Predictor:
             return bound
         expected = float(terms @ learnt.factors)
         relative = terms / expected
-        margin = DEVIATIONS * learnt.deviation * math.sqrt(1 + float(relative @ learnt.spread @ relative))
+        noise = DEVIATIONS * learnt.deviation
+        margin = noise * math.sqrt(1 + float(relative @ learnt.spread @ relative))
         beyond = BEYOND * float(self.costs.array @ np.maximum(sizes.array - learnt.largest, 0)) / expected
         other = UNLIKE * float(
             np.maximum(sizes.shape - learnt.shapes[1], learnt.shapes[0] - sizes.shape).max(initial=0)
         )
         learnt_bytes = expected * (1 + max(margin, LEAST_MARGIN) + beyond + other)
-        scaled_bytes = learnt.scaled(sizes) * learnt.unsteady * (1 + LEAST_MARGIN)
+        scaled_bytes = learnt.scaled(sizes) * (1 + max(noise, LEAST_MARGIN)) + learnt.unsteady
         return min(bound, min(learnt_bytes, scaled_bytes) + self.costs.rounding)
 
     def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
