@@ -252,22 +252,19 @@ def _first_filled(
         return groups
     shares = by_balance(seed_cost[seeds], FILLED_BY)
 
-    def filled(count: int) -> list[Tensor]:
-        first, rest = (torch.cat(some) for some in (shares[:count], shares[count:]))
-        others = by_balance(seed_cost[seeds[rest]], -(-num_groups * (len(shares) - count) // len(shares)))
-        return [seeds[first], *(seeds[rest[group]] for group in others)]
-
     even = len(shares) // num_groups
     low, high = even, len(shares)  # the largest count that fits is from low on and below high
     while high - low > 1:
         count = (low + high) // 2
-        if bytes_of(sizes_of(batch, filled(count)[:1])[0]) <= FILLED_TO * limit:
+        if bytes_of(sizes_of(batch, [seeds[torch.cat(shares[:count])]])[0]) <= FILLED_TO * limit:
             low = count
         else:
             high = count
     if low == even:
         return groups
-    found = filled(low)
+    first, rest = (seeds[torch.cat(some)] for some in (shares[:low], shares[low:]))
+    others = by_balance(seed_cost[rest], -(-num_groups * (len(shares) - low) // len(shares)))
+    found = [first, *(rest[group] for group in others)]
     return found if max(map(bytes_of, sizes_of(batch, found))) <= limit else groups
 
 
