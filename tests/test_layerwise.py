@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,3 +162,29 @@ def test_other_widths_make_other_chunks():
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         infer.exact(sage(small()), small(), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [*GNN_OPTIONS])
+def test_hidden_rows_that_a_gpu_has_no_room_for(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, data = gnn_of(name).float(), small(num_features=6)
+    wanted = infer.exact(model, data)
+    model.cuda()
+    written = set()
+    plain = layerwise.TensorTable.write
+
+    def write(table: Any, ids: Tensor, rows: Tensor) -> None:
+        written.add((ids.device.type, table.rows.is_cuda))
+        plain(table, ids, rows)
+
+    monkeypatch.setattr(layerwise.TensorTable, "write", write)
+    few = torch.tensor([7, 3, 399])
+    close = partial(torch.allclose, rtol=1e-4, atol=1e-5)
+    for most in (40_000, 400_000):  # many chunks, few
+        assert close(infer.exact(model, data, chunk_bytes=most, device="cuda"), wanted)
+        assert close(infer.exact(model, data, few, chunk_bytes=most, device="cuda"), wanted[few])
+    assert written == {("cuda", False)}  # by the GPU, to the host's memory
+    monkeypatch.setattr(layerwise.pinned, "register", lambda table: "refused")
+    assert close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), wanted)
+    assert ("cpu", False) in written

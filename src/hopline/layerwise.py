@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hopline import trace
+from hopline import pinned, trace
 from hopline.batch import Block, Readable, Rows, as_tensor
 from hopline.data.dataset import Dataset
 from hopline.graph import Graph
@@ -244,7 +244,7 @@ class Layerwise:
                 bar.advance(count)
         if self.files is not None:
             self.files.layer_done()
-        return Tables(**new.made)
+        return new.finished()
 
     def _computed(self, l: int, chunks: list[Tensor], tables: Tables) -> Generator[tuple[Tensor, State], None, None]:
         """Each chunk and its rows after the layer."""
@@ -274,12 +274,12 @@ class Layerwise:
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
             rows = Rows(self.data.x, chunk) if self.device.type == "cpu" else read_on(self.device, self.data.x, chunk)
             new.write(chunk, self.model.encode(rows, chunk, None))
-        return Tables(**new.made)
+        return new.finished()
 
     def _new_tables(self, l: int | None = None) -> _NewTables:
         """With bytes for chunks alone, what is left of a GPU is not for hidden rows."""
-        home = CPU if self.chunk_bytes is not None else self.device
-        return _NewTables(self.data.num_nodes, home, self._room if home.type == "cuda" else 0, l, self.files)
+        room = self._room if self.chunk_bytes is None and self.device.type == "cuda" else 0
+        return _NewTables(self.data.num_nodes, self.device, room, l, self.files)
 
     @cached_property
     def _room(self) -> int:
@@ -343,7 +343,8 @@ class Layerwise:
 
 
 class _NewTables:
-    """Tables over all nodes that are made when the width of their rows is known: on the device where there is room."""
+    """Tables over all nodes that are made when the width of their rows is known: on the device where there is room,
+    else in memory of the host that a GPU reads and writes itself, if the system lets it."""
 
     def __init__(
         self,
@@ -369,17 +370,25 @@ class _NewTables:
                 self.made[name] = self._new(name, rows)
             table = self.made[name]
             if table.rows is not rows:
-                table.write(ids.to(table.rows.device), rows.to(table.rows.device))
+                writer = rows.device if table.tiers(rows.device) is not None else CPU
+                table.write(ids.to(writer), rows.to(writer))
+
+    def finished(self) -> Tables:
+        """All rows are where the host finds them too."""
+        if self.device.type == "cuda" and any(not table.rows.is_cuda for table in self.made.values()):
+            torch.cuda.current_stream(self.device).synchronize()
+        return Tables(**self.made)
 
     def _new(self, name: str, rows: Tensor) -> TensorTable:
         """For such rows; where they are those of all nodes, they are the table."""
         shape = (self.num_nodes, *rows.shape[1:])
         if self.files is not None:
             return self.files.new_table(name, rows.dtype, shape)
-        home = CPU
-        if self.device.type == "cuda":
-            needed = torch.Size(shape).numel() * rows.element_size()
-            home = self.device if needed < self.room else CPU
+        on_gpu, needed = self.device.type == "cuda", torch.Size(shape).numel() * rows.element_size()
+        home = self.device if on_gpu and needed < self.room else CPU
         if rows.shape == shape and rows.device == home:
             return TensorTable(rows)
-        return TensorTable(torch.empty(shape, dtype=rows.dtype, device=home))
+        table = torch.empty(shape, dtype=rows.dtype, device=home)
+        if on_gpu and home == CPU:
+            pinned.register(table)  # where that is refused, the host reads and writes it
+        return TensorTable(table)

@@ -83,3 +83,17 @@ def test_a_gpu_reads_pinned_rows_and_its_own() -> None:
         tiers = table.tiers("cuda")
         assert tiers is not None
         assert tiers.hot is table.rows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gpu_writes_to_pinned_rows_and_its_own(dtype: torch.dtype) -> None:
+    ids, new = torch.tensor([3, 0, 70]).cuda(), randn(3, 5).to(dtype).cuda()
+    for table in (TensorTable(randn(90, 5).to(dtype).pin_memory()), TensorTable(randn(90, 5).to(dtype).cuda())):
+        wanted = table.rows.cpu().clone()
+        wanted[ids.cpu()] = new.cpu()
+        table.write(ids, new)
+        assert torch.equal(table.read(ids), new)
+        torch.cuda.synchronize()
+        assert torch.equal(table.rows.cpu(), wanted)

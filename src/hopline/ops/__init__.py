@@ -41,6 +41,7 @@ __all__ = [
     "own_threads",
     "permutation",
     "place_key",
+    "put_rows",
     "reduce_edges",
     "relabel",
     "row_positions",
@@ -94,6 +95,15 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """rows[ids] for any dtype; for ids on a GPU an id out of range raises later, by `check_device_errors`."""
     return _twin(ids, cpu, "gpu").gather_rows(rows, ids)
+
+
+def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """table[ids] = rows. With ids on a GPU, each there once, it writes to pinned memory of the host in its turn: the
+    host finds the rows there when it has waited for that."""
+    if ids.is_cuda and table.device.type == "cpu" and _has_triton() and table.is_pinned():
+        _gpu("gpu_stage").put_aside(table, ids, rows)
+    else:
+        table[ids] = rows
 
 
 def new_id_map(num_nodes: int, device: torch.device) -> AnyIdMap:

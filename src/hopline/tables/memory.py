@@ -31,7 +31,7 @@ class TensorTable(Table):
     def write(self, ids: Tensor, rows: Tensor) -> None:
         if self.read_only:
             super().write(ids, rows)
-        self.rows[ids] = rows.to(self.rows.dtype)
+        ops.put_rows(self.rows, ids, rows.to(self.rows.dtype))
 
     def storage(self) -> Tensor | None:
         return self.rows if self.rows.is_contiguous() else None
