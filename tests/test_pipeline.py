@@ -226,6 +226,8 @@ def test_preparing_threads_give_way_to_training() -> None:
     here = os.getpriority(os.PRIO_PROCESS, 0)
     (found,) = Pipeline([Stage("look", priority)], workers=1).run([0])
     assert found == (min(19, here + NICER), 1)
+    (found,) = Pipeline([Stage("look", priority)], workers=1, all_cores=True).run([0])
+    assert found == (min(19, here + NICER), torch.get_num_threads())
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 

@@ -256,7 +256,8 @@ class Layerwise:
 
         on_host = self.data.graph.device.type == "cpu"  # a GPU's kernels are asked for by one thread
         workers = int(on_host and len(chunks) > 1)
-        ahead = Pipeline([Stage("infer.prepare", prepare)], workers=workers, look_ahead=AHEAD)
+        idle = self.device.type != "cpu"  # the host, but for what it prepares
+        ahead = Pipeline([Stage("infer.prepare", prepare)], workers=workers, look_ahead=AHEAD, all_cores=idle)
         with closing(ahead.run(chunks)) as prepared:
             for chunk, block, rows in prepared:
                 with trace.span("infer.layer", self.device):

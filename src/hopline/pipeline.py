@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,13 +66,20 @@ class Pipeline:
     before they are asked for: a slow consumer makes the threads wait. `workers=0` runs everything in the caller.
     in_step: stages wait for those of other ranks, so one thread takes the requests in order, and what was begun before
     the iterator is closed is brought to its end: with equal numbers of results taken, that is the same on all ranks.
+    all_cores: a thread's kernels run on all of them, where the caller leaves them idle; else in the thread alone.
     """
 
     def __init__(
-        self, stages: Iterable[Stage], *, workers: int = 1, look_ahead: int = 2, in_step: bool = False
+        self,
+        stages: Iterable[Stage],
+        *,
+        workers: int = 1,
+        look_ahead: int = 2,
+        in_step: bool = False,
+        all_cores: bool = False,
     ) -> None:
         self.stages = tuple(stages)
-        self.in_step = in_step
+        self.in_step, self.all_cores = in_step, all_cores
         self.workers = min(1, workers) if in_step else workers
         self.look_ahead = max(1, look_ahead)
         self.load: Load | None = None
@@ -84,7 +92,9 @@ class Pipeline:
                 yield self._through_stages(request, [])
             return
         source = iter(requests)
-        pool = ops.start_threads(self.workers, "hopline-pipeline", _begin)
+        pool = ops.start_threads(
+            self.workers, "hopline-pipeline", partial(_begin, torch.get_num_threads() if self.all_cores else 1)
+        )
         pending: deque[Future[Any]] = deque()
         waited, spent = list[float](), list[tuple[str, float]]()
 
@@ -139,9 +149,13 @@ def _alone_s() -> float:
     return time.perf_counter() - queued_s()
 
 
-def _begin() -> None:
-    """What every preparing thread does first: it works alone, and gives way to training where cores are few."""
-    ops.serial_here()
+def _begin(threads: int) -> None:
+    """What every preparing thread does first: it gives way to training where cores are few, and mostly works alone."""
+    if threads == 1:
+        ops.serial_here()
+    else:
+        torch.get_num_threads()  # the first call in a thread sets its number, so it must not come after
+        torch.set_num_threads(threads)  # of this thread only
     give_way()
 
 
