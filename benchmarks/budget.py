@@ -17,6 +17,7 @@ found in the training thread. Rounds are taken in turn, and the best of each cou
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -105,6 +106,8 @@ class Outcome:
     tally: Tally
     test: float
     predictor: Predictor | None
+    beside_bytes: int
+    """What is there beside a step."""
 
 
 def trained(
@@ -128,10 +131,13 @@ def trained(
     assert isinstance(trainer.work, SampledWork)
     if limit is not None:
         trainer.work.guard = kind(trainer.job, Budget(), limit)
-        trainer.work.guard.predictor = predictor
+        trainer.work.guard.predictor = copy.deepcopy(predictor)
         trainer.work.guard.measure_every = measure_every
     run = trainer.fit()
-    return Outcome(tally, 100 * (run.test or 0.0), None if trainer.work.guard is None else trainer.work.guard.predictor)
+    guard, test = trainer.work.guard, 100 * (run.test or 0.0)
+    return (
+        Outcome(tally, test, None, 0) if guard is None else Outcome(tally, test, guard.predictor, guard.beside_bytes())
+    )
 
 
 # ---- limits from all to a fifth
@@ -196,9 +202,9 @@ def plot(rows: list[dict[str, Any]]) -> str:
 
 
 def overhead(setting: Setting, name: str, epochs: int, rounds: int) -> dict[str, Any]:
-    free = trained(setting, name, epochs, 1 << 60)
-    promised = free.tally.all("before")
-    limit = int(np.quantile(promised[len(promised) // 2 :], 0.9))  # those by which the later runs go
+    taught = trained(setting, name, epochs, 1 << 60).predictor
+    free = trained(setting, name, epochs, 1 << 60, Guard, taught)  # with the promises of the later runs
+    limit = int(np.quantile(free.tally.all("before"), 0.9)) + free.beside_bytes
     ways: dict[str, tuple[int | None, type[Guard]]] = {
         "plain": (None, Guard),
         "meter": (1 << 60, Guard),
@@ -209,7 +215,7 @@ def overhead(setting: Setting, name: str, epochs: int, rounds: int) -> dict[str,
     split, over = 0.0, 0
     for _ in range(rounds):
         for way, (bytes_, kind) in ways.items():
-            tally = trained(setting, name, epochs, bytes_, kind, free.predictor).tally
+            tally = trained(setting, name, epochs, bytes_, kind, taught).tally
             now = (tally.seconds, tally.cpu_s)
             best[way] = now if way not in best else (min(best[way][0], now[0]), min(best[way][1], now[1]))
             if way == "threads":
