@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.captured import DrawnUnit, no_waiting
 from hopline.data import planted
+from hopline.tables import TensorTable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -158,19 +160,31 @@ def test_data_that_is_not_all_on_the_device_trains_the_same(placement: dict[str,
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("layout", ["block", "tree"])
 @pytest.mark.parametrize(
-    "placement", [{}, {"features": "host", "graph": "host"}, {"features": "pinned", "graph": "pinned"}]
+    "placement",
+    [
+        {},
+        {"features": "host", "graph": "host"},
+        {"features": "device", "graph": "host"},
+        {"features": "pinned", "graph": "host", "cache": "20kB"},
+        {"features": "pinned", "graph": "pinned"},
+        {"features": "pinned", "graph": "pinned", "cache": 0},
+    ],
 )
-def test_blocks_on_a_gpu_train_as_on_the_cpu(placement: dict[str, Any]):
+def test_batches_on_a_gpu_train_as_on_the_cpu(placement: dict[str, Any], layout: Any):
     losses = []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
         data = data_on_gpu()
+        data = replace(data, tables={"x": TensorTable(data.x.read(torch.arange(data.num_nodes)).double())})
         model = MODELS["sage"](data.num_features, data.num_classes).double()
-        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="block")
+        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout=layout)
         where = hl.Placement(**placement)
         run = hl.Trainer(model, data, method, epochs=2, device=device, show=False, placement=where).fit()
         losses.append([e.loss for e in run.history])
+        if device == "cuda" and placement.get("graph") == "host":
+            assert (run.history[-1].counters.get("bytes.gathered", 0) > 0) == (placement["features"] == "host")
     assert losses[0] == pytest.approx(losses[1], rel=1e-7)
 
 

@@ -51,6 +51,7 @@ class Loader:
         self.layout = resolve_layout(method, data, device, model)
         kind = TreeSampler if self.layout == "tree" else NeighborSampler
         self.sampler = kind(data.graph, method.fanouts, replace=method.replace)
+        self.read_by_gpu = self._is_read_by_gpu()
         self.keeps_handle = self._keeps_handle(model)
         self.model = model
         self.rank, self.size = 0, 1  # of the ranks that share each step's seeds
@@ -92,7 +93,7 @@ class Loader:
         requests = ((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds, start=done))
         with closing(pipeline.run(requests)) as batches:
             for batch in batches:
-                yield mover.ready(batch)
+                yield self._with_near_rows(mover.ready(batch))
         self.load = pipeline.load
         self._tune()
 
@@ -131,13 +132,22 @@ class Loader:
     def _gather(self, batch: Batch) -> Batch:
         handles = {name: self._handle(table, batch) for name, table in self.data.tables.items()}
         x: Rows | Tensor | None = handles.pop("x", None)
-        if isinstance(x, Rows) and self.keeps_handle:
+        if self.read_by_gpu:
+            x = None  # until the ids are there
+        elif isinstance(x, Rows) and self.keeps_handle:
             reads = isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows
             x = self.model.read_ahead(x, batch.blocks[0]) if reads else x  # type: ignore[union-attr]
         elif isinstance(x, Rows):
             x = x.read() if self._is_near(x.table) else x.table.read(x.ids.cpu())
             trace.count("bytes.gathered", x.numel() * x.element_size())
         return replace(batch, x=x, y=self.labels(batch.seeds), tables=handles)
+
+    def _with_near_rows(self, batch: Batch) -> Batch:
+        """The batch with rows that the GPU reads itself, of ids that came from the host."""
+        if not self.read_by_gpu:
+            return batch
+        x = self._handle(self.data.tables["x"], batch)
+        return replace(batch, x=x if self.keeps_handle else x.read())
 
     def labels(self, seeds: Tensor) -> Tensor | None:
         y = self.data.y
@@ -151,6 +161,11 @@ class Loader:
         """Whether ids are where the table's kernels are."""
         return not self.on_gpu or table.tiers(self.device) is not None
 
+    def _is_read_by_gpu(self) -> bool:
+        """Whether the host draws batches whose features a GPU has, or reads in place."""
+        drawn_for_it = not self.on_gpu and self.device.type == "cuda" and "x" in self.data.tables
+        return drawn_for_it and self.data.tables["x"].tiers(self.device) is not None
+
     def _keeps_handle(self, model: GNN | Whole | None) -> bool:
         """Whether rows of the features are best left unread: some kernel of the model reads them itself."""
         if model is None or "x" not in self.data.tables:
@@ -158,8 +173,12 @@ class Loader:
         table = self.data.tables["x"]
         if self.on_gpu and self.layout == "tree":
             return self._is_near(table)
-        here = self.device.type == ("cuda" if self.on_gpu else "cpu")
-        return here and self._is_near(table) and model.keeps_handle(table)
+        here = self.read_by_gpu or self.device.type == ("cuda" if self.on_gpu else "cpu")
+        if not (here and self._is_near(table) and model.keeps_handle(table)):
+            return False
+        # Rows in host memory come sooner by ascending ids, each one once, than in the order of the edges.
+        stored = table.storage()
+        return stored is None or stored.device.type == self.device.type
 
 
 def resolve_layout(
