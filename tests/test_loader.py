@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch_geometric.nn import SAGEConv
@@ -10,6 +12,7 @@ import hopline as hl
 from hopline.loader import resolve_layout, resolve_workers
 from hopline.nn import GNN
 from hopline.pipeline import Load
+from hopline.placement import place
 from hopline.tree import TreeBlock
 from hopline.tuning import Tuning
 from tests.helpers import dataset_of, randn, random_graph
@@ -22,6 +25,19 @@ def test_auto_takes_blocks_on_the_cpu():
     model = GNN([SAGEConv(6, 3)])
     assert resolve_layout(hl.Sampled(fanouts=(3,)), DATA, CPU, model) == "block"
     assert resolve_layout(hl.Sampled(fanouts=(3,), layout="tree"), DATA, CPU, model) == "tree"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_takes_trees_where_a_gpu_reads_all():
+    model, gpu = GNN([SAGEConv(6, 3)]), torch.device("cuda", 0)
+
+    def layout(fanouts: tuple[int, ...] = (3,), **where: Any) -> str:
+        return resolve_layout(hl.Sampled(fanouts=fanouts), place(DATA, hl.Placement(**where), gpu), gpu, model)
+
+    assert {layout(), layout(features="pinned", cache="100"), layout(graph="pinned", features="pinned")} == {"tree"}
+    assert layout(features="pinned", cache=0) == "tree"
+    assert {layout(graph="host"), layout(features="host"), layout((-1,)), layout((50, 50, 50))} == {"block"}
 
 
 def test_trees_come_where_they_are_asked_for():

@@ -17,6 +17,7 @@ from hopline.data.dataset import Dataset
 from hopline.memory import reuse_freed_memory
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import Whole
+from hopline.ops import Slots
 from hopline.pipeline import Load, Pipeline, Stage
 from hopline.sampling import NeighborSampler, seed_batches, share_of
 from hopline.tables import Table
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 8
 """Threads that prepare batches, until epochs show that training waits for more."""
+MOST_SLOTS = 1 << 24
+"""Of a tree, where the graph has fewer nodes: above, a block that has each of them once is the smaller work."""
 
 
 class Loader:
@@ -184,7 +187,7 @@ class Loader:
 def resolve_layout(
     method: Sampled, data: Dataset, device: torch.device, model: GNN | Whole | None
 ) -> Literal["block", "tree"]:
-    """ "auto" replaced: trees where a GPU has graph and features, since a step of theirs never asks the host."""
+    """ "auto" replaced: trees where a GPU reads graph and features, since a step of theirs never asks the host."""
     if method.layout == "tree" and isinstance(model, Whole):
         raise ValueError(
             f"layout=tree needs a model made of layers, and {type(model.module).__name__} is not: use hl.nn.GNN, or "
@@ -192,11 +195,12 @@ def resolve_layout(
         )
     if method.layout != "auto":
         return method.layout
-    x = data.tables.get("x")
+    if data.graph.indptr.device.type != "cuda" or -1 in method.fanouts or not isinstance(model, GNN):
+        return "block"
+    x, num_slots = data.tables.get("x"), Slots(method.batch_size, method.fanouts).offsets[-1]
     tiers = None if x is None else x.tiers(device)
-    all_near = data.graph.indptr.device.type == "cuda" and tiers is not None and tiers.place is None
-    near = all_near and tiers is not None and tiers.hot.device.type == "cuda"
-    return "tree" if near and isinstance(model, GNN) and -1 not in method.fanouts else "block"
+    readable = tiers is not None and tiers.hot.device.type == "cuda"  # but for rows that are staged ahead
+    return "tree" if readable and num_slots <= max(MOST_SLOTS, data.num_nodes) else "block"
 
 
 def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:

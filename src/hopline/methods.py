@@ -35,7 +35,7 @@ class Sampled(Method):
     replace: bool = False
     """Draw neighbours with replacement."""
     layout: Literal["auto", "block", "tree"] = "auto"
-    """`block`: every node once; `tree`: a slot for every draw, shapes never change; `auto`: tree if a GPU has all."""
+    """`block`: every node once; `tree`: a slot for every draw, shapes never change; `auto`: tree if a GPU reads all."""
     shuffle: bool = True
     """Visit the seeds in a new order each epoch."""
     drop_last: bool = False

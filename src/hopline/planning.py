@@ -114,7 +114,10 @@ class SampledForms:
         if self.outline.home == "device":  # the batch before goes when the next one has come
             prepared.append(Item(name, "device", (count + 1) * size))
         whole = max(self.predictor.promise(_swung(Sizes.of(b), self.outline.data.graph)) for b in self.batches)
-        return self._made(replace(self.method, workers=workers, look_ahead=look_ahead), prepared, whole, self._one)
+        method = replace(self.method, workers=workers, look_ahead=look_ahead)
+        if self.outline.home == "device" and method.layout == "auto":
+            method = replace(method, layout="block")  # as was planned, wherever the data will be
+        return self._made(method, prepared, whole, self._one)
 
     def tree(self) -> Plan | None:
         """On a GPU that has room for everything: shapes that never change, so there is nothing to cut."""

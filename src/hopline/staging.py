@@ -118,15 +118,18 @@ def stage_tables(
     """
     found = []
     for table in tables:
-        tiers = table.tiers(device) if isinstance(table, TieredTable) else None
-        if not isinstance(table, TieredTable) or tiers is None or tiers.cold is None:
+        if not isinstance(table, TieredTable) or not _has_cold(table, device):
             continue
-        free = free_bytes(device) - tiers.hot.nbytes  # the hot rows are moved
-        most = min(MOST_BYTES, free // 8) // max(1, table.row_bytes)
+        most = min(MOST_BYTES, free_bytes(device) // 8) // max(1, table.row_bytes)
         capacity = min(steps * slots, most, len(table) - table.num_hot)
         if capacity > 0:
             found.append(Staging(table, device, capacity, id_dtype))
     return found
+
+
+def _has_cold(table: TieredTable, device: torch.device) -> bool:
+    tiers = table.tiers(device)
+    return tiers is not None and tiers.cold is not None
 
 
 def _kernels() -> Any:

@@ -193,3 +193,24 @@ def test_on_a_gpu_over_rows_that_only_the_host_reads() -> None:
     ids = torch.tensor([3, 1, 5, -1])
     assert torch.equal(table.read(ids.cuda()).cpu(), torch.cat([ROWS[[3, 1, 5]], torch.zeros(1, 5)]))
     assert (table.counters()["hits"], table.counters()["misses"]) == (1, 2)
+
+
+def test_room_behind_the_hot_rows() -> None:
+    table = tiered()
+    hot, _, place = table.reserve(torch.device("cpu"), 3).tiers
+    assert hot.shape == (7, 5)
+    assert torch.equal(hot[:4], ROWS[HOT])
+    assert place is not None
+    assert place[HOT].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("free", [0, 1 << 30], ids=["none", "some"])
+def test_room_behind_the_hot_rows_of_a_gpu_that_has(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hopline.tables.tiered.free_bytes", lambda device: free)
+    table, ids = TieredTable(TensorTable(ROWS.clone()), HOT, "cuda"), randint(0, 60, 100)
+    table.read(ids.cuda())
+    assert table.reserve(torch.device("cuda"), 3).tiers.hot.shape == (7, 5)
+    assert torch.equal(table.read(ids.cuda()).cpu(), ROWS[ids])
+    assert table.counters()["hits"] == 2 * int(torch.isin(ids, HOT).sum())

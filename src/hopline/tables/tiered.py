@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hopline import pinned, trace
 from hopline.handles import SharedArray
-from hopline.meter import numbered
+from hopline.meter import free_bytes, numbered
 from hopline.ops.tiers import count_ids, gather_tiers, new_counts, slot_of
 from hopline.tables.base import Table, Tiers
 from hopline.tables.order import hottest
@@ -218,8 +218,16 @@ class TieredTable(Table):
         """Room for so many rows behind the hot ones, for `staging`: call it before a graph knows where they are."""
         placed = self._on(device)
         hot, cold, place = placed.tiers
-        room = hot.new_empty((num_rows, *self.shape[1:]))
-        placed.tiers = Tiers(torch.cat([hot[: self.num_hot], room]), cold, place)
+        shape = (self.num_hot + num_rows, *self.shape[1:])
+        if device.type != "cuda" or torch.Size(shape).numel() * self.dtype.itemsize <= free_bytes(device):
+            grown = hot.new_empty(shape)
+            grown[: self.num_hot] = hot[: self.num_hot]
+        else:  # there is no room for both: they come from below once more
+            placed.tiers, hot = Tiers(hot[:0].clone(), cold, place), None
+            grown = torch.empty(shape, dtype=self.dtype, device=device)
+            assert self.hot_ids is not None
+            self._fill(grown, place, self.hot_ids.cpu())
+        placed.tiers = Tiers(grown, cold, place)
         return placed
 
     def _fill(self, hot: Tensor, place: Tensor | None, hot_ids: Tensor) -> None:
