@@ -16,6 +16,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.data import planted
+from hopline.tables import TensorTable
 
 CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "SAGE": SAGEConv,
@@ -54,6 +56,8 @@ COUNTED = {
 
 def trained(data: hl.Dataset, name: str, device: str, epochs: int, budget: str | None, layout: str) -> dict[str, Any]:
     torch.manual_seed(0)
+    # A run may pin the features where they lie, for as long as they are there: each gets its own.
+    data = replace(data, tables={"x": TensorTable(data.x.read(torch.arange(data.num_nodes)))})
     conv = CONVS[name]
     convs = [conv(data.num_features, WIDTH), conv(WIDTH, WIDTH), conv(WIDTH, WIDTH)]
     model = hl.nn.GNN(convs, dropout=0.5, head=torch.nn.Linear(WIDTH, data.num_classes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hopline.loader import resolve_layout, resolve_workers
 from hopline.nn import GNN
 from hopline.pipeline import Load
 from hopline.placement import place
+from hopline.tables import TensorTable
 from hopline.tree import TreeBlock
 from hopline.tuning import Tuning
 from tests.helpers import dataset_of, randn, random_graph
@@ -79,3 +81,26 @@ def test_an_epoch_that_is_left_says_nothing_of_its_load():
     next(batches)
     batches.close()
     assert loader.load is None
+
+
+class Full(TensorTable):
+    """Memory runs out at the first read."""
+
+    reads = 0
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        self.reads += 1
+        if self.reads == 1:
+            raise torch.OutOfMemoryError("no room")
+        return super().read(ids)
+
+
+def test_rows_for_which_there_is_no_room_at_first_come_when_there_is():
+    x = randn(50, 6)
+    data = dataset_of(random_graph(), x)
+    data = replace(data, tables={"x": Full(x)})
+    loader = hl.Sampled(fanouts=(3,), batch_size=16, workers=0).loader(data)
+    loader.read_by_gpu = True  # which comes with the ids
+    for batch in loader:
+        assert torch.equal(batch.x, x[batch.input_ids])  # type: ignore[arg-type]
+    assert data.tables["x"].reads == 1 + len(loader)  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole import Whole
 from hopline.ops import Slots
 from hopline.pipeline import Load, Pipeline, Stage
+from hopline.rescue import free_memory
 from hopline.sampling import NeighborSampler, seed_batches, share_of
 from hopline.tables import Table
 from hopline.transfer import Mover
@@ -150,7 +151,13 @@ class Loader:
         if not self.read_by_gpu:
             return batch
         x = self._handle(self.data.tables["x"], batch)
-        return replace(batch, x=x if self.keeps_handle else x.read())
+        if self.keeps_handle:
+            return replace(batch, x=x)
+        try:
+            return replace(batch, x=x.read())
+        except torch.OutOfMemoryError:
+            free_memory(self.device)
+            return replace(batch, x=x.read())
 
     def labels(self, seeds: Tensor) -> Tensor | None:
         y = self.data.y
@@ -165,9 +172,11 @@ class Loader:
         return not self.on_gpu or table.tiers(self.device) is not None
 
     def _is_read_by_gpu(self) -> bool:
-        """Whether the host draws batches whose features a GPU has, or reads in place."""
-        drawn_for_it = not self.on_gpu and self.device.type == "cuda" and "x" in self.data.tables
-        return drawn_for_it and self.data.tables["x"].tiers(self.device) is not None
+        """Whether the host draws batches whose features a GPU has, or some of them and reads the rest in place."""
+        if self.on_gpu or self.device.type != "cuda" or "x" not in self.data.tables:
+            return False
+        tiers = self.data.tables["x"].tiers(self.device)
+        return tiers is not None and tiers.hot.device.type == "cuda"
 
     def _keeps_handle(self, model: GNN | Whole | None) -> bool:
         """Whether rows of the features are best left unread: some kernel of the model reads them itself."""
