@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/budget.py --data ../shared/data [--graphs power-law,amazon_photo,citation_dblp]
         [--models SAGE,GCN,GAT] [--shares 1,0.8,0.6,0.4,0.2] [--epochs 4] [--json FILE] [--plot FILE.svg]
-    PYTHONPATH=src python benchmarks/budget.py --overhead [--models SAGE,GCN,GAT] [--epochs 4] [--rounds 3]
+    PYTHONPATH=src python benchmarks/budget.py --overhead [--models SAGE,GCN,GAT] [--epochs 4] [--rounds 7]
 
 The first is a sweep: limits as shares of the largest step of the run without one. `over` counts steps above the limit,
 `peak` is the largest step over the limit, `split` the share of batches that were split and `pieces` how many pieces
@@ -11,7 +11,7 @@ seeds), `time` the seconds of the epochs over those without a limit, and `cpu` t
 others on the machine do not change.
 With `--overhead`, the limit is such that a tenth of the batches are over it: seconds of epochs without a guard, with
 one that has nothing to do (its meter alone), with pieces found by the threads that prepare batches, and with pieces
-found in the training thread. Rounds are taken in turn, and the best of each counts.
+found in the training thread. All are taken in turn, round after round: medians of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "GCN": GCNConv,
     "GAT": lambda a, b: GATConv(a, b // 4, heads=4),
 }
-WIDTH, TRIES = 128, 8
+WIDTH = 128
 
 
 @dataclass(frozen=True)
@@ -202,28 +202,30 @@ def plot(rows: list[dict[str, Any]]) -> str:
 
 def overhead(setting: Setting, name: str, epochs: int, rounds: int) -> dict[str, Any]:
     found, limit = trained(setting, name, epochs, 1 << 60), 1 << 60
-    for _ in range(TRIES):  # promises become tighter with every run
+    for _ in range(2):  # promises become tighter with the first runs, and pieces are known after a run that had some
         limit = int(np.quantile(found.tally.all("before"), 0.9)) + found.beside_bytes
         found = trained(setting, name, epochs, limit, Guard, found.predictor)
-        if abs(found.tally.sum("split") / len(found.tally.all("after")) - 0.1) < 0.02:
-            break
     ways: dict[str, tuple[int | None, type[Guard]]] = {
         "plain": (None, Guard),
         "meter": (1 << 60, Guard),
         "threads": (limit, Guard),
         "training thread": (limit, Late),
     }
-    best: dict[str, tuple[float, float]] = {}
-    split, over = 0.0, 0
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    batches = split = over = 0
     for _ in range(rounds):
         for way, (bytes_, kind) in ways.items():
             tally = trained(setting, name, epochs, bytes_, kind, found.predictor).tally
-            now = (tally.seconds, tally.cpu_s)
-            best[way] = now if way not in best else (min(best[way][0], now[0]), min(best[way][1], now[1]))
+            taken[way].append((tally.seconds, tally.cpu_s))
             if way == "threads":
-                split, over = tally.sum("split") / len(tally.all("after")), over + tally.sum("over")
-    ratios = {way: [seconds / best["plain"][i] for i, seconds in enumerate(best[way])] for way in best}
-    return {"model": name, "split": split, "over": over, "plain_s": best["plain"][0], **ratios}
+                split, over, batches = (
+                    split + tally.sum("split"),
+                    over + tally.sum("over"),
+                    batches + len(tally.all("after")),
+                )
+    plain = np.array(taken["plain"])
+    ratios = {way: np.median(np.array(taken[way]) / plain, axis=0).tolist() for way in ways}
+    return {"model": name, "split": split / batches, "over": over, "plain_s": float(np.median(plain[:, 0])), **ratios}
 
 
 def main() -> None:
@@ -234,7 +236,7 @@ def main() -> None:
     parser.add_argument("--shares", default="1,0.8,0.6,0.4,0.2")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--overhead", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
