@@ -1,4 +1,5 @@
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -29,17 +30,19 @@ def test_who_has_the_turn_has_it_alone_and_may_ask_again():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", ["tree", "block"])
-@pytest.mark.parametrize("graph", ["device", "host"])
-def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str, graph: str):
+@pytest.mark.parametrize(
+    "where", [{"graph": "device"}, {"graph": "host"}, {"features": "pinned", "cache": "200kB"}], ids=str
+)
+def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str, where: dict[str, Any]):
     data = planted(num_nodes=20_000, num_edges=200_000, num_train=4096)
-    if layout == "tree" and graph == "host":
+    if layout == "tree" and where.get("graph") == "host":
         pytest.skip("trees are drawn on the GPU")
     found = {}
     for how in ("blocking", "async"):
         torch.manual_seed(0)
         model = sage(data, dropout=0.5)
         method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]
-        placement = hl.Placement(graph=graph)  # type: ignore[arg-type]
+        placement = hl.Placement(**where)
         options = {"epochs": 6, "evaluate": how, "device": "cuda", "show": False, "patience": 2, "lr": 0.05}
         run = hl.Trainer(model, data, method, placement=placement, **options).fit()
         evaluations = [(e.epoch, e.split, e.metrics) for e in run.evaluations]

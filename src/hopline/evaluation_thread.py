@@ -55,7 +55,8 @@ class EvaluationThread:
     def __init__(self, measure: Measure, job: Job) -> None:
         module = copy.deepcopy(job.module)
         module.requires_grad_(False)
-        self._job = replace(job, model=as_walkable(module), module=module, say=lambda text: None)
+        data = replace(job.data, tables={name: table.beside() for name, table in job.data.tables.items()})
+        self._job = replace(job, model=as_walkable(module), module=module, data=data, say=lambda text: None)
         self._measure = measure
         self._ends = threading.Event()
         self._asked: queue.SimpleQueue[tuple[int, Room | DeviceRoom] | None] = queue.SimpleQueue()

@@ -39,6 +39,24 @@ def test_reads_as_the_definition_says(num_hot: int, id_dtype: torch.dtype) -> No
     assert counts.sum(0).tolist() == expected_counts.sum(0).tolist()
 
 
+@pytest.mark.parametrize("staged", [True, False])
+def test_staged_rows_as_the_definition_says(staged: bool) -> None:
+    rows = randn(NUM_ROWS, 16, dtype=torch.float32)
+    hot, place = tiers(rows, 50)
+    others = (place < 0).nonzero().view(-1)[:30]
+    place[others] = -2 - torch.arange(50, 80, dtype=torch.int32, device=place.device)
+    hot = torch.cat([hot, -rows[others.cpu()].to(hot.device)])  # so that one sees where a row came from
+    ids = torch.cat([randint(0, NUM_ROWS, 300), torch.tensor([-1])])
+    counts, expected_counts = new_counts(KERNEL_DEVICE), new_counts("cpu")
+    found = gpu_tiers.gather_tiers(
+        hot, readable(rows), place, ids.to(KERNEL_DEVICE), counts, ids.argsort().to(KERNEL_DEVICE), staged
+    )
+    expected = gather_tiers_reference(hot.cpu(), rows, place.cpu(), ids, expected_counts, staged)
+    assert torch.equal(found.cpu(), expected)
+    assert counts.sum(0).tolist() == expected_counts.sum(0).tolist()
+    assert bool((expected_counts.sum(0)[2] > 0) == staged)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool], ids=str
 )

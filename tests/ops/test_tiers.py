@@ -32,6 +32,16 @@ def test_an_empty_slot_gives_zeros_and_counts_nothing() -> None:
     assert counts.sum(0).tolist() == [2, 0, 0]
 
 
+def test_staged_rows_are_read_where_they_stand_or_where_they_always_are() -> None:
+    place, counts = torch.tensor([-1, 0, -3], dtype=torch.int32), new_counts("cpu")
+    hot = torch.tensor([[1.0], [2.0], [3.0]])  # the second and third for staged rows
+    cold, ids = torch.tensor([[10.0], [11.0], [12.0]]), torch.tensor([2, 1, 0])
+    assert gather_tiers(hot, cold, place, ids, counts).view(-1).tolist() == [2, 1, 10]
+    assert counts.sum(0).tolist() == [1, 1, 1]
+    assert gather_tiers(hot, cold, place, ids, counts, staged=False).view(-1).tolist() == [12, 1, 10]
+    assert counts.sum(0).tolist() == [2, 3, 1]
+
+
 @pytest.mark.parametrize("bad", [-2, 40])
 def test_an_id_that_is_not_there_raises(bad: int) -> None:
     with pytest.raises(IndexError, match=r"outside 0 \.\. 39"):

@@ -195,6 +195,22 @@ def test_on_a_gpu_over_rows_that_only_the_host_reads() -> None:
     assert (table.counters()["hits"], table.counters()["misses"]) == (1, 2)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_beside_training_rows_are_read_where_they_always_are(device: str) -> None:
+    table = TieredTable(TensorTable(ROWS.clone()), HOT, device)
+    hot, cold, place = table.reserve(torch.device(device), 1).tiers
+    assert place is not None
+    hot[4], place[7] = -1.0, -2 - 4  # the seventh row is staged, and will be another one soon
+    beside, ids = table.beside(), torch.tensor([7, 3])
+    assert torch.equal(beside.read(ids.to(device)).cpu(), ROWS[ids])
+    if device == "cuda":  # else the host reads what is not hot
+        assert table.read(ids.to(device))[0].tolist() == [-1.0] * 5
+    assert (beside.shape, beside.dtype, beside.storage()) == (table.shape, table.dtype, None)
+    assert beside.tiers(device) == (cold, None, None)
+    everything = tiered(None)
+    assert everything.beside().tiers() == everything.tiers()
+
+
 def test_room_behind_the_hot_rows() -> None:
     table = tiered()
     hot, _, place = table.reserve(torch.device("cpu"), 3).tiers

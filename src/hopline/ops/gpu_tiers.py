@@ -47,6 +47,7 @@ def _gather_tiers(
     HAS_COLD: tl.constexpr,
     COUNTS: tl.constexpr,
     ORDERED: tl.constexpr,
+    STAGED: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = at < num_ids
@@ -57,6 +58,8 @@ def _gather_tiers(
     slots = ids
     if not ALL_HOT:
         slots = tl.load(place_ptr + ids, mask=present, other=-1).to(tl.int64)
+        if not STAGED:
+            slots = tl.maximum(slots, -1)
     hit, staged = present & (slots >= 0), present & (slots < -1)
     near = hit | staged
     readable = near
@@ -91,6 +94,7 @@ def gather_tiers(
     ids: Tensor,
     counts: Tensor | None = None,
     order: Tensor | None = None,
+    staged: bool = True,
 ) -> Tensor:
     """As `ops.tiers.gather_tiers`, in one launch that waits for nothing; ids beyond the rows give zeros too.
 
@@ -127,6 +131,7 @@ def gather_tiers(
             HAS_COLD=cold is not None,
             COUNTS=counts is not None,
             ORDERED=order is not None,
+            STAGED=staged,
             num_warps=NUM_WARPS,
         )
     return out

@@ -29,22 +29,24 @@ def gather_tiers(
     ids: Tensor,
     counts: Tensor | None = None,
     in_order: bool = False,
+    staged: bool = True,
 ) -> Tensor:
     """The rows of `ids` [n]: hot[place[id]] where that is a slot, else cold[id]; zeros where the id is -1.
 
     hot [num_hot, ...]; cold [num_rows, ...], on a GPU pinned host memory; place [num_rows] int32 with -1 for cold rows
     and -2 - slot for staged ones, None where every row is hot and stands at its own id. counts: `new_counts()`, to
     which what was read is added.
+    staged: whether staged rows are read where they stand; else where they are always, since they come and go.
     in_order: on a GPU, read by ascending id, which the host's memory answers half as fast again (an H200: 45 for 30
     GB/s at 256 bytes a row). It costs a sort, so it pays where a sixth of the rows or more are cold.
     """
     if ids.device.type == "cpu":
-        return gather_tiers_reference(hot, cold, place, ids, counts)
+        return gather_tiers_reference(hot, cold, place, ids, counts, staged)
     from hopline.ops import gpu_tiers  # Triton is imported by those who use it only
 
     narrow = place is not None and place.numel() < 1 << 31  # half as many bits to sort by
     order = (ids.int() if narrow else ids).argsort() if in_order else None
-    return gpu_tiers.gather_tiers(hot, cold, place, ids, counts, order)
+    return gpu_tiers.gather_tiers(hot, cold, place, ids, counts, order, staged)
 
 
 def count_ids(seen: Tensor, ids: Tensor) -> None:
@@ -59,7 +61,12 @@ def count_ids(seen: Tensor, ids: Tensor) -> None:
 
 
 def gather_tiers_reference(
-    hot: Tensor, cold: Tensor | None, place: Tensor | None, ids: Tensor, counts: Tensor | None = None
+    hot: Tensor,
+    cold: Tensor | None,
+    place: Tensor | None,
+    ids: Tensor,
+    counts: Tensor | None = None,
+    staged: bool = True,
 ) -> Tensor:
     """`gather_tiers` in plain torch: the definition."""
     num_rows = hot.size(0) if place is None else place.numel()
@@ -68,11 +75,12 @@ def gather_tiers_reference(
     rows = torch.zeros((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
     present = ids >= 0
     slots = torch.where(present, ids.long() if place is None else place[ids.long()].long(), -1)
-    hit, staged = slots >= 0, slots < -1
-    near, miss = hit | staged, present & (slots == -1)
+    slots = slots if staged else slots.clamp(min=-1)
+    hit, is_staged = slots >= 0, slots < -1
+    near, miss = hit | is_staged, present & (slots == -1)
     rows[near] = hot[slot_of(slots[near])]
     if cold is not None:
         rows[miss] = cold[ids[miss].long()]
     if counts is not None:
-        counts[0] += torch.stack([hit.sum(), miss.sum(), staged.sum()])
+        counts[0] += torch.stack([hit.sum(), miss.sum(), is_staged.sum()])
     return rows

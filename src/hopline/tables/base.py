@@ -50,6 +50,10 @@ class Table(ABC):
         """Memory from which kernels on `device` (by default the table's own) read all rows; None if there is none."""
         return None
 
+    def beside(self) -> Table:
+        """The same rows for somebody who reads them while others train."""
+        return self
+
     def end_epoch(self) -> None:  # noqa: B027 - most tables have nothing to say
         """Called after every epoch: counters are reported, and what was observed in it is put to use."""
 

@@ -94,7 +94,8 @@ class TieredTable(Table):
         places = 0 if self.hot_ids is None else 4 * len(self)
         return self.num_hot * self.row_bytes + places
 
-    def read(self, ids: Tensor) -> Tensor:
+    def read(self, ids: Tensor, *, staged: bool = True) -> Tensor:
+        """staged: whether rows may be read where they stand for a step (`staging`), which training alone can do."""
         if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
         if ids.device.type != self.device.type:
@@ -107,7 +108,7 @@ class TieredTable(Table):
         if ids.device.type != "cpu" and (tiers.place is None or tiers.cold is not None):
             # With half of the rows here, hardly any read goes to the host.
             in_order = tiers.cold is not None and 2 * self.num_hot < len(self) and ids.numel() >= SORTED_FROM
-            return gather_tiers(tiers.hot, tiers.cold, tiers.place, ids, placed.counts, in_order)
+            return gather_tiers(tiers.hot, tiers.cold, tiers.place, ids, placed.counts, in_order, staged)
         return self._read_by_host(placed, ids)
 
     def _read_by_host(self, placed: _Placed, ids: Tensor) -> Tensor:
@@ -145,6 +146,9 @@ class TieredTable(Table):
             return self.below.tiers(target)
         tiers = self._on(target).tiers
         return tiers if tiers.place is None or tiers.cold is not None else None
+
+    def beside(self) -> Table:
+        return _Beside(self)
 
     def counts(self, device: torch.device | str | None = None) -> Tensor:
         """The counter of a device, for kernels that read the tiers themselves: see `ops.tiers.gather_tiers`."""
@@ -250,6 +254,31 @@ class TieredTable(Table):
         hot_ids = None if self.hot_ids is None else send(self, "hot_ids")["hot_ids"]
         kind = self.device.type if self.device.type == "cuda" else str(self.device)
         return _open, (self.below, hot_ids, kind, self.observing)
+
+
+class _Beside(Table):
+    """A tiered table whose rows are read where they always are: those that are staged come and go meanwhile."""
+
+    def __init__(self, tiered: TieredTable) -> None:
+        self.tiered = tiered
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tiered.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tiered.dtype
+
+    def read(self, ids: Tensor) -> Tensor:
+        return self.tiered.read(ids, staged=False)
+
+    def storage(self) -> Tensor | None:
+        return self.tiered.storage()
+
+    def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
+        tiers = self.tiered.tiers(device)
+        return tiers if tiers is None or tiers.cold is None else Tiers(tiers.cold, None, None)
 
 
 def _open(below: Table, hot_ids: SharedArray | None, device: str, observe: bool) -> TieredTable:
