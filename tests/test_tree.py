@@ -74,8 +74,8 @@ def test_gcn_is_unbiased_on_trees():
     graph = random_graph(weight=True, loops=True)
     conv = pyg.GCNConv(6, 3).double()
     model, exact = GNN([conv]), conv(X, graph.edge_index(), graph.edge["weight"])[:12]
-    mean = torch.stack([model(tree_batch(graph, key=key, fanouts=(2,))) for key in range(4000)]).mean(0)
-    assert (mean - exact).norm() / exact.norm() < 0.05
+    mean = torch.stack([model(tree_batch(graph, key=key, fanouts=(2,))) for key in range(1000)]).mean(0)
+    assert (mean - exact).norm() / exact.norm() < 0.1
 
 
 def test_convs_that_add_loops_do_not_see_those_of_the_graph_twice():
