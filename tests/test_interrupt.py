@@ -105,7 +105,9 @@ def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: 
     assert (tmp_path / "run" / "run.log").read_text().count("going on from") == 2
 
 
-@pytest.mark.parametrize("everyone", [False, True], ids=["one rank", "everyone"])
+@pytest.mark.parametrize(
+    "everyone", [pytest.param(False, id="one rank", marks=pytest.mark.extended), pytest.param(True, id="everyone")]
+)
 def test_a_notice_sent_to_ranks_themselves_leaves_a_checkpoint_too(everyone: bool, tmp_path: Path) -> None:
     process = start(tmp_path, "devices=2", "timeout_s=20")
     try:

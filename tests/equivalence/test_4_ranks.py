@@ -72,6 +72,7 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(tmp_path: Path) -
     assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9)
 
 
+@pytest.mark.extended
 def test_torchrun_starts_a_run_again_and_it_goes_on(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"kill": [1, 5]}
     done = under_torchrun(2, tmp_path, str(tmp_path / "run"), changes, "--max-restarts", "1")

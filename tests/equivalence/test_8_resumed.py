@@ -15,7 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="children start by fork")
 @pytest.mark.parametrize(
-    ("kind", "kills"), [("sage", 4), ("gat", 3), pytest.param("sage", 20, marks=pytest.mark.extended)]
+    ("kind", "kills"),
+    [
+        ("sage", 4),
+        *(pytest.param(kind, kills, marks=pytest.mark.extended) for kind, kills in (("gat", 3), ("sage", 20))),
+    ],
 )
 def test_killed_at_random_moments(kind: str, kills: int, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.killed", str(tmp_path), kind, str(kills)]
