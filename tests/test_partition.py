@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,10 @@ def planted_communities(both_ways: bool) -> Graph:
 def test_planted_communities_are_cut_far_less_than_by_chance(num_parts: int, both_ways: bool) -> None:
     graph = planted_communities(both_ways)
     by_chance = cut_fraction(graph, make_partition(graph, num_parts, "random"))
-    make_partition(random_graph(), 2, "streaming")  # compiles
     for how, factor, slack in (("metis", 4, 0.1), ("streaming", 2, 0.1)):
-        started = time.perf_counter()
         found = make_partition(graph, num_parts, how)
-        seconds = time.perf_counter() - started
         cut = cut_fraction(graph, found)
-        print(f"{how}, {num_parts} parts: cut {cut:.1%}, by chance {by_chance:.1%}, {seconds:.1f} s")
+        print(f"{how}, {num_parts} parts: cut {cut:.1%}, by chance {by_chance:.1%}")
         assert cut * factor < by_chance
         mean = graph.num_nodes / num_parts
         assert int(found.sizes.min()) >= mean * (1 - slack)
