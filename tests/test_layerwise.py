@@ -75,32 +75,6 @@ def test_all_nodes_at_once_with_an_edge_to_nowhere_are_refused():
         infer.exact(hl.nn.GNN([SAGEConv(8, 4)]), data)
 
 
-def test_blocks_of_the_same_nodes_are_made_once(monkeypatch: pytest.MonkeyPatch):
-    data, made, plain = small(), [], layerwise.full_block
-
-    def block(sampler: Any, nodes: Tensor) -> hl.Block:
-        made.append(nodes.numel())
-        return plain(sampler, nodes)
-
-    monkeypatch.setattr(layerwise, "full_block", block)
-    ids = torch.tensor([3, 5])
-    for _ in range(2):
-        model = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 4)])  # other weights every time
-        torch.testing.assert_close(infer.exact(model, data, ids), infer.exact(model, data)[ids])
-    assert len(made) == 2
-    deeper = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 8), SAGEConv(8, 4)])
-    torch.testing.assert_close(infer.exact(deeper, data, ids), infer.exact(deeper, data)[ids])
-    for other in (ids.add_(1), torch.tensor([7])):
-        made.clear()
-        torch.testing.assert_close(infer.exact(model, data, other), infer.exact(model, data)[other])
-        assert len(made) == 2
-    monkeypatch.setattr(layerwise, "KEPT_BYTES", 0)
-    layerwise._kept.clear()
-    for _ in range(2):
-        infer.exact(model, data, other)
-    assert len(made) == 6
-
-
 class Faulty(hl.TensorTable):
     def read(self, ids: Tensor) -> Tensor:
         raise OSError("the disk is gone")
@@ -188,3 +162,20 @@ def test_hidden_rows_that_a_gpu_has_no_room_for(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(layerwise.pinned, "register", lambda table: "refused")
     assert close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), wanted)
     assert ("cpu", False) in written
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["plain", "jk-cat", "encoder", "gcn2"])
+def test_on_a_gpu_a_chunk_may_have_all_nodes_as_sources_but_not_in_their_order(name: str, where: str):
+    torch.manual_seed(0)
+    graph = hl.Graph(torch.arange(101) * 60, torch.stack([torch.randperm(100)[:60] for _ in range(100)]).view(-1))
+    table = hl.TensorTable(torch.randn(100, 6, device=where))
+    here = hl.Dataset(name="dense", graph=graph, tables={"x": hl.TensorTable(table.rows.cpu())})
+    there = hl.Dataset(name="dense", graph=graph, tables={"x": table})
+    model = gnn_of(name).float()
+    wanted = infer.exact(model, here)
+    for options in ({"chunk_edges": 1000}, {"chunk_bytes": 100_000}):
+        found = infer.exact(model.cuda(), there, device="cuda", **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

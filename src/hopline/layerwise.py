@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from hopline import pinned, trace
-from hopline.batch import Block, Readable, Rows, as_tensor
+from hopline.batch import Block, Readable, ReducedRows, Rows, as_tensor
 from hopline.data.dataset import Dataset
-from hopline.graph import Graph
+from hopline.kept import Kept, kept_of
 from hopline.layer_files import LayerFiles
 from hopline.meter import free_bytes, meter_of, numbered
 from hopline.nn.gnn import GNN, State
@@ -39,8 +38,6 @@ PROBED_NODES = 16
 """Nodes by which it is found what a chunk takes."""
 MARGIN = 1.5
 """By how much a chunk may take more, for its edges, than those nodes did."""
-KEPT_BYTES, KEPT_SHARE = 64 << 20, 32
-"""What may be kept for the next inference at the same nodes: bytes of RAM, and as a part of a GPU's 1 / so many."""
 CPU = torch.device("cpu")
 
 KeepRows = Callable[[int, Tensor, Tensor], None]
@@ -66,36 +63,6 @@ def read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
     if device.type != "cpu" and table.tiers(device) is not None:
         return table.read(ids.to(device))
     return table.read(ids.cpu()).to(device)
-
-
-@dataclass(eq=False)
-class _Kept:
-    """What inference at the same nodes needs again after every epoch: the nodes of each layer, and their blocks."""
-
-    ids: weakref.ref[Tensor]
-    version: int
-    layers: tuple[int, bool, bool]
-    needed: list[Tensor]
-    blocks: dict[int, Block] = field(default_factory=dict)
-    """By the identity of the nodes, which are among `needed`."""
-    num_bytes: int = 0
-
-    def is_of(self, ids: Tensor, layers: tuple[int, bool, bool]) -> bool:
-        return self.ids() is ids and self.version == ids._version and self.layers == layers
-
-    def has_room_for(self, block: Block) -> bool:
-        """Whether it may be kept too."""
-        room, device = KEPT_BYTES, block.src_ids.device
-        if device.type == "cuda":
-            room = torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE
-        taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
-        if self.num_bytes + taken > room:
-            return False
-        self.num_bytes += taken
-        return True
-
-
-_kept: weakref.WeakKeyDictionary[Graph, _Kept] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -132,7 +99,7 @@ class Layerwise:
         self.chunk_edges = chunk_edges or _edges_at_once(model, device, data)
         self.chunk_bytes, self.files = chunk_bytes, files
         self.sampler = NeighborSampler(data.graph, (-1,))
-        self._kept: _Kept | None = None
+        self.kept: Kept | None = None
         self._whole: Block | None = None
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
@@ -179,31 +146,37 @@ class Layerwise:
         return needed if self.model.encodes else [everything, *needed]
 
     def _needed_again(self, ids: Tensor | None) -> list[Tensor]:
-        """The same; what the last inference at these nodes found out is known, where a layer is a chunk."""
-        graph, layers = self.data.graph, (self.model.num_layers, self.model.encodes, self.keep is None)
-        one_chunk = self.chunk_bytes is None and self._at_once(self.chunk_edges)
-        if ids is None or self.files is not None or not one_chunk or not self.by_graph_alone:
+        """The same; what the last inference at these nodes found out is known."""
+        if ids is None or self.files is not None or self.chunk_bytes is not None or not self.by_graph_alone:
             return self.needed(ids)
-        kept = _kept.get(graph)
-        if kept is None or not kept.is_of(ids, layers):
-            kept = _kept[graph] = _Kept(weakref.ref(ids), ids._version, layers, self.needed(ids))
-        self._kept = kept
-        return kept.needed
+        model = self.model
+        about = (
+            model.num_layers,
+            model.encodes,
+            model.input_reduction,
+            self.keep is None,
+            self.chunk_edges,
+            self.device,
+        )
+        self.kept = kept_of(self.data.graph, self.data.x, ids, about, self.device, lambda: self.needed(ids))
+        return self.kept.needed
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the next inference finds all blocks made, each of a whole layer."""
+        return self.kept is not None and self.kept.is_complete(self.model.num_layers)
 
     def block(self, nodes: Tensor) -> Block:
         """All in-edges of some nodes."""
-        known = {} if self._kept is None else self._kept.blocks
-        if id(nodes) in known:
-            return known[id(nodes)]
+        known = None if self.kept is None else self.kept.block(nodes, self.data.graph)
+        if known is not None:
+            return known
         everything = nodes.numel() == self.data.num_nodes
-        block = whole_block(self.data.graph) if everything else full_block(self.sampler, nodes)
-        if self._kept is not None and self._kept.has_room_for(block):
-            known[id(nodes)] = block
-        return block
+        return whole_block(self.data.graph) if everything else full_block(self.sampler, nodes)
 
     def _moved(self, block: Block) -> Block:
         """On the device: a block of all nodes once for all layers."""
-        if block.num_dst < self.data.num_nodes:
+        if not self._is_whole(block):
             return block.to(self.device)
         self._whole = self._whole or block.to(self.device)
         return self._whole
@@ -220,7 +193,8 @@ class Layerwise:
         """The tables after a layer: blocks are made ahead, and rows written behind where that takes a while."""
         edges = None if self.files is None else self.files.chunk_edges
         edges = edges or self._edges_of_a_chunk(l, nodes, tables)
-        chunks = self.chunks(nodes, edges)
+        cut = partial(self.chunks, nodes, edges)
+        chunks = cut() if self.kept is None else self.kept.in_chunks(nodes, cut)
         new = self._new_tables(l)
         done = 0 if self.files is None else self.files.begin(l, edges)
         bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
@@ -252,6 +226,9 @@ class Layerwise:
 
         def prepare(chunk: Tensor) -> tuple[Tensor, Block, list[Ahead]]:
             block = self.block(chunk)
+            sums = None if self.kept is None or l else self.kept.sums.get(id(chunk))
+            if sums is not None:
+                return chunk, block, [ReducedRows(self.data.x, block.src_ids, *sums)]
             return chunk, block, self._read_ahead(tables, block)
 
         on_host = self.data.graph.device.type == "cpu"  # a GPU's kernels are asked for by one thread
@@ -261,12 +238,16 @@ class Layerwise:
         with closing(ahead.run(chunks)) as prepared:
             for chunk, block, rows in prepared:
                 with trace.span("infer.layer", self.device):
-                    state = self.model.layer(l, self._state(rows), self._moved(block))
+                    block = self._moved(block)
+                    state = self._before(l, rows, block)
+                    if self.kept is not None:
+                        self.kept.keep(chunk, block, state.h if isinstance(state.h, ReducedRows) else None)
+                    state = self.model.layer(l, state, block)
                     # Rows that were put off are computed here, not where they are written.
                     state = State(self.model.decode(state)) if last else replace(state, h=as_tensor(state.h))
                 if self.keep is not None and not last:
                     self.keep(l, chunk, as_tensor(state.h))
-                yield chunk, state
+                yield (block.dst_ids if self.device.type == "cuda" else chunk), state
 
     def _encode(self, nodes: Tensor) -> Tables:
         if not self.model.encodes:
@@ -294,23 +275,36 @@ class Layerwise:
         handles += [None if table is None else Rows(table, block.dst_ids) for table in (tables.x0, tables.jk)]
         if self.device.type == "cpu":
             return [handles[0], *(None if rows is None else rows.read() for rows in handles[1:])]
-        return [rows if rows is None or self._is_near(rows.table) else self._read(rows, CPU) for rows in handles]
+        whole = self._is_whole(block)
+        return [rows if rows is None or self._is_near(rows.table) else self._read(rows, CPU, whole) for rows in handles]
 
     def _is_near(self, table: Readable) -> bool:
         """Whether the GPU reads the table itself."""
         storage = table.storage()
         return (storage is not None and storage.device.type != "cpu") or table.tiers(self.device) is not None
 
-    def _state(self, ahead: list[Ahead]) -> State:
+    def _before(self, l: int, ahead: list[Ahead], block: Block) -> State:
+        """What a layer makes its rows of; of the first, what needs no parameter is done."""
+        if isinstance(ahead[0], ReducedRows):
+            return State(ahead[0])
+        state = self._state(ahead, self._is_whole(block))
+        reduced = self.model.reduced_input(state.h, block) if l == 0 else None
+        return state if reduced is None else State(ReducedRows(self.data.x, block.src_ids, *reduced))
+
+    def _state(self, ahead: list[Ahead], whole: bool) -> State:
         """What was read ahead, on the device."""
         if self.device.type == "cpu":
             return State(*ahead)  # type: ignore[arg-type]
-        rows = [self._read(rows, self.device) if isinstance(rows, Rows) else rows for rows in ahead]
+        rows = [self._read(rows, self.device, whole) if isinstance(rows, Rows) else rows for rows in ahead]
         return State(*(None if one is None else one.to(self.device) for one in rows))  # type: ignore[arg-type]
 
-    def _read(self, rows: Rows, device: torch.device) -> Tensor:
-        """On a device; where all rows of a table lie there, they are not copied."""
-        stored = rows.table.storage() if rows.ids.numel() == self.data.num_nodes else None
+    def _is_whole(self, block: Block) -> bool:
+        """Whether its rows are those of all nodes in their order; as sources all may also come in another."""
+        return block.num_dst == self.data.num_nodes
+
+    def _read(self, rows: Rows, device: torch.device, whole: bool) -> Tensor:
+        """On a device; where the whole table lies there, it is not copied."""
+        stored = rows.table.storage() if whole else None
         return stored if stored is not None and stored.device == device else read_on(device, rows.table, rows.ids)
 
     def _edges_of_a_chunk(self, l: int, nodes: Tensor, tables: Tables) -> int:
@@ -322,7 +316,8 @@ class Layerwise:
             block = self.block(few)
             rows = self._read_ahead(tables, block)
         with meter_of(self.device) as computing:
-            state = self.model.layer(l, self._state(rows), block.to(self.device))
+            block = block.to(self.device)
+            state = self.model.layer(l, self._before(l, rows, block), block)
             after = [as_tensor(one) for one in (state.h, state.x0, state.jk) if one is not None]
         most = (1 + AHEAD) * preparing.peak_bytes + computing.peak_bytes + BEHIND * sum(one.nbytes for one in after)
         cost = int(self.data.graph.in_degrees(few).sum()) + few.numel()

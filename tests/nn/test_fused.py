@@ -178,7 +178,7 @@ def test_scaled_sums_are_refused_by_name_where_nothing_is_summed() -> None:
         convolve(conv_of("gat", 4, 3), randn(block.num_src, 4), block)
 
 
-@pytest.mark.parametrize("name", ["sage-mean", "sage-max", "sage-sum", "gin", "graph"])
+@pytest.mark.parametrize("name", ["sage-mean", "sage-max", "sage-sum", "gin", "graph", "gcn"])
 def test_rows_read_ahead_change_no_bit(name: str) -> None:
     graph = random_graph()
     rows = TensorTable(randn(graph.num_nodes, 6))

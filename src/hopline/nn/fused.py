@@ -29,6 +29,8 @@ LINEARS = {SAGEConv: ("lin_l", "lin_r"), GraphConv: ("lin_rel", "lin_root")}
 """Their linear layers: of the reduced rows, with the bias, and of the destinations' own."""
 NORMALISED = (GCNConv, GCN2Conv, APPNP)
 """Convs that send rows times the symmetric degree norm, with self-loops."""
+NORMALISED_SUM = "normalised sum"
+"""How these reduce rows."""
 
 
 FLOPS = 16
@@ -58,19 +60,18 @@ def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None)
     if type(conv) in PLAIN:
         return _plain(conv, h, block, how, dtype)
 
-    weight, loops = gcn_weights(conv, block, dtype)
-    if conv.normalize:
-        block = block.scaling_sums(False)  # the factor is in the weights
+    if isinstance(h, ReducedRows) and h.how == NORMALISED_SUM:
+        return _product(conv, h.beside)
 
     def propagate(b: Block, x: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
-        out = _reduce(x, b, how, weight, dtype)
-        return out if loops is None else out + loops[:, None].to(x.dtype) * x[: b.num_dst]
+        return _normalised_sum(conv, x, b, dtype)
 
     if isinstance(block, TreeBlock) and block.on_gpu and isinstance(conv, GCNConv):
         # The product is linear: after the reduction it has a row per destination, before it one per slot.
-        reduced, own = _reduce(h, block, how, weight, dtype, beside_own=True).chunk(2, dim=1)
-        out = conv.lin(reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
-        return out if conv.bias is None else out + conv.bias
+        weight, loops = gcn_weights(conv, block, dtype)
+        plain = block.scaling_sums(False) if conv.normalize else block
+        reduced, own = _reduce(h, plain, how, weight, dtype, beside_own=True).chunk(2, dim=1)
+        return _product(conv, reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
     if isinstance(conv, APPNP):  # its one step mixes in own rows, of which a block has fewer than sources
         rows = typed(h, dtype)
         return (1 - conv.alpha) * propagate(block, rows) + conv.alpha * rows[: block.num_dst]
@@ -78,10 +79,22 @@ def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None)
         stand_in = _StandIn(conv, propagate, normalize=False)
         return GCN2Conv.forward(stand_in, typed(h, dtype), x0, block)  # type: ignore[arg-type]
     if _reduces_first(conv, h, block):
-        out = conv.lin(propagate(block, typed(h, dtype)))
-        return out if conv.bias is None else out + conv.bias
+        return _product(conv, propagate(block, typed(h, dtype)))
     stand_in = _StandIn(conv, propagate, normalize=False, lin=lambda x: project(conv.lin, x))
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
+
+
+def _normalised_sum(conv: Any, x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """What a GCN-like conv sends, summed, with the loops."""
+    weight, loops = gcn_weights(conv, block, dtype)
+    plain = block.scaling_sums(False) if conv.normalize else block  # the factor is in the weights
+    out = _reduce(x, plain, "sum", weight, dtype)
+    return out if loops is None else out + loops[:, None].to(x.dtype) * x[: block.num_dst]
+
+
+def _product(conv: GCNConv, reduced: Tensor) -> Tensor:
+    out = conv.lin(reduced)
+    return out if conv.bias is None else out + conv.bias
 
 
 def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
@@ -118,7 +131,7 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
         reduced, own = _reduce(source, block, how, weight, dtype, beside_own=True).chunk(2, dim=1)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: reduced)
     elif linears is None:
-        own = typed(_own_rows(source, block.num_dst), dtype)
+        own = typed(own_rows(source, block.num_dst), dtype)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
     else:
         # Both products in one: [reduced, own] times the weights side by side. The conv is told of no own rows.
@@ -159,18 +172,39 @@ def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] |
     return names if plain and pair[1].bias is None else None
 
 
+def input_reduction(conv: Any) -> tuple[Any, ...] | None:
+    """Names the part of a conv that needs no parameter, if its input is the features; None where there is none such."""
+    if type(conv) is GCNConv and is_fused(conv) and is_linear(conv.lin):
+        weight = conv.lin.weight
+        return (NORMALISED_SUM, conv.normalize, conv.add_self_loops, conv.improved, weight.shape, weight.dtype)
+    if not reads_rows(conv):
+        return None
+    return REDUCE[type(conv.aggr_module)], next((p.dtype for p in conv.parameters()), None)
+
+
+def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
+    """That part of it on a block, and how it was reduced, as `ReducedRows` have both; None where it has none there."""
+    if isinstance(block, TreeBlock) or input_reduction(conv) is None:
+        return None
+    dtype = _dtype_of(conv, h)
+    with torch.no_grad():
+        if type(conv) is GCNConv:
+            first = _reduces_first(conv, h, block)
+            return (_normalised_sum(conv, typed(h, dtype), block, dtype), NORMALISED_SUM) if first else None
+        how = REDUCE[type(conv.aggr_module)]
+        weighted = isinstance(conv, GraphConv) and "weight" in block.edge
+        if weighted or (how == "sum" and block.scale_sums):
+            return None
+        return _reduce(h if isinstance(h, Rows) else typed(h, dtype), block, how, None, dtype, beside_own=True), how
+
+
 def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
     """What a conv with `reads_rows` will read of a table, read and reduced now; else the handle as it is."""
-    how, stored = REDUCE[type(conv.aggr_module)], rows.table.storage()
-    weighted = isinstance(conv, GraphConv) and "weight" in block.edge
-    if stored is None or weighted or (how == "sum" and block.scale_sums):
-        return rows
-    with torch.no_grad():
-        beside = _reduce(rows, block, how, None, stored.dtype, beside_own=True)
-    return ReducedRows(rows.table, rows.ids, beside, how)
+    reduced = None if rows.table.storage() is None else reduced_input(conv, rows, block)
+    return rows if reduced is None else ReducedRows(rows.table, rows.ids, *reduced)
 
 
-def _own_rows(h: Handle | Tensor, num_dst: int) -> Rows | Tensor:
+def own_rows(h: Handle | Tensor, num_dst: int) -> Rows | Tensor:
     """The destinations' own rows, which are the first."""
     if isinstance(h, ReducedRows):
         return h.own

@@ -18,7 +18,17 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from hopline import ops
 from hopline.batch import Batch, Block, DroppedRows, Handle, Readable, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
-from hopline.nn.fused import deferred, is_fused, is_linear, project, read_ahead, reads_rows
+from hopline.nn.fused import (
+    deferred,
+    input_reduction,
+    is_fused,
+    is_linear,
+    own_rows,
+    project,
+    read_ahead,
+    reads_rows,
+    reduced_input,
+)
 from hopline.nn.norm import check_norm, empty_rows_left_out, make_norm, running_statistics
 from hopline.nn.rows import typed
 
@@ -167,6 +177,20 @@ class GNN(nn.Module):
         return read_ahead(self.convs[0], rows, block) if self.reads_rows else rows
 
     @property
+    def input_reduction(self) -> tuple[Any, ...] | None:
+        """Names what of the first layer needs no parameter, so is the same in every evaluation; None if nothing is."""
+        return input_reduction(self.convs[0]) if self._reduces_input else None
+
+    def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
+        """That part of it, of which the layer makes the rest if it is given `ReducedRows`; None where it has none."""
+        return reduced_input(self.convs[0], h, block) if self._reduces_input else None
+
+    @property
+    def _reduces_input(self) -> bool:
+        """Whether the first conv takes the features as they are, and nothing else needs those of a node."""
+        return not self.encodes and not (self.residual and isinstance(self.convs[0], GCNConv))
+
+    @property
     def encodes(self) -> bool:
         """Whether the first layer's state is anything but the input rows themselves (in evaluation)."""
         return self.encoder is not None or self._uses_x0
@@ -267,7 +291,7 @@ class GNN(nn.Module):
     def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor) -> Tensor:
         own: Tensor | None = None
         if self.residual and tuple(h.shape[1:]) == tuple(before.shape[1:]):
-            own = self._typed(before.head(h.size(0)) if isinstance(before, Rows) else as_tensor(before)[: h.size(0)])
+            own = self._typed(own_rows(before, h.size(0)))
         if self.act is not None and self.act_first:
             h = self.act(h)
         h = self.norms[l](h)

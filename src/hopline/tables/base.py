@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def version_of(rows: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if rows.is_inference() else rows._version
+
+
 class Tiers(NamedTuple):
     """Where a kernel finds rows: hot[place[id]] where that is a slot, else cold[id]."""
 
@@ -44,6 +49,11 @@ class Table(ABC):
 
         Kernels that read rows straight into a reduction use it; without it the rows are read first.
         """
+        return None
+
+    @property
+    def version(self) -> int | None:
+        """A number that changes with the rows, if torch or this table changes them; None if they may change unseen."""
         return None
 
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:

@@ -44,6 +44,10 @@ class CachedTable(Table):
         trace.count(f"{self.counter}_miss", ids.numel() - num_hits)
         return rows
 
+    @property
+    def version(self) -> int | None:
+        return self.below.version
+
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids, rows)
         slot = self.slot[ids].long()

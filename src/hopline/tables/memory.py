@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.tables.base import Table, Tiers
+from hopline.tables.base import Table, Tiers, version_of
 from hopline.tables.shared import receive, send
 
 
@@ -32,6 +32,12 @@ class TensorTable(Table):
         if self.read_only:
             super().write(ids, rows)
         ops.put_rows(self.rows, ids, rows.to(self.rows.dtype))
+        if not self.rows.is_inference():
+            torch.autograd.graph.increment_version(self.rows)  # a kernel of ours may have written
+
+    @property
+    def version(self) -> int | None:
+        return version_of(self.rows)
 
     def storage(self) -> Tensor | None:
         return self.rows if self.rows.is_contiguous() else None

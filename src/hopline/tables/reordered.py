@@ -37,6 +37,10 @@ class ReorderedTable(Table):
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         return self.below.read_csr(self._below(ids))
 
+    @property
+    def version(self) -> int | None:
+        return self.below.version
+
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(self._below(ids), rows)
 

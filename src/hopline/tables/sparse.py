@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.tables.base import Table
+from hopline.tables.base import Table, version_of
 from hopline.tables.shared import receive, send
 
 
@@ -37,6 +37,10 @@ class SparseTable(Table):
     @property
     def num_bytes(self) -> int:
         return sum(a.numel() * a.element_size() for a in (self.indptr, self.columns, self.values))
+
+    @property
+    def version(self) -> int | None:
+        return version_of(self.values)
 
     def to(self, device: torch.device | str) -> SparseTable:
         """The same rows on a device."""

@@ -125,6 +125,10 @@ class TieredTable(Table):
             placed.counts[0] += torch.tensor([num_present - num_missed, num_missed, 0], device=ids.device)
         return rows
 
+    @property
+    def version(self) -> int | None:
+        return self.below.version
+
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids.cpu(), rows.cpu())
         for device, placed in self._placed.items():
@@ -269,6 +273,10 @@ class _Beside(Table):
     @property
     def dtype(self) -> torch.dtype:
         return self.tiered.dtype
+
+    @property
+    def version(self) -> int | None:
+        return self.tiered.version
 
     def read(self, ids: Tensor) -> Tensor:
         return self.tiered.read(ids, staged=False)
