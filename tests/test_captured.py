@@ -15,7 +15,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.captured import DrawnUnit, no_waiting
+from hopline.captured import CapturedUnit, no_waiting
 from hopline.data import planted
 from hopline.tables import TensorTable
 
@@ -112,7 +112,8 @@ def test_an_epoch_waits_for_nothing_but_its_end(placement: hl.Placement | None):
     assert (trainer.work.look_ahead is None) == (placement is None)
     trainer.model.train()
     units = list(trainer.work.units(2))
-    assert sum(isinstance(unit, DrawnUnit) for unit in units) == 1  # the last, which is not full
+    assert len({unit.size for unit in units}) == 2  # the last is not full
+    assert all(isinstance(unit, CapturedUnit) for unit in units)
     torch.cuda.synchronize()
     with no_waiting():
         for unit in trainer.work.units(2):

@@ -27,6 +27,27 @@ def test_who_has_the_turn_has_it_alone_and_may_ask_again():
     assert others == [False, True]
 
 
+def test_what_can_wait_for_another_time_does_not_wait_for_its_turn():
+    begun, ended, found = threading.Event(), threading.Event(), []
+
+    def evaluate() -> None:
+        with recording.turn:
+            begun.set()
+            ended.wait()
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    begun.wait()
+    with recording.at_once() as free:
+        found.append(free)
+    ended.set()
+    thread.join()
+    for _ in range(2):
+        with recording.at_once() as free:
+            found.append(free)
+    assert found == [False, True, True]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", ["tree", "block"])

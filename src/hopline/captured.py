@@ -82,8 +82,9 @@ class CapturedWork:
     def __init__(self, job: Job, loader: Loader) -> None:
         self.job, self.loader = job, loader
         self.batches = DeviceBatches(loader)
-        self.step: CapturedStep | None = None
-        self.tried = False
+        self.steps: dict[int, CapturedStep | None] = {}
+        """By their number of seeds; None where it cannot be captured."""
+        self.epochs = 0
         self.look_ahead = self._look_ahead()
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
@@ -91,23 +92,34 @@ class CapturedWork:
         size = loader.method.batch_size
         per_step, left = size * loader.size, loader.ids.numel() - examples
         self.batches.start(epoch, done, examples)
-        if left >= per_step and not self.tried:
-            self.tried = True
-            self.step = capture(self.job, self.batches, size, loader.rank * size, per_step)
+        self.epochs += 1
+        if left >= per_step and per_step not in self.steps:
+            self.steps[per_step] = capture(self.job, self.batches, size, loader.rank * size, per_step)
         yield from self._full_steps(left // per_step, size, per_step)
         rest = left % per_step
         if rest and not loader.method.drop_last:
-            first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
-            yield DrawnUnit(self.job, self.batches, stop - first, first, rest)
+            yield self._last_step(rest)
+
+    def _last_step(self, rest: int) -> Unit:
+        """The last step of an epoch, which is smaller: worth a graph in the second."""
+        loader, job, batches = self.loader, self.job, self.batches
+        first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
+        size, others = stop - first, list(self.steps.values())
+        if rest not in self.steps and size and self.epochs > 1 and None not in others:
+            with recording.at_once() as free:
+                if free:
+                    self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
+        step = self.steps.get(rest)
+        return DrawnUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
 
     def _full_steps(self, num_steps: int, size: int, per_step: int) -> Iterator[Unit]:
-        ahead = self.look_ahead
+        ahead, step = self.look_ahead, self.steps.get(per_step)
         if ahead is not None:
             ahead.start(num_steps)
         for number in range(num_steps):
             first = partial(ahead.before, number) if ahead is not None else None
-            if self.step is not None:
-                yield CapturedUnit(self.step, size, per_step, first)
+            if step is not None:
+                yield CapturedUnit(step, size, per_step, first)
             else:
                 yield DrawnUnit(self.job, self.batches, size, self.loader.rank * size, per_step, first)
         if ahead is not None:
@@ -169,11 +181,16 @@ class DrawnUnit(Unit):
         return BatchUnit(self.job, batch).forward_backward(total)
 
 
-def capture(job: Job, batches: DeviceBatches, size: int, first: int, per_step: int) -> CapturedStep | None:
-    """A captured step, or None and a line that says why there is none."""
+def capture(
+    job: Job, batches: DeviceBatches, size: int, first: int, per_step: int, beside: CapturedStep | None = None
+) -> CapturedStep | None:
+    """A captured step, or None and a line that says why there is none.
+
+    beside: another, in whose memory it may compute. It keeps what that leaves, while what it leaves is written over.
+    """
     step = CapturedStep(job, batches, size, first, per_step)
     try:
-        step.capture()
+        step.capture(None if beside is None else beside.graph)
     except Exception as error:
         for parameter in step.parameters:
             parameter.grad = None
@@ -194,7 +211,7 @@ class CapturedStep:
         self.total = size
         self.graph = torch.cuda.CUDAGraph()
 
-    def capture(self) -> None:
+    def capture(self, beside: torch.cuda.CUDAGraph | None) -> None:
         job = self.job
         stream = recording.new_stream(job.device)
         stream.wait_stream(torch.cuda.current_stream(job.device))
@@ -206,7 +223,7 @@ class CapturedStep:
                     self.batches.state.copy_(begin)  # the epoch may have no more steps than one
                     self._run()
             self._forget_gradients()
-            with recording.recorded(self.graph, stream):
+            with recording.recorded(self.graph, stream, beside):
                 self.loss = self._run()
             self.gradients = [p.grad for p in self.parameters]
             # The graph knows only where they are.

@@ -290,6 +290,8 @@ class Beside(Evaluations):
         for answer in self.process.answers(wait=wait):
             self.asked.discard(answer["epoch"])
             self.results[answer["epoch"]] = answer
+        if not self.asked:
+            self.process.prepare()
         for snapshot in self._left()[: 2 - len(self.asked) if self.process.is_ready else 0]:
             self.process.ask(snapshot.epoch, snapshot.room)
             self.asked.add(snapshot.epoch)

@@ -176,6 +176,9 @@ class EvaluationProcess:
             raise self._failure
         return found
 
+    def prepare(self) -> None:
+        """It prepares itself."""
+
     def close(self) -> None:
         self._pipe.close()
         self._process.kill()

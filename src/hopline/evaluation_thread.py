@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hopline import ops, recording
 from hopline.evaluation_process import EvaluationError, Layout, Measure, Room
+from hopline.measure import Measure as OwnMeasure
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.pipeline import give_way
@@ -50,8 +51,6 @@ class EvaluationThread:
     a GPU it has a stream of its own, and reads what lies on the host in as many threads as training would.
     """
 
-    is_ready = True
-
     def __init__(self, measure: Measure, job: Job) -> None:
         module = copy.deepcopy(job.module)
         module.requires_grad_(False)
@@ -66,9 +65,22 @@ class EvaluationThread:
         if isinstance(model, GNN):
             model.layer = self._checked(model.layer)  # type: ignore[method-assign]
         self._threads = torch.get_num_threads()
+        self._replayed = measure.replayed(self._job) if isinstance(measure, OwnMeasure) else None
+        if self._replayed is not None:
+            self._replayed.left_to_others = True  # of whom one draws while it would record
         self._stream: Any = torch.cuda.Stream(job.device) if job.device.type == "cuda" else None
         self._pool = ops.start_threads(1, "hopline-evaluation", self._begin)
         self._served = self._pool.submit(self._serve)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be asked for another; else, when it has answered all, somebody is to `prepare` it."""
+        return self._replayed is None or not self._replayed.is_due
+
+    def prepare(self) -> None:
+        """While it does nothing: what the thread that trains has to do for it."""
+        if self._replayed is not None and self._replayed.is_due:
+            self._replayed.record(self._stream)
 
     def ask(self, epoch: int, room: Room | DeviceRoom) -> None:
         """Have the weights in a room evaluated; it must stay as it is until the answer has come."""

@@ -17,6 +17,7 @@ from hopline.data.dataset import Dataset
 from hopline.guard import Guard
 from hopline.infer import KeepRows
 from hopline.nn.gnn import GNN
+from hopline.replayed import Replayed, replayed_of
 from hopline.shard_data import ShardedData
 from hopline.work import Job, Method
 
@@ -56,7 +57,9 @@ class Measure:
         with own_threads(job):
             if isinstance(data, ShardedData):
                 return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
-            if batches is None:
+            if batches is None and keep is None and (replayed := self.replayed(job)) is not None:
+                scores = replayed()
+            elif batches is None:
                 with TemporaryDirectory() if self.rows_on_disk and keep is None else nullcontext() as folder:
                     options: dict[str, Any] = {"chunk_bytes": self.chunk_bytes, "keep": keep, "folder": folder}
                     scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
@@ -65,3 +68,10 @@ class Measure:
                 scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
         assert data.y is not None
         return infer.measure(data, scores, data.y[ids.to(data.y.device)].cpu())
+
+    def replayed(self, job: Job) -> Replayed | None:
+        """What becomes a CUDA graph of it, if something does."""
+        bound = self.chunk_bytes is not None or self.rows_on_disk
+        if bound or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
+            return None
+        return replayed_of(job, job.data.splits[self.split])

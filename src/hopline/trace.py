@@ -117,7 +117,10 @@ def span(name: str, device: torch.device | None = None) -> AbstractContextManage
     """
     if not _listeners:
         return _SILENT
-    return _DeviceTimed(name) if device is not None and device.type == "cuda" else _Timed(name)
+    if device is None or device.type != "cuda":
+        return _Timed(name)
+    # Of what is being recorded nothing runs yet, and its events could never be asked.
+    return _SILENT if torch.cuda.is_current_stream_capturing() else _DeviceTimed(name)
 
 
 def end_device_spans() -> None:

@@ -12,7 +12,8 @@ from hopline import ops, recording, trace
 
 WARM_UP_STEPS = 2
 MOST_CAPTURES = 3
-"""Gradients that keep moving about in memory are not worth another graph."""
+MOST_SEEN = 64
+"""Gradients that keep moving about in memory are not worth another graph, nor is every place to be remembered."""
 
 
 Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
@@ -56,44 +57,51 @@ class Update:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
         self.device = self.parameters[0].device
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.last: list[int] = []  # where the gradients were in the last step
-        self.captured: list[int] = []  # and where the graph reads them
-        self.steps, self.captures = 0, 0
+        self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}  # by where they read the gradients
+        self.seen: set[tuple[int, ...]] = set()  # where gradients were before
+        self.steps = 0
         rate = optimizer.param_groups[0]["lr"]
         self.can_capture = self.device.type == "cuda" and isinstance(rate, Tensor) and rate.device.type == "cuda"
 
     def __call__(self) -> None:
         with trace.span("optimizer", self.device):
             self.steps += 1
-            addresses = [0 if p.grad is None else p.grad.data_ptr() for p in self.parameters]
-            moved, self.last = addresses != self.last, addresses
-            if self.graph is not None and addresses == self.captured:
-                self.graph.replay()
-            # The first steps set the optimizer up; gradients that moved since the last step may do so each time.
-            elif not self.can_capture or self.steps <= WARM_UP_STEPS or moved or self.captures == MOST_CAPTURES:
+            addresses = tuple(0 if p.grad is None else p.grad.data_ptr() for p in self.parameters)
+            known, new = self.graphs.get(addresses), addresses not in self.seen
+            if known is not None:
+                known.replay()
+            # The first steps set the optimizer up; gradients that were never there before may move each time.
+            elif not self.can_capture or self.steps <= WARM_UP_STEPS or new or len(self.graphs) == MOST_CAPTURES:
+                self._remember(addresses)
                 self._run()
             else:
-                self.captured = addresses
-                self._capture()
+                self._capture(addresses)
 
     def _run(self) -> None:
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.optimizer.step()
 
-    def _capture(self) -> None:
-        self.captures += 1
+    def _remember(self, addresses: tuple[int, ...]) -> None:
+        if len(self.seen) == MOST_SEEN:
+            self.seen.clear()
+        self.seen.add(addresses)
+
+    def _capture(self, addresses: tuple[int, ...]) -> None:
         graph, stream = torch.cuda.CUDAGraph(), recording.new_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with recording.turn, torch.cuda.stream(stream), recording.recorded(graph, stream):
-                self._run()
+            with recording.at_once() as free:
+                if not free:
+                    self._run()
+                    return
+                with torch.cuda.stream(stream), recording.recorded(graph, stream):
+                    self._run()
         except Exception as error:
-            self.can_capture, self.graph = False, None
+            self.can_capture, self.graphs = False, {}
             self.say(f"the optimizer's step is not captured in a CUDA graph: {' '.join(str(error).split())[:200]}")
             self._run()
             return
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.graph = graph
+        self.graphs[addresses] = graph
         graph.replay()
