@@ -101,7 +101,9 @@ MODELS = {
     "gatv2": lambda: GNN([GATv2Conv(16, 8, heads=4), GATv2Conv(32, 4)]),
     "residual": lambda: GNN([SAGEConv(16, 16), SAGEConv(16, 16), SAGEConv(16, 4)], residual=True, norm="batch"),
     "jk": lambda: GNN([SAGEConv(16, 32), SAGEConv(32, 32)], jk="cat", head=nn.Linear(64, 4)),
-    "encoder": lambda: GNN([SAGEConv(32, 32), SAGEConv(32, 4)], encoder=nn.Linear(16, 32), initial_residual=0.1),
+    "encoder": lambda: GNN(
+        [SAGEConv(32, 32), SAGEConv(32, 32)], encoder=nn.Linear(16, 32), initial_residual=0.1, head=nn.Linear(32, 4)
+    ),
 }
 
 
@@ -159,7 +161,8 @@ def test_replayed_is_what_runs_kernel_by_kernel(name: str, where: dict[str, Any]
         assert torch.equal(rows, eager(job, ids))
     assert not lines
     reads_features = name in ("narrow gcn", "gat", "gatv2", "encoder")
-    assert found.is_recorded == (where.get("features") != "pinned" or not reads_features)
+    near = where.get("features") != "pinned" and (name != "encoder" or "graph" not in where)
+    assert found.is_recorded == (near or not reads_features)
 
 
 @mark_gpu
@@ -179,14 +182,15 @@ def test_what_has_changed_beside_the_weights_is_noticed():
     found()
     assert found.is_recorded
     weight = next(job.model.parameters())
-    weight.data = weight.data * 2  # elsewhere in memory
-    assert torch.equal(found(), eager(job, ids))
-    assert torch.equal(found(), eager(job, ids))
-    assert found.is_recorded
-    ids.copy_(ids.flip(0))
-    assert torch.equal(found(), eager(job, ids))
-    assert torch.equal(found(), eager(job, ids))
-    assert not found.is_recorded  # enough of it
+
+    def move() -> None:
+        weight.data = weight.data * 2
+
+    for happens, again in ((move, True), (lambda: ids.copy_(ids.flip(0)), True), (move, False)):  # then it is enough
+        happens()
+        for _ in range(3):
+            assert torch.equal(found(), eager(job, ids))
+        assert found.is_recorded == again
 
 
 @mark_gpu

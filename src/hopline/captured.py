@@ -214,8 +214,7 @@ class CapturedStep:
     def capture(self, beside: torch.cuda.CUDAGraph | None) -> None:
         job = self.job
         stream = recording.new_stream(job.device)
-        stream.wait_stream(torch.cuda.current_stream(job.device))
-        with recording.turn, _unchanged(job.module, self.batches.state, job.device), torch.cuda.stream(stream):
+        with recording.turn, _unchanged(job.module, self.batches.state, job.device), _after_this_stream(stream):
             begin = self.batches.state.clone()
             self._run()  # compiles, and asks the host whatever is asked only once
             with no_waiting():
@@ -255,6 +254,14 @@ class CapturedStep:
     def _forget_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+@contextmanager
+def _after_this_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Within, another stream, which begins when all is done that this one was given until now."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 @contextmanager

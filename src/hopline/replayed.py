@@ -121,13 +121,13 @@ class _Graph:
 
 
 def _recorded(inference: Replayed, stream: torch.cuda.Stream) -> _Graph | None:
-    """None where a graph would take too much memory, or read what may move."""
+    """None where a graph would take too much memory, or read what may move or is the host's."""
     device, ids = inference.device, inference.ids.to(inference.device)
     work = Layerwise(inference.model, inference.data, None, device)
     for _ in range(2):  # as a rehearsal: what is asked for twice is kept
         if not work.is_known:
             read_on(device, work.outputs(inference.ids, show=False), ids)
-    if not work.is_known or work.kept is None:
+    if not work.is_known or work.kept is None or (work.model.encodes and work.kept.needed[0].device.type == "cpu"):
         return None
     reads_features = not work.kept.has_sums(inference.model.num_layers)
     addresses = inference.addresses(features=reads_features)
