@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 import hopline as hl
+from hopline import infer, trace
 from hopline.evaluation_process import EvaluationError, Layout, Room
-from hopline.evaluation_thread import EvaluationThread
+from hopline.evaluation_thread import DeviceRoom, EvaluationThread
 from hopline.measure import Measure
+from hopline.replayed import Launched
+from hopline.trace import Timers
 from hopline.work import Job
 from tests.runs import method, sage, small
 
@@ -92,3 +96,61 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
     thread.close()
     assert thread.answers() == []
     room.close()
+
+
+class Come:
+    """An event that has come."""
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Come) -> float:
+        return 250.0
+
+
+class Recorded:
+    """In place of a CUDA graph: what it is given is computed at once."""
+
+    is_due = True
+
+    def __init__(self, trainer: hl.Trainer) -> None:
+        self.job, self.ids, self.given = trainer.job, trainer.data.splits["valid"], []
+
+    def record(self, stream: object) -> None:
+        self.is_due = False
+
+    def launched(self, weights: Any, after: object, stream: object) -> Launched:
+        self.given.append(threading.current_thread().name)
+        before = {name: t.clone() for name, t in self.job.module.state_dict().items()}
+        self.job.module.load_state_dict(weights)
+        rows = infer.exact(self.job.model, self.job.data, self.ids)
+        self.job.module.load_state_dict(before)
+        return Launched(rows, Come(), Come())  # type: ignore[arg-type]
+
+
+def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread():
+    trainer = trainer_of()
+    measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
+    thread = EvaluationThread(measure, trainer.job)
+    assert thread.is_ready
+    thread._replayed = recorded = Recorded(trainer)  # type: ignore[assignment]
+    assert not thread.is_ready
+    thread.prepare()
+    assert thread.is_ready
+    spans, found = Timers(), []
+    with trace.listen(spans):
+        for epoch, room in enumerate(rooms, start=1):
+            there = DeviceRoom(Layout.of(trainer.model.state_dict()), torch.device("cpu"))
+            for name, tensor in there.weights.items():
+                tensor.copy_(room.weights[name])
+            thread.ask(epoch, there)
+        while len(found) < 3:
+            found += thread.answers(wait=True)
+    thread.close()
+    assert recorded.given == [threading.current_thread().name] * 3
+    assert spans.this_epoch()["infer.layer"] >= 0.75
+    for epoch, (one, room) in enumerate(zip(found, rooms, strict=True), start=1):
+        trainer.model.load_state_dict(room.weights)
+        assert one["epoch"] == epoch
+        assert one["metrics"] == measure(trainer.job)
+        assert one["seconds"] >= 0.25
+        room.close()

@@ -219,3 +219,29 @@ def test_what_training_draws_is_not_touched_by_an_evaluation_that_is_replayed(la
         run = hl.Trainer(model, data, method, epochs=12, evaluate=how, device="cuda", show=False, lr=0.01).fit()
         found[how] = [e.loss for e in run.history], [e.metrics for e in run.evaluations]
     assert found["blocking"] == found["async"]
+
+
+@mark_gpu
+def test_two_may_be_under_way_with_weights_of_their_own():
+    torch.manual_seed(0)
+    data = dataset()
+    job = job_on_gpu(MODELS["residual"](), data)
+    ids, stream = data.splits["valid"], torch.cuda.Stream()
+    found = Replayed(job, ids)
+    assert found.launched({}, torch.cuda.Event(), stream) is None
+    found.left_to_others = True
+    found()
+    assert found.is_due
+    found.record(stream)
+    for _ in range(3):
+        weights, expected = [], []
+        for _ in range(2):
+            change(job.model)
+            weights.append({name: t.clone() for name, t in job.module.state_dict().items()})
+            expected.append(eager(job, ids))
+        launched = [found.launched(one, torch.cuda.current_stream().record_event(), stream) for one in weights]
+        for one, rows in zip(launched, expected, strict=True):
+            assert one is not None
+            scores, seconds = one.wait()
+            assert torch.equal(scores, rows)
+            assert seconds > 0

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopline import ops, recording
+from hopline import infer, ops, recording, trace
 from hopline.evaluation_process import EvaluationError, Layout, Measure, Room
 from hopline.measure import Measure as OwnMeasure
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.pipeline import give_way
+from hopline.replayed import Launched
 from hopline.work import Job
 
 
@@ -58,7 +59,7 @@ class EvaluationThread:
         self._job = replace(job, model=as_walkable(module), module=module, data=data, say=lambda text: None)
         self._measure = measure
         self._ends = threading.Event()
-        self._asked: queue.SimpleQueue[tuple[int, Room | DeviceRoom] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[int, Room | DeviceRoom | Launched] | None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self._failure: Exception | None = None
         model = self._job.model
@@ -66,6 +67,7 @@ class EvaluationThread:
             model.layer = self._checked(model.layer)  # type: ignore[method-assign]
         self._threads = torch.get_num_threads()
         self._replayed = measure.replayed(self._job) if isinstance(measure, OwnMeasure) else None
+        self._labels: Tensor | None = None
         if self._replayed is not None:
             self._replayed.left_to_others = True  # of whom one draws while it would record
         self._stream: Any = torch.cuda.Stream(job.device) if job.device.type == "cuda" else None
@@ -81,10 +83,18 @@ class EvaluationThread:
         """While it does nothing: what the thread that trains has to do for it."""
         if self._replayed is not None and self._replayed.is_due:
             self._replayed.record(self._stream)
+            assert isinstance(self._measure, OwnMeasure)
+            self._labels = self._measure.labels(self._job)
 
     def ask(self, epoch: int, room: Room | DeviceRoom) -> None:
-        """Have the weights in a room evaluated; it must stay as it is until the answer has come."""
-        self._asked.put((epoch, room))
+        """Have the weights in a room evaluated; it must stay as it is until the answer has come.
+
+        What is recorded is given to the GPU here: two threads that do so would take turns in the interpreter.
+        """
+        launched = None
+        if self._replayed is not None and isinstance(room, DeviceRoom):
+            launched = self._replayed.launched(room.weights, room.filled, self._stream)
+        self._asked.put((epoch, room if launched is None else launched))
 
     def answers(self, *, wait: bool = False) -> list[dict[str, Any]]:
         """What has come since the last time, as {epoch, metrics, seconds}; wait: until it says anything at all."""
@@ -109,6 +119,8 @@ class EvaluationThread:
         self._asked.put(None)
         self._pool.shutdown()
         self._served.result()
+        if self._stream is not None:
+            self._stream.synchronize()  # a graph must not go before its kernels
 
     def _checked(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any) -> Any:
@@ -128,13 +140,10 @@ class EvaluationThread:
 
     def _serve(self) -> None:
         while (asked := self._asked.get()) is not None and not self._ends.is_set():
-            epoch, room = asked
+            epoch, given = asked
             try:
-                started = time.perf_counter()
-                with self._stream_of(room):
-                    self._job.module.load_state_dict(room.weights)
-                    found = self._measure(self._job)
-                self._told.put({"epoch": epoch, "metrics": found, "seconds": time.perf_counter() - started})
+                found, seconds = self._waited_for(given) if isinstance(given, Launched) else self._evaluated(given)
+                self._told.put({"epoch": epoch, "metrics": found, "seconds": seconds})
             except _Cancelled:
                 return
             except ValueError as error:  # the user's to put right
@@ -146,6 +155,20 @@ class EvaluationThread:
                 failure.__cause__ = error
                 self._told.put(failure)
                 return
+
+    def _evaluated(self, room: Room | DeviceRoom) -> tuple[dict[str, float], float]:
+        started = time.perf_counter()
+        with self._stream_of(room):
+            self._job.module.load_state_dict(room.weights)
+            found = self._measure(self._job)
+        return found, time.perf_counter() - started
+
+    def _waited_for(self, launched: Launched) -> tuple[dict[str, float], float]:
+        assert self._labels is not None
+        (scores, on_gpu_s), waited = launched.wait(), time.perf_counter()
+        trace.tell("infer.layer", waited - on_gpu_s, on_gpu_s)
+        found = infer.measure(self._job.data, scores, self._labels)
+        return found, on_gpu_s + time.perf_counter() - waited
 
     @contextmanager
     def _stream_of(self, room: Room | DeviceRoom) -> Iterator[None]:

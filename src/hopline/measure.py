@@ -66,8 +66,13 @@ class Measure:
             else:
                 guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
                 scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
-        assert data.y is not None
-        return infer.measure(data, scores, data.y[ids.to(data.y.device)].cpu())
+        return infer.measure(data, scores, self.labels(job))
+
+    def labels(self, job: Job) -> Tensor:
+        """Of the split's nodes, on the host."""
+        y, ids = job.data.y, job.data.splits[self.split]
+        assert y is not None
+        return y[ids.to(y.device)].cpu()
 
     def replayed(self, job: Job) -> Replayed | None:
         """What becomes a CUDA graph of it, if something does."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +57,20 @@ class Replayed:
         self.times += 1
         return infer.exact(self.model, self.data, self.ids, device=self.device)
 
+    def launched(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> Launched | None:
+        """Given to a stream with other weights, when those are there, and not waited for; None if it is not recorded.
+
+        At most two may be under way, since each leaves its rows in one of two places.
+        """
+        graph, job = self._graph, self._job()
+        if graph is None or job is None or not graph.is_current(self):
+            return None
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            stream.wait_event(after)
+            own = job.module.state_dict()
+            torch._foreach_copy_(list(own.values()), [weights[name] for name in own])
+            return graph.launch()
+
     @property
     def is_recorded(self) -> bool:
         return self._graph is not None
@@ -97,6 +112,21 @@ class Replayed:
         return [tensor.data_ptr() for tensor in read]
 
 
+class Launched(NamedTuple):
+    """An inference that a GPU has been given."""
+
+    rows: Tensor
+    """Where its output will be, on the host,"""
+    begun: torch.cuda.Event
+    done: torch.cuda.Event
+    """when this has come."""
+
+    def wait(self) -> tuple[Tensor, float]:
+        """The output rows, and the seconds that they took."""
+        self.done.synchronize()
+        return self.rows.clone(), self.begun.elapsed_time(self.done) / 1e3
+
+
 @dataclass(eq=False)
 class _Graph:
     """A recorded inference, and what it reads: it knows only where that is."""
@@ -108,6 +138,8 @@ class _Graph:
     reads_features: bool
     addresses: list[int]
     held: tuple[Layerwise, Tensor]
+    places: list[Tensor] = field(default_factory=list)
+    """Pinned memory for the output of two that are under way."""
 
     def is_current(self, inference: Replayed) -> bool:
         """Whether all that it reads is where it was, and of the same nodes and features."""
@@ -118,6 +150,17 @@ class _Graph:
         with trace.span("infer.layer", device):
             self.graph.replay()
         return self.rows.to(CPU)
+
+    def launch(self) -> Launched:
+        if not self.places:
+            self.places = [torch.empty_like(self.rows, device=CPU, pin_memory=True) for _ in range(2)]
+        self.places.reverse()
+        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+        begun.record()
+        self.graph.replay()
+        self.places[0].copy_(self.rows, non_blocking=True)
+        done.record()
+        return Launched(self.places[0], begun, done)
 
 
 def _recorded(inference: Replayed, stream: torch.cuda.Stream) -> _Graph | None:

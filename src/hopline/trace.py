@@ -82,13 +82,17 @@ class _Timed:
         self.start_s = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        duration_s = time.perf_counter() - self.start_s
-        ended = Span(self.name, self.start_s, duration_s, threading.current_thread().name)
-        for listener in _listeners:
-            listener.on_span(ended)
+        tell(self.name, self.start_s, time.perf_counter() - self.start_s)
 
 
 _SILENT = _Silent()
+
+
+def tell(name: str, start_s: float, duration_s: float) -> None:
+    """Report a stretch of work that somebody else has timed, in the name of this thread."""
+    ended = Span(name, start_s, duration_s, threading.current_thread().name)
+    for listener in _listeners:
+        listener.on_span(ended)
 
 
 class _DeviceTimed:
