@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,9 +62,14 @@ def test_every_kind_of_model(name: str):
         assert torch.equal(infer.exact(model, data, ids), expected)
 
 
-def test_models_that_sum_in_another_way_share_nothing():
+@pytest.mark.parametrize("weighted", [False, True])
+def test_models_that_sum_in_another_way_share_nothing(weighted: bool):
     data, ids = small(), torch.tensor([3, 5, 90])
-    models = [hl.nn.GNN(make()) for make in CONVS.values()]
+    if weighted:
+        weight = torch.rand(data.num_edges)
+        data = replace(data, graph=hl.Graph(data.graph.indptr, data.graph.indices, {"weight": weight}))
+    convs = [*CONVS.values(), lambda: [SAGEConv(8, 8, aggr="sum"), SAGEConv(8, 4)], CONVS["graph"]]
+    models = [hl.nn.GNN(make()) for make in convs]
     expected = [made_anew(model, data, ids) for model in models]
     for model, rows in zip(models, expected, strict=True):
         for _ in range(3):
@@ -162,3 +169,12 @@ def test_what_was_kept_goes_with_the_graph():
     del data
     gc.collect()
     assert len(kept._kept) == before - 1
+
+
+def test_threads_that_infer_at_once_change_no_bit():
+    data, ids = small(), torch.tensor([3, 5, 90, 17])
+    models = [hl.nn.GNN(CONVS["mean"]()) for _ in range(24)]
+    expected = [made_anew(model, data, ids, chunk_edges=100) for model in models]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda model: infer.exact(model, data, ids, chunk_edges=100), models))
+    assert all(torch.equal(one, rows) for one, rows in zip(found, expected, strict=True))

@@ -58,9 +58,9 @@ class Kept:
 
     def in_chunks(self, nodes: Tensor, cut: Callable[[], list[Tensor]]) -> list[Tensor]:
         """The nodes as they were cut before, or are cut now."""
-        if id(nodes) not in self.chunks:
-            self.chunks[id(nodes)] = cut()
-        return self.chunks[id(nodes)]
+        known = self.chunks.get(id(nodes))
+        # Of two threads that cut at once both take the first one's: the rest goes by what the chunks are.
+        return self.chunks.setdefault(id(nodes), cut()) if known is None else known
 
     def is_complete(self, num_layers: int) -> bool:
         """Whether it has the blocks of all layers, none of which is cut into chunks."""

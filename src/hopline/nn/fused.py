@@ -179,7 +179,8 @@ def input_reduction(conv: Any) -> tuple[Any, ...] | None:
         return (NORMALISED_SUM, conv.normalize, conv.add_self_loops, conv.improved, weight.shape, weight.dtype)
     if not reads_rows(conv):
         return None
-    return REDUCE[type(conv.aggr_module)], next((p.dtype for p in conv.parameters()), None)
+    takes_weights = type(conv) is GraphConv
+    return REDUCE[type(conv.aggr_module)], takes_weights, next((p.dtype for p in conv.parameters()), None)
 
 
 def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
