@@ -29,9 +29,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/hopline train demo
 
-# Two at a time, but for those that look at what the whole machine shares.
+# Two at a time, but for those that look at what the whole machine shares; threads that wait leave their core to the other.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not extended and not alone'
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not extended and not alone'
 	$(BIN)/python -m pytest -m 'alone and not extended'
 
 test-extended: $(INSTALLED)
