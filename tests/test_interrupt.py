@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import hopline as hl
 from hopline import checkpoint
 from hopline.interrupt import SIGNALS, Interrupted, Signals
+from tests.runs import method, sage, small
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ["train", "demo", "epochs=200", "evaluate_every=200", "model.hidden=8", "out=run", "resume=true"]
@@ -36,6 +38,38 @@ def test_the_first_signal_is_noted_and_the_second_raises() -> None:
 def test_where_nothing_would_be_lost_the_first_raises() -> None:
     with Signals(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class Deleted:
+    """An object during whose deletion a signal comes."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_python_drops_is_not_forgotten() -> None:
+    with Signals() as signals:
+        gone = Deleted()
+        del gone
+        assert signals.received == signal.SIGINT
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_whose_interruption_python_drops_ends_after_the_next_step(tmp_path: Path) -> None:
+    class DeletesBetweenEpochs(hl.Callback):
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+            if epoch.epoch == 2:
+                Deleted()
+
+    data = small()
+    trainer = hl.Trainer(
+        sage(data), data, method(), epochs=50, show=False, out=tmp_path / "run", callbacks=[DeletesBetweenEpochs()]
+    )
+    with pytest.raises(Interrupted, match="SIGINT"):
+        trainer.fit()
+    assert trainer.position.epoch == 3
 
 
 def test_what_was_ignored_stays_ignored() -> None:

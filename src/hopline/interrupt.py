@@ -46,6 +46,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.at_once or (self.received is not None and number == signal.SIGINT):
+        again, self.received = self.received is not None, self.received or number
+        if self.at_once or (again and number == signal.SIGINT):
+            # Python drops what is raised while it deletes an object: then the run ends after its next step.
             raise Interrupted(number)
-        self.received = self.received or number
