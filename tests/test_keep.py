@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch_geometric.nn import SAGEConv
 
+from hopline import trace
 from hopline.budget import Budget
 from hopline.callbacks import Callback, Run, StepEnd
 from hopline.data import planted
@@ -20,6 +22,7 @@ from hopline.methods import Sampled, SampledWork
 from hopline.nn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.placement import Placement
+from hopline.plan import Plan
 from hopline.trainer import Trainer
 from hopline.work import BatchUnit, Job, Method, Stateful, supervised
 from tests.helpers import dataset_of, randn, random_graph, stack_of
@@ -90,13 +93,12 @@ def test_a_budget_that_is_too_small_names_one_that_would_do_and_a_method():
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, int]:
-    """A run of some batches, and the most that was allocated meanwhile."""
+def on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, int, Plan | None]:
+    """A run of some batches, the most that was allocated meanwhile, and the plan."""
     data = planted(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_valid=512, num_test=512)
     torch.manual_seed(0)
     model = GNN([SAGEConv(64, 256), SAGEConv(256, 256), SAGEConv(256, 16)], dropout=0.3)
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_all()
     torch.cuda.reset_peak_memory_stats()
     method = Sampled(fanouts=(10, 10, 5), batch_size=1024, layout=layout)  # type: ignore[arg-type]
     most = [0]
@@ -107,31 +109,46 @@ def on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, int]:
 
     options |= {"callbacks": [Peak()]}
     trainer = Trainer(model, data, method, budget=budget, epochs=2, device="cuda", show=False, **options)
-    return trainer.fit(), most[0]
+    run = trainer.fit()
+    return run, most[0], trainer.plan
 
 
-@pytest.mark.parametrize("share", [pytest.param(share, marks=NEEDS_GPU) for share in (0.7, 0.4)])
-def test_on_a_gpu_made_small_only_the_run_with_a_budget_ends(share: float):
+def free_all() -> int:
+    """What is still there after all that can be freed was."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("inference", ["exact", "sampled"])
+@pytest.mark.parametrize("share", [pytest.param(share, marks=NEEDS_GPU) for share in (0.7, 0.4, 0.2)])
+def test_on_a_gpu_made_small_only_the_run_with_a_budget_ends(share: float, inference: str):
     host = {"placement": Placement(graph="host", features="host")}
     on_gpu("block", None, **host)
-    free, peak = on_gpu("block", None, **host)
-    limit, total = int(share * peak), torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.empty_cache()
+    free, peak, _ = on_gpu("block", None, **host)
+    before = free_all()  # by other tests
+    limit, total = before + int(share * (peak - before)), torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             on_gpu("block", None, **host)
-        held, taken = on_gpu("block", str(limit))
+        held, taken, plan = on_gpu("block", str(limit), inference=inference)
         assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(limit / total)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert taken <= limit
     assert [e.loss for e in held.history] == pytest.approx([e.loss for e in free.history], rel=1e-3)
-    assert sum(e.counters["budget.batches_split"] for e in held.history) > 0
+    assert plan is not None
+    if plan.step_bytes > plan.limit_bytes:
+        assert plan.waits_on_host, "rather than take room that pieces could have"
+        assert sum(e.counters["budget.batches_split"] for e in held.history) > 0
+    assert share > 0.2 or plan.step_bytes > plan.limit_bytes
+    assert sum(e.counters.get("budget.steps_over", 0) for e in held.history) == 0
 
 
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("conv", [pytest.param(conv, marks=NEEDS_GPU) for conv in ("sage-mean", "gcn", "gat", "gin")])
-def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(conv: str):
+def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(conv: str, on_host: bool):
     data = planted(num_nodes=60_000, num_edges=1_200_000)
     torch.manual_seed(0)
     model = GNN(stack_of(conv, 64, 128, 16), dropout=0.5).double().cuda()
@@ -140,17 +157,22 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
     ids = data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
-    batch = next(iter(method.loader(data, ids, model=model, device=device)))
+    loader = method.loader(data, ids, model=model, device=device)
+    loader.waits_on_host = on_host
+    given = next(iter(loader))
+    assert given.seeds.is_cuda != on_host
+    batch = given.to(device)
     with meter_of(device) as meter:
         loss = BatchUnit(job, batch).forward_backward(seeds)
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    gc.collect()
-    torch.cuda.empty_cache()
+    if on_host:
+        del batch
+    free_all()
     room = torch.cuda.memory_allocated() + int(0.7 * meter.peak_bytes)
     guard = Guard(job, Budget(), 1 << 40)  # whose promise is too good: what it does not know is how small the GPU is
     with capped(Budget(device=str(room)), device):
-        found = guard.unit(batch).forward_backward(seeds)
+        found = guard.unit(given).forward_backward(seeds)
     record = guard.take_record()
     assert record["oom"] >= 1
     assert record["pieces"] >= 2
@@ -158,3 +180,39 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
     for name, p in model.named_parameters():
         if name in expected:
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
+    """As where something else takes the memory that a plan had for batches."""
+    data = planted(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_features=512)
+    torch.manual_seed(0)
+    model = GNN(stack_of("sage-mean", 512, 128, 16)).float().cuda()
+    device, ids, step = torch.device("cuda", 0), data.splits["train"], supervised("single", 16)
+    job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
+    work = Sampled(fanouts=(10, 10), batch_size=4096, workers=2).bind(job)
+    assert isinstance(work, SampledWork)
+    expected = [unit.forward_backward(4096).item() for unit in work.units(1)]
+    work.guard = Guard(job, Budget(), 1 << 40)
+    with closing(work.loader.epoch(1)) as batches:
+        num_bytes = next(batches).num_bytes
+    room = free_all() + num_bytes // 2
+    counters = trace.Counters()
+    with capped(Budget(device=str(room)), device), trace.listen(counters):
+        found = [unit.forward_backward(4096).item() for unit in work.units(1)]
+    assert found == pytest.approx(expected, rel=1e-4)
+    counters.next_epoch()
+    assert counters.last_epoch()["batches.without_room"] >= 2
+    assert work.guard.take_record()["pieces"] >= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_process_had_on_a_gpu_before_counts():
+    before = trainer_of(METHODS[0], budget="1GiB", device="cuda").plan
+    other = torch.zeros(100 << 20, dtype=torch.uint8, device="cuda")
+    after = trainer_of(METHODS[0], budget="1GiB", device="cuda").plan
+    assert before is not None
+    assert after is not None
+    assert after.kept_bytes("device") - before.kept_bytes("device") == pytest.approx(other.nbytes, rel=0.05)

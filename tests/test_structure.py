@@ -55,7 +55,7 @@ ROWS = [
     ["captured", "update", "cut", "rejoin", "collective", "shard_data", "parts", "layerwise", "guard"],
     ["methods", "infer", "models", "checkpoint", "sharing", "placement"],
     ["sweep", "shard_infer", "shard_by_shard", "shared_history", "mixing", "device_history", "plan", "replayed"],
-    ["history_unit", "nano_pieces", "sweep_needed", "evaluation_process", "keep", "measure"],
+    ["history_unit", "nano_pieces", "sweep_needed", "evaluation_process", "keep", "measure", "sampled_forms"],
     ["history_batches", "nano", "evaluation_thread"],
     ["history", "evaluation"],
     ["historical"],

@@ -79,6 +79,8 @@ class Guard:
     """How other edges are drawn for the same seeds, for over_budget=resample."""
     forward_only: bool = False
     """Whether steps are forward passes without gradients."""
+    waits_on_host: bool = False
+    """Whether batches come on the host, for a GPU, to which what runs of them is copied when its turn comes."""
     measure_every: int = 8
     """On a CPU, where it takes time, every so many-th whole batch is measured once steps are known; besides those that
     are expected to take more than any before them in an epoch, and all pieces."""
@@ -120,16 +122,18 @@ class Guard:
 
         Only what leaves the gradients as they are is decided here: what was learnt by now depends on timing.
         """
-        predictor = self._predictor(Sizes.of(batch))
-        if self.budget.over_budget != "split" or not predictor.is_sure or self.promise(batch) <= self.room_bytes:
+        predictor, copied = self._predictor(Sizes.of(batch)), self.waits_on_host
+        if self.budget.over_budget != "split" or not predictor.is_sure:
+            return batch
+        if self._bytes_of(batch, in_pieces=False, copied=copied)(Sizes.of(batch)) <= self.room_bytes:
             return batch
         with suppress(ValueError):  # the training thread will meet the same, and say so
-            batch = replace(batch, groups=tuple(self._groups(batch)))
+            batch = replace(batch, groups=tuple(self._groups(batch, copied=copied)))
         return batch
 
     def arrange(self, batch: Batch) -> Batch:
         """The batch as it may run: whole, in groups of its seeds, drawn anew or with fewer edges."""
-        needed = self.promise(batch) + self.beside_bytes()
+        needed = self._bytes_of(batch, in_pieces=False)(Sizes.of(batch))
         if needed <= self.room_bytes:
             return replace(batch, groups=()) if batch.groups else batch
         match self.budget.over_budget:
@@ -154,7 +158,8 @@ class Guard:
         largest, todo = meter.peak_bytes, deque[Tensor | None](batch.groups or (None,))
         by_bound = not self._predictor(Sizes.of(batch)).is_sure
         while todo:
-            seed_idx, other_bytes = todo.popleft(), 0 if batch.blocks is given.blocks else batch.num_bytes
+            as_given = batch.blocks is given.blocks or self._is_elsewhere(batch)
+            seed_idx, other_bytes = todo.popleft(), 0 if as_given else batch.num_bytes
             result, peak_bytes = self._try(batch, seed_idx, step, other_bytes)
             if result is None:
                 batch, smaller = self._smaller(batch, seed_idx)
@@ -194,6 +199,7 @@ class Guard:
             promised = bytes_of(sizes) + other_bytes
             if promised > self.room_bytes and seed_idx is not None and seed_idx.numel() > 1:
                 return None  # more was learnt since it was found
+            piece = piece.to(self.job.device)
             meter.lap()
             return step(piece)
 
@@ -240,9 +246,9 @@ class Guard:
             raise ValueError("memory ran out in a step of a single seed: make the fan-outs or the model smaller")
         return batch, [seeds]
 
-    def _groups(self, batch: Batch, among: Tensor | None = None) -> list[Tensor]:
+    def _groups(self, batch: Batch, among: Tensor | None = None, copied: bool | None = None) -> list[Tensor]:
         """Seeds that run together: as few groups as are promised to fit, two at least."""
-        predictor, bytes_of = self._predictor(Sizes.of(batch)), self._bytes_of(batch, in_pieces=True)
+        predictor, bytes_of = self._predictor(Sizes.of(batch)), self._bytes_of(batch, in_pieces=True, copied=copied)
         together = Sizes.of(batch) if among is None else sizes_of(batch, [among])[0]
 
         def expected(sizes: Sizes) -> float:  # a promise for what is unlike all that was seen is far above it
@@ -262,15 +268,23 @@ class Guard:
         gradients, buffers = state_bytes(self.job.module)
         return buffers + (gradients if in_pieces and not self.forward_only else gradient_bytes(self.job.module))
 
-    def _bytes_of(self, batch: Batch, in_pieces: bool) -> Callable[[Sizes], float]:
-        """What a step of so many nodes and edges takes: of the batch itself, or of rows and indices copied from it."""
-        beside, copies = self.beside_bytes(in_pieces), PieceBytes.of(batch, self.job.device) if in_pieces else None
+    def _bytes_of(self, batch: Batch, in_pieces: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
+        """What a step of so many nodes and edges takes: of the batch itself, or of rows and indices taken from it.
+
+        copied: whether from the host, if not by where the batch is now.
+        """
+        beside, copied = self.beside_bytes(in_pieces), self._is_elsewhere(batch) if copied is None else copied
+        copies = PieceBytes.of(batch, None if copied else self.job.device) if in_pieces or copied else None
 
         def bytes_of(sizes: Sizes) -> float:
             step = self.promise_sizes(sizes)
             return beside + (step if copies is None else copies.with_step(sizes, step))
 
         return bytes_of
+
+    def _is_elsewhere(self, batch: Batch) -> bool:
+        """Whether a batch waits on the host for a GPU, where what runs of it is a copy."""
+        return batch.seeds.device.type != self.job.device.type
 
     def promise(self, batch: Batch) -> float:
         return self.promise_sizes(Sizes.of(batch))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hopline.budget import Budget
 from hopline.guard import Guard, Record
+from hopline.loader import Loader
 from hopline.meter import meter_of, numbered
 from hopline.methods import SampledWork
 from hopline.plan import Plan
@@ -32,6 +33,8 @@ def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
     guard = Guard(job, budget, limit, sampler.sample if isinstance(sampler, NeighborSampler) else None)
     guard.predictor = plan.predictor
     work.guard = guard  # type: ignore[attr-defined]
+    if isinstance(work, SampledWork) and isinstance(work.loader, Loader):
+        work.loader.waits_on_host = guard.waits_on_host = plan.waits_on_host
     return work
 
 

@@ -22,7 +22,7 @@ from hopline.pipeline import Load, Pipeline, Stage
 from hopline.rescue import free_memory
 from hopline.sampling import NeighborSampler, seed_batches, share_of
 from hopline.tables import Table
-from hopline.transfer import Mover
+from hopline.transfer import Moved, Mover
 from hopline.tree import TreeBlock, TreeRows
 from hopline.tree_sampling import TreeSampler
 from hopline.tuning import Tuning
@@ -61,6 +61,7 @@ class Loader:
         self.rank, self.size = 0, 1  # of the ranks that share each step's seeds
         self.num_cores = num_cores()
         self.divide: Callable[[Batch], Batch] | None = None  # a budget's part of the preparation
+        self.waits_on_host = False  # whether batches for a GPU stay here, for a guard that moves what there is room for
         self.load: Load | None = None  # of the last epoch, if threads prepared it
         self._tuning: Tuning | None = None
         self._next_epoch = 1
@@ -80,10 +81,10 @@ class Loader:
         After `done` batches of `seeds_done` seeds it goes on, also where these were batches of another size.
         """
         self.load, (workers, look_ahead) = None, self.threads
-        mover = Mover(self.device, look_ahead)
+        mover = None if self._stays else Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", self._gather)]
         stages += [Stage("divide", self.divide)] if self.divide is not None and workers else []
-        stages += [Stage("move", mover.move)]
+        stages += [] if mover is None else [Stage("move", mover.move)]
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
         epoch_key = ops.derive_key(self.seed, epoch)
         seeds = seed_batches(
@@ -97,9 +98,29 @@ class Loader:
         requests = ((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds, start=done))
         with closing(pipeline.run(requests)) as batches:
             for batch in batches:
-                yield self._with_near_rows(mover.ready(batch))
+                yield batch if mover is None else self._moved(mover, batch)
         self.load = pipeline.load
         self._tune()
+
+    @property
+    def _stays(self) -> bool:
+        """Whether batches stay on the host although they are for a GPU."""
+        return self.waits_on_host and not self.on_gpu and self.device.type != "cpu"
+
+    def _moved(self, mover: Mover, prepared: Batch | Moved) -> Batch:
+        """The batch where steps are. Without room for it there it stays, if there is a budget whose guard copes."""
+        batch = prepared
+        try:
+            batch = mover.ready(prepared)
+            return self._with_near_rows(batch)
+        except torch.OutOfMemoryError:
+            if self.divide is None:
+                raise
+            trace.count("batches.without_room", 1)
+        assert isinstance(batch, Batch)
+        batch = batch.to("cpu")
+        free_memory(self.device)
+        return replace(batch, x=self.data.tables["x"].read(batch.input_ids)) if self.read_by_gpu else batch
 
     @property
     def threads(self) -> tuple[int, int]:
@@ -136,9 +157,9 @@ class Loader:
     def _gather(self, batch: Batch) -> Batch:
         handles = {name: self._handle(table, batch) for name, table in self.data.tables.items()}
         x: Rows | Tensor | None = handles.pop("x", None)
-        if self.read_by_gpu:
+        if self.read_by_gpu and not self._stays:
             x = None  # until the ids are there
-        elif isinstance(x, Rows) and self.keeps_handle:
+        elif isinstance(x, Rows) and self.keeps_handle and not self._stays:
             reads = isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows
             x = self.model.read_ahead(x, batch.blocks[0]) if reads else x  # type: ignore[union-attr]
         elif isinstance(x, Rows):

@@ -16,6 +16,7 @@ from hopline.budget import Budget
 from hopline.data.dataset import Dataset
 from hopline.guard import Guard
 from hopline.infer import KeepRows
+from hopline.loader import Loader
 from hopline.nn.gnn import GNN
 from hopline.replayed import Replayed, replayed_of
 from hopline.shard_data import ShardedData
@@ -65,6 +66,8 @@ class Measure:
                     scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
             else:
                 guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
+                if guard is not None and isinstance(batches, Loader):
+                    batches.waits_on_host = True  # no more of them than the guard has room for goes to a GPU
                 scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
         return infer.measure(data, scores, self.labels(job))
 

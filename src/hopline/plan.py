@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hopline.batch import Rows
 from hopline.budget import Budget
@@ -18,8 +20,10 @@ from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole import Whole, as_walkable
 from hopline.placement import Placement
 from hopline.predict import Predictor, costs_of
+from hopline.rescue import free_memory
 from hopline.settings import TrainSettings, find_device
 from hopline.spec import format_size, parse_size
+from hopline.tables import TieredTable
 from hopline.work import Job, Method, supervised
 
 Place = Literal["device", "host", "disk"]
@@ -111,7 +115,19 @@ class Outline:
         items = [Item("weights", self.home, total), Item("optimizer", self.home, STATES[self.optimizer] * total)]
         if self.device.type == "cuda":
             items.append(Item("workspace of CUDA's libraries", "device", library_bytes(self.device)))
+            items.append(Item("what the process had there before", "device", self._there_before))
         return items
+
+    @cached_property
+    def _there_before(self) -> int:
+        """Bytes of a GPU that this process took for something else than the run, such as a run before it."""
+        tables = self.data.tables.values()
+        if self.data.graph.indptr.is_cuda or any(isinstance(table, TieredTable) for table in tables):
+            return 0  # the data is there already, and counted with the run
+        free_memory(self.device)
+        own = [*self.job.module.parameters(), *self.job.module.buffers()]
+        run = library_bytes(self.device) + sum(t.nbytes for t in own if not is_lazy(t) and t.is_cuda)
+        return max(0, torch.cuda.memory_allocated(self.device) - run)
 
     def hidden_bytes(self) -> int:
         """Hidden rows before and after a layer, of all nodes; none where the model is not made of layers."""
@@ -169,6 +185,8 @@ class Plan:
     """Hidden rows of all nodes between two layers, which exact evaluation keeps."""
     placement: Placement | None = None
     """Where a GPU finds the data."""
+    waits_on_host: bool = False
+    """Whether batches wait on the host, and go to the GPU, whole or in pieces, when their turn comes."""
     predictor: Predictor | None = None
     """What was learnt of the method's steps while planning."""
     beside: bool = False
@@ -235,11 +253,16 @@ class Plan:
         hidden = self.hidden_bytes if self.hidden_at == self.home else 0
         return max(1, int(self.evaluation_bytes - hidden))
 
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps to its limits, with steps cut as finely as they can be."""
+        return all(map(self._fits, PLACES))
+
     def check(self) -> Plan:
         """This plan, if it keeps to its limits."""
-        missing: dict[Place, int] = {p: self.smallest_bytes(p) for p in PLACES if not self._fits(p)}
-        if not missing:
+        if self.fits:
             return self
+        missing: dict[Place, int] = {p: self.smallest_bytes(p) for p in PLACES if not self._fits(p)}
         needs = ", ".join(self._typed(place, size) for place, size in missing.items())
         given = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in missing)
         raise DoesNotFit(
@@ -309,5 +332,5 @@ def limits_of(budget: Budget, outline: Outline) -> dict[Place, int | None]:
     if outline.home == "host":
         return {**found, "device": None, "host": budget.bytes_on(outline.device)}
     if found["device"] is None:
-        found["device"] = free_bytes(outline.device)
+        found["device"] = free_bytes(outline.device) + torch.cuda.memory_allocated(outline.device)
     return found

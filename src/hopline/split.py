@@ -92,7 +92,7 @@ def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class PieceBytes:
-    """What a piece takes besides its step, by its sizes alone, on the device where it will be made."""
+    """What a piece takes besides its step, by its sizes alone, on the device where it runs."""
 
     per_node: tuple[float, ...]
     """Bytes that it keeps, by the entries of `Sizes.nodes`,"""
@@ -104,7 +104,8 @@ class PieceBytes:
     """and for the places of all nodes of the batch."""
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> PieceBytes:
+    def of(cls, batch: Batch, device: torch.device | None) -> PieceBytes:
+        """device: where pieces are made; None: elsewhere, and what runs is copied."""
         nodes = [8.0] * len(batch.blocks) + [0.0]
         for l in range(len(batch.blocks)):
             nodes[l + 1] += 8  # the block's indptr
@@ -118,6 +119,8 @@ class PieceBytes:
         for block in batch.blocks:
             part = _splittable(block).part
             edges.append(4 + sum(map(_row_bytes, part.edge.values())) + 8 * (part.edge_ids is not None))
+        if device is None:
+            return cls(tuple(nodes), tuple(edges), 0, 0)
         on_cpu = device.type == "cpu"
         return cls(tuple(nodes), tuple(edges), 24 if on_cpu else 96, (4 if on_cpu else 16) * batch.blocks[0].num_src)
 
@@ -128,6 +131,8 @@ class PieceBytes:
 
     def at_once(self, sizes: Sizes) -> float:
         """While it is made: nodes' places come on top, and the positions of edges."""
+        if not self.to_make:
+            return self.kept(sizes)
         return self.kept(sizes) + 24 * sizes.nodes[0] + self.to_make * max(sizes.edges) + self.maps
 
     def with_step(self, sizes: Sizes, step_bytes: float) -> float:
@@ -377,7 +382,7 @@ def _batch(batch: Batch, seed_idx: Tensor, blocks: tuple[Block, ...], chosen: Te
         seeds=ops.gather_rows(batch.seeds, seed_idx),
         blocks=blocks,
         x=rows(batch.x),
-        y=None if batch.y is None else ops.gather_rows(batch.y, seed_idx),
+        y=None if batch.y is None else ops.gather_rows(batch.y, seed_idx.to(batch.y.device)),
         tables={name: rows(of) for name, of in batch.tables.items()},
         groups=(),
     )

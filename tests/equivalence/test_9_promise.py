@@ -18,8 +18,9 @@ from hopline.methods import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.plan import DoesNotFit, Outline, Plan
-from hopline.planning import drawn, plan_of
+from hopline.planning import plan_of
 from hopline.predict import Sizes
+from hopline.sampled_forms import drawn
 from hopline.work import BatchUnit, Job, supervised
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
