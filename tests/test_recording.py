@@ -1,3 +1,4 @@
+import gc
 import threading
 from typing import Any
 
@@ -103,3 +104,20 @@ def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
     graph.replay()
     assert not failures
     assert float(x[0]) == 2001
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("evaluate", ["blocking", "async"])
+@pytest.mark.parametrize("layout", ["tree", "block"])
+def test_a_run_leaves_no_more_on_a_gpu_than_the_one_before(layout: str, evaluate: str):
+    data, left = planted(num_nodes=20_000, num_edges=200_000, num_train=4096), []
+    for _ in range(4):
+        model = sage(data, dropout=0.5)
+        method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]
+        hl.Trainer(model, data, method, epochs=4, evaluate=evaluate, device="cuda", show=False).fit()
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert left[1] == left[3]

@@ -33,7 +33,8 @@ def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> 
 @pytest.fixture
 def gpu_outline(monkeypatch: pytest.MonkeyPatch) -> Outline:
     """Of a run on a GPU: nothing of its plan needs one, but for what CUDA takes for itself."""
-    monkeypatch.setattr("hopline.plan.library_bytes", lambda device: 0)
+    for module in ("plan", "sampled_forms"):
+        monkeypatch.setattr(f"hopline.{module}.library_bytes", lambda device: 0)
     monkeypatch.setattr(Outline, "_there_before", 0)
     outline = outline_of()
     return replace(outline, job=replace(outline.job, device=torch.device("cuda", 0)))

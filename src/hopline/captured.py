@@ -213,7 +213,7 @@ class CapturedStep:
 
     def capture(self, beside: torch.cuda.CUDAGraph | None) -> None:
         job = self.job
-        stream = recording.new_stream(job.device)
+        stream = recording.stream_to_record("steps", job.device)
         with recording.turn, _unchanged(job.module, self.batches.state, job.device), _after_this_stream(stream):
             begin = self.batches.state.clone()
             self._run()  # compiles, and asks the host whatever is asked only once

@@ -20,6 +20,7 @@ from torch import Tensor
 from hopline import ops, pinned, trace
 from hopline.halo import Histories, Reader, Sums
 from hopline.meter import free_bytes
+from hopline.recording import stream_for
 
 Where = Literal["device", "pinned", "host"]
 
@@ -159,7 +160,7 @@ class DeviceHistories(Histories):
         super().__init__(num_rows, name=name, dtype=dtype, folder=folder)
         self.device, self.where, self.asynchronous = device, where, pool_size != 0 and where != "device"
         self.pool = Pool(pool_size or (POOL_SIZE if pool_size is None else 1), buffer_rows, device)
-        self.stream = torch.cuda.Stream(device) if self.asynchronous and device.type == "cuda" else None
+        self.stream = stream_for("history", device) if self.asynchronous and device.type == "cuda" else None
         self._sums: dict[int, Tensor] = {}
         self._asked: tuple[Tensor, Tensor] | None = None
 

@@ -70,7 +70,7 @@ class EvaluationThread:
         self._labels: Tensor | None = None
         if self._replayed is not None:
             self._replayed.left_to_others = True  # of whom one draws while it would record
-        self._stream: Any = torch.cuda.Stream(job.device) if job.device.type == "cuda" else None
+        self._stream: Any = recording.stream_for("evaluate", job.device) if job.device.type == "cuda" else None
         self._pool = ops.start_threads(1, "hopline-evaluation", self._begin)
         self._served = self._pool.submit(self._serve)
 

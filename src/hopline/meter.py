@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+WORKSPACE = 32 << 20
+"""What that is on the GPUs where it is most, unless CUBLAS_WORKSPACE_CONFIG says otherwise."""
+
 
 class Meter(Protocol):
     """`with meter_of(device) as meter: step()`, then `meter.peak_bytes`: above what was there before, from 0 on."""
@@ -56,9 +59,14 @@ def free_bytes(device: torch.device) -> int:
     return max(0, left + reserved - allocated)
 
 
-@functools.cache
 def library_bytes(device: torch.device) -> int:
-    """What CUDA's libraries take on a GPU at their first product, and keep."""
+    """What CUDA's libraries take on a GPU at the first product of a stream, and keep; this one has had it."""
+    taken = _first_product(device, torch.cuda.current_stream(device))
+    return taken or WORKSPACE  # there was a product before
+
+
+@functools.cache
+def _first_product(device: torch.device, stream: torch.cuda.Stream) -> int:
     before = torch.cuda.memory_allocated(device)
     rows = torch.ones(16, 16, device=device)
     rows = rows @ rows

@@ -114,7 +114,9 @@ class Outline:
         total = sum(p.numel() * p.element_size() for p in weights)
         items = [Item("weights", self.home, total), Item("optimizer", self.home, STATES[self.optimizer] * total)]
         if self.device.type == "cuda":
-            items.append(Item("workspace of CUDA's libraries", "device", library_bytes(self.device)))
+            # Beside evaluation, training has a stream of its own too, next to the one that was there.
+            streams = 3 if self.beside else 1
+            items.append(Item("workspace of CUDA's libraries", "device", streams * library_bytes(self.device)))
             items.append(Item("what the process had there before", "device", self._there_before))
         return items
 

@@ -38,15 +38,31 @@ def recorded(
         yield
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """To record on: with the current stream's priority, which the kernels of a graph keep."""
-    return torch.cuda.Stream(device, priority=torch.cuda.current_stream(device).priority)
+_own = threading.local()
+
+
+def stream_for(purpose: str, device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of this thread, the same one in every run: CUDA's libraries keep memory for each that had a product, and
+    torch keeps what was freed on one for the next use on the same."""
+    streams: dict[tuple[str, int, int], torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
+    key = (purpose, torch.cuda.current_device() if device.index is None else device.index, priority)
+    if key not in streams:
+        streams[key] = torch.cuda.Stream(device, priority=priority)
+    return streams[key]
+
+
+def stream_to_record(purpose: str, device: torch.device) -> torch.cuda.Stream:
+    """With the current stream's priority, which the kernels of a graph keep.
+
+    Graphs of one purpose must not run at the same time: their products share memory.
+    """
+    return stream_for(f"record {purpose}", device, torch.cuda.current_stream(device).priority)
 
 
 @contextmanager
 def going_first(device: torch.device) -> Iterator[None]:
     """Within, what this thread gives a GPU goes before what others give it."""
-    outer, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device, priority=FIRST)
+    outer, stream = torch.cuda.current_stream(device), stream_for("train", device, FIRST)
     stream.wait_stream(outer)
     try:
         with torch.cuda.stream(stream):

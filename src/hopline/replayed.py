@@ -51,7 +51,7 @@ class Replayed:
         if self._graph is not None and not self._graph.is_current(self):
             self._graph, self.times = None, 0
         if self.is_due and not self.left_to_others:
-            self.record(recording.new_stream(self.device))
+            self.record(recording.stream_to_record("evaluations", self.device))
         if self._graph is not None:
             return self._graph.replay(self.device)
         self.times += 1

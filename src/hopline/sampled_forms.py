@@ -17,6 +17,7 @@ from hopline.batch import Batch, Block
 from hopline.cores import num_cores
 from hopline.graph import Graph
 from hopline.loader import Loader, resolve_workers
+from hopline.meter import library_bytes
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
 from hopline.placement import SHARE, Placement, make_plan
@@ -30,6 +31,7 @@ DRAWN = 3
 """Batches that are drawn to see how large they are,"""
 SWING = 1.1
 """and by how much others may be larger."""
+RECORDED = "workspace of the recorded step"
 MOST_NODES = 1 << 24
 """Nodes of the largest graph in which the seed with most around it is looked for."""
 
@@ -97,7 +99,8 @@ class SampledForms:
             nodes.append(nodes[-1] * (1 + fanout))
         edges = [outer - inner for inner, outer in pairwise(nodes)]
         step = self.predictor.costs.bound(Sizes(tuple(reversed(nodes)), tuple(reversed(edges))))
-        plan = self._made(method, [], step, step)
+        recorded = [] if outline.device.type != "cuda" else [Item(RECORDED, "device", library_bytes(outline.device))]
+        plan = self._made(method, recorded, step, step)
         all_there = plan.placement is not None and {plan.placement.graph, plan.placement.features} == {"device"}
         return plan if all_there or method.layout == "tree" else None
 

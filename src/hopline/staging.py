@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hopline.meter import free_bytes
+from hopline.recording import stream_for
 from hopline.tables.base import Table
 from hopline.tables.tiered import TieredTable
 
@@ -69,7 +70,7 @@ class LookAhead:
     def __init__(self, stagings: Sequence[Staging], device: torch.device, steps: int, draw: Callable[[], Tensor]):
         """draw: the nodes of the next step's tree, -1 where there is none; its own counter goes on with each call."""
         self.stagings, self.device, self.steps, self.draw = stagings, device, steps, draw
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = stream_for("staging", device) if device.type == "cuda" else None
         self.left = 0
 
     def start(self, num_steps: int) -> None:

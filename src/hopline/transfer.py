@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hopline import trace
 from hopline.batch import Batch
+from hopline.recording import stream_for
 from hopline.rescue import free_memory
 
 ALIGNED = 256
@@ -50,7 +51,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = stream_for("copies", device)
 
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

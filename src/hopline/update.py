@@ -88,7 +88,7 @@ class Update:
         self.seen.add(addresses)
 
     def _capture(self, addresses: tuple[int, ...]) -> None:
-        graph, stream = torch.cuda.CUDAGraph(), recording.new_stream(self.device)
+        graph, stream = torch.cuda.CUDAGraph(), recording.stream_to_record("updates", self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with recording.at_once() as free:
