@@ -45,13 +45,11 @@ class DeviceBatches:
     def start(self, epoch: int, done: int, seeds_done: int) -> None:
         """Stand at a place of an epoch."""
         key = ops.derive_key(self.loader.seed, epoch)
+        draws = on_tree.start_epoch(self.state, self.ahead, self.ids.numel(), key, done, seeds_done)
         if self.loader.method.shuffle:
-            torch.index_select(self.ids, 0, ops.permutation(key, self.ids.numel(), self.ids.device), out=self.order)
+            torch.index_select(self.ids, 0, draws.argsort(stable=True), out=self.order)
         else:
             self.order.copy_(self.ids)
-        for place, value in enumerate((key, done, seeds_done)):
-            self.state[place].fill_(value)
-        self.ahead.copy_(self.state)
 
     def held(self, num_seeds: int, first: int) -> list[Tensor]:
         """What every batch of that size reads beside its own tensors."""

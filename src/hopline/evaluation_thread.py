@@ -36,8 +36,7 @@ class DeviceRoom:
         self.filled: Any = None
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.weights.items():
-            tensor.copy_(state[name])
+        torch._foreach_copy_(list(self.weights.values()), [state[name] for name in self.weights])  # in few kernels
         self.filled = torch.cuda.current_stream(next(iter(self.weights.values())).device).record_event()
 
     def close(self) -> None:

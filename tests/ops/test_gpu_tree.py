@@ -40,6 +40,15 @@ def test_trees_are_those_of_the_reference(replace: bool, dtype: torch.dtype):
         assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.parametrize("num_seeds", [1, 50, 1024, 3000])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_an_epoch_has_the_order_of_the_host(num_seeds: int, seed: int):
+    key, (state, ahead) = random.derive_key(seed, 4), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    draws = gpu_tree.start_epoch(state, ahead, num_seeds, key, seed, 12 * seed)
+    assert state.tolist() == ahead.tolist() == [key, seed, 12 * seed]
+    assert torch.equal(draws.argsort(stable=True).cpu(), random.permutation(key, num_seeds))
+
+
 def test_a_step_has_the_seeds_and_keys_of_the_host():
     order, epoch_key = torch.randperm(50), random.derive_key(1, 4)
     state = torch.tensor([epoch_key, 3, 30]).to(DEVICE)

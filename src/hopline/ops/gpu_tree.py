@@ -17,13 +17,37 @@ import triton.language as tl
 from torch import Tensor
 
 from hopline.ops import random
-from hopline.ops.gpu_core import GOLDEN, bounded, first_state, key_on, mix
+from hopline.ops.gpu_core import GOLDEN, bounded, first_state, key_on, launching, mix
 from hopline.ops.slots import Slots
 
 SLOTS_PER_PROGRAM = 128
 _NUM_KEYS = tl.constexpr(triton.next_power_of_2(random.PLACES + 1))
 
-# ---- keys and seeds of a step
+# ---- the order of an epoch, and keys and seeds of a step
+
+
+@triton.jit(do_not_specialize=["key", "step", "position", "num"])
+def _epoch_kernel(state, ahead, draws, key, step, position, num, T: tl.constexpr):
+    """Both states at a place of an epoch; a draw for each of its seeds, as `random.permutation` makes it."""
+    i = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    tl.store(draws + i, mix(first_state(key.to(tl.int64), i) + GOLDEN).to(tl.int64), mask=i < num)
+    if tl.program_id(0) == 0:
+        place = tl.arange(0, 4)
+        value = tl.where(place == 0, key.to(tl.int64), tl.where(place == 1, step, position).to(tl.int64))
+        tl.store(state + place, value, mask=place < 3)
+        tl.store(ahead + place, value, mask=place < 3)
+
+
+def start_epoch(state: Tensor, ahead: Tensor, num_seeds: int, key: int, step: int, position: int) -> Tensor:
+    """Both states at a place of the epoch with that key, and a draw for each seed: sorted by it they are in its order.
+
+    One kernel, where torch would need forty: in a short epoch their launches take longer than a step.
+    """
+    draws = torch.empty(num_seeds, dtype=torch.int64, device=state.device)
+    grid = (max(1, triton.cdiv(num_seeds, 1024)),)
+    with launching(state.device):
+        _epoch_kernel[grid](state, ahead, draws, key, step, position, num_seeds, 1024)
+    return draws
 
 
 @triton.jit

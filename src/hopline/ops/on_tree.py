@@ -18,6 +18,11 @@ def _kernels(name: str) -> Any:
     return importlib.import_module(f"hopline.ops.gpu_{name}")
 
 
+def start_epoch(state: Tensor, ahead: Tensor, num_seeds: int, key: int, step: int, position: int) -> Tensor:
+    """A place in an epoch, and draws for its seeds: see `gpu_tree.start_epoch`."""
+    return _kernels("tree").start_epoch(state, ahead, num_seeds, key, step, position)
+
+
 def next_step(state: Tensor, order: Tensor, batch_size: int, first: int, seeds_per_step: int) -> tuple[Tensor, Tensor]:
     """Seeds and keys of the next step: see `gpu_tree.next_step`."""
     return _kernels("tree").next_step(state, order, batch_size, first, seeds_per_step)
