@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hopline import infer, trace
 from hopline.evaluation_process import EvaluationError, Layout, Room
 from hopline.evaluation_thread import DeviceRoom, EvaluationThread
 from hopline.measure import Measure
+from hopline.nn import GNN
 from hopline.replayed import Launched
 from hopline.trace import Timers
 from hopline.work import Job
@@ -52,6 +55,18 @@ def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_
         trainer.model.load_state_dict(room.weights)
         assert one["metrics"] == measure(trainer.job)
         room.close()
+
+
+def test_who_keeps_its_model_for_later_does_not_keep_its_job():
+    """As what is recorded of a job does, which is known for as long as the job is."""
+    trainer = trainer_of()
+    thread = EvaluationThread(Measure(trainer.method), trainer.job)
+    thread.close()
+    model, job = thread._job.model, weakref.ref(thread._job)
+    del thread
+    gc.collect()
+    assert isinstance(model, GNN)
+    assert job() is None
 
 
 def test_a_failure_comes_after_the_answers_before_it_with_its_cause():

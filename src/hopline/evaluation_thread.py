@@ -122,8 +122,10 @@ class EvaluationThread:
             self._stream.synchronize()  # a graph must not go before its kernels
 
     def _checked(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        ends = self._ends  # and not all of this: who keeps the model for later would keep the job for ever
+
         def checked(*args: Any) -> Any:
-            if self._ends.is_set():
+            if ends.is_set():
                 raise _Cancelled
             return layer(*args)
 
