@@ -78,11 +78,8 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
-    graph, stream, ended = (
-        torch.cuda.CUDAGraph(),
-        recording.stream_to_record("this", torch.device("cuda")),
-        threading.Event(),
-    )
+    graph, ended = torch.cuda.CUDAGraph(), threading.Event()
+    stream = recording.stream_to_record("this", torch.device("cuda"))
     x, failures = torch.ones(1000, device="cuda"), []
 
     def wait_again_and_again() -> None:

@@ -1,10 +1,14 @@
 """Spans, counters and timers, with and without listeners, over threads and epochs."""
 
+from __future__ import annotations
+
 import math
 import statistics
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -180,3 +184,44 @@ def test_many_threads_lose_nothing():
     assert timers.statistics()[0].calls == 1600
     assert counters.totals() == {"n": 1600}
     assert trace._listeners == ()
+
+
+class FakeEvent:
+    """A moment of a GPU, which is over when somebody has waited for it."""
+
+    def __init__(self, at_ms: float, over: bool) -> None:
+        self.at_ms, self.over = at_ms, over
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = True
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.MonkeyPatch):
+    pending = deque[Any]()
+    monkeypatch.setattr(trace._DeviceTimed, "pending", pending)
+    here, timers = threading.current_thread().name, trace.Timers()
+
+    def begun(name: str, thread: str, over: bool) -> None:
+        pending.append((name, 0.0, thread, FakeEvent(1, True), FakeEvent(3, over)))
+
+    with trace.listen(timers):
+        begun("done", here, over=True)
+        begun("under way", here, over=False)
+        begun("another's", "another", over=False)
+        for _ in range(4):
+            trace._report_oldest()
+        assert timers.this_epoch() == {"done": pytest.approx(0.002)}, "nobody waits for what is under way"
+        assert [spanned[0] for spanned in pending] == ["under way", "another's"]
+        trace.end_device_spans()
+        assert timers.this_epoch() == {name: pytest.approx(0.002) for name in ("done", "under way")}
+        assert [spanned[0] for spanned in pending] == ["another's"]
+        pending[0][-1].synchronize()
+        trace._report_oldest()
+        trace._report_oldest()
+        assert set(timers.this_epoch()) == {"done", "under way", "another's"}

@@ -112,6 +112,8 @@ class _DeviceTimed:
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         self.pending.append((self.name, self.start_s, threading.current_thread().name, self.start, end))
+        for _ in range(2):  # while the GPU has work to do, so that less is left to ask when it has none
+            _report_oldest()
 
 
 def span(name: str, device: torch.device | None = None) -> AbstractContextManager[None]:
@@ -131,14 +133,24 @@ def end_device_spans() -> None:
     """Report the spans of GPUs that have ended; waits for the work that this thread asked for, and for no other's."""
     here, pending = threading.current_thread().name, _DeviceTimed.pending
     for _ in range(len(pending)):  # others may add to it meanwhile
+        _report_oldest(here)
+
+
+def _report_oldest(waiting_for: str | None = None) -> None:
+    """Report the span of a GPU that began first, if it has ended; waits for it if it is of that thread."""
+    pending = _DeviceTimed.pending
+    try:
         name, start_s, thread, start, end = spanned = pending.popleft()
-        if thread == here:
-            end.synchronize()
-        elif not end.query():
-            pending.append(spanned)
-            continue
-        for listener in _listeners:
-            listener.on_span(Span(name, start_s, start.elapsed_time(end) / 1e3, thread))
+    except IndexError:
+        return
+    if thread == waiting_for:
+        end.synchronize()
+    elif not end.query():
+        # Behind the others where somebody waits for these; else its turn is next time.
+        (pending.append if waiting_for else pending.appendleft)(spanned)
+        return
+    for listener in _listeners:
+        listener.on_span(Span(name, start_s, start.elapsed_time(end) / 1e3, thread))
 
 
 def count(name: str, amount: float) -> None:
