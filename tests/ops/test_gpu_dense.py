@@ -84,3 +84,19 @@ def test_a_linear_layer_of_two_weights_is_torchs():
         assert found is not None
         assert plain is not None
         assert ((found - plain).norm() / plain.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("num", [3, 1024, 1025, 5000])
+@pytest.mark.parametrize("reads_rows", [False, True])
+def test_a_linear_layer_of_both_in_single_precision(num: int, reads_rows: bool):
+    values = [randn(num, 12), randn(6, 8, seed=1), randn(6, 4, seed=2), randn(6, seed=3)]
+    upstream = randn(num, 6, seed=5)
+    a, left, right, bias = (v.requires_grad_(i > 0 or not reads_rows) for i, v in enumerate(values))
+    plain = torch.nn.functional.linear(a, torch.cat([left, right], dim=1), bias)
+    expected = [plain, *torch.autograd.grad(plain, [v for v in values if v.requires_grad], upstream)]
+    ours = [v.detach().float().to(DEVICE).requires_grad_(v.requires_grad) for v in values]
+    out = gpu_dense.beside_linear(*ours)
+    found = [out, *torch.autograd.grad(out, [v for v in ours if v.requires_grad], upstream.float().to(DEVICE))]
+    for one, exact in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert ((one.cpu().double() - exact).norm() / exact.norm()).item() < 1e-6

@@ -32,6 +32,33 @@ def test_values_and_gradients_are_those_of_the_reference(dtype: torch.dtype, sha
             assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (6,), (64,), (3, 5)], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_after_a_relu_it_is_as_one_after_the_other(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
+    x, ids, key = randn(20, *shape, dtype=dtype), randint(0, 2**50, 20), 2**63 - 5
+    upstream, at = randn(20, *shape, seed=2, dtype=dtype).to(KERNEL_DEVICE), ids.to(KERNEL_DEVICE)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for fused in (True, False):
+        leaf, weight = x.to(KERNEL_DEVICE).requires_grad_(), upstream.clone().requires_grad_()
+        if fused:
+            out = gpu_dropout.relu_dropout(leaf, p, key, at)
+        else:
+            out = gpu_dropout.keyed_dropout(torch.relu(leaf), p, key, at)
+        (grad,) = torch.autograd.grad(out, leaf, weight, create_graph=True)
+        (again,) = torch.autograd.grad(grad, weight, upstream)
+        found.append((out.detach(), grad.detach(), again))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_what_is_no_number_shows_after_a_relu_too() -> None:
+    x = torch.full((4, 8), torch.nan, device=KERNEL_DEVICE)
+    found = gpu_dropout.relu_dropout(x, 0.5, 1, torch.arange(4, device=KERNEL_DEVICE))
+    assert found.isnan().any()
+
+
 def test_wide_rows_and_a_key_on_the_device() -> None:
     x, ids = randn(3, 2501, dtype=torch.float32), torch.tensor([4, 0, 9], dtype=torch.int32)
     expected = reference.keyed_dropout(x, 0.5, 77, ids)

@@ -254,11 +254,12 @@ class GNN(nn.Module):
                     "make all widths equal and give head= for the output"
                 )
             h = (1 - self.initial_residual) * h + self.initial_residual * x0
-        if l < self.num_layers - 1 or self.acts_last:
-            h = self._after_conv(l, h, state.h)
+        acts, at_once = l < self.num_layers - 1 or self.acts_last, self._drops_relu(block)
+        if acts:
+            h = self._after_conv(l, h, state.h, relu_later=at_once)
         h = block.exchange(l, h)
-        if l < self.num_layers - 1 or self.acts_last:
-            h = self._drop(h, self.dropout, block.src_keys[: h.size(0)], block.key, l)
+        if acts:
+            h = self._drop(h, self.dropout, block.src_keys[: h.size(0)], block.key, l, with_relu=at_once)
         jk = None
         if self.keeps_jk:
             jk = h[:dst] if state.jk is None else torch.cat([state.jk[:dst], h[:dst]], dim=1)
@@ -266,9 +267,21 @@ class GNN(nn.Module):
 
     def _is_plain(self, l: int) -> bool:
         """Whether a hidden layer is a conv, ReLU and dropout, and nothing else."""
-        relu = self.act in (torch.relu, torch.nn.functional.relu) or type(self.act) is nn.ReLU
         more = self.residual or self.keeps_jk or self._uses_x0 or type(self.norms[l]) is not nn.Identity
-        return relu and not more and l < self.num_layers - 1
+        return self._acts_by_relu and not more and l < self.num_layers - 1
+
+    @property
+    def _acts_by_relu(self) -> bool:
+        """Whether the activation is a ReLU that nobody listens to."""
+        if type(self.act) is nn.ReLU:
+            return not self.act._forward_hooks and not self.act._forward_pre_hooks
+        return self.act in (torch.relu, torch.nn.functional.relu)
+
+    def _drops_relu(self, block: Block) -> bool:
+        """Whether dropout comes right after a ReLU, so that both are one."""
+        between = self.act_first or (self.residual and not self.residual_first)
+        draws = self.training and self.dropout > 0 and block.key is not None
+        return draws and self._acts_by_relu and not between and type(block).exchange is Block.exchange
 
     def decode(self, state: State) -> Tensor:
         """The last layer's state to the output."""
@@ -288,7 +301,7 @@ class GNN(nn.Module):
         out = self.decode(state)
         return out if batch.output_idx is None else out[batch.output_idx]
 
-    def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor) -> Tensor:
+    def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor, relu_later: bool = False) -> Tensor:
         own: Tensor | None = None
         if self.residual and tuple(h.shape[1:]) == tuple(before.shape[1:]):
             own = self._typed(own_rows(before, h.size(0)))
@@ -297,7 +310,7 @@ class GNN(nn.Module):
         h = self.norms[l](h)
         if own is not None and self.residual_first:
             h = h + own
-        if self.act is not None and not self.act_first:
+        if self.act is not None and not self.act_first and not relu_later:
             h = self.act(h)
         return h if own is None or self.residual_first else h + own
 
@@ -305,12 +318,15 @@ class GNN(nn.Module):
         """Rows after layer `l` as the next one reads them."""
         return self._drop(h, self.dropout, ids, key, l)
 
-    def _drop(self, h: Tensor, p: float, ids: Tensor, key: int | Tensor | None, place: int) -> Tensor:
+    def _drop(
+        self, h: Tensor, p: float, ids: Tensor, key: int | Tensor | None, place: int, with_relu: bool = False
+    ) -> Tensor:
         if not self.training or p == 0:
             return h
         if key is None:
             return torch.nn.functional.dropout(h, p)
-        return ops.keyed_dropout(h, p, ops.place_key(key, place), ids)
+        drop = ops.relu_dropout if with_relu else ops.keyed_dropout
+        return drop(h, p, ops.place_key(key, place), ids)
 
     def _typed(self, rows: Handle | Tensor) -> Tensor:
         return typed(rows, next((p.dtype for p in self.parameters()), torch.float32))

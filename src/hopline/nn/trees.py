@@ -65,7 +65,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def linear_of_both(beside: Tensor, linears: tuple[Any, Any]) -> Tensor:
     """The linear layers of reduced and own rows, on both side by side; the first one has the bias."""
     left, right, bias = linears[0].weight, linears[1].weight, linears[0].bias
-    if beside.is_cuda and beside.dtype in HALVES and bias is not None:
+    single = beside.dtype == torch.float32 == compute_dtype(torch.float32)
+    if beside.is_cuda and (single or beside.dtype in HALVES) and bias is not None:
         return on_tree.beside_linear(beside, left, right, bias)
     return torch.nn.functional.linear(beside, torch.cat([left, right], dim=1), bias)
 

@@ -44,6 +44,7 @@ __all__ = [
     "put_rows",
     "reduce_edges",
     "relabel",
+    "relu_dropout",
     "row_positions",
     "sample_neighbors",
     "sample_tree",
@@ -160,6 +161,13 @@ def reduce_edges(
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
     return _twin(x, cpu_reduce, "gpu_dropout").keyed_dropout(x, p, _key(x, key), ids)
+
+
+def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
+    """`keyed_dropout` of what a ReLU leaves; on a GPU in one kernel, which keeps one tensor for backward, not two."""
+    if x.is_cuda and _has_triton():
+        return _gpu("gpu_dropout").relu_dropout(x, p, key, ids)
+    return keyed_dropout(torch.relu(x), p, key, ids)
 
 
 def keyed_dropout_stored(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hopline.ops.gpu_core import GOLDEN, first_state, is_interpreted, mix
+from hopline.ops.gpu_dropout import dropout_numbers
 from hopline.ops.gpu_tree import RowMap
 from hopline.ops.gpu_tree_reduce import reduce_rows
 from hopline.ops.slots import Slots
@@ -26,6 +27,8 @@ from hopline.ops.slots import Slots
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64
 SPLITS = 66
 """Ranges of rows whose weight gradients are summed apart: a fixed number, so that the sum is the same every time."""
+FEW_ROWS, ROWS_SUMMED = 1024, 256
+"""Up to so many rows are summed at once; of more, so many by each program first."""
 GRADIENT_ROWS = 32
 """Rows of a program that makes the gradient of h."""
 
@@ -175,8 +178,27 @@ def _column_sums_kernel(rows, out, num, N: tl.constexpr, R: tl.constexpr, C: tl.
     tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < N)
 
 
+@triton.jit(do_not_specialize=["num"])
+def _partial_sums_kernel(rows, out, num, N: tl.constexpr, PER: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """The columns of PER rows summed, by each program."""
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    begin = tl.program_id(0).to(tl.int64) * PER
+    total = tl.zeros((R, C), tl.float32)
+    for first in range(0, PER, R):
+        row = begin + first + tl.arange(0, R)
+        ok = (row < num)[:, None] & (column < N)[None, :]
+        total += tl.load(rows + row[:, None] * N + column[None, :], mask=ok, other=0).to(tl.float32)
+    tl.store(out + tl.program_id(0) * N + column, tl.sum(total, 0), mask=column < N)
+
+
 def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """rows.sum(0) of a few hundred rows, which torch takes its time for."""
+    """rows.sum(0), which torch takes its time for."""
+    if rows.size(0) > FEW_ROWS:
+        programs = triton.cdiv(rows.size(0), ROWS_SUMMED)
+        some = torch.empty(programs, rows.size(1), dtype=torch.float32, device=rows.device)
+        grid = (programs, triton.cdiv(rows.size(1), 128))
+        _partial_sums_kernel[grid](rows, some, rows.size(0), rows.size(1), ROWS_SUMMED, 32, 128)
+        rows = some
     out = torch.empty(rows.size(1), dtype=dtype, device=rows.device)
     grid = (triton.cdiv(rows.size(1), 16),)
     _column_sums_kernel[grid](rows, out, rows.size(0), rows.size(1), 128, 16)
@@ -197,12 +219,6 @@ def _sum_kernel(sums, left, right, num, splits, LEFT: tl.constexpr, RIGHT: tl.co
     tl.store(left + row * LEFT + column, total.to(left.dtype.element_ty), mask=(i < num) & is_left)
     of_right = right + row * RIGHT + column - LEFT
     tl.store(of_right, total.to(right.dtype.element_ty), mask=(i < num) & (column >= LEFT))
-
-
-def dropout_numbers(p: float) -> tuple[int, float]:
-    """(threshold, scale): a column is kept where its 16 bits reach the threshold."""
-    threshold = round(p * 65536)
-    return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
 
 
 def _summed(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -280,7 +296,8 @@ class _BesideLinear(torch.autograd.Function):
         a, w = ctx.saved_tensors
         grad = grad.contiguous()
         of_weights = _summed((grad.t() @ a)[None], ctx.widths, ctx.dtype)
-        return grad @ w, *of_weights, _column_sums(grad, ctx.dtype)
+        of_rows = grad @ w if ctx.needs_input_grad[0] else None
+        return of_rows, *of_weights, _column_sums(grad, ctx.dtype)
 
 
 def beside_linear(a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
