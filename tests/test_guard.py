@@ -260,6 +260,27 @@ def test_nothing_that_changes_a_batch_is_decided_ahead():
     assert guard.arrange(replace(batch, groups=(torch.arange(300),))).groups == ()
 
 
+@pytest.mark.parametrize("waits_on_host", [False, True])
+def test_what_is_prepared_ahead_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch, waits_on_host: bool):
+    """They belong to the thread that trains: torch lets none look at one that another sets."""
+    model = model_of()
+    batch, limit = first_batch(model), int(0.5 * peak_of(model))
+
+    def seen(module: torch.nn.Module) -> int:
+        raise AssertionError("a gradient was looked at")
+
+    for module in ("guard", "rescue"):
+        monkeypatch.setattr(f"hopline.{module}.gradient_bytes", seen)
+    guard = guard_of(model, limit)
+    guard.waits_on_host = waits_on_host
+    for taken in (2 * limit, limit // 2):
+        for _ in range(200):
+            guard.observe_sizes(Sizes.of(batch), 0, taken)
+        guard.prepare(batch)
+    with pytest.raises(AssertionError, match="was looked at"):
+        guard.arrange(batch)
+
+
 # ---- when memory runs out
 
 

@@ -125,7 +125,9 @@ class Guard:
         predictor, copied = self._predictor(Sizes.of(batch)), self.waits_on_host
         if self.budget.over_budget != "split" or not predictor.is_sure:
             return batch
-        if self._bytes_of(batch, in_pieces=False, copied=copied)(Sizes.of(batch)) <= self.room_bytes:
+        # What gradients take is left out: the thread that trains makes and frees them while this one runs.
+        copies = PieceBytes.of(batch, None).kept(Sizes.of(batch)) if copied else 0
+        if self.promise(batch) + copies <= self.room_bytes:
             return batch
         with suppress(ValueError):  # the training thread will meet the same, and say so
             batch = replace(batch, groups=tuple(self._groups(batch, copied=copied)))
