@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch_geometric.nn import SAGEConv
 
 from hopline import choose as choosing
 from hopline.budget import Budget
@@ -13,9 +15,11 @@ from hopline.full_batch import FullBatch
 from hopline.historical import Historical
 from hopline.methods import Sampled
 from hopline.nn import GNN
-from hopline.plan import Outline
+from hopline.plan import DoesNotFit, Outline, Plan
 from hopline.planning import learn, plan_of
 from hopline.settings import TrainSettings
+from hopline.spec import parse_size
+from hopline.trainer import Trainer
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 SAMPLED = Sampled(fanouts=(5, 5), batch_size=100)
@@ -98,3 +102,61 @@ def test_a_large_graph_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):
     assert outline.data.num_nodes < 600
     assert scale == 4800 / outline.data.num_edges
     assert outline.train_ids.numel() > 0
+
+
+# ---- what is refused
+
+
+def trainer_of(how: str, budget: dict[str, Any]) -> Trainer:
+    data = dataset_of(random_graph(600, 4800), randn(600, 6))
+    torch.manual_seed(0)
+    if how == "whole":
+        model: torch.nn.Module = Plain()
+    else:
+        model = GNN(stack_of("sage-mean", 6, 16, 3), norm="batch" if how == "batch norm" else None)
+    return Trainer(model.double(), data, SAMPLED, budget=budget, epochs=1, show=False)
+
+
+class Plain(torch.nn.Module):
+    """A model that is not made of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = SAGEConv(6, 16), SAGEConv(16, 3)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+@pytest.mark.parametrize("over_budget", ["split", "resample", "cut", "refuse"])
+@pytest.mark.parametrize("how", ["layers", "batch norm", "whole"])
+def test_the_budget_that_a_refusal_names_would_do_whatever_becomes_of_batches(how: str, over_budget: str):
+    with pytest.raises(DoesNotFit, match="it needs at least budget=") as refused:
+        trainer_of(how, {"device": "1KiB", "over_budget": over_budget})
+    named = str(refused.value).split("budget=")[1].split(" ")[0]
+    run = trainer_of(how, {"device": named, "over_budget": over_budget}).fit()
+    assert sum(e.counters.get("budget.steps_over", 0) for e in run.history) == 0
+    with pytest.raises(DoesNotFit):
+        trainer_of(how, {"device": str(int(0.3 * parse_size(named))), "over_budget": over_budget})
+
+
+def test_a_refusal_names_the_limit_that_was_given():
+    with pytest.raises(DoesNotFit, match=r"it needs at least budget\.host="):
+        trainer_of("layers", {"device": "1GiB", "host": "1KiB"})
+    with pytest.raises(DoesNotFit, match=r"it needs at least budget="):
+        trainer_of("layers", {"device": "1KiB", "host": "1GiB"})
+
+
+def test_a_method_whose_steps_are_refused_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
+    seconds = choosing._seconds
+
+    def refused(plan: Plan, budget: Budget, outline: Outline) -> float:
+        if isinstance(plan.method, Sampled):
+            raise ValueError("a batch may take more")
+        return seconds(plan, budget, outline)
+
+    monkeypatch.setattr(choosing, "_seconds", refused)
+    found = compare(SAMPLED, outline_of(), Budget(host="1GiB"))
+    assert [c.plan is None for c in found] == [True, False, False]
+    assert found[0].refusal == "a batch may take more"
+    assert recommended(found) is not found[0]

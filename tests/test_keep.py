@@ -85,7 +85,7 @@ def test_a_budget_that_is_too_small_names_one_that_would_do_and_a_method():
     with pytest.raises(ValueError, match=r"a budget has no 'divice'.*Did you mean 'device'"):
         trainer_of(METHODS[0], budget={"divice": "1KiB"})
     with pytest.raises(ValueError, match=r"with this budget method=\w+ fits"):
-        trainer_of(FullBatch(num_shards=2, partition="range"), budget="1MiB")
+        trainer_of(FullBatch(num_shards=2, partition="range"), budget="900KiB")
 
 
 # ---- on a GPU

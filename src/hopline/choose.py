@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -23,9 +23,9 @@ from hopline.measure import own_threads
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
 from hopline.placement import place
-from hopline.plan import PLACES, DoesNotFit, Outline, Plan
+from hopline.plan import PLACES, DoesNotFit, Outline, Place, Plan
 from hopline.planning import job_of, learn, plan_of
-from hopline.spec import format_size, kind_of
+from hopline.spec import format_size, kind_of, parse_size
 from hopline.tables import TensorTable
 from hopline.work import Job, Method, Unit, Work
 
@@ -33,6 +33,8 @@ TIMED, LONG_S = 3, 5.0
 """Steps that are timed, after one that is not, and the seconds after which no other is."""
 MOST_EDGES = 1 << 23
 """Of the graph on which methods that go over all of it are timed; larger ones are timed on a part of theirs."""
+MOST_TRIED = 5
+"""Budgets that are tried before one is named."""
 FOLDER = Path("tables")
 """Where tables that do not fit in memory would be kept."""
 
@@ -65,12 +67,74 @@ class Candidate:
 def plan_within(method: Method, outline: Outline, budget: Budget) -> Plan:
     """The method's plan; if it does not fit, an error that names a method that would."""
     try:
-        return plan_of(method, outline, budget).check()
+        return _checked(method, outline, budget)
     except DoesNotFit as error:
-        others = [other for other in alternatives(method, outline) if _planned(other, outline, budget).plan is not None]
-        names = [_typed(other) for other in others]
+        names = [_typed(other) for other in alternatives(method, outline) if _fits(other, outline, budget)]
         tip = f"with this budget {names[0]} fits" if names else "no other method fits this budget either"
         raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
+
+
+def _checked(method: Method, outline: Outline, budget: Budget) -> Plan:
+    """The method's plan; if it does not fit, an error with a budget that was tried and does."""
+    plan = _best_known(method, outline, budget)
+    if plan.fits:
+        return plan
+    by_host = outline.home == "host" and budget.host is not None
+    by_host = by_host and parse_size(budget.host or 0) == budget.bytes_on(outline.device)
+    smallest = _smallest_that_does(method, outline, budget, plan.missing)
+    raise plan.refusal(smallest, "budget.host" if by_host else "budget")
+
+
+def _smallest_that_does(
+    method: Method, outline: Outline, budget: Budget, smallest: dict[Place, int]
+) -> dict[Place, int]:
+    """Limits by which the method fits, from those that it seems to need: tried as one who types them would find it, who
+    knows nothing of the steps measured here."""
+    found: dict[Place, int] | None = None
+    for _ in range(MOST_TRIED):
+        anew = replace(outline, predictors={})
+        tried = _best_known(method, anew, _raised(budget, smallest, outline))
+        if not tried.fits:
+            if found is not None:
+                break
+            smallest = {place: max(smallest.get(place, 0), tried.missing.get(place, 0)) for place in PLACES}
+            smallest = {place: size for place, size in smallest.items() if size}
+            continue
+        if not anew.predictor(_num_blocks(method, anew)).is_sure:
+            learn(anew, _num_blocks(method, anew), tried.limit_bytes)
+        found, smallest = smallest, plan_of(method, anew, budget).missing  # which may be less, by what was learnt
+        if not any(size < found.get(place, 0) for place, size in smallest.items()):
+            break
+    return smallest if found is None else found
+
+
+def _best_known(method: Method, outline: Outline, budget: Budget) -> Plan:
+    """The plan, for which steps were measured if it does not fit by the bound: within what would fit by that."""
+    plan = plan_of(method, outline, budget)
+    num_blocks = _num_blocks(method, outline)
+    if plan.fits or outline.predictor(num_blocks).is_sure:
+        return plan
+    learn(outline, num_blocks, plan_of(method, outline, _raised(budget, plan.missing, outline)).limit_bytes)
+    return plan_of(method, outline, budget)
+
+
+def _num_blocks(method: Method, outline: Outline) -> int:
+    return len(method.fanouts) if isinstance(method, Sampled) else getattr(outline.model, "num_layers", 3)
+
+
+def _raised(budget: Budget, smallest: Mapping[Place, int], outline: Outline) -> Budget:
+    """The budget with limits that are at least these; on a CPU the device's is the host's."""
+    found = {place: str(size) for place, size in smallest.items()}
+    if "host" in found and outline.home == "host":
+        found["device"] = found["host"]
+    return replace(budget, **found)
+
+
+def _fits(method: Method, outline: Outline, budget: Budget) -> bool:
+    try:
+        return plan_of(method, outline, budget).fits
+    except ValueError:  # the model is not one for it
+        return False
 
 
 def alternatives(method: Method | None, outline: Outline) -> list[Method]:
@@ -94,7 +158,7 @@ def _typed(method: Method) -> str:
 
 def _planned(method: Method, outline: Outline, budget: Budget) -> Candidate:
     try:
-        return Candidate(method=method, plan=plan_of(method, outline, budget).check())
+        return Candidate(method=method, plan=_checked(method, outline, budget))
     except ValueError as error:  # it does not fit, or the model is not one for it
         return Candidate(method=method, refusal=str(error))
 
@@ -111,7 +175,16 @@ def compare(method: Method | None, outline: Outline, budget: Budget, *, probe: b
         if before is None or before.plan is None:
             planned = _planned(one, outline, budget)
             found[planned.name] = planned if planned.plan is not None or before is None else before
-    return [replace(c, seconds=_seconds(c.plan, budget, outline)) if probe and c.plan else c for c in found.values()]
+    return [_with_seconds(candidate, budget, outline) if probe else candidate for candidate in found.values()]
+
+
+def _with_seconds(candidate: Candidate, budget: Budget, outline: Outline) -> Candidate:
+    if candidate.plan is None:
+        return candidate
+    try:
+        return replace(candidate, seconds=_seconds(candidate.plan, budget, outline))
+    except ValueError as error:  # a step of it was refused
+        return replace(candidate, plan=None, refusal=str(error))
 
 
 def recommended(candidates: Sequence[Candidate]) -> Candidate | None:

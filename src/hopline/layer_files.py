@@ -128,7 +128,7 @@ class LayerFiles:
         if differs or not fits:
             what = differs[0] if differs else "format"
             raise ValueError(
-                f"{self.folder} holds another inference (the {what} differs): remove it, or choose another folder="
+                f"{self.folder} holds another inference (other {what}): remove it, or choose another folder="
             )
 
 

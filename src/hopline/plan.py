@@ -264,17 +264,22 @@ class Plan:
         """This plan, if it keeps to its limits."""
         if self.fits:
             return self
-        missing: dict[Place, int] = {p: self.smallest_bytes(p) for p in PLACES if not self._fits(p)}
-        needs = ", ".join(self._typed(place, size) for place, size in missing.items())
-        given = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in missing)
-        raise DoesNotFit(
-            f"{type(self.method).__name__} does not fit {given}: it needs at least {needs} ({self._largest(missing)})",
-            missing,
-        )
+        raise self.refusal(self.missing)
 
-    def _typed(self, place: Place, size: int) -> str:
-        """A limit as it is written in the settings; what is given without a place is for where steps are computed."""
-        return f"budget={_written(size)}" if place == self.home else f"budget.{place}={_written(size)}"
+    @property
+    def missing(self) -> dict[Place, int]:
+        """Where it does not keep to its limits, and the smallest ones that would do."""
+        return {place: self.smallest_bytes(place) for place in PLACES if not self._fits(place)}
+
+    def refusal(self, smallest: Mapping[Place, int], home_key: str = "budget") -> DoesNotFit:
+        """An error with limits that would do. home_key: how the one where steps are computed was given."""
+        keys = {place: home_key if place == self.home else f"budget.{place}" for place in smallest}
+        needs = ", ".join(f"{keys[place]}={_written(size)}" for place, size in smallest.items())
+        given = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
+        return DoesNotFit(
+            f"{type(self.method).__name__} does not fit {given}: it needs at least {needs} ({self._largest(smallest)})",
+            smallest,
+        )
 
     def _fits(self, place: Place) -> bool:
         limit = self.limits[place]

@@ -26,6 +26,7 @@ from hopline.plan import Item, Outline, Place, Plan, limits_of
 from hopline.predict import Predictor, Sizes
 from hopline.rescue import free_memory, is_out_of_memory
 from hopline.sampled_forms import SampledForms, drawn
+from hopline.split import can_split
 from hopline.work import BatchUnit, Job, Method
 
 MOST_SHARDS = 1 << 14
@@ -50,7 +51,8 @@ def plan_of(method: Method, outline: Outline, budget: Budget) -> Plan:
 @plan_of.register
 def _sampled(method: Sampled, outline: Outline, budget: Budget) -> Plan:
     """As many batches ahead as leave room for a whole one; where there is none, a batch goes in pieces."""
-    return _surely(SampledForms(method, outline, limits_of(budget, outline)).best, outline, len(method.fanouts))
+    forms = SampledForms(method, outline, limits_of(budget, outline), budget.over_budget)
+    return _surely(forms.best, outline, len(method.fanouts))
 
 
 def _surely(best: Callable[[], Plan], outline: Outline, num_blocks: int) -> Plan:
@@ -116,6 +118,8 @@ def _historical(method: Historical, outline: Outline, budget: Budget) -> Plan:
     fixed = [*outline.kept(), *outline.data_on_host(), Item("prepared batch", "host", prepared)]
     tables = _table_items("history", method.folder, rows * data.num_nodes * storage.itemsize, outline, method.tables)
 
+    cuts = budget.over_budget == "split" and can_split(model)
+
     def made() -> Plan:
         predictor = outline.predictor(model.num_layers)
         return Plan(
@@ -126,7 +130,7 @@ def _historical(method: Historical, outline: Outline, budget: Budget) -> Plan:
             beside=outline.beside,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=predictor.promise(sizes),
-            least_bytes=predictor.promise(one) + between,
+            least_bytes=predictor.promise(one) + between if cuts else predictor.promise(sizes),
             steps=-(-method.num_parts // method.parts_per_batch),
             count=method.parts_per_batch,
             covers=f"batches of {{}} of {method.num_parts} parts",

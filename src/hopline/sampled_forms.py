@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.batch import Batch, Block
+from hopline.batch import Batch
+from hopline.budget import OverBudget
 from hopline.cores import num_cores
 from hopline.graph import Graph
 from hopline.loader import Loader, resolve_workers
@@ -25,7 +26,7 @@ from hopline.placement import Sizes as PlacedSizes
 from hopline.plan import Item, Outline, Place, Plan, with_evaluation
 from hopline.predict import Predictor, Sizes
 from hopline.rescue import state_bytes
-from hopline.split import PieceBytes
+from hopline.split import PieceBytes, can_split
 
 DRAWN = 3
 """Batches that are drawn to see how large they are,"""
@@ -43,6 +44,7 @@ class SampledForms:
     method: Sampled
     outline: Outline
     limits: dict[Place, int | None]
+    over_budget: OverBudget = "split"
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -79,7 +81,7 @@ class SampledForms:
         method = replace(self.method, workers=workers, look_ahead=look_ahead)
         if self.outline.home == "device" and method.layout == "auto":
             method = replace(method, layout="block")  # as was planned, wherever the data will be
-        return self._made(method, prepared, self._whole(waits_on_host), self._one(waits_on_host), waits_on_host)
+        return self._made(method, prepared, self._whole(waits_on_host), self._least(waits_on_host), waits_on_host)
 
     @property
     def _can_wait(self) -> bool:
@@ -110,6 +112,10 @@ class SampledForms:
         rate = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
         return math.ceil(SWING * self._largest.num_bytes + rate * self._largest_seed.array.sum())
 
+    @property
+    def _num_seeds(self) -> int:
+        return self.outline.train_ids.numel()
+
     @cached_property
     def _largest_seed(self) -> Sizes:
         return largest_seed(self.method.fanouts, self.outline.data.graph, self.outline.train_ids)
@@ -124,12 +130,16 @@ class SampledForms:
         copies = PieceBytes.of(self._largest, None) if waits_on_host else None
         return max(self.predictor.promise(s) + (0 if copies is None else copies.kept(s)) for s in sizes)
 
-    def _one(self, waits_on_host: bool) -> float:
-        """The step of a single seed, in a piece of its own."""
-        seed = self._largest_seed
-        if type(self._largest.blocks[0]) is not Block:  # which is not split
-            return self.predictor.promise(seed)
-        beside = sum(state_bytes(self.outline.model))
+    def _least(self, waits_on_host: bool) -> float:
+        """A step that is as small as what may be done with a batch makes it: of a single seed in a piece of its own, of
+        all seeds without an edge, or of the whole batch."""
+        beside, num_seeds = sum(state_bytes(self.outline.model)), min(self.method.batch_size, self._num_seeds)
+        if self.over_budget == "cut":
+            seed = Sizes((num_seeds,) * (len(self.method.fanouts) + 1), (0,) * len(self.method.fanouts))
+        elif self.over_budget == "refuse" or not can_split(self.outline.model):
+            return beside + self._whole(waits_on_host)
+        else:
+            seed = self._largest_seed
         copies = PieceBytes.of(self._largest, None if waits_on_host else self.outline.device)
         return beside + SWING * copies.maps + copies.with_step(seed, self.predictor.promise(seed))
 
@@ -154,7 +164,7 @@ class SampledForms:
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step,
             least_bytes=one,
-            steps=-(-outline.train_ids.numel() // size),
+            steps=-(-self._num_seeds // size),
             count=size,
             covers="batches of {} seeds",
             placement=placement,

@@ -32,15 +32,27 @@ MOST_FILLED, FILLED_BY, FILLED_TO = 4, 32, 0.97
 its turn comes, and one that would then be too large is split again."""
 
 
-def check_split(model: nn.Module, instead: str = "set over_budget=cut") -> None:
-    """Refuse, by name, a model for which the pieces of a batch are not the batch. instead: what else to do."""
+def can_split(model: nn.Module) -> bool:
+    """Whether, in training, the pieces of a batch are the batch."""
+    try:
+        check_split(model, training=True)
+    except ValueError:
+        return False
+    return True
+
+
+def check_split(model: nn.Module, instead: str = "set over_budget=cut", training: bool = False) -> None:
+    """Refuse, by name, a model for which the pieces of a batch are not the batch.
+
+    instead: what else to do; training: whether it will be in training, if it is not now.
+    """
     if isinstance(model, Whole):
         raise ValueError(
             f"{type(model.module).__name__} runs on all edges of a batch at once, which cannot be split: use hl.nn.GNN "
             f"or a PyG model such as GCN, or {instead}"
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or training):
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which takes its statistics from a whole batch, so none can be "
                 f"split: use norm='layer', or {instead}"
