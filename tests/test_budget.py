@@ -19,6 +19,7 @@ def test_what_is_not_a_budget_is_refused():
         ("a lot", "Cannot read 'a lot' as a size"),
         ({"devce": "1GiB"}, "no 'devce'.*Did you mean 'device'"),
         ({"host": "0"}, r"budget\.host=8GiB"),
+        ({"over_budget": "cut"}, "a budget needs a size: write budget=8GiB"),
         ({"over_budget": "pray"}, "over_budget must be 'split' or 'resample' or 'cut' or 'refuse'"),
     ):
         with pytest.raises(ValueError, match=message):

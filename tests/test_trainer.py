@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, SAGEConv
+from torch_geometric.nn import GAT, GCN, GIN, GATConv, GraphSAGE, SAGEConv
 
 import hopline as hl
 from hopline import infer
@@ -335,6 +335,21 @@ def test_hooks_are_called_in_order_with_their_payloads():
     assert {"sample", "gather", "move", "forward", "backward", "optimizer"} <= last.stages.keys()
     assert last.counters["edges.sampled"] > 0
     assert "forward" in {region.name for region in run.stages}
+
+
+def test_what_a_test_step_draws_is_not_what_training_draws():
+    """So that the run is the same, whoever evaluates."""
+
+    def drawing(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+        return {"drawn": float(torch.rand(1))}
+
+    data, found = small(), []
+    for test_step in (drawing, None):
+        torch.manual_seed(3)
+        model = hl.nn.GNN([GATConv(8, 4, dropout=0.5), GATConv(4, 4, dropout=0.5)])  # which draws by itself
+        run = hl.Trainer(model, data, method(), epochs=3, test_step=test_step, show=False).fit()
+        found.append([epoch.loss for epoch in run.history])
+    assert found[0] == found[1]
 
 
 def test_own_training_and_test_steps_are_used():

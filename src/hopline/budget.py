@@ -49,6 +49,8 @@ class Budget:
     def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
         """A budget from "8GiB", which is the device's, or from its fields."""
         if isinstance(given, Budget):
+            if given.device is given.host is given.disk is None:
+                raise ValueError("a budget needs a size: write budget=8GiB, budget.host=32GiB or budget.disk=100GiB")
             return given
         if isinstance(given, Mapping):
             for name in given:
@@ -57,7 +59,7 @@ class Budget:
                     raise ValueError(
                         f"a budget has no {name!r}: give some of {known}.{nearest(name, known.split(', '))}"
                     )
-            return cls(**given)  # type: ignore[arg-type]
+            return cls.of(cls(**given))  # type: ignore[arg-type]
         parse_size(given)
         return cls(device=str(given))
 

@@ -199,7 +199,7 @@ class _Facts:
         if worst == "exchange":
             return worst, f"{why}: set larger method.batch_size or accumulate=, so that ranks meet less often"
         if worst == "checkpoint":
-            return worst, f"{why}: set a larger checkpoint_s="
+            return worst, f"{why}: set a larger checkpoint_s=, or where epochs are shorter, out= on a faster disk"
         ways = ["a smaller model"]
         if setup.sampled:
             ways.append("smaller method.fanouts")
