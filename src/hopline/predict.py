@@ -72,7 +72,7 @@ class Sizes:
     def shape(self) -> np.ndarray:
         """The logarithms of their proportions: the same for a batch and for one that has twice of all."""
         logarithms = np.log1p(self.array[:-1])
-        return logarithms - logarithms.mean()
+        return logarithms - np.add.reduce(logarithms) / logarithms.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,13 +179,18 @@ class _Learnt:
     unsteady: float = 0.0
     """and by how many bytes a step was off what all others say of it by `scaled`."""
 
+    @cached_property
+    def per_size(self) -> np.ndarray:
+        """What `sizes` are divided by, or multiplied with their inverse, which takes less long."""
+        return 1 / np.maximum(self.sizes, 1)
+
     def scaled(self, sizes: Sizes) -> float:
         """What a step that was seen took, times by how much the largest of the sizes exceeds its own, at the least.
 
         At every moment of a step no size takes less the more there is of it, and twice of all takes no more than twice.
         """
-        times = (sizes.array / np.maximum(self.sizes, 1)).max(1)
-        return float((np.maximum(times, 1) * self.taken).min())
+        times = np.maximum.reduce(sizes.array * self.per_size, axis=1)
+        return float(np.minimum.reduce(np.maximum(times, 1, out=times) * self.taken))
 
     def scaled_down(self, sizes: Sizes) -> float:
         """The least that it takes for the same reason, if what is larger takes no less."""
@@ -258,17 +263,15 @@ class Predictor:
         """Bytes that a step of these sizes will not exceed: the bound at first, then what was learnt and a margin."""
         learnt = self._learnt
         terms = self.costs.array * sizes.array
-        bound = float(terms.sum()) * learnt.over_bound + self.costs.rounding
+        bound = float(self.costs.array @ sizes.array) * learnt.over_bound + self.costs.rounding
         if learnt.num_seen < ENOUGH:
             return bound
-        expected = float(terms @ learnt.factors)
-        relative = terms / expected
-        noise = DEVIATIONS * learnt.deviation
-        margin = noise * math.sqrt(1 + float(relative @ learnt.spread @ relative))
-        beyond = BEYOND * float(self.costs.array @ np.maximum(sizes.array - learnt.largest, 0)) / expected
-        other = UNLIKE * float(
-            np.maximum(sizes.shape - learnt.shapes[1], learnt.shapes[0] - sizes.shape).max(initial=0)
-        )
+        expected, noise, shape = float(terms @ learnt.factors), DEVIATIONS * learnt.deviation, sizes.shape
+        margin = noise * math.sqrt(1 + float(terms @ learnt.spread @ terms) / expected**2)
+        more = sizes.array - learnt.largest
+        beyond = BEYOND * float(self.costs.array @ np.maximum(more, 0, out=more)) / expected
+        apart = np.maximum.reduce(np.maximum(shape - learnt.shapes[1], learnt.shapes[0] - shape))
+        other = UNLIKE * max(0.0, float(apart))
         learnt_bytes = expected * (1 + max(margin, LEAST_MARGIN) + beyond + other)
         scaled_bytes = learnt.scaled(sizes) * (1 + max(noise, LEAST_MARGIN)) + learnt.unsteady
         return min(bound, min(learnt_bytes, scaled_bytes) + self.costs.rounding)
