@@ -48,15 +48,27 @@ class Deleted:
         time.sleep(0.01)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_one_that_python_drops_is_not_forgotten() -> None:
+class Broken:
+    """An object whose deletion fails."""
+
+    def __del__(self) -> None:
+        raise ValueError("broken")
+
+
+def test_one_that_python_drops_is_not_forgotten_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda what: told.append(str(what.exc_value)))
     with Signals() as signals:
-        gone = Deleted()
+        gone: object = Deleted()
         del gone
         assert signals.received == signal.SIGINT
+        gone = Broken()
+        del gone
+    gone = Broken()
+    del gone
+    assert told == ["broken", "broken"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_whose_interruption_python_drops_ends_after_the_next_step(tmp_path: Path) -> None:
     class DeletesBetweenEpochs(hl.Callback):
         def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:

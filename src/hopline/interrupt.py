@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -30,6 +32,7 @@ class Signals:
         self.received: int | None = None
         self.at_once = True
         self._before: dict[int, Any] = {}
+        self._tell_dropped: Callable[[sys.UnraisableHookArgs], Any] | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -37,6 +40,7 @@ class Signals:
                 # What the process was started to ignore (nohup), it goes on ignoring.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
+            self._tell_dropped, sys.unraisablehook = sys.unraisablehook, self._dropped
         return self
 
     def __exit__(
@@ -44,9 +48,16 @@ class Signals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._tell_dropped is not None:
+            sys.unraisablehook = self._tell_dropped
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         again, self.received = self.received is not None, self.received or number
         if self.at_once or (again and number == signal.SIGINT):
             # Python drops what is raised while it deletes an object: then the run ends after its next step.
             raise Interrupted(number)
+
+    def _dropped(self, what: sys.UnraisableHookArgs) -> None:
+        """Say what Python dropped, unless it is what was noted above."""
+        if self._tell_dropped is not None and not isinstance(what.exc_value, Interrupted):
+            self._tell_dropped(what)

@@ -226,7 +226,7 @@ class Trainer:
         ):
             for group in groups:
                 loss, size = self.step(group)
-                at.loss_sum = torch.add(torch.as_tensor(at.loss_sum), loss, alpha=size)
+                at.loss_sum = torch.add(torch.as_tensor(at.loss_sum, dtype=torch.float64), loss, alpha=size)
                 at.seeds, at.units = at.seeds + size, at.units + len(group)
                 at.seconds = time.perf_counter() - started
                 self.num_steps += 1
