@@ -87,8 +87,8 @@ class SampledForms:
     def _can_wait(self) -> bool:
         """Whether it is the host that makes batches, for a GPU, or may be."""
         wanted = self.outline.placement
-        by_host = {wanted.graph, wanted.features} <= {"auto", "host"} and self.method.layout != "tree"
-        return self.outline.home == "device" and by_host
+        by_host = {wanted.graph, wanted.features} <= {"auto", "host"} and wanted.cache == "auto"
+        return self.outline.home == "device" and by_host and self.method.layout != "tree"
 
     def tree(self) -> Plan | None:
         """On a GPU that has room for everything: shapes that never change, so there is nothing to cut."""
@@ -151,6 +151,7 @@ class SampledForms:
         room = math.inf if limit is None else limit - sum(item.num_bytes for item in items if item.place == home)
         if waits_on_host:
             placement = replace(outline.placement, graph="host", features="host")
+            items.append(Item("labels", "device", PlacedSizes.of(outline.data).labels))  # which go there all the same
         elif home == "device":
             placed, placement = placed_within(outline, room - with_evaluation(step, outline.beside))
             items += placed
