@@ -21,7 +21,8 @@ from torch import nn
 from torch_geometric import nn as pyg
 
 import hopline as hl
-from hopline.data.synthetic import built_in, planted
+from hopline.data.built_in import built_in
+from hopline.data.synthetic import planted
 
 FANOUTS, BATCH_SIZE, HIDDEN, DROPOUT = (15, 10, 5), 1024, 256, 0.5
 SHAPES = {"papers100m": ("papers100m-shaped", "bfloat16"), "products": ("products-shaped", "float32")}

@@ -13,7 +13,7 @@ from hopline.budget import Budget
 from hopline.choose import Candidate, choose, compare, first_nodes, recommended, table_of
 from hopline.full_batch import FullBatch
 from hopline.historical import Historical
-from hopline.methods import Sampled
+from hopline.methods import Auto, Sampled
 from hopline.nn import GNN
 from hopline.plan import DoesNotFit, Outline, Plan
 from hopline.planning import learn, plan_of
@@ -76,7 +76,7 @@ def test_auto_says_why_and_refuses_what_nothing_fits(monkeypatch: pytest.MonkeyP
     method, why = choose(outline_of(), Budget(host="1GiB"))
     assert why.startswith(f"method={choosing.kind_of(type(method))}: an epoch takes about ")
     with pytest.raises(ValueError, match="method=auto is found before a run"):
-        choosing.Auto().bind(outline_of().job)
+        Auto().bind(outline_of().job)
     with pytest.raises(ValueError, match="no method fits this budget: Sampled does not fit 1 KiB"):
         choose(outline_of(), Budget(host="1KiB"))
 

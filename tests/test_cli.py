@@ -167,7 +167,7 @@ def test_doctor_looks_at_the_machine():
         (("epochs=3", "seed=4"), dataclasses.replace(RECIPES["demo"](), epochs=3, seed=4)),
         (("cora", "lr=1"), dataclasses.replace(RECIPES["cora"](), lr=1.0)),
         (("gas-gcn-cora", "seed=2"), dataclasses.replace(find_recipe("gas-gcn-cora")(), seed=2)),
-        (("some/folder",), run.RunConfig(data="some/folder")),
+        (("planted",), run.RunConfig(data="planted")),
     ],
 )
 def test_train_takes_a_recipe_or_a_dataset_and_overrides(

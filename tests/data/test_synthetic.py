@@ -8,10 +8,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hopline.data import synthetic
+from hopline.data.built_in import BUILT_IN, Planted, built_in
 from hopline.data.dataset import Dataset
 from hopline.data.names import open_dataset
 from hopline.data.store import verify
-from hopline.data.synthetic import BUILT_IN, Planted, built_in, made_on, planted
+from hopline.data.synthetic import made_on, planted
 from tests.helpers import KERNEL_DEVICE
 
 SMALL = Planted(num_nodes=5000, num_edges=100_000, num_classes=10, num_features=8, num_train=1000, num_valid=500)

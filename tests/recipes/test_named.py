@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hopline import run
+from hopline.data.built_in import BUILT_IN
 from hopline.data.names import names
-from hopline.data.synthetic import BUILT_IN, planted
-from hopline.models import NAMES
+from hopline.data.synthetic import planted
+from hopline.model_settings import NAMES
 from hopline.recipes import RECIPES, RunConfig
 from hopline.spec import from_dict, to_dict
 
