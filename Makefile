@@ -31,8 +31,8 @@ demo: $(INSTALLED)
 
 # Two at a time, but for those that look at what the whole machine shares; threads that wait leave their core to the other.
 test: $(INSTALLED)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not extended and not alone'
-	$(BIN)/python -m pytest -m 'alone and not extended'
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not extended and not process and not alone'
+	$(BIN)/python -m pytest -m 'alone and not extended and not process'
 
 test-extended: $(INSTALLED)
 	$(BIN)/python -m pytest -m extended

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,13 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run here, on CPU tensors
+
+from tests import warm
+
+# `nohup make test &` starts everything with these signals ignored, and processes that tests start would inherit that.
+for _number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 LONG_LIVED = ("hopline-ops",)
 """Threads that live as long as the process by design."""
@@ -39,3 +48,23 @@ def _leaves_nothing_behind() -> Iterator[None]:
     ignored = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
     changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
     assert not changed - ignored, f"environment variables left behind: {changed - ignored}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--spawn", action="store_true", help="spawn every process as the library does, none is warm")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getoption("--spawn"):
+        warm.start()
+    yield
+    warm.stop()
+
+
+@pytest.fixture(autouse=True)
+def _warm_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes that the library would spawn from a warm server, but for tests of spawning itself."""
+    spawns = request.config.getoption("--spawn") or request.node.get_closest_marker("spawn") is not None
+    if not spawns:
+        monkeypatch.setattr(multiprocessing, "get_context", warm.get_context)

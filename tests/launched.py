@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from hopline.launch import run
 from hopline.launch_settings import LaunchSettings
 from hopline.sharing import share
 from hopline.world import PeerError, World
+from tests.warm import Process, python
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMP_NUM_THREADS")
@@ -194,12 +194,9 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 @contextmanager
-def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes by command and environment, all of which are gone afterwards."""
-    processes = [
-        subprocess.Popen(c, env=dict(e), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for c, e in commands
-    ]
+def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[Process]]:
+    """Python processes by arguments and environment, all of which are gone afterwards."""
+    processes = [python(*arguments, env=variables) for arguments, variables in commands]
     try:
         yield processes
     finally:
@@ -209,7 +206,7 @@ def started(*commands: tuple[list[str], Mapping[str, str]]) -> Iterator[list[sub
 
 
 def program(*arguments: str) -> list[str]:
-    return [sys.executable, "-W", "error::UserWarning", "-m", "tests.launched", *arguments]
+    return ["-W", "error::UserWarning", "-m", "tests.launched", *arguments]
 
 
 def main(name: str, devices: str, timeout_s: str, *args: str) -> None:

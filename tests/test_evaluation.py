@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,7 @@ import hopline as hl
 from hopline import checkpoint, evaluation, infer
 from hopline.evaluation_process import EvaluationError
 from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
-
-
-def evaluators() -> list[psutil.Process]:
-    """Processes of ours that evaluate."""
-    return [p for p in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+from tests.warm import Process, children, python
 
 
 @pytest.fixture
@@ -108,7 +102,7 @@ def test_it_is_the_run_that_would_have_waited(
     model = model_of(kind, data)
     again = fit(data, model, evaluate="async", out=tmp_path / "async", resume=True, **settings)  # there is nothing left
     assert outcome(again, model) == found["blocking"]
-    assert not evaluators()
+    assert not children()
 
 
 def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_them():
@@ -173,7 +167,7 @@ def test_a_crash_in_evaluation_surfaces_with_its_traceback(tmp_path: Path):
         fit(small(), epochs=3, test_step=unhelpful, evaluate="async")
     with pytest.raises(ValueError, match="evaluation gave no metric"):
         fit(small(), epochs=1, test_step=no_metric, evaluate="async")
-    assert not evaluators()
+    assert not children()
 
 
 def test_training_evaluates_itself_what_it_would_have_to_wait_for(monkeypatch: pytest.MonkeyPatch):
@@ -220,7 +214,7 @@ def test_interrupted_and_resumed_is_the_run_that_never_stopped(later: str, tmp_p
     callbacks = [StopAt(stops_after + 1, after=1 if later == "async" else 0), watch]
     with pytest.raises(KeyboardInterrupt):
         fit(data, model, evaluate="async", out=tmp_path, callbacks=callbacks, **settings)
-    assert not evaluators()
+    assert not children()
     left = dict(checkpoint.read(tmp_path / checkpoint.FILE)["callbacks"])["Waiting"]["waiting"]
     assert [one["epoch"] for one in left][-1] == stops_after
     (ended,) = watch.payloads("fit_end")
@@ -260,16 +254,8 @@ def test_without_a_validation_split_no_process_is_started():
     assert run.finished
 
 
-def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
-    return begin(folder, "-m", "hopline", "train", "demo", "model.hidden=8", "evaluate=async", *settings)
-
-
-def begin(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    root = Path(__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
+def start(folder: Path, *settings: str) -> Process:
+    return python("-m", "hopline", "train", "demo", "model.hidden=8", "evaluate=async", *settings, cwd=folder)
 
 
 BY_PROCESS = """
@@ -280,11 +266,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("number", "where"), [(signal.SIGINT, "thread"), (signal.SIGKILL, "process")])
+@pytest.mark.parametrize(
+    ("number", "where"),
+    [
+        (signal.SIGINT, "thread"),
+        pytest.param(signal.SIGKILL, "process", marks=pytest.mark.spawn),  # finds it among the children
+    ],
+)
 def test_an_end_by_a_signal_leaves_no_process(number: signal.Signals, where: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(BY_PROCESS)
     thread = where == "thread"
-    process = start(tmp_path, "out=run", "epochs=100000") if thread else begin(tmp_path, "script.py")
+    process = start(tmp_path, "out=run", "epochs=100000") if thread else python("script.py", cwd=tmp_path)
     try:
         metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
         while not (metrics.exists() and '"evaluate"' in metrics.read_text()) and time.monotonic() < until:

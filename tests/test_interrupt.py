@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import hopline as hl
 from hopline import checkpoint
 from hopline.interrupt import SIGNALS, Interrupted, Signals
 from tests.runs import method, sage, small
+from tests.warm import Process, python
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ["train", "demo", "epochs=200", "evaluate_every=200", "model.hidden=8", "out=run", "resume=true"]
@@ -107,19 +107,11 @@ def test_in_another_thread_nothing_is_installed() -> None:
     assert found == [signal.getsignal(signal.SIGTERM)]
 
 
-def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "hopline", *TRAIN, *settings],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(folder: Path, *settings: str) -> Process:
+    return python("-m", "hopline", *TRAIN, *settings, cwd=folder)
 
 
-def wait_for_epochs(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_epochs(folder: Path, count: int, process: Process) -> None:
     until = time.monotonic() + 90
     while time.monotonic() < until and process.poll() is None:
         metrics = folder / "run" / "metrics.jsonl"
@@ -154,6 +146,8 @@ def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: 
 @pytest.mark.parametrize(
     "everyone", [pytest.param(False, id="one rank", marks=pytest.mark.extended), pytest.param(True, id="everyone")]
 )
+@pytest.mark.process
+@pytest.mark.spawn  # finds the ranks among the children of the process
 def test_a_notice_sent_to_ranks_themselves_leaves_a_checkpoint_too(everyone: bool, tmp_path: Path) -> None:
     process = start(tmp_path, "devices=2", "timeout_s=20")
     try:
@@ -207,7 +201,8 @@ def test_a_second_ctrl_c_ends_a_step_that_takes_long(devices: int, tmp_path: Pat
         until = time.monotonic() + 60
         while len(list(tmp_path.glob("slow-*"))) < devices and time.monotonic() < until and process.poll() is None:
             time.sleep(0.05)
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = [psutil.Process(int(path.name.removeprefix("slow-"))) for path in tmp_path.glob("slow-*")]
+        assert len(family) == devices
         process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):  # it waits for the end of the step
             process.wait(timeout=1)

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -157,7 +156,7 @@ def seats(folder: Path) -> list[dict[str, int]]:
 
 
 def test_under_torchrun(tmp_path: Path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "tests.launched", "everything", "1", "20", str(tmp_path)]
     with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
         output = process.communicate(timeout=120)[0]
@@ -181,8 +180,9 @@ def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.
     assert found == [(0, 4, 0, 2, 0), (1, 4, 1, 2, 0), (2, 4, 0, 2, 1), (3, 4, 1, 2, 1)]
 
 
+@pytest.mark.process
 def test_no_rank_outlives_an_agent_of_torchrun_that_is_killed(tmp_path: Path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "tests.launched", "stay", "1", "20", str(tmp_path)]
     with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
         assert wait_until(lambda: all_run(tmp_path), 40)
@@ -199,6 +199,7 @@ def all_run(folder: Path) -> bool:
     return all(path.exists() and path.read_text() for path in running)
 
 
+@pytest.mark.spawn  # a warm rank has another parent
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path):
     shared = set(os.listdir("/dev/shm"))
     with started((program("stay", "2", "20", str(tmp_path)), environment())) as [process]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from hopline import infer, layer_files, layerwise
 from hopline.layer_files import PROGRESS, LayerFiles, fingerprint
 from hopline.nn.gnn import State
 from tests.runs import sage, small
+from tests.warm import run_python
 
 CHUNK = 200
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,9 +108,7 @@ infer.exact(model_of(data), data, chunk_edges=CHUNK, folder=Path(sys.argv[1]))
 
 
 def test_killed_and_resumed_is_never_interrupted(tmp_path: Path):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, cwd=ROOT, timeout=120)
-    assert done.returncode == -9
+    assert run_python("-c", KILLED, str(tmp_path)).returncode == -9
     data = small()
     model = model_of(data)
     found, sizes = computed(model, data, tmp_path)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from hopline.data import store, writer
 from hopline.data.dataset import Dataset
 from hopline.data.writer import FolderWriter, backup_of
+from tests.warm import run_python
 
 
 def hidden(folder: Path) -> list[str]:
@@ -103,8 +102,7 @@ dataset.save(target)
 def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(point: str, tiny: Dataset, tmp_path: Path) -> None:
     target = tmp_path / "data"
     tiny.save(target)
-    code = subprocess.run([sys.executable, "-c", KILLED, point, str(target)]).returncode
-    assert code == 9
+    assert run_python("-c", KILLED, point, str(target)).returncode == 9
     store.verify(target)
     assert store.open_folder(target).name == ("new" if point == "after" else "tiny")
     assert hidden(target), "the killed writer should have left something to clean"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from hopline.launch import RankError, run
 from hopline.launch_settings import LaunchSettings
 from hopline.world import World
 from tests.ranks import train, train_each
+from tests.warm import Ended, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["sage", "gcn", "gat"]
@@ -38,22 +36,19 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], size: int) -> N
         assert found["awkward"][number] == pytest.approx(losses, abs=1e-9), number
 
 
-def under_torchrun(
-    size: int, tmp_path: Path, out: str, changes: dict[str, Any], *options: str
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", *options]
+def under_torchrun(size: int, tmp_path: Path, out: str, changes: dict[str, Any], *options: str) -> Ended:
+    command = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", *options]
     command += ["--nproc-per-node", str(size), "-m", "tests.ranks"]
     arguments = [str(tmp_path / "found.json"), out, json.dumps(KINDS if not out else ["sage"]), json.dumps(changes)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180
-    )
+    return run_python(*command, *arguments)
 
 
-def test_spawned(alone: dict[str, Any]) -> None:
-    assert_same(run(train_each, LaunchSettings(devices=2, timeout_s=30), KINDS, None, {}), alone, 2)
+@pytest.mark.parametrize("size", [2, 3])
+def test_spawned(size: int, alone: dict[str, Any]) -> None:
+    assert_same(run(train_each, LaunchSettings(devices=size, timeout_s=30), KINDS, None, {}), alone, size)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("size", [2, 3])
 def test_under_torchrun(size: int, alone: dict[str, Any], tmp_path: Path) -> None:
     done = under_torchrun(size, tmp_path, "", {})

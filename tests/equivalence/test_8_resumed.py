@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,9 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_killed_at_random_moments(kind: str, kills: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.killed", str(tmp_path), kind, str(kills)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_python("-W", "ignore", "-m", "tests.killed", str(tmp_path), kind, str(kills))
     assert done.returncode == 0, done.stderr[-2000:]
     answer = json.loads(done.stdout)
     assert answer["kills"] >= kills

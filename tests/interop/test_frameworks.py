@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.interop.checks import CHECKS
+from tests.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str) -> str:
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # else JAX takes most of a GPU at once
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_python(*command, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
