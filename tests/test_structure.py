@@ -166,6 +166,7 @@ def test_every_module_has_its_tests(path: Path):
 def test_every_unit_test_has_its_module():
     modules = {str(p.relative_to(SOURCE).with_name(f"test_{p.name}")) for p in MODULES}
     extra = {"test_structure.py", "test_tiny.py", "test_examples.py", "test_documents.py", "test_results.py"}
+    extra |= {"test_golden.py", "test_golden_gpu.py", "test_formats.py"}
     for test in (ROOT / "tests").rglob("test_*.py"):
         relative = str(test.relative_to(ROOT / "tests"))
         assert relative in modules | extra or relative.startswith(("equivalence/", "interop/", "ops/test_ops.py")), (
