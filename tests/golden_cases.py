@@ -214,6 +214,9 @@ MODELS: dict[str, Callable[[], hl.nn.GNN]] = {
         encoder=_linear(WIDTH, WIDTH),
         initial_residual=0.2,
         head=_linear(WIDTH, NUM_CLASSES),
+    ),
+    "gat-norm": lambda: hl.nn.GNN(
+        [pyg.GATConv(WIDTH, WIDTH), pyg.GATConv(WIDTH, WIDTH), pyg.GATConv(WIDTH, NUM_CLASSES)],
         norm="layer",
     ),
 }
@@ -359,13 +362,17 @@ def _full_batch_cases() -> dict[str, Case]:
         ("one_shot", "gcn2-jk"),
         ("one_shot", "initial"),
     ]
-    cases: dict[str, Case] = {}
+    cases = {
+        f"full batch {aggregation} gat-norm": Case(model="gat-norm", method=full_batch(aggregation=aggregation))
+        for aggregation in ("sweep", "stored")
+    }
     for aggregation, model in pairs:
         method: Any = full_batch(aggregation=aggregation)
         cases[f"full batch {aggregation} {model}"] = Case(model=model, method=method, epochs=3)
         if model == "gin":
             continue  # batch norms are over all rows, of which trimming leaves some out
-        for trim in (False, True):
+        # Without trimming, thin adds nothing to dense but the run that a trimmed one must equal.
+        for trim in (False, True) if aggregation == "sweep" else (True,):
             name = f"full batch {aggregation} {model}, thin{', trimmed' if trim else ''}"
             cases[name] = Case(model=model, method=replace(method, trim=trim), data="thin", epochs=2)
     return cases
@@ -381,7 +388,7 @@ def _other_cases() -> dict[str, Case]:
             model="sage", method=without_threads("sage"), epochs=3, settings={"budget": "180KiB"}
         ),
         "budget sampled gcn2-jk": Case(
-            model="gcn2-jk", method=without_threads("gcn2-jk"), epochs=2, settings={"budget": "600KiB"}
+            model="gcn2-jk", method=without_threads("gcn2-jk"), epochs=1, settings={"budget": "600KiB"}
         ),
         "budget historical gcn, compensated": Case(
             model="gcn", method=historical(compensate=True), settings={"budget": "390KiB"}
@@ -433,6 +440,30 @@ SAME_RUN: dict[str, str] = {
     "resumed full batch sweep gcn2-jk": "full batch sweep gcn2-jk",
 }
 """Cases whose results are those of another, to the bit."""
+
+NEARLY_SAME_RUN: dict[str, str] = {
+    f"full batch sweep {model}, thin, trimmed": f"full batch sweep {model}, thin"
+    for model in ("gcn", "residual", "gcn2", "gcn2-jk", "initial", "initial-gat")
+} | {
+    "full batch sequential gcn2-jk": "full batch sweep gcn2-jk",
+    "full batch one_shot gcn2-jk": "full batch sweep gcn2-jk",
+    "full batch stored gcn2": "full batch sweep gcn2",
+    "full batch one_shot initial": "full batch sweep initial",
+    "full batch stored initial-gat": "full batch sweep initial-gat",
+    "full batch one_shot gcn": "full batch sweep gcn",
+    "full batch stored gcn2, thin, trimmed": "full batch sweep gcn2, thin",
+}
+"""Cases whose results are those of another, to rounding: the same sums in another order."""
+
+_PER_THREAD = (
+    "torch adds up the weight gradients of a layer norm per thread, and full batch with attention runs it in "
+    "torch's own threads: other bits with another number of them"
+)
+NOT_REPRODUCIBLE: dict[str, str] = {
+    "full batch sweep gat-norm": _PER_THREAD,
+    "full batch stored gat-norm": _PER_THREAD,
+}
+"""Cases on a CPU that are known not to give the same bits every time -> why. They are compared to 1e-10."""
 
 RANK_CASES: dict[str, Case] = {
     "two ranks sampled block sage": Case(model="sage", method=sampled("sage", layout="block", batch_size=10)),
@@ -544,7 +575,7 @@ GPU_SAME_RUN: dict[str, str] = {
 }
 """Of these the cases whose results are those of another, to rounding."""
 
-INFERENCE_MODELS = ("sage", "gcn", "gat", "gin", "jk", "gcn2", "gcn2-jk", "initial", "initial-gat")
+INFERENCE_MODELS = ("gcn", "gat", "gin", "jk", "gcn2-jk", "initial")
 
 
 # ---- running a case
@@ -663,7 +694,7 @@ def infer_exactly(model_name: str, device: str = "cpu") -> Result:
         "bytes": infer.exact(model, data, device=device, chunk_bytes="48KiB"),
         "some": infer.exact(model, data, some, device=device),
         "some again": infer.exact(model, data, some, device=device),
-        "some in chunks": infer.exact(model, data, some, device=device, chunk_edges=90),
+        "some in chunks": infer.exact(model, data, some, device=device, chunk_edges=300),
     }
     with tempfile.TemporaryDirectory() as folder:
         outputs["folder"] = infer.exact(model, data, device=device, chunk_edges=150, folder=folder)

@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 
 from tests.golden import (
+    TOLERANCE,
     Computed,
     Record,
     case_names,
@@ -15,10 +16,11 @@ from tests.golden import (
     compute_draws,
     cpu_key,
     differences,
+    distance,
     draw_names,
     update,
 )
-from tests.golden_cases import RANK_CASES, SAME_RUN, Result
+from tests.golden_cases import NEARLY_SAME_RUN, RANK_CASES, SAME_RUN, Result
 
 RECORD = Record.read("cpu")
 KEY = cpu_key()
@@ -64,6 +66,12 @@ def test_evaluation_beside_training_and_a_resumed_run_change_nothing(name: str):
     # A resumed run counts what it did itself.
     one, other = (result | {"counts": {}} for result in (found(name), found(SAME_RUN[name])))
     assert one == other
+
+
+@pytest.mark.parametrize("name", NEARLY_SAME_RUN)
+def test_trimming_and_the_way_of_aggregation_change_nothing_but_rounding(name: str):
+    one, other = (result | {"counts": {}} for result in (found(name), found(NEARLY_SAME_RUN[name])))
+    assert distance(one, other) <= TOLERANCE
 
 
 # ---- the record itself
