@@ -340,6 +340,9 @@ def _historical_cases() -> dict[str, Case]:
     }
     for name, (model, settings) in variants.items():
         cases[f"historical {model}, {name}"] = Case(model=model, method=historical(**settings))
+    cases["historical gcn2-jk, refreshed every other epoch"] = Case(
+        model="gcn2-jk", method=historical(refresh_every=2, warm_up=False, max_batches=3), epochs=3
+    )
     return cases
 
 
