@@ -21,7 +21,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, process
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -84,9 +84,8 @@ class Program:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         self._outputs = outputs
         context = _real_get_context("forkserver")
-        self._process = context.Process(
-            target=_run_program, args=(_address(), list(arguments), cwd, dict(env), outputs)
-        )
+        given = (_address(), list(arguments), cwd, dict(env), outputs)
+        self._process = context.Process(target=_run_program, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -125,6 +124,7 @@ def _run_program(address: str, arguments: list[str], cwd: Path, env: dict[str, s
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    process.ORIGINAL_DIR = os.getcwd()  # where processes that this one starts begin
     for stream, path in zip((sys.stdout, sys.stderr), outputs, strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, stream.fileno())
@@ -167,12 +167,12 @@ class Ended(NamedTuple):
 
 def run_python(*arguments: str, timeout: float = 300, **options: Any) -> Ended:
     """Run `python ARGUMENTS` to its end, as `python` starts it."""
-    process = python(*arguments, **options)
+    program = python(*arguments, **options)
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
+        stdout, stderr = program.communicate(timeout=timeout)
     finally:
-        process.kill()
-    return Ended(process.returncode, stdout, stderr)
+        program.kill()
+    return Ended(program.returncode, stdout, stderr)
 
 
 def children() -> list[psutil.Process]:

@@ -1,0 +1,171 @@
+"""Files of earlier commits (tests/formats/COMMIT) are opened and resumed, or refused by name, never misread."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hopline as hl
+from tests.formats.write import (
+    DATASET,
+    OVERRIDES,
+    dataset_checksums,
+    historical_trainer,
+    made_dataset,
+    weights_of,
+)
+from tests.runs import Outcome, assert_refused, command, records
+
+WRITTEN = sorted(path.parent for path in (Path(__file__).parent / "formats").glob("*/expected.json"))
+"""A folder per commit whose files are kept."""
+FLOAT32 = 1e-5
+"""Relative tolerance of what was trained in float32 on another machine."""
+
+
+@pytest.fixture(params=WRITTEN, ids=lambda path: path.name)
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of one commit's files, whose runs know where their dataset is."""
+    folder = tmp_path / request.param.name
+    shutil.copytree(request.param, folder)
+    for config in folder.glob("*/config.json"):
+        config.write_text(config.read_text().replace(DATASET, str(folder / "dataset")))
+    return folder
+
+
+def expected(kept: Path, name: str) -> Any:
+    return json.loads((kept / "expected.json").read_text())[name]
+
+
+def succeed(*arguments: object) -> Outcome:
+    outcome = command(*arguments)
+    assert outcome.status == 0, outcome.err
+    return outcome
+
+
+def test_there_are_files_of_an_earlier_commit():
+    assert "62f3d73" in [folder.name for folder in WRITTEN]
+
+
+def test_a_dataset_folder_is_intact_and_every_value_is_read(kept: Path):
+    assert "is intact" in succeed("verify", kept / "dataset").out
+    data = hl.open(kept / "dataset")
+    assert (data.name, data.num_nodes, data.num_edges, data.num_classes, data.task) == ("kept", 48, 240, 4, "single")
+    assert isinstance(data.tables["counts"], hl.SparseTable)
+    assert dataset_checksums(data) == expected(kept, "dataset")
+
+
+def test_the_second_split_is_another_one(kept: Path):
+    data = hl.open(kept / "dataset", split=1)
+    assert data.splits["train"].tolist() == list(range(16, 48))
+    assert data.splits["test"].tolist() == list(range(8))
+
+
+def test_shards_are_those_of_the_dataset(kept: Path):
+    assert "is intact" in succeed("verify", kept / "shards").out
+    data = hl.open(kept / "dataset")
+    shards = [hl.open_shard(kept / "shards", rank) for rank in range(2)]
+    assert torch.cat([shard.nodes for shard in shards]).sort().values.tolist() == list(range(48))
+    for shard in shards:
+        assert torch.equal(shard.tables["x"].read(torch.arange(shard.num_own)), data.x.read(shard.nodes))
+        assert torch.equal(shard.labels, data.labels[shard.nodes])
+        assert torch.equal(shard.layout.degrees, data.graph.in_degrees(shard.nodes))
+        assert torch.equal(shard.edge["weight"], data.graph.edge["weight"][shard.edge_ids])
+
+
+def test_a_run_predicts_what_it_predicted(kept: Path):
+    succeed("infer", kept / "run", "write=scores")
+    scores = np.load(kept / "run" / "predictions.npy")
+    np.testing.assert_allclose(scores, np.array(expected(kept, "scores")), rtol=FLOAT32, atol=FLOAT32)
+    succeed("infer", kept / "run", "write=scores", f"data={kept / 'shards'}", f"out={kept / 'shards.npy'}")
+    np.testing.assert_allclose(np.load(kept / "shards.npy"), scores, rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_a_run_is_reported_and_exported(kept: Path):
+    (kept / "run" / "report.html").unlink()
+    succeed("report", kept / "run")
+    assert "gcn" in (kept / "run" / "report.html").read_text()
+    succeed("export", kept / "run", kept / "weights.pt")
+    exported = torch.load(kept / "weights.pt", weights_only=True)
+    best = torch.load(kept / "run" / "best.pt", weights_only=True)
+    assert list(exported) == list(best)
+    assert all(torch.equal(exported[name], best[name]) for name in best)
+
+
+def test_a_run_is_resumed_and_goes_on_as_it_would_have(kept: Path):
+    before = [record["loss"] for record in records(kept / "run") if "loss" in record]
+    succeed("train", kept / "dataset", *OVERRIDES, "epochs=4", f"out={kept / 'run'}", "resume=true")
+    losses = [record["loss"] for record in records(kept / "run") if "loss" in record]
+    assert losses[:2] == before
+    assert losses == pytest.approx(expected(kept, "losses"), rel=FLOAT32)
+
+
+def test_a_historical_run_that_failed_is_resumed_and_goes_on_as_it_would_have(kept: Path):
+    trainer = historical_trainer(made_dataset(), kept / "historical", resume=True)
+    losses = [epoch.loss for epoch in trainer.fit().history]
+    assert trainer.num_steps == 6
+    assert losses == pytest.approx(expected(kept, "historical losses"), rel=1e-10)
+    assert weights_of(trainer) == pytest.approx(expected(kept, "historical weights"), rel=1e-10, abs=1e-10)
+
+
+# ---- other versions are refused
+
+
+def _as_version(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """A manifest with something changed, and a checksum that agrees."""
+    fields = json.loads(path.read_text())
+    fields.pop("manifest_checksum")
+    change(fields)
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    path.write_text(json.dumps(fields | {"manifest_checksum": f"crc32:{zlib.crc32(text):08x}"}))
+
+
+def test_a_dataset_of_a_later_version_is_refused(kept: Path):
+    path = kept / "dataset" / "manifest.json"
+    _as_version(path, lambda fields: None)
+    hl.open(kept / "dataset")
+    _as_version(path, lambda fields: fields.update(version=99))
+    with pytest.raises(ValueError, match=r"manifest\.json .* format version 99"):
+        hl.open(kept / "dataset")
+    assert_refused(command("verify", kept / "dataset"), "format version 99")
+    _as_version(path, lambda fields: fields.update(version=1, format="another-dataset"))
+    with pytest.raises(ValueError, match="its format is not 'hopline-dataset'"):
+        hl.open(kept / "dataset")
+
+
+def test_shards_of_a_later_version_are_refused(kept: Path):
+    for folder in ("shards", "shards/shard-0"):
+        _as_version(kept / folder / "manifest.json", lambda fields: fields["meta"]["shards"].update(version=99))
+    with pytest.raises(ValueError, match=r"has version 99, this hopline reads \d+: cut the dataset again"):
+        hl.open_shard(kept / "shards", 0)
+    assert_refused(command("verify", kept / "shards"), "version 99")
+
+
+def test_a_checkpoint_of_a_later_version_is_refused(kept: Path):
+    path = kept / "run" / "checkpoint.pt"
+    state = torch.load(io.BytesIO(path.read_bytes().partition(b"\n")[2]), weights_only=True)
+    buffer = io.BytesIO()
+    torch.save(state | {"format": 99}, buffer)
+    payload = buffer.getvalue()
+    header = f"hopline-checkpoint {hashlib.sha256(payload).hexdigest()} {len(payload)}\n".encode()
+    path.write_bytes(header + payload)
+    outcome = command("train", kept / "dataset", *OVERRIDES, "epochs=4", f"out={kept / 'run'}", "resume=true")
+    assert_refused(outcome, "checkpoint.pt has format 99")
+    assert path.read_bytes() == header + payload
+
+
+def test_settings_that_this_version_does_not_know_are_refused(kept: Path):
+    path = kept / "run" / "config.json"
+    stored = json.loads(path.read_text())
+    stored["config"]["warp"] = 9
+    path.write_text(json.dumps(stored))
+    assert_refused(command("infer", kept / "run"), "config.json", "warp")

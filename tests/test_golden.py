@@ -1,0 +1,150 @@
+"""Every method on a CPU against the golden record: tests/records/cpu.json, written by `tests/golden.py`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+from tests.golden import (
+    TOLERANCE,
+    Computed,
+    Record,
+    case_names,
+    command,
+    compute,
+    compute_draws,
+    cpu_key,
+    differences,
+    distance,
+    draw_names,
+    update,
+)
+from tests.golden_cases import NEARLY_SAME_RUN, RANK_CASES, SAME_RUN, Result
+
+RECORD = Record.read("cpu")
+KEY = cpu_key()
+ADVICE = f"if this is meant, `{command('cpu')} --because WHY` shows how far and changes the record"
+_found: dict[str, Result] = {}
+"""Results of the cases that were computed."""
+
+
+def found(name: str) -> Result:
+    if name not in _found:
+        _found[name] = compute(name, "cpu")
+    return _found[name]
+
+
+def test_the_record_knows_this_machine():
+    if KEY not in RECORD.runs:
+        pytest.skip(f"the record does not know {KEY}, so it is compared to 1e-10: add it by `{command('cpu')}`")
+    assert list(RECORD.runs[KEY]) == [name for name in case_names("cpu") if name in RECORD.runs[KEY]]
+
+
+def test_the_record_holds_every_case_and_no_other():
+    held = {name for runs in RECORD.runs.values() for name in runs}
+    assert held == set(case_names("cpu")), f"add or remove cases by `{command('cpu')}`"
+    assert list(RECORD.draws) == draw_names("cpu")
+
+
+@pytest.mark.parametrize("name", draw_names("cpu"))
+def test_draws_ids_and_orders_are_those_of_the_record(name: str):
+    assert compute_draws(name, "cpu") == RECORD.draws[name], f"{name} changed: {ADVICE}"
+
+
+@pytest.mark.parametrize("name", case_names("cpu"))
+def test_a_run_is_that_of_the_record(name: str):
+    expected = RECORD.expected(name, KEY, "cpu")
+    if isinstance(expected, str):
+        pytest.skip(expected)
+    lines = differences(found(name), expected.result, expected.tolerance)
+    assert not lines, "\n".join([f"{name} changed: {ADVICE}", *lines])
+
+
+@pytest.mark.parametrize("name", SAME_RUN)
+def test_evaluation_beside_training_and_a_resumed_run_change_nothing(name: str):
+    # A resumed run counts what it did itself.
+    one, other = (result | {"counts": {}} for result in (found(name), found(SAME_RUN[name])))
+    assert one == other
+
+
+@pytest.mark.parametrize("name", NEARLY_SAME_RUN)
+def test_trimming_and_the_way_of_aggregation_change_nothing_but_rounding(name: str):
+    one, other = (result | {"counts": {}} for result in (found(name), found(NEARLY_SAME_RUN[name])))
+    assert distance(one, other) <= TOLERANCE
+
+
+# ---- the record itself
+
+
+def _small_record() -> Record:
+    """Two machines and one case of each kind."""
+    runs = {"steps": [1.5], "counts": {"rows": 3}, "bits": ["aa"]}
+    held = {"sampled block sage": runs, "float32 sampled block sage": runs, "sampled block gat-dropout": runs}
+    keys = ("this; torch 2.13.0+cpu; numba 1", "other; torch 2.13.0; numba 1")
+    return Record(draws={"blocks": "aa"}, runs={key: deepcopy(held) for key in keys})
+
+
+def _changed(steps: float = 1.5, rows: int = 3, bits: str = "aa") -> Result:
+    return {"steps": [steps], "counts": {"rows": rows}, "bits": [bits]}
+
+
+def test_a_known_machine_is_compared_to_the_bit_and_another_one_to_rounding():
+    record = _small_record()
+    this, new_torch = "this; torch 2.13.0+cpu; numba 1", "new; torch 2.14.0; numba 1"
+    known = record.expected("sampled block sage", this, "cpu")
+    other = record.expected("sampled block sage", new_torch, "cpu")
+    assert not isinstance(known, str)
+    assert not isinstance(other, str)
+    nearby = _changed(steps=1.5 + 1e-12, bits="bb")
+    assert len(differences(nearby, known.result, known.tolerance)) == 2
+    assert not differences(nearby, other.result, other.tolerance)
+    assert differences(_changed(rows=4), other.result, other.tolerance)
+    assert differences(_changed(steps=1.5 + 1e-8), other.result, other.tolerance)
+    assert isinstance(record.expected("float32 sampled block sage", new_torch, "cpu"), str)
+    assert isinstance(record.expected("sampled block gat-dropout", new_torch, "cpu"), str)
+    assert not isinstance(record.expected("sampled block gat-dropout", "new; torch 2.13.0", "cpu"), str)
+
+
+def test_a_case_that_does_not_reproduce_is_compared_within_a_tolerance():
+    record = _small_record()
+    this = "this; torch 2.13.0+cpu; numba 1"
+    record.runs[this]["sampled block sage"]["apart"] = 1e-15
+    expected = record.expected("sampled block sage", this, "cpu")
+    assert not isinstance(expected, str)
+    assert not differences(_changed(steps=1.5 + 1e-14, bits="bb"), expected.result, expected.tolerance)
+
+
+def test_numbers_change_only_for_a_reason_which_is_kept():
+    record = _small_record()
+    this, other = record.runs
+    done = Computed(draws={"blocks": "aa"}, runs={"sampled block sage": _changed(steps=1.75, bits="bb")})
+    before = deepcopy(record)
+    with pytest.raises(ValueError, match=r"changed by 2\.5e-01|changed by 1\.7e-01"):
+        update(record, done, this, "cpu", None)
+    assert record == before
+    update(record, done, this, "cpu", "the test")
+    assert record.runs[this]["sampled block sage"]["steps"] == [1.75]
+    assert "sampled block sage" not in record.runs[other], "it has not computed the new number"
+    assert record.changes[0]["because"] == "the test"
+    assert record.changes[0]["cases"] == ["sampled block sage"]
+
+
+def test_a_new_machine_must_agree_with_the_others():
+    record = _small_record()
+    done = Computed(runs={"sampled block sage": _changed(steps=1.5 + 1e-6, bits="bb")})
+    with pytest.raises(ValueError, match="changed by"):
+        update(record, done, "new; torch 2.13.0; numba 1", "cpu", None)
+    done.runs["sampled block sage"] = _changed(steps=1.5 + 1e-13, bits="bb")
+    update(record, done, "new; torch 2.13.0; numba 1", "cpu", None)
+    assert len(record.runs) == 3
+
+
+def test_draws_that_change_need_a_reason_too():
+    record = _small_record()
+    with pytest.raises(ValueError, match="drawn otherwise: blocks"):
+        update(record, Computed(draws={"blocks": "bb"}), next(iter(record.runs)), "cpu", None)
+
+
+def test_cases_of_two_ranks_are_among_the_rest():
+    assert RANK_CASES.keys() <= set(case_names("cpu"))
