@@ -3,11 +3,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
+# What `make test` runs, by markers (pyproject.toml says what each means).
+FAST := not extended and not process
+PROCESS_TESTS := tests/test_launch.py tests/test_interrupt.py tests/test_world.py tests/test_heart.py tests/test_evaluation.py \
+  tests/test_evaluation_process.py tests/test_collective.py tests/test_handles.py tests/data/test_writer.py \
+  tests/equivalence/test_4_ranks.py tests/equivalence/test_5_ranks.py tests/equivalence/test_8_resumed.py
 
-.PHONY: help demo test check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended
+.PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
-	@echo "make test    run all tests"
+	@echo "make test    run the tests"
+	@echo "make quick   ruff, and everything once: half a minute, while working"
+	@echo "make test-process  ranks and commands in new processes, killed and interrupted (some minutes)"
 	@echo "make check   ruff (format and lint) and pyright"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make test-faults  kill runs in many ways and see that they go on (some minutes)"
@@ -29,10 +36,21 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/hopline train demo
 
-# Two at a time, but for those that look at what the whole machine shares; threads that wait leave their core to the other.
+# Two at a time, and a worker that has nothing left takes tests of the other, but for those that look at what the whole
+# machine shares; threads that wait leave their core to the other.
 test: $(INSTALLED)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not extended and not process and not alone'
-	$(BIN)/python -m pytest -m 'alone and not extended and not process'
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m '$(FAST) and not alone'
+	$(BIN)/python -m pytest -m '$(FAST) and alone'
+
+# Everything once: what one runs while working.
+quick: $(INSTALLED)
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/python -m pytest --durations=3 tests/test_tiny.py
+
+# Processes started, ended and killed as users do it: each a new interpreter, where `make test` forks from a warm one.
+test-process: $(INSTALLED)
+	$(BIN)/python -m pytest --spawn -m 'not extended' $(PROCESS_TESTS)
 
 test-extended: $(INSTALLED)
 	$(BIN)/python -m pytest -m extended

@@ -1,14 +1,20 @@
-"""Everything once, by public names only, in seconds: the first thing to run after a change."""
+"""Everything once, in seconds: each method, a budget, async evaluation, two ranks, resuming and the command line.
+
+`make quick` runs this and ruff: the first thing to do after a change.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
+from tests.runs import assert_refused, command, fit, losses, small
 
 
 def tiny() -> hl.Dataset:
@@ -37,14 +43,70 @@ def test_takes_a_pyg_graph():
     assert sorted(data.splits) == ["test", "train", "valid"]
 
 
-def test_trains_and_tests():
+METHODS: dict[str, hl.Method] = {
+    "sampled": hl.Sampled(fanouts=(3, 2), batch_size=8),
+    "trees": hl.Sampled(fanouts=(3, 2), batch_size=8, layout="tree"),
+    "historical": hl.Historical(num_parts=6, parts_per_batch=2, partition="streaming"),
+    "compensated": hl.Historical(num_parts=6, parts_per_batch=2, partition="streaming", compensate=True),
+    "sweep": hl.FullBatch(num_shards=3, partition="streaming"),
+    "sequential": hl.FullBatch(num_shards=3, partition="streaming", aggregation="sequential"),
+    "stored": hl.FullBatch(num_shards=3, partition="streaming", aggregation="stored"),
+    "one shot": hl.FullBatch(num_shards=3, partition="streaming", aggregation="one_shot"),
+}
+
+
+def train(method: hl.Method, **settings: Any) -> hl.Run:
     data = tiny()
-    run = hl.Trainer(
-        model_for(data), data, hl.Sampled(fanouts=(3, 2), batch_size=8), epochs=15, lr=0.02, show=False
-    ).fit()
+    return hl.Trainer(model_for(data), data, method, **{"epochs": 15, "lr": 0.02, "show": False} | settings).fit()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_trains_and_tests(name: str):
+    run = train(METHODS[name], lr=0.02 if METHODS[name].__class__ is hl.Sampled else 0.1)
+
     assert run.epochs == 15
     assert run.history[-1].loss < run.history[0].loss
     assert run.test > 0.8
+
+
+def test_a_budget_splits_batches_and_changes_no_gradient():
+    data = small()
+    method = hl.Sampled(fanouts=(4, 3), batch_size=150)
+    free = fit(data, how=method)
+    kept = fit(data, how=method, budget="150KiB")
+
+    assert [epoch.counters["budget.batches_split"] for epoch in kept.history] == [1, 1]
+    assert losses(kept) == pytest.approx(losses(free), rel=1e-5)
+
+
+def test_asynchronous_evaluation_is_the_blocking_one():
+    blocking, concurrent = (train(METHODS["sampled"], epochs=4, evaluate=how) for how in ("blocking", "async"))
+
+    assert [e.metrics for e in concurrent.evaluations] == [e.metrics for e in blocking.evaluations]
+    assert concurrent.test == blocking.test
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path: Path):
+    whole = train(METHODS["historical"], epochs=4)
+    train(METHODS["historical"], epochs=2, out=tmp_path / "run")
+    resumed = train(METHODS["historical"], epochs=4, out=tmp_path / "run", resume=True)
+
+    assert [e.loss for e in resumed.history] == [e.loss for e in whole.history]
+    assert resumed.test == whole.test
+
+
+def test_the_command_trains_on_two_ranks_and_infers(tmp_path: Path):
+    tiny().save(tmp_path / "graph")
+    settings = ["model.layers=2", "model.hidden=8", "method.fanouts=3,2", "epochs=2", "show=false"]
+
+    trained = command(
+        "train", tmp_path / "graph", "devices=2", "method.batch_size=4", f"out={tmp_path / 'run'}", *settings
+    )
+    assert trained.status == 0, trained.err
+    assert "test accuracy" in trained.out
+    assert command("infer", tmp_path / "run").status == 0
+    assert (tmp_path / "run" / "predictions.npy").exists()
+    assert_refused(command("train", "demo", "epoch=3"), "Unknown key 'epoch'", "Did you mean 'epochs'?")
 
 
 def test_infers_at_all_nodes_and_at_some():
