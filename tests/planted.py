@@ -297,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/loader.py",
         old="enumerate(seeds, start=done)",
         new="enumerate(seeds, start=0)",
-        tests=("tests/test_loader.py",),
+        tests=("tests/test_methods.py",),
     ),
     Fault(
         name="buffer is filled again before its copy is done",
@@ -371,7 +371,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/halo.py",
         old="same = self.written[places] == stamps",
         new="same = stamps == stamps",
-        tests=("tests/test_halo.py",),
+        tests=("tests/test_mixing.py",),
     ),
     Fault(
         name="evaluation leaves rows before older commits are written",
@@ -387,7 +387,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/history_unit.py",
         old="{l: h.grad * total for",
         new="{l: h.grad for",
-        tests=("tests/test_history_unit.py",),
+        tests=("tests/test_nano.py",),
     ),
     Fault(
         name="sweep loses the gradients that jumped ahead",
@@ -395,7 +395,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/sweep.py",
         old="over.add(l, piece, rows.grad, own=True)",
         new="over.add(l, piece, None, own=True)",
-        tests=("tests/test_sweep.py",),
+        tests=("tests/equivalence/test_5_historical.py",),
     ),
     # ---- ranks
     Fault(
@@ -420,7 +420,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/exchange.py",
         old="self._back[order] = torch.arange(order.numel())",
         new="self._back = torch.arange(order.numel())",
-        tests=("tests/test_exchange.py",),
+        tests=("tests/test_collective.py",),
     ),
     Fault(
         name="gradient that only one rank has is lost",
