@@ -44,7 +44,7 @@ Numbers = dict[str, float]
 
 # ---- the numbers that a benchmark prints
 
-NUMBER = r"[+-]?\d[\d,_]*(?:\.\d+)?(?:[eE][+-]?\d+)?"
+NUMBER = r"[+-]?\d+(?:[,_]\d{3})*(?:\.\d+)?(?:[eE][+-]?\d+)?"
 CELL = re.compile(rf"({NUMBER})\s?(?:%|x|[a-zA-Zµ/]{{1,10}})?$")
 """A cell of a table that is a number, perhaps with a unit."""
 LOG = re.compile(rf"\[\s*{NUMBER}\s*s\]")

@@ -169,9 +169,10 @@ def is_alive(pid: int) -> bool:
         ("way     peak MB  s a step\nstored      1.5       2.5", {"stored: peak MB": 1.5, "stored: s a step": 2.5}),
         ("[  3.2 s] epoch: 5 ms", {}),
         ("epoch: 5 ms\nepoch: 6 ms", {"epoch, ms": 5, "epoch, ms #2": 6}),
+        ("seconds: stages 12, epochs 30", {"seconds: stages": 12, "epochs": 30}),
         ("torch 2.8.0 on H200", {}),
     ],
-    ids=["sentence", "json", "markdown", "columns", "log", "repeated", "versions"],
+    ids=["sentence", "json", "markdown", "columns", "log", "repeated", "list", "versions"],
 )
 def test_numbers_are_found_by_their_labels(alternate: ModuleType, text: str, expected: dict[str, float]):
     assert alternate.numbers_in(text) == expected
