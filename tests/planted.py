@@ -846,4 +846,7 @@ def _holds_without(project: Project, faults: Sequence[Fault], jobs: int) -> bool
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the copies are removed")
