@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch_geometric.nn import GATConv
 
 import hopline as hl
 from hopline import checkpoint
@@ -120,6 +121,23 @@ def test_every_optimizer_and_schedule_goes_on_exactly(optimizer: str, schedule: 
     assert [e.metrics for e in found.evaluations] == [e.metrics for e in expected.evaluations]
     assert found.test == expected.test
     assert found.best_epoch == expected.best_epoch
+
+
+def test_what_convs_draw_by_themselves_goes_on_exactly(tmp_path: Path) -> None:
+    def attentive(out: Path, callbacks: tuple[StopAfter, ...] = (), **settings: Any) -> hl.Trainer:
+        torch.manual_seed(0)
+        model = hl.nn.GNN([GATConv(8, 4, dropout=0.5), GATConv(4, 4, dropout=0.5)])
+        method = hl.Sampled(fanouts=(3, 2), batch_size=16, workers=0)
+        given = {"epochs": 2, "show": False, "checkpoint_s": 0.0, **settings}
+        return hl.Trainer(model, small(num_train=48), method, out=out, callbacks=callbacks, **given)
+
+    whole = attentive(tmp_path / "whole")
+    whole.fit()
+    with pytest.raises(RuntimeError, match="enough"):
+        attentive(tmp_path / "cut", (StopAfter(2),)).fit()
+    second = attentive(tmp_path / "cut", resume=True)
+    second.fit()
+    assert same(whole, second)
 
 
 def test_a_finished_run_is_only_tested_again(tmp_path: Path) -> None:

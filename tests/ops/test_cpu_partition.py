@@ -39,6 +39,13 @@ def test_undirected_has_every_edge_both_ways_once_and_no_loops(dtype: torch.dtyp
     assert neighbors.shape[0] == starts[-1]
 
 
+def test_undirected_keeps_the_only_neighbour_of_a_node() -> None:
+    graph = graph_of(torch.tensor([0, 0, 3]), torch.tensor([1, 1, 3]), 4)  # 2 has none, and 3 only itself
+    starts, neighbors = undirected(graph.indptr.numpy(), graph.indices.numpy(), np.dtype(np.int64))
+    assert starts.tolist() == [0, 1, 2, 2, 2]
+    assert neighbors.tolist() == [1, 0]
+
+
 def test_undirected_does_not_depend_on_the_threads() -> None:
     graph = random_graph(20_000, 600_000)
     with torch_threads(1):

@@ -1,0 +1,852 @@
+"""Planted faults: small changes that break the code, and the test files that must notice them. `make planted`.
+
+A test suite can lose its power without turning red: a case is left out, a tolerance grows, a mock stands in for the
+code. So every area and every family of kernels has a fault here. The script copies the project into a temporary
+folder, plants one fault at a time, runs the tests that it names, and prints which faults were caught:
+
+    .venv/bin/python tests/planted.py [--only NAME ...] [--jobs 2] [--gpu] [--no-baseline] [--list]
+
+A fault is a text that stands exactly once in its file, and the text that takes its place. Whoever moves or renames
+code moves the fault with it: a text that is no longer there once ends the script with the fault's name, and
+`tests/test_planted.py` says so in `make test`.
+
+The tests first run without any fault: one that fails by itself proves nothing, and ends the script. A fault counts as
+caught if a test fails, not if the planted code cannot be imported or compiled. The exit status is 0 if all were caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 900.0
+"""Seconds after which the tests of one fault are ended. A rule of thumb: the slowest take a minute or two."""
+LEFT_OUT = (".git", ".venv*", ".pytest_cache", ".ruff_cache", ".hypothesis", "*.egg-info", "runs", "build", "dist")
+"""What the copy does without. Numba's compiled kernels, in `__pycache__`, come along."""
+BROKEN = ("SyntaxError", "NameError", "ImportError", "ModuleNotFoundError", "TypingError", "CompilationError")
+"""Errors that say that the planted text is no code: any test would fail, so none has caught anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One change that must not go unnoticed."""
+
+    name: str
+    """What goes wrong, in a few words."""
+    area: str
+    file: str
+    """The file that is changed, relative to the project."""
+    old: str
+    """A text that stands exactly once in the file: short, so that it survives moves and renames around it."""
+    new: str
+    tests: tuple[str, ...]
+    """The test files that must fail: as few and as quick as there are."""
+    gpu: bool = False
+    """Whether only tests that need a CUDA device can notice it."""
+    target: str = "test"
+    """The make target that runs these tests."""
+
+
+FAULTS: tuple[Fault, ...] = (
+    # ---- CPU kernels
+    Fault(
+        name="shuffle of a large row forgets a swap",
+        area="CPU sampling",
+        file="src/hopline/ops/cpu.py",
+        old="moved[j] = moved[slots[own]] if slots[own] >= 0 else j",
+        new="moved[j] = j",
+        tests=("tests/ops/test_cpu.py",),
+    ),
+    Fault(
+        name="id map keeps the last node of the batch before",
+        area="CPU relabel",
+        file="src/hopline/ops/cpu.py",
+        old="for i in range(size):",
+        new="for i in range(size - 1):",
+        tests=("tests/ops/test_cpu.py",),
+    ),
+    Fault(
+        name="mean over two edges is not divided",
+        area="CPU reduce, forward",
+        file="src/hopline/ops/cpu_reduce.py",
+        old="if mean and indptr[d + 1] - indptr[d] > 1:",
+        new="if mean and indptr[d + 1] - indptr[d] > 2:",
+        tests=("tests/ops/test_cpu_reduce.py",),
+    ),
+    Fault(
+        name="initial zero is no tie of a maximum",
+        area="CPU reduce, backward",
+        file="src/hopline/ops/cpu_reduce.py",
+        old="ties[c] = 1 if most[c] == 0 else 0",
+        new="ties[c] = 0",
+        tests=("tests/ops/test_cpu_reduce.py",),
+    ),
+    Fault(
+        name="bias gradient loses the last range of rows",
+        area="CPU linear",
+        file="src/hopline/ops/cpu_linear.py",
+        old="biases.sum(0)",
+        new="biases[:-1].sum(0)",
+        tests=("tests/ops/test_cpu_linear.py",),
+    ),
+    Fault(
+        name="tree draws by the place and not by the slot",
+        area="CPU tree",
+        file="src/hopline/ops/cpu_tree.py",
+        old="np.uint64(slots[i])",
+        new="np.uint64(i)",
+        tests=("tests/ops/test_cpu_tree.py",),
+    ),
+    Fault(
+        name="only neighbour of a node is lost",
+        area="CPU partition",
+        file="src/hopline/ops/cpu_partition.py",
+        old="if i == 0 or row[i] != row[i - 1]:",
+        new="if row[i] != row[i - 1]:",
+        tests=("tests/ops/test_cpu_partition.py",),
+    ),
+    Fault(
+        name="pieces beyond the 64th count nodes of the first",
+        area="CPU pieces",
+        file="src/hopline/ops/cpu_pieces.py",
+        old="pieces[:] = 0",
+        new="pieces[: num_nodes[-1]] = 0",
+        tests=("tests/ops/test_cpu_pieces.py",),
+    ),
+    Fault(
+        name="last edge that fits is left out",
+        area="CPU prune",
+        file="src/hopline/ops/cpu_prune.py",
+        old="if edge_entry[e] <= last:",
+        new="if edge_entry[e] < last:",
+        tests=("tests/ops/test_cpu_prune.py",),
+    ),
+    Fault(
+        name="last member of a class is never a source",
+        area="CPU synthetic graphs",
+        file="src/hopline/ops/cpu_synthetic.py",
+        old="num_members = (num_nodes - home + num_classes - 1) // num_classes",
+        new="num_members = num_nodes // num_classes",
+        tests=("tests/ops/test_cpu_synthetic.py", "tests/ops/test_gpu_synthetic.py"),
+    ),
+    Fault(
+        name="last row of each piece of a file is not read",
+        area="CPU pages",
+        file="src/hopline/ops/cpu_pages.py",
+        old="order[i : i + rows_per_piece]",
+        new="order[i : i + max(1, rows_per_piece - 1)]",
+        tests=("tests/ops/test_cpu_pages.py",),
+    ),
+    # ---- Triton kernels; without a GPU they run in Triton's interpreter
+    Fault(
+        name="distinct draws of a large fan-out forget a swap",
+        area="GPU sampling",
+        file="src/hopline/ops/gpu.py",
+        old="at_j = _latest(targets, moved, columns, own, own)",
+        new="at_j = own",
+        tests=("tests/ops/test_gpu.py",),
+    ),
+    Fault(
+        name="weight gradient leaves out the second block of columns",
+        area="GPU reduce",
+        file="src/hopline/ops/gpu_reduce.py",
+        old="mask = fits[:, None] & (column < WIDTH)[None, :]",
+        new="mask = fits[:, None] & (column < min(WIDTH, COLUMNS))[None, :]",
+        tests=("tests/ops/test_gpu_reduce.py",),
+    ),
+    Fault(
+        name="weights count in sums but not in means",
+        area="GPU reduce",
+        file="src/hopline/ops/gpu_reduce.py",
+        old="        if weight is not None:\n            values *=",
+        new="        if weight is not None and not MEAN:\n            values *=",
+        tests=("tests/ops/test_gpu_reduce.py",),
+    ),
+    Fault(
+        name="maximum over no edges is not zero",
+        area="GPU reduce",
+        file="src/hopline/ops/gpu_reduce.py",
+        old="most = tl.where((stop > start)[:, None], most, 0)",
+        new="most = tl.where((stop >= start)[:, None], most, 0)",
+        tests=("tests/ops/test_gpu_reduce.py",),
+    ),
+    Fault(
+        name="seeds of a step are the first rank's on every rank",
+        area="GPU tree",
+        file="src/hopline/ops/gpu_tree.py",
+        old="at = position + first + i",
+        new="at = position + i",
+        tests=("tests/ops/test_gpu_tree.py",),
+    ),
+    Fault(
+        name="children that are not there tie with a maximum of zero",
+        area="GPU tree reduce",
+        file="src/hopline/ops/gpu_tree_reduce.py",
+        old='mask=ok & (c < count)[:, None], other=float("nan")',
+        new="mask=ok & (c < count)[:, None], other=0.0",
+        tests=("tests/ops/test_gpu_tree_reduce.py",),
+    ),
+    Fault(
+        name="bias gradient of many rows loses some of each range",
+        area="GPU dense",
+        file="src/hopline/ops/gpu_dense.py",
+        old="for first in range(0, PER, R):",
+        new="for first in range(0, PER - R, R):",
+        tests=("tests/ops/test_gpu_dense.py",),
+    ),
+    Fault(
+        name="backward of attention reads outputs rounded to bfloat16",
+        area="GPU attend",
+        file="src/hopline/ops/gpu_attend.py",
+        old="ctx.save_for_backward(x, own, att, att_own, key, exact, sums)",
+        new="ctx.save_for_backward(x, own, att, att_own, key, out.to(exact.dtype), sums)",
+        tests=("tests/ops/test_gpu_attend.py",),
+    ),
+    Fault(
+        name="sum before a higher score is not scaled down",
+        area="GPU attend",
+        file="src/hopline/ops/gpu_attend_kernels.py",
+        old="total = total * shrink[:, None] +",
+        new="total = total +",
+        tests=("tests/ops/test_gpu_attend_kernels.py", "tests/ops/test_gpu_attend.py"),
+    ),
+    Fault(
+        name="decoupled weight decay has the wrong sign",
+        area="GPU Adam",
+        file="src/hopline/ops/gpu_adam.py",
+        old="p = p * (1 - rate * decay)",
+        new="p = p * (1 + rate * decay)",
+        tests=("tests/ops/test_gpu_adam.py",),
+    ),
+    Fault(
+        name="second block of columns repeats the draws of the first",
+        area="GPU dropout",
+        file="src/hopline/ops/gpu_dropout.py",
+        old="(word + 1).to(tl.uint64)",
+        new="(word % DRAWS + 1).to(tl.uint64)",
+        tests=("tests/ops/test_gpu_dropout.py",),
+    ),
+    Fault(
+        name="classes beyond the last have a score of zero",
+        area="GPU loss",
+        file="src/hopline/ops/gpu_loss.py",
+        old="other=-1e30",
+        new="other=0.0",
+        tests=("tests/ops/test_gpu_loss.py",),
+    ),
+    Fault(
+        name="id map keeps the stamps of the batch before",
+        area="GPU map",
+        file="src/hopline/ops/gpu_map.py",
+        old="self._step += 1",
+        new="self._step += 0",
+        tests=("tests/ops/test_gpu_map.py",),
+    ),
+    Fault(
+        name="row is claimed twice in one window",
+        area="GPU stage",
+        file="src/hopline/ops/gpu_stage.py",
+        old="new = cold & (before != window)",
+        new="new = cold",
+        tests=("tests/ops/test_gpu_stage.py",),
+    ),
+    Fault(
+        name="reader beside training takes staged rows",
+        area="GPU tiers",
+        file="src/hopline/ops/gpu_tiers.py",
+        old="slots = tl.maximum(slots, -1)",
+        new="slots = slots + 0",
+        tests=("tests/ops/test_gpu_tiers.py",),
+    ),
+    Fault(
+        name="first edge of a node belongs to the node before",
+        area="GPU synthetic graphs",
+        file="src/hopline/ops/gpu_synthetic.py",
+        old="begun = tl.load(indptr_ptr + middle) <= edge",
+        new="begun = tl.load(indptr_ptr + middle) < edge",
+        tests=("tests/ops/test_gpu_synthetic.py",),
+    ),
+    # ---- batches
+    Fault(
+        name="last and smaller batch is dropped",
+        area="seed order",
+        file="src/hopline/sampling.py",
+        old="% batch_size if drop_last else ids.numel()",
+        new="% batch_size",
+        tests=("tests/test_sampling.py",),
+    ),
+    Fault(
+        name="epoch that goes on draws with the keys of its beginning",
+        area="loader",
+        file="src/hopline/loader.py",
+        old="enumerate(seeds, start=done)",
+        new="enumerate(seeds, start=0)",
+        tests=("tests/test_methods.py",),
+    ),
+    Fault(
+        name="buffer is filled again before its copy is done",
+        area="pipeline",
+        file="src/hopline/transfer.py",
+        old="slot.event.synchronize()",
+        new="slot.event = None",
+        tests=("tests/test_transfer.py",),
+    ),
+    Fault(
+        name="written rows stay old in the cache",
+        area="cached tables",
+        file="src/hopline/tables/cache.py",
+        old="self.hot[slot[hit]] = rows[hit].to(self.dtype)",
+        new="self.hot[slot[hit]] = self.hot[slot[hit]]",
+        tests=("tests/tables/test_cache.py",),
+    ),
+    # ---- models
+    Fault(
+        name="loops of the graph count beside the loops that are added",
+        area="GCN norm",
+        file="src/hopline/nn/gcn.py",
+        old="weight = weight.masked_fill(src == dst, 0)",
+        new="weight = weight + 0",
+        tests=("tests/nn/test_gcn.py",),
+    ),
+    Fault(
+        name="edge weights are lost where sums are scaled",
+        area="fused convs",
+        file="src/hopline/nn/fused.py",
+        old="weight = factor if weight is None else weight * factor",
+        new="weight = factor",
+        tests=("tests/nn/test_fused.py",),
+    ),
+    Fault(
+        name="dropout of attention is the same in every layer",
+        area="attention",
+        file="src/hopline/nn/attention.py",
+        old="ops.place_key(block.key, PLACES - 2 - layer)",
+        new="ops.place_key(block.key, PLACES - 2)",
+        tests=("tests/nn/test_attention.py",),
+    ),
+    Fault(
+        name="gradient of a norm stays on its rank",
+        area="norms over ranks",
+        file="src/hopline/nn/global_norm.py",
+        old="return _sum(grad, ctx.world), None",
+        new="return grad.clone(), None",
+        tests=("tests/nn/test_global_norm.py",),
+    ),
+    Fault(
+        name="jumping knowledge in the wrong order",
+        area="layer walk",
+        file="src/hopline/nn/gnn.py",
+        old="torch.cat([state.jk[:dst], h[:dst]], dim=1)",
+        new="torch.cat([h[:dst], state.jk[:dst]], dim=1)",
+        tests=("tests/nn/test_gnn.py",),
+    ),
+    Fault(
+        name="initial residual has the weights of the two swapped",
+        area="layer walk",
+        file="src/hopline/nn/gnn.py",
+        old="(1 - self.initial_residual) * h + self.initial_residual * x0",
+        new="self.initial_residual * h + (1 - self.initial_residual) * x0",
+        tests=("tests/nn/test_gnn.py",),
+    ),
+    # ---- historical training
+    Fault(
+        name="mixed rows replace those committed since",
+        area="history tables",
+        file="src/hopline/halo.py",
+        old="same = self.written[places] == stamps",
+        new="same = stamps == stamps",
+        tests=("tests/test_mixing.py",),
+    ),
+    Fault(
+        name="evaluation leaves rows before older commits are written",
+        area="history tables",
+        file="src/hopline/history.py",
+        old="self.settle(0)  # older rows must not come later",
+        new="pass",
+        tests=("tests/test_history.py",),
+    ),
+    Fault(
+        name="pushed gradients are not scaled back",
+        area="compensation",
+        file="src/hopline/history_unit.py",
+        old="{l: h.grad * total for",
+        new="{l: h.grad for",
+        tests=("tests/test_nano.py",),
+    ),
+    Fault(
+        name="sweep loses the gradients that jumped ahead",
+        area="sweep",
+        file="src/hopline/sweep.py",
+        old="over.add(l, piece, rows.grad, own=True)",
+        new="over.add(l, piece, None, own=True)",
+        tests=("tests/equivalence/test_5_historical.py",),
+    ),
+    # ---- ranks
+    Fault(
+        name="ties of a smaller maximum are still counted",
+        area="sharded aggregation",
+        file="src/hopline/nn/accumulate.py",
+        old="ties *= total == most",
+        new="ties *= 1",
+        tests=("tests/nn/test_accumulate.py",),
+    ),
+    Fault(
+        name="rows are read before they have arrived",
+        area="sharded aggregation",
+        file="src/hopline/transports.py",
+        old="                work.wait()",
+        new="                pass",
+        tests=("tests/test_transports.py",),
+    ),
+    Fault(
+        name="answers come back in the order of their owners",
+        area="all-to-all",
+        file="src/hopline/exchange.py",
+        old="self._back[order] = torch.arange(order.numel())",
+        new="self._back = torch.arange(order.numel())",
+        tests=("tests/test_collective.py",),
+    ),
+    Fault(
+        name="gradient that only one rank has is lost",
+        area="gradient sum",
+        file="src/hopline/world.py",
+        old="        elif ranks:",
+        new="        elif ranks > 1:",
+        tests=("tests/test_world.py",),
+    ),
+    Fault(
+        name="source of another shard is off by its owner",
+        area="shards",
+        file="src/hopline/shards.py",
+        old="wanted = (idx + self.halo_ptr[owner])",
+        new="wanted = (idx + self.halo_ptr[0])",
+        tests=("tests/test_shards.py",),
+    ),
+    # ---- runs
+    Fault(
+        name="generator is not restored",
+        area="checkpoints",
+        file="src/hopline/checkpoint.py",
+        old='torch.set_rng_state(state["rng"]["cpu"])',
+        new="pass",
+        tests=("tests/test_checkpoint.py",),
+    ),
+    Fault(
+        name="snapshot of the weights is not a copy",
+        area="evaluation beside training",
+        file="src/hopline/evaluation_process.py",
+        old="tensor.copy_(state[name])",
+        new="self.weights[name] = state[name]",
+        tests=("tests/test_evaluation.py",),
+    ),
+    Fault(
+        name="each piece of a batch weighs as a whole batch",
+        area="budget",
+        file="src/hopline/guard.py",
+        old="BatchUnit(self.job, piece).forward_backward(total)",
+        new="BatchUnit(self.job, piece).forward_backward(piece.num_seeds)",
+        tests=("tests/test_guard.py",),
+    ),
+    Fault(
+        name="promise does not grow with a larger step",
+        area="predictor",
+        file="src/hopline/predict.py",
+        old="np.maximum(times, 1, out=times) * self.taken",
+        new="np.minimum(times, 1, out=times) * self.taken",
+        tests=("tests/test_predict.py",),
+    ),
+    Fault(
+        name="node between two chunks is left out",
+        area="inference",
+        file="src/hopline/layerwise.py",
+        old="            start = stop\n",
+        new="            start = stop + 1\n",
+        tests=("tests/test_layerwise.py",),
+    ),
+    Fault(
+        name="kept sums outlive a change of the features",
+        area="inference",
+        file="src/hopline/kept.py",
+        old=" and self.x_version == x.version",
+        new="",
+        tests=("tests/test_kept.py",),
+    ),
+    # ---- data, metrics, settings
+    Fault(
+        name="first line of a file without names is lost",
+        area="data, CSV",
+        file="src/hopline/data/text.py",
+        old="pending, found = [found],",
+        new="pending, found = [],",
+        tests=("tests/data/test_text.py",),
+    ),
+    Fault(
+        name="second chunk of an edge file begins too early",
+        area="data, conversion",
+        file="src/hopline/data/edges.py",
+        old="if by_row else 2 * first",
+        new="if by_row else first",
+        tests=("tests/data/test_edges.py",),
+    ),
+    Fault(
+        name="node with the largest id is not counted",
+        area="data, npz",
+        file="src/hopline/data/npz.py",
+        old='int(arrays["edge_index"].max()) + 1',
+        new='int(arrays["edge_index"].max())',
+        tests=("tests/data/test_npz.py",),
+    ),
+    Fault(
+        name="equal scores do not share their ranks",
+        area="metrics",
+        file="src/hopline/metrics.py",
+        old="(size.double() - 1) / 2",
+        new="(size.double() - 1)",
+        tests=("tests/test_metrics.py",),
+    ),
+    Fault(
+        name="warm-up ends one epoch early",
+        area="learning rate",
+        file="src/hopline/schedule.py",
+        old="self.epoch <= self.warmup",
+        new="self.epoch < self.warmup",
+        tests=("tests/test_schedule.py",),
+    ),
+    Fault(
+        name="first of two settings of one key wins",
+        area="command line",
+        file="src/hopline/spec.py",
+        old="value = _read(whole[-1], annotation",
+        new="value = _read(whole[0], annotation",
+        tests=("tests/test_spec.py",),
+    ),
+    # ---- on a GPU only
+    Fault(
+        name="replay writes over gradients of the unit before",
+        area="captured steps",
+        file="src/hopline/captured.py",
+        old="g.clone() if g is not None and g is own else g",
+        new="g",
+        tests=("tests/test_captured.py",),
+        gpu=True,
+    ),
+    Fault(
+        name="recorded inference goes on after the weights moved",
+        area="evaluation on a GPU",
+        file="src/hopline/replayed.py",
+        old="return same and inference.addresses(features=self.reads_features) == self.addresses",
+        new="return same",
+        tests=("tests/test_replayed.py",),
+        gpu=True,
+    ),
+    Fault(
+        name="rows are written before they are computed",
+        area="history on a GPU",
+        file="src/hopline/device_history.py",
+        old="self.stream.wait_event(mark or self.mark())",
+        new="pass",
+        tests=("tests/test_device_history.py",),
+        gpu=True,
+    ),
+)
+
+
+class Moved(Exception):
+    """A fault's text is not in its file, or more than once."""
+
+
+def check(faults: Iterable[Fault], root: Path) -> None:
+    """Refuse faults whose text is not there exactly once, or whose files are gone, each by its name."""
+    problems = []
+    for fault in faults:
+        missing = [path for path in (fault.file, *fault.tests) if not (root / path).is_file()]
+        if missing:
+            problems.append(f"{fault.name!r}: there is no {' and no '.join(missing)}")
+            continue
+        count = (root / fault.file).read_text().count(fault.old)
+        if count != 1:
+            problems.append(f"{fault.name!r}: {fault.old!r} stands {count} times in {fault.file}, not once")
+    if problems:
+        raise Moved("\n".join(["faults that have to be moved along with the code:", *problems]))
+
+
+# ---- a copy of the project
+
+
+class Project:
+    """A copy of the project, in which one fault at a time is planted. One thread at a time may use it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    def copied(cls, source: Path, target: Path) -> Project:
+        """Modification times are kept: Numba's compiled kernels are valid by them."""
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+        return cls(target)
+
+    @contextmanager
+    def planted(self, fault: Fault, number: int) -> Iterator[None]:
+        """Within, the fault is there; afterwards the file is as it was, its time and compiled kernels included.
+
+        number: of the fault among all, so that no two faults give a file the same time.
+        """
+        path = self.root / fault.file
+        text, stat = path.read_text(), path.stat()
+        if text.count(fault.old) != 1:
+            raise Moved(f"{fault.name!r}: {fault.old!r} does not stand exactly once in {fault.file}")
+        stems = _importers(self.root / "src", path)
+        path.write_text(text.replace(fault.old, fault.new))
+        # Python and Numba compare the time in whole seconds, or the size: both may be those of another fault.
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + (1 + number) * 10**9))
+        try:
+            with self._kernels_aside(stems):
+                yield
+        finally:
+            path.write_text(text)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    @contextmanager
+    def _kernels_aside(self, stems: set[str]) -> Iterator[None]:
+        """Within, no compiled kernel of these modules is there: it may have code of the planted file in it.
+
+        Numba notices that the file of a kernel has changed, but not a file whose kernels it calls.
+        """
+        folders = {path.parent for path in (self.root / "src").rglob("*.nbi")}
+        kept = [path for folder in folders for path in folder.iterdir() if _is_kernel_of(path, stems)]
+        contents = [(path, path.read_bytes(), path.stat()) for path in kept]
+        for path in kept:
+            path.unlink()
+        try:
+            yield
+        finally:
+            for folder in folders:
+                for path in folder.iterdir():
+                    if _is_kernel_of(path, stems):
+                        path.unlink()
+            for path, content, stat in contents:
+                path.write_bytes(content)
+                os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    def run(self, tests: Sequence[str], *options: str, timeout_s: float = TIMEOUT_S) -> Outcome:
+        """The tests, as `make test` runs them: marks, warnings and interpreter are those of pyproject and conftest."""
+        command = [sys.executable, "-m", "pytest", "-rfE", "-p", "no:cacheprovider"]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(self.root / "src"), str(self.root)]),
+            "COLUMNS": "300",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        data = ROOT.parent / "shared" / "data"  # where conftest looks, seen from the project and not from its copy
+        environment.setdefault("HOPLINE_TEST_DATA", str(data))
+        started = time.monotonic()
+        process = subprocess.Popen(
+            [*command, *options, *tests],
+            cwd=self.root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        with _ended_with_this(process):
+            try:
+                output, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                _end(process)
+                output = process.communicate()[0]
+                return Outcome("HANGS", time.monotonic() - started, f"ended after {timeout_s:.0f} s", output)
+        return outcome(process.returncode, output, time.monotonic() - started)
+
+
+def _importers(source: Path, changed: Path) -> set[str]:
+    """The stems of all modules that import a file, directly or by another one, and its own."""
+    imports = {path.stem: _imported(path) for path in source.rglob("*.py")}
+    found = {changed.stem}
+    while more := {stem for stem, names in imports.items() if stem not in found and names & found}:
+        found |= more
+    return found
+
+
+def _imported(path: Path) -> set[str]:
+    """Last parts of the names that a file imports, and of the modules that it imports from."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.rpartition(".")[2] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module).rpartition(".")[2], *(alias.name for alias in node.names)}
+    return names
+
+
+def _is_kernel_of(path: Path, stems: set[str]) -> bool:
+    """Whether a file is a compiled kernel of one of these modules: Numba names it `module.function-line.…`."""
+    return path.suffix in (".nbi", ".nbc") and path.name.partition(".")[0] in stems
+
+
+# ---- what the tests say
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of some tests."""
+
+    status: str
+    """passed, caught, BROKEN, HANGS or SKIPPED."""
+    seconds: float
+    first: str
+    """The test that failed first, or what went wrong instead."""
+    output: str
+
+
+def outcome(code: int, output: str, seconds: float) -> Outcome:
+    """What pytest's exit status and its summary mean."""
+    # A test that failed is named by file and function; a file that could not be read, by the file alone.
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py::.*)$", output, re.MULTILINE)
+    unread = re.findall(r"^ERROR (\S+?\.py)(?: - (.*))?$", output, re.MULTILINE)
+    if code == 0:
+        passed = re.search(r"\b\d+ passed", output) is not None
+        return Outcome("passed" if passed else "SKIPPED", seconds, "" if passed else "all tests are skipped", output)
+    if unread or code != 1 or not failed:
+        reason = f"{unread[0][0]} cannot be read: {unread[0][1]}" if unread else f"pytest ended with status {code}"
+        return Outcome("BROKEN", seconds, reason, output)
+    test, _, reason = failed[0].partition(" - ")
+    if reason.partition(":")[0].rpartition(".")[2] in BROKEN:
+        return Outcome("BROKEN", seconds, failed[0], output)
+    return Outcome("caught", seconds, test, output)
+
+
+# ---- processes
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+@contextmanager
+def _ended_with_this(process: subprocess.Popen[str]) -> Iterator[None]:
+    _running.add(process)
+    try:
+        yield
+    finally:
+        _end(process)
+        _running.discard(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and the ranks that it started and left: they are in a session of their own."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# ---- the table
+
+
+def plant_all(faults: Sequence[Fault], projects: Sequence[Project]) -> list[Outcome]:
+    """What became of each fault, printed as it is known; as many at a time as there are copies."""
+    free: SimpleQueue[Project] = SimpleQueue()
+    for project in projects:
+        free.put(project)
+    printing = threading.Lock()
+
+    def one(numbered: tuple[int, Fault]) -> Outcome:
+        number, fault = numbered
+        project = free.get()
+        try:
+            with project.planted(fault, number):
+                found = project.run(fault.tests, "-x")
+        finally:
+            free.put(project)
+        if found.status == "passed":
+            found = Outcome("MISSED", found.seconds, " ".join(fault.tests), found.output)
+        with printing:
+            where = "" if fault.target == "test" else f" (make {fault.target})"
+            print(f"{fault.name:<60} {fault.area:<26} {found.status:<8} {found.seconds:6.1f}  {found.first}{where}")
+            sys.stdout.flush()
+        return found
+
+    print(f"{'fault':<60} {'area':<26} {'':<8} {'s':>6}  first test that failed", flush=True)
+    with ThreadPoolExecutor(len(projects)) as pool:
+        try:
+            return list(pool.map(one, enumerate(faults)))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                _end(process)
+            raise
+
+
+def chosen(faults: Sequence[Fault], names: Sequence[str], gpu: bool) -> list[Fault]:
+    """Those whose name or area has one of the given texts in it; with `gpu` those that need one, else the others."""
+    some = [f for f in faults if not names or any(name in f.name or name in f.area for name in names)]
+    return [fault for fault in some if fault.gpu == gpu]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plant faults one by one, and see which of them the tests catch.")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="faults or areas with this in the name")
+    parser.add_argument("--gpu", action="store_true", help="the faults that only tests on a CUDA device can catch")
+    parser.add_argument("--jobs", type=int, default=1, help="copies of the project that are tested at a time")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a fault first")
+    parser.add_argument("--list", action="store_true", help="name the faults and end")
+    args = parser.parse_args()
+    faults = chosen(FAULTS, args.only, args.gpu)
+    try:
+        check(FAULTS, ROOT)
+    except Moved as error:
+        print(error)
+        return 1
+    if args.list or not faults:
+        for fault in faults:
+            print(f"{fault.name:<60} {fault.area:<26} {fault.file}: {' '.join(fault.tests)}")
+        print(f"{len(faults)} faults")
+        return 0 if faults else 1
+    # A shell ignores Ctrl-C on behalf of what it runs in the background, and tests of interruptions would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hopline-planted-") as folder:
+        first = Project.copied(ROOT, Path(folder) / "0" / "hopline")
+        if not args.no_baseline and not _holds_without(first, faults, args.jobs):
+            return 1
+        others = [Project.copied(first.root, Path(folder) / str(i) / "hopline") for i in range(1, args.jobs)]
+        found = plant_all(faults, [first, *others])
+    caught = sum(one.status == "caught" for one in found)
+    left_out = sum(fault.gpu for fault in FAULTS) if not args.gpu and not args.only else 0
+    more = f"; {left_out} more need a GPU: --gpu" if left_out else ""
+    print(f"{caught} of {len(found)} caught in {time.monotonic() - started:.0f} s{more}")
+    return 0 if caught == len(found) else 1
+
+
+def _holds_without(project: Project, faults: Sequence[Fault], jobs: int) -> bool:
+    """Whether all the tests pass without a fault; compiles the kernels, too."""
+    tests = list(dict.fromkeys(path for fault in faults for path in fault.tests))
+    options = ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
+    found = project.run(tests, *options, timeout_s=4 * TIMEOUT_S)
+    if found.status == "passed":
+        print(f"without a fault the {len(tests)} test files pass, in {found.seconds:.0f} s", flush=True)
+        return True
+    failed = re.findall(r"^(?:FAILED|ERROR) .*$", found.output, re.MULTILINE) or [found.output[-2000:]]
+    print("without any fault these tests fail, so that they prove nothing:", *failed, sep="\n")
+    return False
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the copies are removed")
