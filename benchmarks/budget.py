@@ -35,8 +35,8 @@ from hopline.batch import Batch
 from hopline.budget import Budget
 from hopline.data.synthetic import planted
 from hopline.guard import Guard
-from hopline.methods import SampledWork
 from hopline.predict import Predictor
+from hopline.sampled_work import SampledWork
 
 CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "SAGE": SAGEConv,

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopline.graph import Graph
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.nn.shard_block import ShardBlock, run_conv
 from hopline.partition import Partition
 from hopline.sharded import shard_layouts, slab_layout

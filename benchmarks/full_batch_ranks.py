@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.batch import Batch
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.lossy import LossyTransport, codecs_of
 from hopline.nn.shard_block import ShardBlock
 from hopline.nn.trimmed import trimmed_blocks

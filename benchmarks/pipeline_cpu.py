@@ -23,7 +23,7 @@ from hopline.cores import num_cores
 from hopline.data import planted
 from hopline.explain import Explanation
 from hopline.loader import Loader, resolve_workers
-from hopline.methods import SampledWork
+from hopline.sampled_work import SampledWork
 from hopline.watch import WatchPipeline, setup_of
 
 CASES = (("SAGE", SAGEConv, 64, 8192), ("SAGE", SAGEConv, 256, 8192), ("GAT", GATConv, 16, 1024))

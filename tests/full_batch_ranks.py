@@ -15,8 +15,8 @@ from torch import nn
 
 import hopline as hl
 from hopline.batch import Batch
+from hopline.batch_unit import supervised
 from hopline.shard_data import open_sharded
-from hopline.work import supervised
 from hopline.world import PeerError, World
 from tests.helpers import dataset_of, randn, random_graph
 

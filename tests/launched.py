@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from hopline.data import planted
 from hopline.data.dataset import Dataset
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.sharing import share
 from hopline.world import PeerError, World
 

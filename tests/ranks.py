@@ -15,7 +15,8 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.callbacks import Callback, StepEnd
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.world import World
 from tests.runs import small
 

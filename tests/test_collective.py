@@ -13,7 +13,8 @@ import torch
 import hopline as hl
 from hopline.cut import cut
 from hopline.exchange import Channel
-from hopline.launch import LaunchSettings, RankError, run
+from hopline.launch import RankError, run
+from hopline.launch_settings import LaunchSettings
 from hopline.partition import make_partition
 from hopline.world import World
 from tests.shard_ranks import RUNS, check, own_loop, trained, trained_on_shards

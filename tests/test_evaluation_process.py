@@ -14,8 +14,9 @@ from torch import nn
 
 import hopline as hl
 from hopline import infer
+from hopline.batch_unit import supervised
 from hopline.evaluation_process import EvaluationError, EvaluationProcess, Layout, Room, SentData, without_weights
-from hopline.work import Job, supervised
+from hopline.work import Job
 from tests.runs import copied, labels, sage, same_weights, small
 
 

@@ -11,7 +11,8 @@ import torch
 
 import hopline as hl
 from hopline.cut import cut
-from hopline.launch import LaunchSettings, RankError, run
+from hopline.launch import RankError, run
+from hopline.launch_settings import LaunchSettings
 from hopline.partition import make_partition
 from hopline.world import World
 from tests.full_batch_ranks import DATA, differences, model_of, train, train_all, train_until_death

@@ -9,15 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopline import infer, ops, split, trace
+from hopline.batch_unit import BatchUnit, supervised
 from hopline.budget import Budget
 from hopline.guard import Guard, GuardedUnit
-from hopline.methods import Sampled, SampledWork
+from hopline.methods import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole import as_walkable
 from hopline.predict import ENOUGH, Predictor, Sizes
+from hopline.sampled_work import SampledWork
 from hopline.sampling import NeighborSampler
 from hopline.trainer import Trainer
-from hopline.work import BatchUnit, Job, supervised
+from hopline.work import Job
 from tests.helpers import batch_of, dataset_of, gnn_of, gradients, randn, random_graph, stack_of
 
 DATA = dataset_of(random_graph(2000, 16_000), randn(2000, 6))

@@ -10,6 +10,7 @@ import torch
 from torch_geometric.nn import SAGEConv
 
 from hopline import trace
+from hopline.batch_unit import BatchUnit, supervised
 from hopline.budget import Budget
 from hopline.callbacks import Callback, Run, StepEnd
 from hopline.data import planted
@@ -18,13 +19,14 @@ from hopline.guard import Guard
 from hopline.historical import Historical
 from hopline.keep import WatchedWork, capped
 from hopline.meter import meter_of
-from hopline.methods import Sampled, SampledWork
+from hopline.methods import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole import as_walkable
-from hopline.placement import Placement
+from hopline.placement_settings import Placement
 from hopline.plan import Plan
+from hopline.sampled_work import SampledWork
 from hopline.trainer import Trainer
-from hopline.work import BatchUnit, Job, Method, Stateful, supervised
+from hopline.work import Job, Method, Stateful
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 from tests.runs import records
 

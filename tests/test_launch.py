@@ -18,7 +18,8 @@ import pytest
 
 from hopline import launch
 from hopline.interrupt import Interrupted
-from hopline.launch import LaunchSettings, RankError, _Child, _device_of, _devices_here, _failure, _first_seat, run
+from hopline.launch import RankError, _Child, _device_of, _devices_here, _failure, _first_seat, run
+from hopline.launch_settings import LaunchSettings
 from hopline.place import Place
 from hopline.world import Seat, World
 from tests.launched import environment, everything, fail, program, started, stay

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.lossy import Both, Codec, DrawnRows, HalfPrecision, LargestRows, codecs_of
 from tests.helpers import randn
 from tests.lossy_ranks import check

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch_geometric.nn import GCNConv, GraphNorm, SAGEConv
 
 from hopline.batch import Batch, Rows
+from hopline.batch_unit import BatchUnit
 from hopline.methods import Method, Sampled
 from hopline.nn import GNN, as_walkable
 from hopline.pipeline import StageError
 from hopline.tables import SparseTable, TensorTable
-from hopline.work import BatchUnit, Job, Unit
+from hopline.work import Job, Unit
 from tests.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
 from tests.runs import small
 

@@ -12,7 +12,8 @@ from torch_geometric.nn import APPNP, GCNConv
 
 import hopline as hl
 from hopline import infer
-from hopline.models import NAMES, ModelSpec, make_model
+from hopline.model_settings import ModelSpec
+from hopline.models import NAMES, make_model
 from tests.runs import fit, losses, method, small
 
 

@@ -10,6 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
+from hopline.batch_unit import supervised
 from hopline.historical import Historical
 from hopline.history import HistoricalWork
 from hopline.nano_pieces import (
@@ -25,7 +26,7 @@ from hopline.nano_pieces import (
 )
 from hopline.nn import GNN
 from hopline.predict import Sizes
-from hopline.work import Job, supervised
+from hopline.work import Job
 from tests.helpers import dataset_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=60, num_edges=300)

@@ -9,7 +9,8 @@ import torch
 
 import hopline as hl
 from hopline import placement as module
-from hopline.placement import Placement, Plan, Sizes, carry_out, describe, make_plan, place
+from hopline.placement import Plan, Sizes, carry_out, describe, make_plan, place
+from hopline.placement_settings import Placement
 from hopline.tables import SparseTable, TensorTable, TieredTable
 from tests.helpers import dataset_of, randint, randn, random_graph
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch_geometric.nn import GCNConv
 
+from hopline.batch_unit import BatchUnit, supervised
 from hopline.budget import Budget
 from hopline.full_batch import FullBatch
 from hopline.historical import Historical
@@ -17,7 +18,7 @@ from hopline.nn.whole import as_walkable
 from hopline.plan import DoesNotFit, Outline
 from hopline.planning import learn, plan_of
 from hopline.spec import parse_size
-from hopline.work import BatchUnit, Job, Method, supervised
+from hopline.work import Job, Method
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 METHODS: list[Method] = [

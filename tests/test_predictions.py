@@ -15,11 +15,11 @@ import torch_geometric.nn
 import hopline as hl
 from hopline import infer, launch, run
 from hopline.cut import cut
-from hopline.launch import LaunchSettings
+from hopline.launch_settings import LaunchSettings
 from hopline.models import make_model
 from hopline.partition import make_partition
-from hopline.predictions import InferConfig, _classes, predict, predict_rank
-from hopline.run import RunConfig
+from hopline.predictions import _classes, predict, predict_rank
+from hopline.run_settings import InferConfig, RunConfig
 from hopline.spec import to_dict
 from hopline.world import World
 from tests.runs import method, quick, small

@@ -13,11 +13,12 @@ from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 
 import hopline as hl
 from hopline import infer, kept, replayed
+from hopline.batch_unit import supervised
 from hopline.data import planted
 from hopline.measure import Measure
 from hopline.nn.gnn import GNN
 from hopline.replayed import Replayed, repeats, replayed_of
-from hopline.work import Job, supervised
+from hopline.work import Job
 from tests.runs import sage, small
 
 on_gpu = [

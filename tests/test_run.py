@@ -15,9 +15,10 @@ import torch_geometric.nn
 
 import hopline as hl
 from hopline import run
-from hopline.models import ModelSpec, make_model
-from hopline.predictions import InferConfig, predict
-from hopline.run import ConvertConfig, RunConfig
+from hopline.model_settings import ModelSpec
+from hopline.models import make_model
+from hopline.predictions import predict
+from hopline.run_settings import ConvertConfig, InferConfig, RunConfig
 from hopline.spec import from_dict, to_dict
 from tests.runs import fit, method, quick, same_weights, small
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 
 from hopline.batch import Batch
+from hopline.batch_unit import supervised
 from hopline.loader import Loader
 from hopline.methods import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole import as_walkable
-from hopline.placement import Placement
+from hopline.placement_settings import Placement
 from hopline.plan import Outline, Place, Plan
 from hopline.predict import Sizes
 from hopline.sampled_forms import SampledForms, drawn, largest_seed
 from hopline.split import PieceBytes
-from hopline.work import Job, supervised
+from hopline.work import Job
 from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
 
 METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)

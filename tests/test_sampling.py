@@ -9,7 +9,8 @@ import torch
 from hopline.batch import Batch
 from hopline.graph import Graph
 from hopline.ops import reference
-from hopline.sampling import NeighborSampler, check_fanouts, full_block, in_neighborhood, seed_batches
+from hopline.sampling import NeighborSampler, full_block, in_neighborhood, seed_batches
+from hopline.validate import check_fanouts
 from tests.helpers import assert_same_batches, edges_of, neighbors_of, randint, random_graph
 
 # ---- seeds

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hopline.schedule import Schedule, Scheduler
+from hopline.schedule import Scheduler
+from hopline.settings import Schedule
 
 
 def rates(

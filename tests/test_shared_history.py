@@ -8,7 +8,8 @@ import tempfile
 import pytest
 import torch
 
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.parts import Shares
 from hopline.shared_history import Owners, Snapshot
 from hopline.world import World

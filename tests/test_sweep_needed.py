@@ -9,7 +9,7 @@ import torch
 
 import hopline as hl
 from hopline.batch import Block
-from hopline.full_batch import SweepWork
+from hopline.full_batch_work import SweepWork
 from hopline.nn.gnn import GNN
 from tests.helpers import gnn_of, graph_of, randn
 

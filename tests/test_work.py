@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hopline.batch import Batch
-from hopline.work import Unit, supervised
+from hopline.batch_unit import supervised
+from hopline.work import Unit
 from tests.helpers import randint, randn
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hopline import launch
-from hopline.launch import LaunchSettings, RankError
+from hopline.launch import RankError
+from hopline.launch_settings import LaunchSettings
 from hopline.world import PeerError, Seat, World, serve
 from tests.launched import check_words, environment, everything_then_death, program, started
 

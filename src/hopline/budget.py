@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hopline.spec import nearest, parse_size
 from hopline.validate import check_fields
+
+if TYPE_CHECKING:
+    import torch
 
 OverBudget = Literal["split", "resample", "cut", "refuse"]
 SplitBy = Literal["balance", "metis"]

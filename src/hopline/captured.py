@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from hopline import ops, recording, trace
 from hopline.batch import Batch
+from hopline.batch_unit import BatchUnit, autocast
 from hopline.loader import Loader
 from hopline.ops import on_tree
 from hopline.ops.slots import Slots
 from hopline.staging import STEPS, LookAhead, stage_tables
 from hopline.tree import TreeRows
 from hopline.tree_sampling import TreeSampler
-from hopline.work import BatchUnit, Job, Unit, autocast
+from hopline.work import Job, Unit
 
 WARM_UP_STEPS = 3
 """Steps run before capture: kernels are compiled and libraries set up in them."""

@@ -39,14 +39,6 @@ FOLDER = Path("tables")
 """Where tables that do not fit in memory would be kept."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Auto(Method):
-    """The method whose steps are the fastest of those that fit: found by `choose`, as `hopline train` does."""
-
-    def bind(self, job: Job) -> Work:
-        raise ValueError("method=auto is found before a run: give the Trainer what hopline.choose.choose(...) returns")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
     """A method, as far as it keeps to a budget."""

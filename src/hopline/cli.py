@@ -8,24 +8,26 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from hopline import doctor as doctor_checks
-from hopline import predictions, run
-from hopline.choose import recommended, table_of
-from hopline.cut import PartitionConfig, partition_dataset
-from hopline.data.names import names
-from hopline.data.store import verify as verify_folder
+from hopline import __version__
+from hopline.data.names import locate, names
+from hopline.errors import PeerError, RankError, StageError
 from hopline.interrupt import Interrupted
-from hopline.launch import RankError
-from hopline.pipeline import StageError
 from hopline.recipes import RECIPES, find_recipe
-from hopline.rejoin import verify_shards
-from hopline.report import write_html
-from hopline.shards import is_shards
+from hopline.run_settings import (
+    ConvertConfig,
+    DatasetsConfig,
+    ExportConfig,
+    InferConfig,
+    PartitionConfig,
+    RunConfig,
+    check_conversion,
+    load_config,
+)
 from hopline.spec import field_docs, nearest, override
-from hopline.world import PeerError
+
+# A command imports what it computes with (torch, PyG, Numba) only after its settings, names and paths have proved to be
+# right, so that help and refusals come at once.
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,6 +39,21 @@ INTERRUPTED = 130
 """The exit status of a command that was ended by Ctrl-C."""
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, for example model.hidden=64")]
 ShowKeys = Annotated[bool, typer.Option("--keys", help="List all settings with their defaults.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hopline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -53,8 +70,10 @@ def train(
 ) -> None:
     """Train, evaluate, test, and write a run folder."""
     if keys:
-        return _print_keys(run.RunConfig)
+        return _print_keys(RunConfig)
     config = _config(name, overrides)
+    from hopline import run
+
     try:
         done = run.train(config)
     except Interrupted as signal:
@@ -76,8 +95,15 @@ def plan(
 ) -> None:
     """Show what each method would take of a budget=8GiB, and how long an epoch would last; trains nothing."""
     if keys:
-        return _print_keys(run.RunConfig)
-    found = run.plan(_config(name, overrides))
+        return _print_keys(RunConfig)
+    config = _config(name, overrides)
+    from rich.console import Console
+    from rich.table import Table
+
+    from hopline import run
+    from hopline.choose import recommended, table_of
+
+    found = run.plan(config)
     table = Table("method", "device", "host", "disk", "an epoch", "steps", "how")
     for row in table_of(found):
         table.add_row(*row)
@@ -100,8 +126,12 @@ def infer(
 ) -> None:
     """Predict with a run's best weights and write an .npy file."""
     if keys:
-        return _print_keys(predictions.InferConfig)
-    written = predictions.predict(folder, override(predictions.InferConfig(), overrides or []))
+        return _print_keys(InferConfig)
+    config = override(InferConfig(), overrides or [])
+    load_config(folder)
+    from hopline.predictions import predict
+
+    written = predict(folder, config)
     if written is not None:  # torchrun and srun start this command once per rank
         print(f"predictions: {written}")
     return None
@@ -116,8 +146,12 @@ def export(
 ) -> None:
     """Write a run's weights as a plain state_dict that PyG and torch load."""
     if keys:
-        return _print_keys(run.ExportConfig)
-    print(f"weights: {run.export(folder, file, override(run.ExportConfig(), overrides or []))}")
+        return _print_keys(ExportConfig)
+    config = override(ExportConfig(), overrides or [])
+    load_config(folder)
+    from hopline import run
+
+    print(f"weights: {run.export(folder, file, config)}")
     return None
 
 
@@ -130,10 +164,14 @@ def convert(
 ) -> None:
     """Bring a graph into hopline's format: a folder of plain arrays that opens at once."""
     if keys:
-        return _print_keys(run.ConvertConfig)
+        return _print_keys(ConvertConfig)
     if folder == Path() or "=" in str(folder):
         raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
-    data = run.convert(source, folder, override(run.ConvertConfig(), overrides or []))
+    config = override(ConvertConfig(), overrides or [])
+    check_conversion(source, folder, config)
+    from hopline import run
+
+    data = run.convert(source, folder, config)
     print(f"{data!r}\nwritten to {folder}")
     return None
 
@@ -150,7 +188,11 @@ def partition(
         return _print_keys(PartitionConfig)
     if folder == Path() or "=" in str(folder) or str(folder).startswith("-"):
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
-    print(partition_dataset(source, folder, override(PartitionConfig(), _without_dashes(overrides or []))))
+    config = override(PartitionConfig(), _without_dashes(overrides or []))
+    locate(source, data_root=config.data_root)
+    from hopline.cut import partition_dataset
+
+    print(partition_dataset(source, folder, config))
     print(f"written to {folder}")
     return None
 
@@ -168,6 +210,11 @@ def _without_dashes(arguments: list[str]) -> list[str]:
 @app.command()
 def verify(folder: Annotated[Path, typer.Argument(help="A dataset folder, or a folder of shards")]) -> None:
     """Check every byte and every value of a dataset folder, or that shards are one dataset."""
+    locate(folder)
+    from hopline.data.store import verify as verify_folder
+    from hopline.rejoin import verify_shards
+    from hopline.shards import is_shards
+
     for line in verify_shards(folder) if is_shards(folder) else verify_folder(folder):
         print(line)
     print(f"{folder} is intact")
@@ -178,7 +225,10 @@ def datasets(
     overrides: Annotated[list[str] | None, typer.Argument(help="data_root=FOLDER")] = None,
 ) -> None:
     """List the datasets that can be opened by name."""
-    config = override(run.DatasetsConfig(), overrides or [])
+    from rich.console import Console
+    from rich.table import Table
+
+    config = override(DatasetsConfig(), overrides or [])
     table = Table("name", "what it is", "where")
     for row in names(config.data_root):
         table.add_row(*map(str, row))
@@ -188,25 +238,31 @@ def datasets(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")]) -> None:
     """Write a run's report.html again from its files."""
+    from hopline.report import write_html
+
     print(f"report: {write_html(folder)}")
 
 
 @app.command()
 def doctor() -> None:
     """Look at this machine: versions, cores, memory, kernels."""
-    findings = list(doctor_checks.examine())
+    from hopline.doctor import examine
+
+    findings = list(examine())
     for what, finding, fine in findings:
         print(f"{'ok ' if fine else 'BAD'}  {what:<16} {finding}")
     if not all(fine for _, _, fine in findings):
         raise typer.Exit(1)
 
 
-def _config(name: str, overrides: list[str] | None) -> run.RunConfig:
-    """A recipe with other settings; `hopline train epochs=3` is the demo with one."""
+def _config(name: str, overrides: list[str] | None) -> RunConfig:
+    """A recipe with other settings, on a dataset that exists; `hopline train epochs=3` is the demo with one."""
     settings = list(overrides or [])
     if "=" in name:
         name, settings = "demo", [name, *settings]
-    return override(find_recipe(name)(), settings)
+    config = override(find_recipe(name)(), settings)
+    locate(config.data, data_root=config.data_root, options={"symmetrize": True} if config.symmetrize else {})
+    return config
 
 
 class _Ended(Exception):

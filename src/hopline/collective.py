@@ -15,11 +15,12 @@ from hopline.batch import Batch, Block, Part
 from hopline.exchange import Channel, Question
 from hopline.graph import Graph
 from hopline.memory import reuse_freed_memory
+from hopline.methods import check_fanouts
 from hopline.nn.gcn import weights_of
 from hopline.ops.cpu_tree import sample_children
 from hopline.partial import PartialGraph
 from hopline.pipeline import Pipeline, Stage
-from hopline.sampling import check_fanouts, check_ids, seed_batches, share_of
+from hopline.sampling import check_ids, seed_batches, share_of
 from hopline.shards import Shard, check_fits, node_ranges
 from hopline.spec import to_dict
 from hopline.tables import SparseTable, Table

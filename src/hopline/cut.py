@@ -12,7 +12,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,43 +22,19 @@ from hopline.data.arrays import PIECE_BYTES, as_bytes
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.data.names import open_dataset
-from hopline.data.store import SHARDS, is_dataset
+from hopline.data.paths import is_dataset
+from hopline.data.store import SHARDS
 from hopline.data.writer import FolderWriter, writing
 from hopline.divide import check_edges
 from hopline.graph import Graph
 from hopline.partition import Partition, describe, graph_hash, make_partition
 from hopline.progress import Progress, progress
+from hopline.run_settings import PartitionConfig
 from hopline.shards import VERSION, node_ranges, shard_name
 from hopline.tables import SparseTable, Table
-from hopline.validate import check_fields
 
 CHUNK = 1 << 22
 """Nodes or edges handled at a time; a node with more in-edges is a chunk of its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionConfig:
-    """What `hopline partition DATASET FOLDER` takes as key=value."""
-
-    shards: int = 0
-    """How many shards to make, one for each rank."""
-    how: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
-    """How to divide the nodes: fewest edges cut (metis, or streaming in little memory), or by chance, id or label."""
-    labels: str = "y"
-    """With how=labels: the labels themselves, or the table whose one column they are, such as a part per node."""
-    seed: int = 0
-    """Of metis, streaming and random."""
-    slack: float = 0.1
-    """How far sizes may be from their mean, as a share: of streaming."""
-    passes: int = 20
-    """At most how often the edges are read: of streaming."""
-    data_root: Path | None = None
-    """Where datasets are kept, for one given by name."""
-    overwrite: bool = False
-    """Replace what is in the folder."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str:

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from hopline import interop
+from hopline.batch_unit import supervised
 from hopline.data.dataset import Dataset
 from hopline.handles import SharedArray, _map, _new_file, share
 from hopline.interrupt import SIGNALS
 from hopline.launch import _end_with_parent
 from hopline.nn.whole import as_walkable
-from hopline.work import Job, supervised
+from hopline.work import Job
 
 NICER = 10
 """How much lower the priority of evaluation is: training comes first where cores are few."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hopline import ops, trace
 from hopline.batch import Batch, Block
+from hopline.batch_unit import BatchUnit
 from hopline.budget import Budget
 from hopline.meter import NoMeter, meter_of
 from hopline.predict import Predictor, Sizes, costs_of
@@ -30,7 +31,7 @@ from hopline.split import (
     sizes_of,
     with_rows,
 )
-from hopline.work import BatchUnit, Job, Unit
+from hopline.work import Job, Unit
 
 Redraw = Callable[[Tensor, int], tuple[Block, ...]]
 """(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from hopline.history import HistoricalWork
-from hopline.nn.whole import Whole
-from hopline.placement import Placement, with_graph_on_host
+from hopline.placement_settings import Placement, with_graph_on_host
 from hopline.validate import check_fields
 from hopline.work import Job, Method
+
+if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
+    from hopline.history import HistoricalWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,9 @@ class Historical(Method):
         return with_graph_on_host(wanted, "method=historical makes its batches on the host")
 
     def bind(self, job: Job) -> HistoricalWork:
+        from hopline.history import HistoricalWork
+        from hopline.nn.whole import Whole
+
         if isinstance(job.model, Whole):
             raise ValueError(
                 f"{type(job.model.module).__name__} is not made of layers, between which history could be kept: "

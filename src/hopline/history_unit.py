@@ -11,12 +11,13 @@ from torch import Tensor
 
 from hopline import trace
 from hopline.batch import Batch, Block
+from hopline.batch_unit import autocast
 from hopline.halo import HaloBlock, Reader, report_ages
 from hopline.mixing import Mixer
 from hopline.nn.gnn import GNN
 from hopline.nn.norm import running_statistics
 from hopline.nn.regularise import spreads
-from hopline.work import Unit, autocast
+from hopline.work import Unit
 
 if TYPE_CHECKING:
     from hopline.history import HistoricalWork

@@ -19,7 +19,7 @@ from hopline.layerwise import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
 from hopline.nn.whole import Whole, as_walkable
 from hopline.progress import progress
 from hopline.sampling import check_ids
-from hopline.spec import parse_size
+from hopline.validate import checked_bytes
 
 WHOLE_BYTES = 2 << 30
 """A model without layers is run on the whole graph up to this size of its edge matrix."""
@@ -101,14 +101,6 @@ def check_wanted(ids: Tensor | None, num_nodes: int) -> None:
         check_ids(ids, num_nodes)
     if ids is not None and ids.numel() == 0:
         raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
-
-
-def checked_bytes(chunk_bytes: int | str | None) -> int | None:
-    """What chunks may take, as a number."""
-    most = None if chunk_bytes is None else parse_size(chunk_bytes)
-    if most is not None and most < 1:
-        raise ValueError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
-    return most
 
 
 def identity(

@@ -29,7 +29,8 @@ from hopline.dlpack import (
 from hopline.graph import Graph
 from hopline.handles import SharedArray, release, share
 from hopline.meter import numbered
-from hopline.sampling import NeighborSampler, check_fanouts, check_ids
+from hopline.methods import check_fanouts
+from hopline.sampling import NeighborSampler, check_ids
 from hopline.tables import SparseTable, Table, TensorTable
 
 __all__ = [

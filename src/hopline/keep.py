@@ -15,8 +15,8 @@ from hopline.budget import Budget
 from hopline.guard import Guard, Record
 from hopline.loader import Loader
 from hopline.meter import meter_of, numbered
-from hopline.methods import SampledWork
 from hopline.plan import Plan
+from hopline.sampled_work import SampledWork
 from hopline.sampling import NeighborSampler
 from hopline.spec import parse_size
 from hopline.work import Job, Unit, Work

@@ -184,3 +184,15 @@ class CudaMeter:
     ) -> None:
         self._end = torch.cuda.max_memory_allocated(self.device)
         self.peak_bytes = max(0, max(self._highest, self._end) - self._start)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, if it is here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is not a device: set device=cpu or device=cuda") from None
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
+        found = "no GPU that torch can use" if device.type == "cuda" else "no such device"
+        raise ValueError(f"device={name!r} is not here, there is {found}: set device=cpu")
+    return device

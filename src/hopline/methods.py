@@ -1,27 +1,22 @@
-"""Ways to train. A method is a small frozen spec; bound to a job it yields units of work."""
+"""`Sampled`, the settings of neighbour sampling, and `Auto`: plain data, so that reading them needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Literal, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, overload
 
-import torch
-from torch import Tensor, nn
+from hopline.validate import check_fanouts, check_fields
+from hopline.work import Job, Method, Work
 
-from hopline.captured import CapturedWork
-from hopline.collective import CollectiveLoader
-from hopline.data.dataset import Dataset
-from hopline.guard import Guard
-from hopline.loader import Loader
-from hopline.nn.whole import Whole, as_walkable
-from hopline.sampling import check_fanouts
-from hopline.shard_data import ShardedData
-from hopline.shards import Shard
-from hopline.validate import check_fields
-from hopline.work import BatchUnit, Job, Method, Unit, Work
-from hopline.world import World
+if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
+    import torch
+    from torch import Tensor, nn
+
+    from hopline.collective import CollectiveLoader
+    from hopline.data.dataset import Dataset
+    from hopline.loader import Loader
+    from hopline.shards import Shard
+    from hopline.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,30 +53,14 @@ class Sampled(Method):
                 raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value!r}")
 
     def inference_batches(self, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
-        in_order = replace(self, shuffle=False, drop_last=False)
-        options = {"seed": job.seed, "device": job.device}
-        if isinstance(job.data, ShardedData):
-            return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, **options)
-        return in_order.loader(job.data, ids, model=job.model, **options)
+        from hopline.sampled_work import inference_batches
+
+        return inference_batches(self, job, ids)
 
     def bind(self, job: Job) -> Work:
-        num_layers = getattr(job.model, "num_layers", len(self.fanouts))
-        if num_layers != len(self.fanouts):
-            raise ValueError(
-                f"the model has {num_layers} layers and fanouts={self.fanouts} names {len(self.fanouts)}: "
-                f"give one fan-out per layer, for example fanouts={','.join(['10'] * num_layers)}"
-            )
-        if self.scale_sums and isinstance(job.model, Whole):
-            raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
-        job.model.check_blocks()
-        if isinstance(job.data, ShardedData):
-            shard, ids = job.data.shard, job.train_ids
-            return SampledWork(job, self.loader(shard, ids, seed=job.seed, device=job.device, world=job.world))
-        loader = self.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model)
-        loader.rank, loader.size, loader.num_cores = job.world.rank, job.world.size, job.world.num_cores
-        if loader.layout == "tree" and loader.on_gpu:
-            return CapturedWork(job, loader)
-        return SampledWork(job, loader)
+        from hopline.sampled_work import bind
+
+        return bind(self, job)
 
     @overload
     def loader(
@@ -122,26 +101,14 @@ class Sampled(Method):
         data: a dataset, or a rank's shard of one, where all ranks take their batches together (see `CollectiveLoader`)
         and `world` names the rank that stopped if one does.
         """
-        if isinstance(data, Shard):
-            return CollectiveLoader(data, ids, self, seed, device, world)
-        if isinstance(ids, str) and ids not in data.splits:
-            raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
-        chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
-        return Loader(data, chosen, self, seed, torch.device(device), as_walkable(model) if model else None)
+        from hopline.sampled_work import make_loader
+
+        return make_loader(self, data, ids, seed=seed, device=device, model=model, world=world)
 
 
-@dataclass
-class SampledWork:
-    """Sampled training of one job."""
+@dataclass(frozen=True, kw_only=True)
+class Auto(Method):
+    """The method whose steps are the fastest of those that fit: found by `choose`, as `hopline train` does."""
 
-    job: Job
-    loader: Loader | CollectiveLoader
-    guard: Guard | None = None
-    """Keeps the steps within a budget, where there is one."""
-
-    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        if isinstance(self.loader, Loader):
-            self.loader.divide = None if self.guard is None else self.guard.prepare
-        with closing(self.loader.epoch(epoch, done, examples)) as batches:
-            for batch in batches:
-                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)
+    def bind(self, job: Job) -> Work:
+        raise ValueError("method=auto is found before a run: give the Trainer what hopline.choose.choose(...) returns")

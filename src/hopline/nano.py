@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hopline import ops, trace
 from hopline.batch import Block
+from hopline.batch_unit import autocast
 from hopline.halo import report_ages
 from hopline.history_unit import HistoricalBatch, HistoricalUnit, messages_back
 from hopline.meter import Meter, meter_of
@@ -35,7 +36,6 @@ from hopline.predict import Sizes
 from hopline.rescue import Before, attempt
 from hopline.spec import format_size
 from hopline.sweep import Swept, backward, drawn_again, forward, from_loss, through_layer
-from hopline.work import autocast
 
 if TYPE_CHECKING:
     from hopline.guard import Guard

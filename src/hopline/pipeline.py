@@ -18,6 +18,7 @@ import torch
 
 from hopline import ops, trace
 from hopline.cores import queued_s
+from hopline.errors import StageError
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,6 @@ class Load:
 
 NICER = 10
 """How much lower the priority of a preparing thread is: it runs when training leaves a core idle or waits for it."""
-
-
-class StageError(RuntimeError):
-    """An exception inside a stage; the original is its cause."""
 
 
 class StageValueError(StageError, ValueError):

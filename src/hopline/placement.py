@@ -14,10 +14,10 @@ from hopline import pinned
 from hopline.data.dataset import Dataset
 from hopline.graph import Graph
 from hopline.meter import free_bytes, numbered
+from hopline.placement_settings import Placement
 from hopline.spec import format_size, parse_size
 from hopline.tables import SparseTable, Table, TieredTable
 from hopline.tables.build import check_cuda, table
-from hopline.validate import check_fields
 
 SHARE = 0.8
 """The part of the free device memory that data may take; the rest is for the model and its batches."""
@@ -25,34 +25,6 @@ HOST_SHARE = 0.7
 """The part of the free host memory that rows of a file may take."""
 MAIN = "x"
 """The table that models read, whose place is planned; others go to the device where there is room left."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where graph and features lie while a GPU trains."""
-
-    features: Literal["auto", "device", "pinned", "host"] = "auto"
-    """Where the rows are: `device`, `pinned` (the GPU reads them on the host), `host` (the host does), or what fits."""
-    graph: Literal["auto", "device", "pinned", "host"] = "auto"
-    """Where the edges are: `device`, `pinned`, `host` (sampled by the host), or what fits."""
-    cache: str | int = "auto"
-    """Device memory for rows of pinned features, such as 2G; `auto` is what is left."""
-    order: Literal["degree", "access", "observed"] = "access"
-    """Which rows are cached: by edges, by how probably a batch reads them, or by what the first epoch read."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.cache != "auto":
-            parse_size(self.cache)
-            if self.features in ("device", "host"):
-                raise ValueError(f"cache={self.cache} needs pinned features: set features=pinned, or leave cache=auto")
-
-
-def with_graph_on_host(wanted: Placement, why: str) -> Placement:
-    """For methods that work on the edges there."""
-    if wanted.graph in ("device", "pinned"):
-        raise ValueError(f"placement.graph={wanted.graph}, but {why}: set placement.graph=host, or leave it at auto")
-    return replace(wanted, graph="host")
 
 
 @dataclass(frozen=True, kw_only=True)

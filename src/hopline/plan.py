@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hopline.batch import Rows
+from hopline.batch_unit import supervised
 from hopline.budget import Budget
 from hopline.data.dataset import Dataset
-from hopline.meter import free_bytes, library_bytes
+from hopline.meter import find_device, free_bytes, library_bytes
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole import Whole, as_walkable
-from hopline.placement import Placement
+from hopline.placement_settings import Placement
 from hopline.predict import Predictor, costs_of
 from hopline.rescue import free_memory
-from hopline.settings import TrainSettings, find_device
+from hopline.settings import TrainSettings
 from hopline.spec import format_size, parse_size
 from hopline.tables import TieredTable
-from hopline.work import Job, Method, supervised
+from hopline.work import Job, Method
 
 Place = Literal["device", "host", "disk"]
 BESIDE = 0.25

@@ -12,6 +12,7 @@ from functools import singledispatch
 import torch
 from torch import nn
 
+from hopline.batch_unit import BatchUnit
 from hopline.budget import Budget
 from hopline.full_batch import FullBatch
 from hopline.graph import Graph
@@ -27,7 +28,7 @@ from hopline.predict import Predictor, Sizes
 from hopline.rescue import free_memory, is_out_of_memory
 from hopline.sampled_forms import SampledForms, drawn
 from hopline.split import can_split
-from hopline.work import BatchUnit, Job, Method
+from hopline.work import Job, Method
 
 MOST_SHARDS = 1 << 14
 PROBED_FANOUT, MOST_PROBED, LONG_S = 10, 1024, 0.3

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from hopline import infer, launch, shard_by_shard, shard_infer
 from hopline.data.dataset import Dataset
 from hopline.exchange import Channel
-from hopline.infer import checked_bytes
-from hopline.launch import LaunchSettings
+from hopline.launch_settings import LaunchSettings
+from hopline.meter import find_device
 from hopline.methods import Sampled
 from hopline.models import make_model
-from hopline.run import RunConfig, load_config, load_weights, open_data
-from hopline.settings import find_device
+from hopline.run import load_weights, open_data
+from hopline.run_settings import InferConfig, RunConfig, load_config
 from hopline.shard_by_shard import AllShards
 from hopline.shard_data import ShardedData, open_sharded
 from hopline.shards import is_shards
@@ -30,39 +29,6 @@ from hopline.world import World
 
 PIECE = 1 << 18
 """Nodes whose rows are written at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferConfig(LaunchSettings):
-    """What `hopline infer RUN` takes as key=value."""
-
-    nodes: Literal["all", "train", "valid", "test"] = "all"
-    """Which nodes to predict: rows are in the order of their ids."""
-    write: Literal["classes", "scores"] = "classes"
-    """Class numbers (0/1 per label for several labels), or the model's raw scores."""
-    inference: Literal["exact", "sampled"] = "exact"
-    """Over every edge, or over sampled ones with the run's fan-outs."""
-    weights: Literal["best", "last"] | Path = "best"
-    """Which weights of the run, or a `state_dict` file of the same model: PyG's own, `hopline export`'s or DDP's."""
-    data: str | None = None
-    """Another dataset with the same features, instead of the run's own; or a folder of shards."""
-    data_root: Path | None = None
-    """Where datasets are kept, if not where they were for the run."""
-    device: str = "cpu"
-    """Where layers are computed."""
-    chunk_bytes: str | int | None = None
-    """What the chunks of a layer may take beside the hidden rows, such as 2GiB; about a million edges by default."""
-    folder: Path | None = None
-    """Where hidden rows are kept as mapped files; the same command goes on from them if it was killed."""
-    out: Path | None = None
-    """The .npy file to write; RUN/predictions.npy by default."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checked_bytes(self.chunk_bytes)
-        for name in ("chunk_bytes", "folder"):
-            if self.inference == "sampled" and getattr(self, name) is not None:
-                raise ValueError(f"{name}= is about exact inference: leave it out, or set inference=exact")
 
 
 def predict(folder: Path, config: InferConfig) -> Path | None:

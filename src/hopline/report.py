@@ -1,5 +1,7 @@
 """The evidence of a run, in a folder: settings, metrics as JSON lines, a Chrome trace and an HTML page."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import datetime
@@ -14,11 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hopline import report_html, spec
 from hopline.files import replacing
-from hopline.trace import Span
+
+if TYPE_CHECKING:
+    from hopline.trace import Span
 
 MAX_SPANS = 200_000
 PACKAGES = ("hopline", "torch", "torch-geometric", "numba", "numpy")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,24 +14,24 @@ from torch import nn
 from hopline import checkpoint, launch
 from hopline.budget import Budget
 from hopline.callbacks import EpochEnd, Evaluation, Run
-from hopline.choose import Auto, Candidate, choose, compare
+from hopline.choose import Candidate, choose, compare
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.dgl import from_dgl, is_dgl_folder
-from hopline.data.edges import EdgeOptions
 from hopline.data.names import open_dataset
 from hopline.data.npz import from_npz
-from hopline.data.ogb import from_ogb_folder, is_ogb_folder
-from hopline.data.store import is_dataset, verify
-from hopline.data.tabular import Columns, from_csv
-from hopline.full_batch import FullBatch
-from hopline.historical import Historical
-from hopline.launch import LaunchSettings
-from hopline.methods import Sampled
-from hopline.models import ModelSpec, make_model
-from hopline.placement import Placement
+from hopline.data.ogb import from_ogb_folder
+from hopline.data.options import EdgeOptions
+from hopline.data.paths import is_dataset, is_ogb_folder
+from hopline.data.store import verify
+from hopline.data.tabular import from_csv
+from hopline.launch_settings import LaunchSettings
+from hopline.meter import find_device
+from hopline.methods import Auto, Sampled
+from hopline.models import make_model
 from hopline.plan import Outline
-from hopline.settings import TrainSettings, find_device
+from hopline.run_settings import EDGE_LISTS, ConvertConfig, ExportConfig, RunConfig, check_conversion, load_config
+from hopline.settings import TrainSettings
 from hopline.shard_by_shard import AllShards
 from hopline.shard_data import open_sharded
 from hopline.shards import is_shards
@@ -42,55 +40,6 @@ from hopline.spec import from_dict, to_dict
 from hopline.trace import RegionStatistics
 from hopline.trainer import Trainer
 from hopline.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(TrainSettings, LaunchSettings):
-    """A whole run: what `hopline train` takes as key=value."""
-
-    data: str = "demo"
-    """Dataset: a name, a folder or an .npz file."""
-    data_root: Path | None = None
-    """Where datasets are kept; HOPLINE_DATA or the user's cache folder by default."""
-    split: int = 0
-    """Which split, for datasets that come with several."""
-    symmetrize: bool = False
-    """Add the reverse of every edge when the dataset is converted; each choice is kept under its own name."""
-    features: Literal["given", "normalized", "standardized", "one_hot"] = "given"
-    """Input rows as they are; each divided by its sum; each column with mean 0 and deviation 1; or one column per node,
-    so that model.linear=true learns the input rows themselves."""
-    model: ModelSpec = ModelSpec()
-    """The model."""
-    method: Sampled | Historical | FullBatch | Auto = Sampled()
-    """How to train; `auto` tries all for a few steps and takes the fastest that fits."""
-    budget: Budget | None = None
-    """Memory that the run may take: budget=8GiB is for where the model is."""
-    placement: Placement = Placement()
-    """Where a GPU finds graph and features."""
-    out: Path | None = None
-    """The run folder; runs/NAME-TIME by default."""
-    weights: Path | None = None
-    """Weights to begin with: a `state_dict` file of the same model, PyG's own or one of `hopline export`."""
-
-    def __post_init__(self) -> None:
-        TrainSettings.__post_init__(self)
-        LaunchSettings.__post_init__(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """What `hopline export RUN FILE` takes as key=value."""
-
-    weights: Literal["best", "last"] = "best"
-    """Which weights of the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetsConfig:
-    """What `hopline datasets` takes as key=value."""
-
-    data_root: Path | None = None
-    """Where datasets are kept."""
 
 
 def train(config: RunConfig) -> Run:
@@ -226,21 +175,6 @@ def open_data(config: RunConfig) -> Dataset:
     return getattr(data, config.features)()
 
 
-def load_config(folder: Path) -> RunConfig:
-    """The settings of an earlier run, from its folder."""
-    path = folder / "config.json"
-    try:
-        stored = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is not a run folder: there is no config.json in it") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it or train again") from error
-    try:
-        return from_dict(RunConfig, stored["config"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
-
-
 DDP = "module."
 """What torch's DistributedDataParallel puts before the names of weights."""
 
@@ -262,43 +196,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise ValueError(f"{path} does not hold weights of this model: {reason}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertConfig(EdgeOptions):
-    """What `hopline convert SOURCE FOLDER` takes as key=value."""
-
-    nodes: Path | None = None
-    """A file of nodes (features, label, split) that goes with an edge list."""
-    columns: Columns = Columns()
-    """Which columns of the files mean what."""
-    ids: Literal["number", "map"] = "number"
-    """Node ids are 0 .. num_nodes - 1, or anything, to be numbered."""
-    num_nodes: int | None = None
-    """Number of nodes, where the files do not tell."""
-    data_root: Path | None = None
-    """Where datasets are kept, for a source given by name."""
-    overwrite: bool = False
-    """Replace a dataset that is in the folder."""
-
-
-EDGE_LISTS = (".csv", ".gz", ".parquet", ".txt", ".tsv")
-"""How the names of edge lists end."""
-
-
 def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     """Bring a source into hopline's folder format, and check what was written."""
+    check_conversion(source, folder, config)
     path = Path(source).expanduser()
-    if is_dataset(folder) and not config.overwrite:
-        raise ValueError(f"{folder} holds a dataset: choose another folder, or replace it with overwrite=true")
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
     changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
-    if path.suffix in (*EDGE_LISTS, ".npz", ".npy") and not path.is_file():
-        raise ValueError(f"there is no file {path}: check the path")
-    is_edge_list = path.suffix in EDGE_LISTS
-    if not is_edge_list:
-        given = [key for key in ("nodes", "columns", "ids") if getattr(config, key) != getattr(ConvertConfig(), key)]
-        if given:
-            raise ValueError(f"{given[0]}= is for edge lists (.csv, .parquet): leave it out for {source}")
-    if is_edge_list:
+    if path.suffix in EDGE_LISTS:
         known = {} if config.num_nodes is None else {"num_nodes": config.num_nodes}
         from_csv(path, config.nodes, columns=config.columns, ids=config.ids, folder=folder, **known, **options)
     elif path.suffix == ".npz":

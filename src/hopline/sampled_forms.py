@@ -21,8 +21,9 @@ from hopline.loader import Loader, resolve_workers
 from hopline.meter import library_bytes
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
-from hopline.placement import SHARE, Placement, make_plan
+from hopline.placement import SHARE, make_plan
 from hopline.placement import Sizes as PlacedSizes
+from hopline.placement_settings import Placement
 from hopline.plan import Item, Outline, Place, Plan, with_evaluation
 from hopline.predict import Predictor, Sizes
 from hopline.rescue import state_bytes

@@ -11,6 +11,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.batch import Block, Part
 from hopline.graph import Graph
+from hopline.validate import check_fanouts
 
 WRONG_EDGE = "an edge index is out of range: check the dataset by `hopline verify FOLDER`"
 
@@ -131,13 +132,3 @@ def _all_inside(ids: Tensor, num_nodes: int) -> bool:
         return True
     lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # a GPU is waited for once
     return lowest >= 0 and highest < num_nodes
-
-
-def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:
-    if isinstance(fanouts, int) or not fanouts:
-        raise ValueError("fanouts must name one number per layer, for example fanouts=(15, 10, 5)")
-    for fanout in fanouts:
-        if not isinstance(fanout, int) or fanout < -1 or fanout == 0:
-            raise ValueError(f"a fan-out is a positive number or -1 for all neighbours, not {fanout}")
-        if fanout == -1 and replace:
-            raise ValueError("fan-out -1 takes all neighbours, which replace=True cannot: give a positive fan-out")

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, StepLR
 
-from hopline.validate import check_fields
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How the learning rate changes."""
-
-    name: Literal["constant", "cosine", "plateau", "step"] = "constant"
-    """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs."""
-    warmup: int = 0
-    """Epochs over which the rate first rises linearly to `lr`."""
-    factor: float = 0.5
-    """What `plateau` and `step` multiply the rate by."""
-    patience: int = 5
-    """Evaluations without a better validation metric (or loss, without a validation split) that `plateau` lets pass."""
-    every: int = 10
-    """Epochs from one `step` to the next."""
-    floor: float = 0.0
-    """The lowest rate."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.floor >= 0:
-            raise ValueError(f"schedule.floor must be at least 0, not {self.floor}")
-        if not 0 < self.factor < 1:
-            raise ValueError(f"schedule.factor must be between 0 and 1, not {self.factor}")
-        if self.every < 1 or self.patience < 0 or self.warmup < 0:
-            raise ValueError("schedule.every must be at least 1, schedule.patience and schedule.warmup at least 0")
+from hopline.settings import Schedule
 
 
 class Scheduler:

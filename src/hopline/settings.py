@@ -1,4 +1,4 @@
-"""How to train, apart from the method."""
+"""Settings of training, apart from the method: plain data, so that reading them needs no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,34 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from hopline.schedule import Schedule
 from hopline.validate import check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the learning rate changes."""
+
+    name: Literal["constant", "cosine", "plateau", "step"] = "constant"
+    """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs."""
+    warmup: int = 0
+    """Epochs over which the rate first rises linearly to `lr`."""
+    factor: float = 0.5
+    """What `plateau` and `step` multiply the rate by."""
+    patience: int = 5
+    """Evaluations without a better validation metric (or loss, without a validation split) that `plateau` lets pass."""
+    every: int = 10
+    """Epochs from one `step` to the next."""
+    floor: float = 0.0
+    """The lowest rate."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.floor >= 0:
+            raise ValueError(f"schedule.floor must be at least 0, not {self.floor}")
+        if not 0 < self.factor < 1:
+            raise ValueError(f"schedule.factor must be between 0 and 1, not {self.factor}")
+        if self.every < 1 or self.patience < 0 or self.warmup < 0:
+            raise ValueError("schedule.every must be at least 1, schedule.patience and schedule.warmup at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +102,3 @@ class TrainSettings:
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0 or none, not {self.clip_norm}")
-
-
-def find_device(name: str) -> torch.device:
-    """The device of that name, if it is here."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device={name!r} is not a device: set device=cpu or device=cuda") from None
-    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
-        found = "no GPU that torch can use" if device.type == "cuda" else "no such device"
-        raise ValueError(f"device={name!r} is not here, there is {found}: set device=cpu")
-    return device

@@ -15,7 +15,7 @@ from hopline.batch import Block, Part
 from hopline.collective import weights_of_shard
 from hopline.data.dataset import Dataset
 from hopline.graph import Graph
-from hopline.infer import ReadRows, check_wanted, checked_bytes, evaluating, identity
+from hopline.infer import ReadRows, check_wanted, evaluating, identity
 from hopline.layer_files import LayerFiles
 from hopline.layerwise import CPU, Layerwise, read_on
 from hopline.nn.gnn import GNN
@@ -23,6 +23,7 @@ from hopline.nn.whole import as_walkable
 from hopline.partial import PartialGraph
 from hopline.shards import ADVICE, Shard, open_shard, read_about
 from hopline.tables import Table
+from hopline.validate import checked_bytes
 
 CHUNK = 1 << 22
 """Edges looked at in one go."""

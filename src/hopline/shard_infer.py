@@ -14,7 +14,7 @@ from hopline.collective import CollectiveSampler, fetch
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.exchange import Channel, Question
-from hopline.infer import checked_bytes, evaluating, measure
+from hopline.infer import evaluating, measure
 from hopline.layerwise import CHUNK_EDGES, Layerwise, Tables
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
@@ -22,6 +22,7 @@ from hopline.partial import PartialGraph
 from hopline.shard_data import ShardedData
 from hopline.shards import Shard
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.validate import checked_bytes
 
 CHUNK = 1 << 22
 """Edges looked at in one go."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.batch import Part
-from hopline.data import writer
 from hopline.data.dataset import METRICS
 from hopline.data.manifest import Manifest, Task, read_manifest
+from hopline.data.paths import existing
 from hopline.data.store import SHARDS, map_arrays, splits_of, tables_of
 from hopline.exchange import Channel
 from hopline.sharded import ShardLayout
@@ -170,13 +170,13 @@ class Shard:
 
 def is_shards(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds the shards of a dataset."""
-    path = writer.existing(Path(folder).expanduser())
+    path = existing(Path(folder).expanduser())
     return (path / "manifest.json").is_file() and SHARDS in read_manifest(path).meta
 
 
 def read_about(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, dict[str, Any]]:
     """(path, manifest, what it says about the shards) of a folder of shards, or of one of them."""
-    path = writer.existing(Path(folder).expanduser())
+    path = existing(Path(folder).expanduser())
     if not path.is_dir():
         raise ValueError(f"there is no folder {folder}: make it by `hopline partition DATASET {folder} shards=N`")
     manifest = read_manifest(path)
@@ -190,7 +190,7 @@ def read_about(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, dict[str
 
 def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> Shard:
     """One shard of a folder made by `hopline partition`; the others are not looked at, and need not be there."""
-    top = writer.existing(Path(folder).expanduser())
+    top = existing(Path(folder).expanduser())
     here = top / shard_name(rank)
     if not here.is_dir():
         count = read_about(top)[2]["num_shards"]

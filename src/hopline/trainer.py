@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import checkpoint, infer, ops, trace
+from hopline.batch_unit import supervised
 from hopline.budget import Budget
 from hopline.callbacks import (
     Callback,
@@ -33,19 +34,21 @@ from hopline.evaluation import Beside, Blocking, Evaluations, check_beside, eval
 from hopline.files import remove_unfinished
 from hopline.keep import capped, keep_to
 from hopline.measure import Measure, TestStep, own_threads
+from hopline.meter import find_device
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
 from hopline.nn.whole import as_walkable
-from hopline.placement import Placement, describe, place
+from hopline.placement import describe, place
+from hopline.placement_settings import Placement
 from hopline.plan import Outline, Plan
 from hopline.report import Report
 from hopline.schedule import Scheduler
-from hopline.settings import TrainSettings, find_device
+from hopline.settings import TrainSettings
 from hopline.shard_data import ShardedData
 from hopline.spec import to_dict
 from hopline.update import Update, make_optimizer, split_decay
 from hopline.watch import WatchBudget, WatchPipeline
-from hopline.work import Job, Method, TrainStep, Unit, Work, in_groups, supervised, units_from
+from hopline.work import Job, Method, TrainStep, Unit, Work, in_groups, units_from
 from hopline.world import World
 
 GivenBudget = Budget | str | Mapping[str, str] | None

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.graph import Graph
+from hopline.methods import check_fanouts
 from hopline.ops.slots import Slots
-from hopline.sampling import check_fanouts, check_ids
+from hopline.sampling import check_ids
 from hopline.tree import Tree, TreeBlock
 
 

@@ -6,7 +6,10 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal
+
+from hopline.spec import parse_size
 
 
 def check_fields(settings: Any) -> None:
@@ -53,3 +56,22 @@ def _describe(hint: Any) -> str:
     return {int: "a whole number", float: "a number", type(None): "None"}.get(
         hint, getattr(hint, "__name__", str(hint))
     )
+
+
+def checked_bytes(chunk_bytes: int | str | None) -> int | None:
+    """The bytes that a chunk of exact inference may take, as a number; None where nothing was said."""
+    limit_bytes = None if chunk_bytes is None else parse_size(chunk_bytes)
+    if limit_bytes is not None and limit_bytes < 1:
+        raise ValueError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
+    return limit_bytes
+
+
+def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:
+    """Refuse fan-outs that name no layer, or that no sampler can draw."""
+    if isinstance(fanouts, int) or not fanouts:
+        raise ValueError("fanouts must name one number per layer, for example fanouts=(15, 10, 5)")
+    for fanout in fanouts:
+        if not isinstance(fanout, int) or fanout < -1 or fanout == 0:
+            raise ValueError(f"a fan-out is a positive number or -1 for all neighbours, not {fanout}")
+        if fanout == -1 and replace:
+            raise ValueError("fan-out -1 takes all neighbours, which replace=True cannot: give a positive fan-out")

@@ -8,23 +8,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading settings needs no torch
+    import torch
+    from torch import Tensor, nn
 
-from hopline import ops, trace
-from hopline.batch import Batch
-from hopline.data.dataset import Dataset
-from hopline.nn.gnn import GNN
-from hopline.nn.whole import Whole
-from hopline.world import World
+    from hopline.batch import Batch
+    from hopline.data.dataset import Dataset
+    from hopline.nn.gnn import GNN
+    from hopline.nn.whole import Whole
+    from hopline.placement_settings import Placement
+    from hopline.world import World
 
-if TYPE_CHECKING:
-    from hopline.placement import Placement
-
-TrainStep = Callable[[nn.Module, Batch], Tensor]
+TrainStep: TypeAlias = "Callable[[nn.Module, Batch], Tensor]"
 """(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
+
+
+def _cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
+
+
+def _alone() -> World:
+    from hopline.world import World
+
+    return World.alone()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,30 +50,13 @@ class Job:
     """[n] int64: nodes to train on."""
     train_step: TrainStep
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=_cpu)
     bf16: bool = False
     """Whether forward runs under bfloat16 autocast."""
-    world: World = field(default_factory=World.alone)
+    world: World = field(default_factory=_alone)
     """The processes that train together."""
     say: Callable[[str], None] = print
     """Where a line for the person watching goes."""
-
-
-def supervised(task: str, num_classes: int) -> TrainStep:
-    """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
-
-    def train_step(model: nn.Module, batch: Batch) -> Tensor:
-        scores, y = model(batch), batch.labels
-        if task == "multi" or scores.size(-1) == 1:
-            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-            return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
-        if scores.size(-1) < num_classes:
-            raise ValueError(
-                f"the model puts out {scores.size(-1)} columns for {num_classes} classes: widen its last layer"
-            )
-        return ops.cross_entropy(scores, y)
-
-    return train_step
 
 
 class Unit(ABC):
@@ -137,34 +130,3 @@ class Method(ABC):
     def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
         """Batches for approximate inference at `ids`, in their order; None where only exact inference exists."""
         return None
-
-
-@dataclass
-class BatchUnit(Unit):
-    """One batch through the job's training step."""
-
-    job: Job
-    batch: Batch
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.batch.num_seeds
-
-    @property
-    def total_size(self) -> int:
-        return self.batch.num_seeds if self.batch.total_seeds is None else self.batch.total_seeds
-
-    def forward_backward(self, total: int) -> Tensor:
-        job = self.job
-        if not self.size:  # fewer seeds were left than there are ranks
-            return torch.zeros((), device=job.device)
-        with autocast(job), trace.span("forward", job.device):
-            loss = job.train_step(job.model, self.batch)
-        with trace.span("backward", job.device):
-            (loss * (self.size / total)).backward()
-        return loss.detach() * self.size
-
-
-def autocast(job: Job) -> torch.autocast:
-    """The precision of the forward pass. Casts are not remembered: in a captured step weights change under them."""
-    return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16, cache_enabled=False)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopline.cores import num_cores
+from hopline.errors import PeerError
 from hopline.heart import Heart
 
 BUCKET_BYTES = 25 << 20
@@ -25,10 +26,6 @@ BUCKET_BYTES = 25 << 20
 LEAVE_S = 5.0
 """How long a rank that keeps the rendezvous waits, at the end, for the others to leave it."""
 RESUME = "start the same command again with resume=true to go on from the last checkpoint"
-
-
-class PeerError(RuntimeError):
-    """Another rank stopped answering, so this one cannot go on."""
 
 
 @dataclass(frozen=True, kw_only=True)

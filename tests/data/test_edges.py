@@ -6,18 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hopline.data.edges import (
-    EdgeOptions,
-    Edges,
-    check_same_arrays,
-    edge_chunks,
-    edge_options,
-    group,
-    index_dtype,
-    join,
-    npy_edges,
-    prepare,
-)
+from hopline.data.edges import Edges, check_same_arrays, edge_chunks, group, index_dtype, join, npy_edges, prepare
+from hopline.data.options import EdgeOptions, edge_options
 
 
 def test_options_are_checked_by_name_and_value() -> None:

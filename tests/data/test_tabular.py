@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hopline.data import text
-from hopline.data.tabular import Columns, IdMap, from_csv, from_parquet, original_ids
+from hopline.data.options import Columns
+from hopline.data.tabular import IdMap, from_csv, from_parquet, original_ids
 
 NODES = "id,a,b,label,split\n2,0.2,1,1,test\n0,0.0,5,0,train\n1,0.1,3,,\n3,0.3,7,1,val\n"
 

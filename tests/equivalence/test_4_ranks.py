@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hopline.launch import LaunchSettings, RankError, run
+from hopline.launch import RankError, run
+from hopline.launch_settings import LaunchSettings
 from hopline.world import World
 from tests.ranks import train, train_each
 

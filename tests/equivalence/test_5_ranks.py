@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hopline.launch import LaunchSettings, RankError, run
+from hopline.launch import RankError, run
+from hopline.launch_settings import LaunchSettings
 from hopline.world import World
 from tests.historical_ranks import alone, train_all
 

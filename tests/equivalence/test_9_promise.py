@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hopline.batch_unit import BatchUnit, supervised
 from hopline.budget import Budget
 from hopline.keep import keep_to
 from hopline.measure import own_threads
@@ -21,7 +22,7 @@ from hopline.plan import DoesNotFit, Outline, Plan
 from hopline.planning import plan_of
 from hopline.predict import Sizes
 from hopline.sampled_forms import drawn
-from hopline.work import BatchUnit, Job, supervised
+from hopline.work import Job
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")

@@ -12,7 +12,8 @@ from torch_geometric.nn import GATConv, GCN2Conv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.data import planted
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.world import World
 from tests import full_batch_ranks, historical_ranks
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.nn.global_norm import over_all_ranks
 from hopline.world import World
 from tests.helpers import randn

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.batch import Batch
 from hopline.graph import Graph
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.nn.shard_block import ShardBlock, find_rule, run_conv
 from hopline.partition import make_partition
 from hopline.sharded import slab_layout, virtual_layout

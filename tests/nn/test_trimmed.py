@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 
-from hopline.launch import LaunchSettings, run
+from hopline.launch import run
+from hopline.launch_settings import LaunchSettings
 from hopline.nn.shard_block import ShardBlock
 from hopline.nn.trimmed import trimmed_blocks
 from hopline.partition import make_partition

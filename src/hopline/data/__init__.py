@@ -1,17 +1,39 @@
 """Datasets: a graph with its tables, labels and splits; opened, saved, converted, checked and made."""
 
-from hopline.data.convert import convert_edges, from_edges
-from hopline.data.dataset import Dataset
-from hopline.data.edges import EdgeOptions
-from hopline.data.names import NameInfo, default_data_root, names, open_dataset
-from hopline.data.npz import from_npz
-from hopline.data.ogb import from_ogb_folder
-from hopline.data.pyg import from_pyg, from_scipy
-from hopline.data.store import open_folder, save, verify
-from hopline.data.synthetic import Planted, planted
-from hopline.data.tabular import Columns, from_csv, from_parquet, original_ids
+from typing import TYPE_CHECKING
 
-open = open_dataset
+from hopline.lazy import on_first_use
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time names are imported when they are first used
+    from hopline.data.built_in import Planted
+    from hopline.data.convert import convert_edges, from_edges
+    from hopline.data.dataset import Dataset
+    from hopline.data.names import NameInfo, default_data_root, open_dataset
+    from hopline.data.names import open_dataset as open
+    from hopline.data.npz import from_npz
+    from hopline.data.ogb import from_ogb_folder
+    from hopline.data.options import Columns, EdgeOptions
+    from hopline.data.pyg import from_pyg, from_scipy
+    from hopline.data.store import open_folder, save, verify
+    from hopline.data.synthetic import planted
+    from hopline.data.tabular import from_csv, from_parquet, original_ids
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "hopline.data.built_in": ("Planted",),
+        "hopline.data.convert": ("convert_edges", "from_edges"),
+        "hopline.data.dataset": ("Dataset",),
+        "hopline.data.names": ("NameInfo", "default_data_root", "open=open_dataset", "open_dataset"),
+        "hopline.data.npz": ("from_npz",),
+        "hopline.data.ogb": ("from_ogb_folder",),
+        "hopline.data.options": ("Columns", "EdgeOptions"),
+        "hopline.data.pyg": ("from_pyg", "from_scipy"),
+        "hopline.data.store": ("open_folder", "save", "verify"),
+        "hopline.data.synthetic": ("planted",),
+        "hopline.data.tabular": ("from_csv", "from_parquet", "original_ids"),
+    },
+)
 
 __all__ = [
     "Columns",
@@ -28,7 +50,6 @@ __all__ = [
     "from_parquet",
     "from_pyg",
     "from_scipy",
-    "names",
     "open",
     "open_dataset",
     "open_folder",

@@ -16,12 +16,10 @@ from hopline import ops
 from hopline.data.arrays import as_bytes
 from hopline.data.dataset import Dataset
 from hopline.data.edges import (
-    EdgeOptions,
     Edges,
     EdgeSource,
     check_same_arrays,
     edge_chunks,
-    edge_options,
     empty_edges,
     group,
     index_dtype,
@@ -30,6 +28,7 @@ from hopline.data.edges import (
 )
 from hopline.data.manifest import Task
 from hopline.data.nodes import NodeData, node_data
+from hopline.data.options import EdgeOptions, edge_options
 from hopline.data.store import open_folder, write_nodes
 from hopline.data.writer import FolderWriter, writing
 from hopline.graph import Graph

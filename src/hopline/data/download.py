@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split
-from hopline.data.ogb import from_ogb_folder, is_ogb_folder
-from hopline.data.pyg import from_pyg
+from hopline.data.paths import is_ogb_folder
 from hopline.spec import nearest
 
 if TYPE_CHECKING:
@@ -41,6 +39,9 @@ class Source:
         (self._fetch_ogb if self.is_ogb else self._fetch_pyg)(raw, target, options)
 
     def _fetch_pyg(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
+        from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split
+        from hopline.data.pyg import from_pyg
+
         place = raw / self.kind
         data = _attempt(self.name, place, lambda: load_pyg(self.kind, place, self.settings))
         given: dict[str, Any] = {"name": self.name, "task": KNOWN_TASKS.get(self.name)}
@@ -51,6 +52,8 @@ class Source:
         from_pyg(data, **(given | options)).save(target)
 
     def _fetch_ogb(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
+        from hopline.data.ogb import from_ogb_folder
+
         folder = f"ogbn_{self.kind.removesuffix('-bin')}"
         place = next((p for p in (raw.parent / folder, raw / folder) if is_ogb_folder(p)), raw / folder)
         if not is_ogb_folder(place):

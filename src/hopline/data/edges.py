@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,43 +13,12 @@ from torch import Tensor
 from hopline import ops
 from hopline.data.arrays import as_tensor
 from hopline.data.checks import check_finite
-from hopline.spec import nearest
+from hopline.data.options import EdgeOptions
 
 EdgeChunk = Any
 """Edges [2, n] (sources first) as a tensor or array, or (edges, {name: array with n rows})."""
 EdgeSource = Any
 """Edges [2, E], an `.npy` file of them, or an iterable of chunks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EdgeOptions:
-    """What happens to an edge list on its way into a graph."""
-
-    symmetrize: bool = False
-    """Add the reverse of every edge that is not a self-loop, with the same edge arrays."""
-    self_loops: Literal["keep", "remove", "add"] = "keep"
-    """Keep self-loops as they are, remove them, or add one to every node that has none (weight 1)."""
-    duplicates: Literal["keep", "remove"] = "keep"
-    """Keep repeated edges, or only the first of each."""
-    chunk_edges: int = 1 << 22
-    """Edges held in memory at a time when a graph is converted into a folder."""
-
-    def __post_init__(self) -> None:
-        if self.self_loops not in ("keep", "remove", "add"):
-            raise ValueError(f"self_loops is {self.self_loops!r}: choose 'keep', 'remove' or 'add'.")
-        if self.duplicates not in ("keep", "remove"):
-            raise ValueError(f"duplicates is {self.duplicates!r}: choose 'keep' or 'remove'.")
-        if self.chunk_edges < 1:
-            raise ValueError(f"chunk_edges is {self.chunk_edges}: give a positive number of edges.")
-
-
-def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
-    """Options from keywords; an unknown one gets the nearest name suggested."""
-    known = [f.name for f in fields(EdgeOptions)]
-    for key in options:
-        if key not in known:
-            raise ValueError(f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
-    return EdgeOptions(**options)
 
 
 class Edges(NamedTuple):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hopline.data import download, synthetic
-from hopline.data.dataset import Dataset
-from hopline.data.npz import from_npz
-from hopline.data.ogb import from_ogb_folder, is_ogb_folder
-from hopline.data.store import is_dataset, open_folder, verify
+from hopline.data import download
+from hopline.data.built_in import BUILT_IN, built_in
+from hopline.data.paths import existing, is_dataset, is_ogb_folder
 from hopline.spec import nearest
+
+if TYPE_CHECKING:  # finding a dataset needs no torch; opening one imports what it needs
+    from hopline.data.dataset import Dataset
 
 ALIASES = {"products": "ogbn-products", "arxiv": "ogbn-arxiv", "papers100m": "ogbn-papers100m"}
 IN_MEMORY = ("demo", "planted")
@@ -39,6 +41,52 @@ def default_data_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hopline"
 
 
+class Location(NamedTuple):
+    """Where a dataset comes from: a path, a built-in graph or a download."""
+
+    path: Path | None = None
+    """A folder or a file."""
+    built_in: str | None = None
+    """The name of a built-in graph."""
+    source: download.Source | None = None
+    """What can be downloaded."""
+    converted: bool = False
+    """Whether the path was made with the options that were asked for, so that none is left to apply."""
+
+
+def locate(
+    name_or_folder: str | os.PathLike[str],
+    *,
+    data_root: str | os.PathLike[str] | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Location:
+    """Find a dataset without opening it; refuse a name or a path under which there is none."""
+    root = _root(data_root)
+    text = os.fspath(name_or_folder)
+    path = Path(text).expanduser()
+    is_path = isinstance(name_or_folder, Path) or len(path.parts) > 1 or path.suffix == ".npz"
+    if is_path or is_dataset(path):
+        _check_exists(path)
+        return Location(path=path)
+    name = ALIASES.get(text.lower(), text)
+    if name in BUILT_IN:
+        return Location(built_in=name)
+    source = download.find(name)
+    called = (name, source.name) if source else (name,)
+    if converted := _first(root, [_label(n, options) for n in called]):
+        return Location(path=converted, converted=is_dataset(converted))
+    plain = _first(root, called)
+    if plain is not None and (source is None or not is_dataset(plain)):
+        return Location(path=plain)
+    if source is None:
+        known = sorted({info.name for info in names(data_root=root)} | set(ALIASES))
+        raise ValueError(
+            f"There is no dataset {text!r} built in, under {root} or known to PyG and OGB: "
+            f"see `hopline datasets`, or give a folder.{nearest(text, known)}"
+        )
+    return Location(source=source)
+
+
 def open_dataset(
     name_or_folder: str | os.PathLike[str],
     *,
@@ -53,34 +101,34 @@ def open_dataset(
     `options` are those of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With
     device="cuda" a built-in graph is made in the GPU's memory, and nothing is written.
     """
-    root = default_data_root() if data_root is None else Path(data_root).expanduser()
-    text = os.fspath(name_or_folder)
-    path = Path(text).expanduser()
-    is_path = isinstance(name_or_folder, Path) or len(path.parts) > 1 or path.suffix == ".npz"
-    if is_path or is_dataset(path):
-        return _open_path(path, split, verify, options)
-    name = ALIASES.get(text.lower(), text)
-    if name in synthetic.BUILT_IN:
-        return _open_built_in(name, root, split, verify, options)
-    source = download.find(name)
-    called = (name, source.name) if source else (name,)
-    if converted := _first(root, [_label(n, options) for n in called]):
-        return _open_path(converted, split, verify, {} if is_dataset(converted) else options)
-    plain = _first(root, called)
-    if plain is not None and (source is None or not is_dataset(plain)):
-        return _open_path(plain, split, verify, options)
-    if source is None:
-        known = sorted({info.name for info in names(data_root=root)} | set(ALIASES))
-        raise ValueError(
-            f"There is no dataset {text!r} built in, under {root} or known to PyG and OGB: "
-            f"see `hopline datasets`, or give a folder.{nearest(text, known)}"
-        )
-    target = root / _label(source.name, options)
-    source.fetch(root / "raw", target, options)
-    return _open_path(target, split, verify, {})
+    root = _root(data_root)
+    found = locate(name_or_folder, data_root=root, options=options)
+    if found.built_in is not None:
+        return _open_built_in(found.built_in, root, split, verify, options)
+    if found.source is not None:
+        target = root / _label(found.source.name, options)
+        found.source.fetch(root / "raw", target, options)
+        return _open_path(target, split, verify, {})
+    assert found.path is not None
+    return _open_path(found.path, split, verify, {} if found.converted else options)
+
+
+def _root(data_root: str | os.PathLike[str] | None) -> Path:
+    return default_data_root() if data_root is None else Path(data_root).expanduser()
+
+
+def _check_exists(path: Path) -> None:
+    if path.suffix == ".npz" and not path.exists():
+        raise ValueError(f"There is no file {path}: check the path.")
+    if path.suffix != ".npz" and not existing(path).is_dir():
+        raise ValueError(f"There is no dataset folder {path}: check the path, or make it with save().")
 
 
 def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    from hopline.data.npz import from_npz
+    from hopline.data.ogb import from_ogb_folder
+    from hopline.data.store import open_folder, verify
+
     if path.suffix == ".npz" and not path.is_dir():
         return _checked(from_npz(path, split=split, **options), check)
     if not is_dataset(path) and is_ogb_folder(path):
@@ -99,8 +147,10 @@ def _checked(dataset: Dataset, check: bool) -> Dataset:
 
 
 def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    from hopline.data import synthetic
+
     device = options.pop("device", "cpu")
-    settings = synthetic.built_in(name, options)
+    settings = built_in(name, options)
     if name in IN_MEMORY or device != "cpu":
         return _checked(synthetic.planted(settings, name=name, device=device), check).with_split(split)
     target = root / _label(name, options)
@@ -109,7 +159,7 @@ def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict
     return _open_path(target, split, check, {})
 
 
-def _label(name: str, options: dict[str, Any]) -> str:
+def _label(name: str, options: Mapping[str, Any]) -> str:
     """The folder of a dataset made with some options: each choice of them has its own."""
     return "-".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
 
@@ -132,8 +182,8 @@ def _under(root: Path, name: str) -> Path | None:
 
 def names(data_root: str | os.PathLike[str] | None = None) -> list[NameInfo]:
     """Every dataset that can be opened by name: built in, under the data root, or by download."""
-    root = default_data_root() if data_root is None else Path(data_root).expanduser()
-    listed = {name: NameInfo(name, what, "built in") for name, (_, what) in synthetic.BUILT_IN.items()}
+    root = _root(data_root)
+    listed = {name: NameInfo(name, what, "built in") for name, (_, what) in BUILT_IN.items()}
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if path.name.startswith("."):
             continue

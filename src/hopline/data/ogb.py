@@ -15,15 +15,11 @@ import numpy as np
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.paths import is_ogb_folder
 from hopline.data.text import read_csv
 
 SYMMETRIZED = ("ogbn_products", "ogbn_proteins")
 """OGB stores each undirected edge of these once and adds the reverse when it loads them."""
-
-
-def is_ogb_folder(path: Path) -> bool:
-    """Whether a folder has OGB's layout."""
-    return (path / "split").is_dir() and any((path / "raw" / f).is_file() for f in ("edge.csv.gz", "data.npz"))
 
 
 def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:

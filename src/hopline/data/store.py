@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hopline.data import writer
 from hopline.data.arrays import DTYPES, HEADER_BYTES, PIECE_BYTES, checksum_text, map_npy, npy_header
 from hopline.data.checks import SHOWN_BYTES, check_dataset
 from hopline.data.dataset import Dataset
 from hopline.data.manifest import ArrayEntry, Manifest, read_manifest
+from hopline.data.paths import existing
 from hopline.data.writer import FolderWriter
 from hopline.graph import Graph
 from hopline.progress import progress
@@ -76,14 +76,9 @@ def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
         out.append(array, table.read(ids))
 
 
-def is_dataset(folder: Path) -> bool:
-    """Whether a folder (or the backup of a killed writer) holds a dataset."""
-    return (writer.existing(folder) / "manifest.json").is_file()
-
-
 def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
     """Map a dataset folder; sizes, headers and shapes are checked, the data is not read."""
-    path = writer.existing(Path(folder).expanduser())
+    path = existing(Path(folder).expanduser())
     if not path.is_dir():
         raise ValueError(f"There is no dataset folder {folder}: check the path, or make it with save().")
     manifest = read_manifest(path)
@@ -177,7 +172,7 @@ def _table(name: str, columns: int, arrays: dict[str, Tensor]) -> Table:
 
 def verify(folder: str | os.PathLike[str]) -> list[str]:
     """Read a whole dataset folder: checksums first, then every value. Returns what was checked."""
-    path = writer.existing(Path(folder).expanduser())
+    path = existing(Path(folder).expanduser())
     dataset = open_folder(path)
     done = check_sums(path, read_manifest(path))
     return done + check_dataset(dataset, lambda array: str(path / f"{array}.npy"))

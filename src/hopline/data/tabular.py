@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,34 +13,11 @@ import torch
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.nodes import split_name
+from hopline.data.options import Columns
 from hopline.data.text import Chunk, columns_of, read_file
 from hopline.tables import Table
 
 Ids = Literal["number", "map"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Which columns of the files mean what."""
-
-    src: str = "src"
-    """Source of each edge, in the edge file."""
-    dst: str = "dst"
-    """Destination of each edge, in the edge file."""
-    edge: tuple[str, ...] = ()
-    """Further columns of the edge file to keep as edge arrays, such as "weight"."""
-    id: str = "id"
-    """The node's id, in the node file; without such a column its rows are nodes 0, 1, 2, ..."""
-    features: tuple[str, ...] | None = None
-    """Feature columns of the node file; None takes all that have no other meaning."""
-    label: str = "label"
-    """Class of each node, in the node file; empty where there is none."""
-    split: str = "split"
-    """"train", "valid" or "test", in the node file; empty for no split."""
-    header: tuple[str, ...] | None = None
-    """Names of the columns of an edge file in CSV that has no first line of names."""
-    delimiter: str = ","
-    """What separates the columns of a CSV file."""
 
 
 class _EdgeFile:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hopline.data import manifest as manifests
 from hopline.data.arrays import ArrayWriter, checksum_text, dtype_name, file_bytes
 from hopline.data.manifest import ArrayEntry, Manifest
+from hopline.data.paths import backup_of
 from hopline.files import sync_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,17 +40,6 @@ def writing(folder: Path) -> Iterator[None]:
             reason = (error.strerror or str(error)).lower()
             text = f"Cannot write {folder} ({reason}): choose a folder that you may write to."
         raise ValueError(text) from error
-
-
-def backup_of(folder: Path) -> Path:
-    """Where the old folder waits while the new one takes its place."""
-    return folder.parent / f".{folder.name}.old"
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or its backup if a writer was killed between the two renames that swap them."""
-    backup = backup_of(folder)
-    return backup if not folder.exists() and (backup / manifests.FILE).is_file() else folder
 
 
 class FolderWriter:

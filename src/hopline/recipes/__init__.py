@@ -5,7 +5,7 @@ from functools import partial
 
 from hopline.recipes.history import PREFIX, history
 from hopline.recipes.named import arxiv, cora, demo, papers100m, products
-from hopline.run import RunConfig
+from hopline.run_settings import RunConfig
 
 RECIPES = {recipe.__name__: recipe for recipe in (demo, cora, arxiv, products, papers100m)}
 

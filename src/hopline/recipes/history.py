@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hopline.historical import Historical
-from hopline.models import ModelSpec
-from hopline.run import RunConfig
-from hopline.schedule import Schedule
+from hopline.model_settings import ModelSpec
+from hopline.run_settings import RunConfig
+from hopline.settings import Schedule
 from hopline.spec import nearest
 
 PREFIX = "gas-"

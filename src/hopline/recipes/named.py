@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hopline.methods import Sampled
-from hopline.models import ModelSpec
-from hopline.run import RunConfig
+from hopline.model_settings import ModelSpec
+from hopline.run_settings import RunConfig
 
 
 def demo() -> RunConfig:

@@ -1,0 +1,60 @@
+"""A unit of work that is one batch, and the usual losses of a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops, trace
+from hopline.batch import Batch
+from hopline.work import Job, TrainStep, Unit
+
+
+def supervised(task: str, num_classes: int) -> TrainStep:
+    """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
+
+    def train_step(model: nn.Module, batch: Batch) -> Tensor:
+        scores, y = model(batch), batch.labels
+        if task == "multi" or scores.size(-1) == 1:
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
+        if scores.size(-1) < num_classes:
+            raise ValueError(
+                f"the model puts out {scores.size(-1)} columns for {num_classes} classes: widen its last layer"
+            )
+        return ops.cross_entropy(scores, y)
+
+    return train_step
+
+
+@dataclass
+class BatchUnit(Unit):
+    """One batch through the job's training step."""
+
+    job: Job
+    batch: Batch
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.batch.num_seeds
+
+    @property
+    def total_size(self) -> int:
+        return self.batch.num_seeds if self.batch.total_seeds is None else self.batch.total_seeds
+
+    def forward_backward(self, total: int) -> Tensor:
+        job = self.job
+        if not self.size:  # fewer seeds were left than there are ranks
+            return torch.zeros((), device=job.device)
+        with autocast(job), trace.span("forward", job.device):
+            loss = job.train_step(job.model, self.batch)
+        with trace.span("backward", job.device):
+            (loss * (self.size / total)).backward()
+        return loss.detach() * self.size
+
+
+def autocast(job: Job) -> torch.autocast:
+    """The precision of the forward pass. Casts are not remembered: in a captured step weights change under them."""
+    return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16, cache_enabled=False)

@@ -1,0 +1,112 @@
+"""Settings of the built-in graphs: plain data, so that listing them needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from hopline.spec import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """A graph whose classes are communities: neighbours tell a node's class, its own features hardly do."""
+
+    num_nodes: int = 60_000
+    """Number of nodes."""
+    num_edges: int = 1_200_000
+    """Number of directed edges, met exactly."""
+    num_classes: int = 16
+    """Number of communities, of equal size."""
+    num_features: int = 64
+    """Width of the features."""
+    num_train: int | None = None
+    """Training nodes; None takes a third."""
+    num_valid: int | None = None
+    """Validation nodes; None takes a twelfth."""
+    num_test: int | None = None
+    """Test nodes; None takes all that are left."""
+    homophily: float = 0.5
+    """Share of a node's in-edges that come from its own community (others may, too)."""
+    signal: float = 1.0
+    """Length of a class's mean feature vector; the noise has deviation 1 in every direction."""
+    symmetric: bool = False
+    """Store every edge in both directions; num_edges counts both and must be even."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Element type of the features."""
+    seed: int = 0
+    """Everything is drawn from it."""
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 1 or self.num_nodes < 2 * self.num_classes:
+            raise ValueError(f"A planted graph needs two nodes per class: give num_nodes >= {2 * self.num_classes}.")
+        if not 0 <= self.homophily <= 1:
+            raise ValueError(f"homophily is {self.homophily}: give a share from 0 to 1.")
+        if self.num_edges < 0 or self.num_features < 1 or (self.symmetric and self.num_edges % 2):
+            raise ValueError("A planted graph needs num_features >= 1 and num_edges >= 0, even if symmetric.")
+        if min(self.split_sizes) < 0 or sum(self.split_sizes) > self.num_nodes:
+            raise ValueError(f"The splits do not fit into {self.num_nodes} nodes: give smaller ones.")
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}: choose float32, float16 or bfloat16.")
+
+    @property
+    def split_sizes(self) -> tuple[int, int, int]:
+        """Numbers of training, validation and test nodes."""
+        train = self.num_nodes // 3 if self.num_train is None else self.num_train
+        valid = self.num_nodes // 12 if self.num_valid is None else self.num_valid
+        left = self.num_nodes - train - valid
+        return train, valid, left if self.num_test is None else min(self.num_test, left)
+
+    def scaled(self, scale: float) -> Planted:
+        """The same kind of graph with all counts of nodes and edges multiplied and rounded."""
+        if not scale > 0:
+            raise ValueError(f"scale is {scale}: give a positive factor.")
+        names = ("num_nodes", "num_edges", "num_train", "num_valid", "num_test")
+        given = {name: getattr(self, name) for name in names}
+        counts: dict[str, Any] = {name: n if n is None else round(n * scale) for name, n in given.items()}
+        if self.symmetric:
+            counts["num_edges"] += counts["num_edges"] % 2
+        return replace(self, **counts)
+
+
+BUILT_IN: dict[str, tuple[Planted, str]] = {
+    "demo": (Planted(symmetric=True, signal=1.25), "60k nodes in 16 communities, made in a moment"),
+    "planted": (Planted(), "planted communities of any size: num_nodes=, num_edges=, num_classes=, ..."),
+    "products-shaped": (
+        Planted(
+            num_nodes=2_449_029,
+            num_edges=123_718_280,
+            num_classes=47,
+            num_features=100,
+            num_train=196_615,
+            num_valid=39_323,
+            num_test=2_213_091,
+        ),
+        "the sizes of ogbn-products",
+    ),
+    "papers100m-shaped": (
+        Planted(
+            num_nodes=111_059_956,
+            num_edges=3_231_371_744,
+            num_classes=172,
+            num_features=128,
+            num_train=1_207_179,
+            num_valid=125_265,
+            num_test=214_338,
+            dtype="float16",
+        ),
+        "the sizes of ogbn-papers100M with both directions",
+    ),
+}
+"""Settings and a description of each built-in graph."""
+
+
+def built_in(name: str, options: dict[str, Any]) -> Planted:
+    """The settings of a built-in graph, scaled by `scale` and then changed by fields of `Planted`."""
+    known = ["scale", *(f.name for f in fields(Planted))]
+    for key in options:
+        if key not in known:
+            raise ValueError(f"{name!r} has no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
+    changes = dict(options)
+    settings = BUILT_IN[name][0].scaled(float(changes.pop("scale", 1)))
+    return replace(settings, **changes) if changes else settings

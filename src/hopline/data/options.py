@@ -1,0 +1,64 @@
+"""Options of how files become a graph: plain data, so that reading them needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from hopline.spec import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeOptions:
+    """What happens to an edge list on its way into a graph."""
+
+    symmetrize: bool = False
+    """Add the reverse of every edge that is not a self-loop, with the same edge arrays."""
+    self_loops: Literal["keep", "remove", "add"] = "keep"
+    """Keep self-loops as they are, remove them, or add one to every node that has none (weight 1)."""
+    duplicates: Literal["keep", "remove"] = "keep"
+    """Keep repeated edges, or only the first of each."""
+    chunk_edges: int = 1 << 22
+    """Edges held in memory at a time when a graph is converted into a folder."""
+
+    def __post_init__(self) -> None:
+        if self.self_loops not in ("keep", "remove", "add"):
+            raise ValueError(f"self_loops is {self.self_loops!r}: choose 'keep', 'remove' or 'add'.")
+        if self.duplicates not in ("keep", "remove"):
+            raise ValueError(f"duplicates is {self.duplicates!r}: choose 'keep' or 'remove'.")
+        if self.chunk_edges < 1:
+            raise ValueError(f"chunk_edges is {self.chunk_edges}: give a positive number of edges.")
+
+
+def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
+    """Options from keywords; an unknown one gets the nearest name suggested."""
+    known = [f.name for f in fields(EdgeOptions)]
+    for key in options:
+        if key not in known:
+            raise ValueError(f"There is no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")
+    return EdgeOptions(**options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which columns of the files mean what."""
+
+    src: str = "src"
+    """Source of each edge, in the edge file."""
+    dst: str = "dst"
+    """Destination of each edge, in the edge file."""
+    edge: tuple[str, ...] = ()
+    """Further columns of the edge file to keep as edge arrays, such as "weight"."""
+    id: str = "id"
+    """The node's id, in the node file; without such a column its rows are nodes 0, 1, 2, ..."""
+    features: tuple[str, ...] | None = None
+    """Feature columns of the node file; None takes all that have no other meaning."""
+    label: str = "label"
+    """Class of each node, in the node file; empty where there is none."""
+    split: str = "split"
+    """"train", "valid" or "test", in the node file; empty for no split."""
+    header: tuple[str, ...] | None = None
+    """Names of the columns of an edge file in CSV that has no first line of names."""
+    delimiter: str = ","
+    """What separates the columns of a CSV file."""

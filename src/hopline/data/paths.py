@@ -1,0 +1,29 @@
+"""Which kind of dataset a path holds, told by the names of files alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+"""The file that makes a folder a dataset, or a folder of shards."""
+
+
+def backup_of(folder: Path) -> Path:
+    """Where the old folder waits while the new one takes its place."""
+    return folder.parent / f".{folder.name}.old"
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or its backup if a writer was killed between the two renames that swap them."""
+    backup = backup_of(folder)
+    return backup if not folder.exists() and (backup / MANIFEST).is_file() else folder
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder (or the backup of a killed writer) holds a dataset."""
+    return (existing(folder) / MANIFEST).is_file()
+
+
+def is_ogb_folder(path: Path) -> bool:
+    """Whether a folder has OGB's layout."""
+    return (path / "split").is_dir() and any((path / "raw" / f).is_file() for f in ("edge.csv.gz", "data.npz"))

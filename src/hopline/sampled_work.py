@@ -1,0 +1,89 @@
+"""The work of `Sampled`: its loaders, and the units of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hopline.batch_unit import BatchUnit
+from hopline.captured import CapturedWork
+from hopline.collective import CollectiveLoader
+from hopline.data.dataset import Dataset
+from hopline.guard import Guard
+from hopline.loader import Loader
+from hopline.methods import Sampled
+from hopline.nn.whole import Whole, as_walkable
+from hopline.shard_data import ShardedData
+from hopline.shards import Shard
+from hopline.work import Job, Unit, Work
+from hopline.world import World
+
+
+def bind(method: Sampled, job: Job) -> Work:
+    """The work of a job: captured as a CUDA graph where a GPU samples trees, else batch by batch."""
+    num_layers = getattr(job.model, "num_layers", len(method.fanouts))
+    if num_layers != len(method.fanouts):
+        raise ValueError(
+            f"the model has {num_layers} layers and fanouts={method.fanouts} names {len(method.fanouts)}: "
+            f"give one fan-out per layer, for example fanouts={','.join(['10'] * num_layers)}"
+        )
+    if method.scale_sums and isinstance(job.model, Whole):
+        raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
+    job.model.check_blocks()
+    if isinstance(job.data, ShardedData):
+        shard, ids = job.data.shard, job.train_ids
+        return SampledWork(job, method.loader(shard, ids, seed=job.seed, device=job.device, world=job.world))
+    loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model)
+    loader.rank, loader.size, loader.num_cores = job.world.rank, job.world.size, job.world.num_cores
+    if loader.layout == "tree" and loader.on_gpu:
+        return CapturedWork(job, loader)
+    return SampledWork(job, loader)
+
+
+def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
+    """Batches at `ids`, in their order."""
+    in_order = replace(method, shuffle=False, drop_last=False)
+    options = {"seed": job.seed, "device": job.device}
+    if isinstance(job.data, ShardedData):
+        return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, **options)
+    return in_order.loader(job.data, ids, model=job.model, **options)
+
+
+def make_loader(
+    method: Sampled,
+    data: Dataset | Shard,
+    ids: Tensor | str,
+    *,
+    seed: int,
+    device: torch.device | str,
+    model: nn.Module | None,
+    world: World | None,
+) -> Loader | CollectiveLoader:
+    """The batches alone; `Sampled.loader` says what the arguments are."""
+    if isinstance(data, Shard):
+        return CollectiveLoader(data, ids, method, seed, device, world)
+    if isinstance(ids, str) and ids not in data.splits:
+        raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
+    chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
+    return Loader(data, chosen, method, seed, torch.device(device), as_walkable(model) if model else None)
+
+
+@dataclass
+class SampledWork:
+    """Sampled training of one job."""
+
+    job: Job
+    loader: Loader | CollectiveLoader
+    guard: Guard | None = None
+    """Keeps the steps within a budget, where there is one."""
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if isinstance(self.loader, Loader):
+            self.loader.divide = None if self.guard is None else self.guard.prepare
+        with closing(self.loader.epoch(epoch, done, examples)) as batches:
+            for batch in batches:
+                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)
