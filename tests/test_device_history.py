@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,16 @@ def trained(model: str, device: str, *, norm: str | None = None, **settings: Any
     return [epoch.loss for epoch in run.history], torch.cat([p.detach().cpu().flatten() for p in net.parameters()])
 
 
+@cache
+def trained_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], torch.Tensor]:
+    """Losses and weights on the CPU, trained once for all kinds of tables."""
+    return trained("gcn", "cpu", **dict(settings))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", [{}, {"lag": 1}, {"compensate": True}, {"momentum": 0.3, "lag": 1}], ids=str)
 def test_training_is_the_same_with_every_kind_of_table(way: str, settings: dict[str, Any], monkeypatch: Any):
-    expected = trained("gcn", "cpu", **settings)
+    expected = trained_with_plain_tables(*settings.items())
 
     def made(work: HistoricalWork, name: str) -> DeviceHistories:
         return DeviceHistories(work.partition.num_nodes, torch.device("cpu"), name=name, **WAYS[way])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ SHAPES = [(2, 1), (3, 1), (3, 2), (5, 4), (20, 5), (21, 5), (41, 10), (64, 15), 
 SHAPE_IDS = [f"degree{d}-fanout{k}" for d, k in SHAPES]
 
 
+@cache
 def over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
     """Positions picked by many nodes under one key: [count, fanout]."""
     indptr = torch.arange(count + 1) * degree
@@ -28,6 +30,7 @@ def over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> T
     return found.ids.long().view(count, fanout)
 
 
+@cache
 def over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Tensor:
     """Positions picked by one node under many keys: [count, fanout]."""
     indptr, indices = torch.tensor([0, 0, degree]), torch.arange(degree)
