@@ -142,8 +142,14 @@ def trained_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], 
     return trained("gcn", "cpu", **dict(settings))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", [{}, {"lag": 1}, {"compensate": True}, {"momentum": 0.3, "lag": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [
+        *((way, settings) for way in WAYS for settings in ({"compensate": True}, {"momentum": 0.3, "lag": 1})),
+        *((way, settings) for way in ("device", "host, small buffers") for settings in ({}, {"lag": 1})),
+    ],
+    ids=str,
+)
 def test_training_is_the_same_with_every_kind_of_table(way: str, settings: dict[str, Any], monkeypatch: Any):
     expected = trained_with_plain_tables(*settings.items())
 

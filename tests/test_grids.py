@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.grids import HAS_CUDA, pairwise, parametrize_kernel, parametrize_pairwise
 
-AXES: dict[str, dict[str, list[Any]]] = {
+AXES: dict[str, dict[str, Sequence[Any]]] = {
     "one axis": {"a": [1, 2, 3]},
     "two axes": {"a": [1, 2, 3], "b": "xy"},
     "one value each": {"a": [1], "b": [2], "c": [3]},

@@ -138,16 +138,18 @@ def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared:
 
 
 @parametrize_kernel(
-    [("tree", (3, 40)), ("block", (1, 300))], layout=[*LAYOUTS], shape=[(1, 1), (3, 40), (4, 8), (1, 300)]
+    [("tree", True, (3, 40)), ("block", False, (1, 300))],
+    layout=[*LAYOUTS],
+    v2=[False, True],
+    shape=[(1, 1), (3, 40), (4, 8), (1, 300)],
 )
-def test_any_number_and_width_of_heads(layout: str, shape: tuple[int, int]):
+def test_any_number_and_width_of_heads(layout: str, v2: bool, shape: tuple[int, int]):
     edges = LAYOUTS[layout]()
     heads, columns = shape
-    for v2 in (False, True):
-        given, same = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
-        expected = run(attended, [t if i < 2 else scaled(t) for i, t in enumerate(given)], edges, True)
-        found = run(gpu_attend.attend, [t if i < 2 else scaled(t) for i, t in enumerate(same)], edges, slope=SLOPE)
-        assert_equal(found, expected, 1e-9)
+    given, same = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
+    expected = run(attended, [t if i < 2 else scaled(t) for i, t in enumerate(given)], edges, True)
+    found = run(gpu_attend.attend, [t if i < 2 else scaled(t) for i, t in enumerate(same)], edges, slope=SLOPE)
+    assert_equal(found, expected, 1e-9)
 
 
 def scaled(att: Tensor | None) -> Tensor | None:
@@ -233,7 +235,8 @@ def test_empty_slots_matter_to_nobody(v2: bool):
 @parametrize_kernel([("block",)], layout=[*LAYOUTS])
 def test_every_run_gives_the_same_bits(layout: str):
     edges = LAYOUTS[layout]()
-    runs = [run(gpu_attend.attend, inputs(edges, 2, 5, True, True, torch.float32), edges) for _ in range(3)]
+    num_runs = 2 if DEVICE.type == "cpu" else 3  # interpreted programs run one after the other, in one order
+    runs = [run(gpu_attend.attend, inputs(edges, 2, 5, True, True, torch.float32), edges) for _ in range(num_runs)]
     for out, grads in runs[1:]:
         assert torch.equal(out, runs[0][0])
         for one, other in zip(grads, runs[0][1], strict=True):
