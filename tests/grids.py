@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.interpreter import search_language_once
+
 HAS_CUDA = torch.cuda.is_available()
 GPU_ONLY = (pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device"))
 """Marks of a case that runs on a GPU and nowhere else."""
@@ -80,6 +82,7 @@ def parametrize_pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
 
 def parametrize_kernel(interpreted: Sequence[tuple[Any, ...]], **axes: Sequence[Any]) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` over all combinations, of which those not in `interpreted` need a GPU."""
+    search_language_once()
     grid = list(itertools.product(*axes.values()))
     if not interpreted or any(case not in grid for case in interpreted):
         raise ValueError(f"interpreted cases {list(interpreted)} must be some of the grid over {list(axes)}")
