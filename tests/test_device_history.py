@@ -15,8 +15,10 @@ from hopline.data import planted
 from hopline.device_history import DeviceHistories, Pool, choose_where
 from hopline.halo import Histories
 from hopline.history import HistoricalWork
+from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
+pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WAYS: dict[str, dict[str, Any]] = {

@@ -214,7 +214,7 @@ def test_all_is_dropped_at_one():
     assert not grad.any()
 
 
-@pytest.mark.parametrize("v2", [False, True])
+@parametrize_kernel([(True,)], v2=[False, True])
 def test_empty_slots_matter_to_nobody(v2: bool):
     edges = tree()
     empty = edges.sources[: edges.num_src] < 0
