@@ -40,7 +40,7 @@ def made_anew(model: hl.nn.GNN, data: hl.Dataset, ids: Tensor, **options: Any) -
     return found
 
 
-@pytest.mark.parametrize("chunk_edges", [None, 150])
+@pytest.mark.parametrize("chunk_edges", [None, 500])
 @pytest.mark.parametrize("name", [*CONVS])
 def test_no_bit_depends_on_what_was_kept(name: str, chunk_edges: int | None):
     data, ids = small(), torch.tensor([3, 5, 90])

@@ -25,13 +25,15 @@ def serial(stages: Any, **_: Any) -> Pipeline:
     return Pipeline(stages, workers=0)
 
 
-@pytest.mark.parametrize("name", [*GNN_OPTIONS])
+@pytest.mark.parametrize(
+    "name", ["plain", "batch-norm", "residual", "encoder", "jk-cat", "jk-lstm", "appnp", "gcn2", "everything"]
+)
 def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
     model, data = gnn_of(name).float(), small(num_features=6)
-    threaded = infer.exact(model, data, chunk_edges=150)
+    threaded = infer.exact(model, data, chunk_edges=300)
     with monkeypatch.context() as patch:
         patch.setattr(layerwise, "Pipeline", serial)
-        assert torch.equal(infer.exact(model, data, chunk_edges=150), threaded)
+        assert torch.equal(infer.exact(model, data, chunk_edges=300), threaded)
 
 
 def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch):
@@ -63,7 +65,7 @@ def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", [*GNN_OPTIONS])
 def test_all_nodes_at_once_need_no_block(name: str, monkeypatch: pytest.MonkeyPatch):
     model, data = gnn_of(name), small(num_features=6)
-    expected = infer.exact(model, data, chunk_edges=150)
+    expected = infer.exact(model, data, chunk_edges=1000)
     monkeypatch.delattr(layerwise, "full_block")
     torch.testing.assert_close(infer.exact(model, data), expected)
 
@@ -98,13 +100,13 @@ def test_a_table_that_cannot_be_read_ends_it_and_leaves_no_thread(monkeypatch: p
 @pytest.mark.parametrize("kind", [SAGEConv, GATConv, GATv2Conv, TransformerConv, GENConv])
 def test_chunks_keep_to_their_bytes(kind: Any):
     torch.manual_seed(0)
-    indptr = torch.arange(2001) * 20  # no node has so many edges that it cannot keep to the bytes
-    graph = hl.Graph(indptr, torch.randint(0, 2000, (40_000,)))
-    data = hl.Dataset(name="even", graph=graph, tables={"x": hl.TensorTable(torch.randn(2000, 16))})
+    indptr = torch.arange(1001) * 20  # no node has so many edges that it cannot keep to the bytes
+    graph = hl.Graph(indptr, torch.randint(0, 1000, (20_000,)))
+    data = hl.Dataset(name="even", graph=graph, tables={"x": hl.TensorTable(torch.randn(1000, 16))})
     model = hl.nn.GNN([kind(16, 32), kind(32, 4)])
     expected = infer.exact(model, data)
-    tables = 2000 * 4 * (32 + 4 + 4)
-    for most in (400_000, 1_000_000, 4_000_000):
+    tables = 1000 * 4 * (32 + 4 + 4)
+    for most in (300_000, 2_000_000):
         with TensorMeter() as meter:
             found = infer.exact(model, data, chunk_bytes=most)
         torch.testing.assert_close(found, expected)

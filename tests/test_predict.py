@@ -52,7 +52,7 @@ def test_sizes_are_those_of_the_blocks():
 def test_no_conv_exceeds_the_bound(name: str):
     model = GNN(stack_of(name, 6, 32, 16), dropout=0.5).double()
     taken(model, batch_at(2))  # how a conv is called is found out once
-    for num_seeds, handle in ((1, False), (300, False), (300, True)):
+    for num_seeds, handle in ((1, False), (150, False), (150, True)):
         batch = batch_at(num_seeds, handle=handle)
         costs, sizes = costs_of(model, batch.x, 2), Sizes.of(batch)
         assert taken(model, batch) <= costs.bound(sizes)
@@ -64,7 +64,7 @@ def test_no_model_exceeds_the_bound(name: str):
     model = gnn_of(name)
     fanouts = (5,) * model.num_layers
     taken(model, batch_at(2, fanouts=fanouts))
-    batch = batch_at(300, fanouts=fanouts)
+    batch = batch_at(150, fanouts=fanouts)
     costs, sizes = costs_of(model, batch.x, len(fanouts)), Sizes.of(batch)
     assert taken(model, batch) <= costs.bound(sizes)
     assert taken_forward(model, batch) <= costs.forward_only().bound(sizes)

@@ -15,25 +15,33 @@ from hopline.batch import Batch
 from hopline.graph import Graph
 from hopline.ops import cpu, cpu_reduce, gpu, gpu_dropout, gpu_map, gpu_reduce, reference
 from hopline.sampling import NeighborSampler, in_neighborhood
+from tests.grids import RUNS_ON_GPU, parametrize_kernel, parametrize_pairwise
 from tests.helpers import KERNEL_DEVICE, assert_same_batches, randint, randn, random_graph
 
+pytestmark = RUNS_ON_GPU
 ROUNDS = range(60)
-GPU_ROUNDS = ROUNDS if torch.cuda.is_available() else range(5)
-"""An interpreted kernel takes long."""
+"""Random graphs, keys and shapes for the kernels of a GPU; in Triton's interpreter a round takes up to seconds."""
+NUM_NODES = [1, 2, 17, 300]
+HUB_EDGES = [0, 3000]
+INDEX_DTYPES = [torch.int32, torch.int64]
+KEYS = [0, 1, -1, 0x1234_5678_9ABC_DEF0, 2**63 - 1, -(2**63)]
+
+
+def csr_of(num_nodes: int, hub_edges: int, dtype: torch.dtype, draw: random.Random) -> tuple[Tensor, Tensor]:
+    """(indptr, indices) with empty rows, short rows, and one with `hub_edges` more: far longer than any fan-out."""
+    degrees = [draw.choice([0, 1, 2, 3, draw.randrange(30), draw.randrange(200)]) for _ in range(num_nodes)]
+    degrees[draw.randrange(num_nodes)] += hub_edges
+    indptr = torch.tensor([0, *degrees]).cumsum(0)
+    indices = randint(0, num_nodes, int(indptr[-1]), seed=draw.randrange(10**6))
+    return indptr, indices.to(dtype)
 
 
 def random_csr(draw: random.Random) -> tuple[Tensor, Tensor]:
-    """(indptr, indices) with empty rows, short rows, and one far longer than any fan-out."""
-    num_nodes = draw.choice([1, 2, 17, 300])
-    degrees = [draw.choice([0, 1, 2, 3, draw.randrange(30), draw.randrange(200)]) for _ in range(num_nodes)]
-    degrees[draw.randrange(num_nodes)] += draw.choice([0, 3000])
-    indptr = torch.tensor([0, *degrees]).cumsum(0)
-    indices = randint(0, num_nodes, int(indptr[-1]), seed=draw.randrange(10**6))
-    return indptr, indices.to(draw.choice([torch.int32, torch.int64]))
+    return csr_of(draw.choice(NUM_NODES), draw.choice(HUB_EDGES), draw.choice(INDEX_DTYPES), draw)
 
 
 def random_key(draw: random.Random) -> int:
-    return draw.choice([0, 1, -1, draw.randrange(-(2**63), 2**63), 2**63 - 1, -(2**63)])
+    return draw.choice(KEYS)
 
 
 def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -42,58 +50,81 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("seed", ROUNDS)
-def test_sampling(seed: int) -> None:
-    draw = random.Random(seed)
-    indptr, indices = random_csr(draw)
-    nodes = randint(0, indptr.numel() - 1, draw.choice([0, 1, 5, 400]), seed=seed)
+@parametrize_pairwise(
+    num_nodes=NUM_NODES, hub_edges=HUB_EDGES, dtype=INDEX_DTYPES, num_sampled=[0, 1, 5, 400], key=KEYS
+)
+def test_sampling(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_sampled: int, key: int) -> None:
+    draw = random.Random(key + num_nodes)
+    indptr, indices = csr_of(num_nodes, hub_edges, dtype, draw)
+    nodes = randint(0, num_nodes, num_sampled, seed=num_nodes)
     for fanout in (-1, 1, 2, draw.randrange(3, 20), draw.choice([40, 100])):
         for replace in (False, True) if fanout > 0 else (False,):
-            arguments = (indptr, indices, nodes, fanout, random_key(draw), replace)
+            arguments = (indptr, indices, nodes, fanout, key, replace)
             assert_same(cpu.sample_neighbors(*arguments), reference.sample_neighbors(*arguments))
     assert_same(cpu.row_positions(indptr, nodes), reference.row_positions(indptr, nodes))
 
 
-@pytest.mark.parametrize("seed", ROUNDS)
-def test_relabelling_gathering_and_grouping(seed: int) -> None:
-    draw = random.Random(seed)
-    top = draw.choice([3, 100, 10**6, 2**40])
-    seeds = randint(0, top, draw.choice([0, 1, 50]), seed=seed).unique()
-    neighbors = randint(0, top, draw.choice([0, 1, 700]), seed=seed + 1)
-    neighbors = neighbors.int() if top < 2**31 and draw.random() < 0.5 else neighbors
+@parametrize_pairwise(top=[3, 100, 10**6, 2**40], num_seeds=[0, 1, 50], num_neighbors=[0, 1, 700], dtype=INDEX_DTYPES)
+def test_relabelling(top: int, num_seeds: int, num_neighbors: int, dtype: torch.dtype) -> None:
+    seeds = randint(0, top, num_seeds).unique()
+    neighbors = randint(0, top, num_neighbors, seed=1).to(dtype if top < 2**31 else torch.int64)
     assert_same(cpu.relabel(seeds, neighbors), reference.relabel(seeds, neighbors))
 
-    dtype = draw.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8])
-    rows = (50 * randn(30, draw.randrange(1, 20), seed=seed)).to(dtype)
-    ids = randint(0, 30, draw.choice([0, 1, 99]), seed=seed)
+
+@parametrize_pairwise(
+    dtype=[torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8],
+    width=[1, 2, 7, 16, 19],
+    count=[0, 1, 99],
+)
+def test_gathering(dtype: torch.dtype, width: int, count: int) -> None:
+    rows, ids = (50 * randn(30, width)).to(dtype), randint(0, 30, count)
     assert_same((cpu.gather_rows(rows, ids),), (reference.gather_rows(rows, ids),))
 
-    keys, groups = randint(0, 9, draw.choice([0, 1, 300]), seed=seed), 9 + draw.randrange(3)
-    assert_same(cpu.group_edges(keys, groups), reference.group_edges(keys, groups))
-    indptr, indices = random_csr(draw)
+
+@parametrize_pairwise(num_nodes=NUM_NODES, hub_edges=HUB_EDGES, dtype=INDEX_DTYPES, num_keys=[0, 1, 300])
+def test_grouping_and_self_loops(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_keys: int) -> None:
+    keys = randint(0, 9, num_keys, seed=num_nodes)
+    for num_groups in (9, 11):
+        assert_same(cpu.group_edges(keys, num_groups), reference.group_edges(keys, num_groups))
+    indptr, indices = csr_of(num_nodes, hub_edges, dtype, random.Random(num_nodes))
     assert_same((cpu.self_loops(indptr, indices),), (reference.self_loops(indptr, indices),))
 
 
-@pytest.mark.parametrize("seed", ROUNDS)
-def test_reductions(seed: int) -> None:
-    draw = random.Random(seed)
-    indptr, indices = random_csr(draw)
-    dtype = draw.choice([torch.float32, torch.float64])
-    shape = draw.choice([(), (1,), (5,), (33,), (2, 3)])
-    rows = randn(indptr.numel() - 1, *shape, seed=seed, dtype=dtype)
-    weight = draw.choice([None, randn(indices.numel(), seed=seed + 1, dtype=dtype)])
-    for how in ("sum", "mean", "max"):
-        arguments = (rows, indptr, indices, how, weight)
-        assert_same((cpu_reduce.reduce_edges(*arguments),), (reference.reduce_edges(*arguments),))
+@parametrize_pairwise(
+    num_nodes=NUM_NODES,
+    hub_edges=HUB_EDGES,
+    index_dtype=INDEX_DTYPES,
+    dtype=[torch.float32, torch.float64],
+    shape=[(), (1,), (5,), (33,), (2, 3)],
+    weighted=[False, True],
+    how=["sum", "mean", "max"],
+)
+def test_reductions(
+    num_nodes: int,
+    hub_edges: int,
+    index_dtype: torch.dtype,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    weighted: bool,
+    how: str,
+) -> None:
+    indptr, indices = csr_of(num_nodes, hub_edges, index_dtype, random.Random(num_nodes))
+    rows = randn(num_nodes, *shape, dtype=dtype)
+    weight = randn(indices.numel(), seed=1, dtype=dtype) if weighted else None
+    arguments = (rows, indptr, indices, how, weight)
+    assert_same((cpu_reduce.reduce_edges(*arguments),), (reference.reduce_edges(*arguments),))
 
 
-@pytest.mark.parametrize("seed", ROUNDS)
-def test_dropout(seed: int) -> None:
-    draw = random.Random(seed)
-    dtype = draw.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16])
-    x = randn(draw.choice([0, 1, 60]), *draw.choice([(), (1,), (6,), (64,), (3, 5)]), seed=seed, dtype=dtype)
-    ids = randint(0, draw.choice([5, 2**50]), x.size(0), seed=seed)
-    arguments = (x, draw.choice([0.0, 1.0, draw.random()]), random_key(draw), ids)
+@parametrize_pairwise(
+    dtype=[torch.float32, torch.float64, torch.float16, torch.bfloat16],
+    num_rows=[0, 1, 60],
+    shape=[(), (1,), (6,), (64,), (3, 5)],
+    top=[5, 2**50],
+    p=[0.0, 1.0, 0.37],
+    key=KEYS,
+)
+def test_dropout(dtype: torch.dtype, num_rows: int, shape: tuple[int, ...], top: int, p: float, key: int) -> None:
+    arguments = (randn(num_rows, *shape, dtype=dtype), p, key, randint(0, top, num_rows))
     assert_same((cpu_reduce.keyed_dropout(*arguments),), (reference.keyed_dropout(*arguments),))
 
 
@@ -106,7 +137,7 @@ def assert_same_from_gpu(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]
     assert_same(tuple(ours.cpu() for ours in found), expected)
 
 
-@pytest.mark.parametrize("seed", GPU_ROUNDS)
+@parametrize_kernel([(18,), (25,)], seed=ROUNDS)
 def test_sampling_on_the_gpu(seed: int) -> None:
     draw = random.Random(seed)
     indptr, indices = random_csr(draw)
@@ -118,7 +149,7 @@ def test_sampling_on_the_gpu(seed: int) -> None:
     assert_same_from_gpu(gpu.row_positions(*on_gpu(indptr, nodes)), cpu.row_positions(indptr, nodes))
 
 
-@pytest.mark.parametrize("seed", GPU_ROUNDS)
+@parametrize_kernel([(0,), (1,), (2,), (3,), (4,)], seed=ROUNDS)
 def test_relabelling_gathering_and_grouping_on_the_gpu(seed: int) -> None:
     draw = random.Random(seed)
     top = draw.choice([3, 100, 10**6, 2**40])
@@ -137,7 +168,7 @@ def test_relabelling_gathering_and_grouping_on_the_gpu(seed: int) -> None:
     assert_same_from_gpu((gpu.self_loops(*on_gpu(indptr, indices)),), (cpu.self_loops(indptr, indices),))
 
 
-@pytest.mark.parametrize("seed", GPU_ROUNDS)
+@parametrize_kernel([(7,), (25,)], seed=ROUNDS)
 def test_reductions_and_dropout_on_the_gpu(seed: int) -> None:
     draw = random.Random(seed)
     indptr, indices = random_csr(draw)
@@ -167,8 +198,7 @@ def moved(graph: Graph) -> Graph:
     return Graph(graph.indptr.to(KERNEL_DEVICE), graph.indices.to(KERNEL_DEVICE), edge)
 
 
-@pytest.mark.parametrize("fanouts", [(4,), (3, 2), (-1, 2)], ids=str)
-@pytest.mark.parametrize("replace", [False, True], ids=["distinct", "replace"])
+@parametrize_kernel([((3, 2), True), ((-1, 2), False)], fanouts=[(4,), (3, 2), (-1, 2)], replace=[False, True])
 def test_blocks_from_the_gpu_are_those_of_the_cpu(
     fanouts: tuple[int, ...], replace: bool, request: pytest.FixtureRequest
 ) -> None:

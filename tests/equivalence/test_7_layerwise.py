@@ -41,7 +41,7 @@ def test_every_conv(name: str) -> None:
     model = GNN(stack_of(name, 6, 5, 3)).train()
     expected = stock_layers(list(model.convs), X, GRAPH).detach()
     assert_close(infer.exact(model, data), expected)
-    assert_close(infer.exact(model, data, IDS, chunk_edges=7), expected[IDS])
+    assert_close(infer.exact(model, data, IDS, chunk_edges=30), expected[IDS])
 
 
 @pytest.mark.parametrize("name", GNN_OPTIONS)
@@ -52,7 +52,7 @@ def test_every_option(name: str) -> None:
     forward = model(batch_of(BARE, X, (-1,) * model.num_layers)).detach()
     assert_close(forward, expected)
     model.train()
-    for chunk_edges in (1, 40, 1 << 20):
+    for chunk_edges in (1, 40, 1 << 20) if name == "everything" else (40,):
         assert_close(infer.exact(model, data, chunk_edges=chunk_edges), expected)
         assert_close(infer.exact(model, data, IDS, chunk_edges=chunk_edges), expected[IDS])
     assert model.training

@@ -11,6 +11,7 @@ from hopline.batch import Rows
 from hopline.graph import Graph
 from hopline.nn.convs import convolve, edge_arguments, find_convention, takes_x0
 from hopline.tables import TensorTable
+from tests.grids import parametrize_pairwise
 from tests.helpers import (
     CONVS,
     NORMALISED,
@@ -30,9 +31,7 @@ SEEDS = torch.tensor([0, 5, 2, 48, 49, 31])
 OTHERS = [name for name in CONVS if name not in NORMALISED]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("fanout", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@parametrize_pairwise(name=OTHERS, fanout=[1, 3], dtype=[torch.int32, torch.int64])
 def test_on_sampled_edges_equals_stock_pyg_on_the_same_edges(name: str, fanout: int, dtype: torch.dtype) -> None:
     graph = random_graph(dtype=dtype, weight=True, attr=2, loops=True)
     block = batch_of(graph, None, (fanout,), SEEDS).blocks[0]
@@ -49,10 +48,9 @@ def test_on_sampled_edges_equals_stock_pyg_on_the_same_edges(name: str, fanout: 
     assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("name", CONVS)
-@pytest.mark.parametrize("kind", ["plain", "weighted", "loops", "weighted-loops"])
-def test_on_all_edges_equals_stock_pyg_on_the_whole_graph(name: str, kind: str) -> None:
-    graph = random_graph(weight="weighted" in kind, loops="loops" in kind, attr=2)
+@parametrize_pairwise(name=[*CONVS], weighted=[False, True], loops=[False, True])
+def test_on_all_edges_equals_stock_pyg_on_the_whole_graph(name: str, weighted: bool, loops: bool) -> None:
+    graph = random_graph(weight=weighted, loops=loops, attr=2)
     x = randn(50, 4)
     conv = conv_of(name, 4, 3)
     other = twin(conv)
@@ -65,9 +63,11 @@ def test_on_all_edges_equals_stock_pyg_on_the_whole_graph(name: str, kind: str) 
     assert_same_gradients(conv, other)
 
 
-@pytest.mark.parametrize("name", ["sage-mean", "gcn", "gat", "pna", "gin"])
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("handle", [True, False], ids=["handle", "tensor"])
+@parametrize_pairwise(
+    name=["sage-mean", "gcn", "gat", "pna", "gin"],
+    stored=[torch.float16, torch.bfloat16, torch.float64],
+    handle=[True, False],
+)
 def test_stored_features_are_brought_to_the_precision_of_the_model(
     name: str, stored: torch.dtype, handle: bool
 ) -> None:

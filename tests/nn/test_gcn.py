@@ -13,6 +13,7 @@ from torch import Tensor
 from hopline.batch import Block
 from hopline.graph import Graph
 from hopline.nn.convs import convolve
+from tests.grids import parametrize_pairwise
 from tests.helpers import (
     assert_close,
     assert_same_gradients,
@@ -67,10 +68,7 @@ def explicit_edges(conv: pyg.GCNConv, graph: Graph, block: Block) -> tuple[Tenso
     return torch.tensor(edges).t(), torch.tensor(values, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fanout", [1, 3, -1])
-@pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replace"])
+@parametrize_pairwise(name=NAMES, kind=KINDS, fanout=[1, 3, -1], replacement=[False, True])
 def test_equals_stock_gcn_with_explicit_weights(name: str, kind: str, fanout: int, replacement: bool) -> None:
     graph = graph_like(kind, torch.int32)
     fanout = 4 if replacement and fanout < 0 else fanout
@@ -91,9 +89,7 @@ def test_equals_stock_gcn_with_explicit_weights(name: str, kind: str, fanout: in
     assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@parametrize_pairwise(name=NAMES, kind=KINDS, dtype=[torch.int32, torch.int64])
 def test_on_all_edges_equals_stock_gcn(name: str, kind: str, dtype: torch.dtype) -> None:
     graph, x = graph_like(kind, dtype), randn(50, 4)
     block = batch_of(graph, None, (-1,)).blocks[0]

@@ -17,8 +17,10 @@ from hopline.nn.trees import PendingRows, compute_dtype, pending_rows
 from hopline.tables import TensorTable
 from hopline.tree import TreeBlock, TreeRows
 from hopline.tree_sampling import TreeSampler
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randn, random_graph, twin
 
+pytestmark = RUNS_ON_GPU
 X = randn(50, 6)
 DEVICE = torch.device(KERNEL_DEVICE)
 
@@ -49,8 +51,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("weight", [False, True])
+@parametrize_kernel(
+    [*((name, False) for name in MODELS), ("graph", True), ("gcn", True)], name=[*MODELS], weight=[False, True]
+)
 def test_kernels_of_a_gpu_give_what_the_cpu_does(name: str, weight: bool, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     model = MODELS[name]().double().to(DEVICE)

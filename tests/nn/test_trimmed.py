@@ -13,19 +13,18 @@ from hopline.nn.trimmed import trimmed_blocks
 from hopline.partition import make_partition
 from hopline.sharded import virtual_layout
 from hopline.world import World
+from tests.grids import parametrize_pairwise
 from tests.helpers import randn
 from tests.trimmed_ranks import NAMES, SEEDS, case, compare, on_ranks
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_virtual_shards_equal_plain_pyg(name: str) -> None:
+@parametrize_pairwise(name=[*NAMES], mode=["sequential", "stored", "one_shot"], num_shards=[1, 3])
+def test_virtual_shards_equal_plain_pyg(name: str, mode: str, num_shards: int) -> None:
     _, graph, _ = case(name)
-    for num_shards in (1, 3):
-        layout = virtual_layout(graph, make_partition(graph, num_shards, "random", seed=1))
-        for mode in ("sequential", "stored", "one_shot"):
-            worst, traffic = compare(name, layout, World.alone(), mode=mode, chunk_bytes=4000)
-            assert worst <= 1, (num_shards, mode)
-            assert sum(traffic["True"]) < 0.8 * sum(traffic["False"])
+    layout = virtual_layout(graph, make_partition(graph, num_shards, "random", seed=1))
+    worst, traffic = compare(name, layout, World.alone(), mode=mode, chunk_bytes=4000)
+    assert worst <= 1
+    assert sum(traffic["True"]) < 0.8 * sum(traffic["False"])
 
 
 def test_ranks_equal_plain_pyg() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hopline.ops import cpu_reduce, reference
+from tests.grids import parametrize_pairwise
 from tests.helpers import assert_close, randint, randn, torch_threads
 
 REDUCTIONS = ["sum", "mean", "max"]
@@ -45,9 +46,7 @@ def assert_equal_results(results: list[tuple[Tensor, Tensor | None, Tensor | Non
             assert_close(found, expected, tolerance)
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (64,), (2, 5)], ids=str)
+@parametrize_pairwise(reduce=REDUCTIONS, weighted=[False, True], shape=[(), (1,), (7,), (64,), (2, 5)])
 def test_equals_the_reference_in_float64(reduce: str, weighted: bool, shape: tuple[int, ...]) -> None:
     rows = randn(25, *shape)
     assert_equal_results(both(rows, reduce, randn(200, seed=3) if weighted else None), 1e-12)
@@ -63,9 +62,7 @@ def test_float32_outputs_equal_the_reference_bit_for_bit(reduce: str) -> None:
     assert_close(grad, expected_grad, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@parametrize_pairwise(dtype=[torch.bfloat16, torch.float16], reduce=REDUCTIONS, weighted=[False, True])
 def test_half_types_are_summed_in_float32(dtype: torch.dtype, reduce: str, weighted: bool) -> None:
     rows = randn(25, 8, dtype=dtype)
     weight = torch.rand(200) if weighted else None
@@ -190,9 +187,11 @@ def test_only_the_gradients_that_are_asked_for() -> None:
 # ---- keyed dropout
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (4,), (7,), (3, 5)], ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+@parametrize_pairwise(
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    shape=[(), (1,), (4,), (7,), (3, 5)],
+    p=[0.0, 0.1, 0.5, 0.9, 1.0],
+)
 def test_dropout_equals_the_reference_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
     x, ids = randn(40, *shape, dtype=dtype), randint(0, 2**40, 40)
     for key in (0, -3, 2**61):

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hopline.ops import gpu, gpu_errors, reference
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
+pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()
 gpu_only = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
@@ -38,16 +40,20 @@ def csr(dtype: torch.dtype = torch.int64, num_nodes: int = 60) -> tuple[Tensor, 
 # ---- sampling
 
 
-@pytest.mark.parametrize(("dtype", "key"), [(torch.int32, 3), (torch.int64, -(2**63))], ids=str)
-@pytest.mark.parametrize("fanout", [1, 2, 5, 15, 33, 70])
-def test_samples_are_those_of_the_reference(dtype: torch.dtype, fanout: int, key: int) -> None:
+@parametrize_kernel(
+    [(torch.int32, 1), (torch.int64, 5), (torch.int32, 33)],
+    dtype=[torch.int32, torch.int64],
+    fanout=[1, 2, 5, 15, 33, 70],
+)
+def test_samples_are_those_of_the_reference(dtype: torch.dtype, fanout: int) -> None:
     indptr, indices = csr(dtype)
+    key = 3 if dtype == torch.int32 else -(2**63)
     nodes = torch.cat([torch.arange(60), torch.tensor([8, 8, 7])])
     found = gpu.sample_neighbors(*on_device(indptr, indices, nodes), fanout, key)
     assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, key))
 
 
-@pytest.mark.parametrize("fanout", [1, 6, 40])
+@parametrize_kernel([(6,), (40,)], fanout=[1, 6, 40])
 def test_samples_with_replacement_are_those_of_the_reference(fanout: int) -> None:
     indptr, indices = csr(torch.int32)
     nodes = torch.arange(60)
@@ -160,8 +166,19 @@ def test_relabelling_nothing_and_what_is_no_node() -> None:
 # ---- rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (16,), (2, 5), (1433,)], ids=str)
+@parametrize_kernel(
+    [
+        (torch.float32, (1433,)),
+        (torch.float64, (2, 5)),
+        (torch.bfloat16, (3,)),
+        (torch.bfloat16, (16,)),
+        (torch.int64, ()),
+        (torch.uint8, (3,)),
+        (torch.bool, (1,)),
+    ],
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool],
+    shape=[(), (1,), (3,), (16,), (2, 5), (1433,)],
+)
 def test_rows_of_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (50 * randn(30, *shape)).to(dtype)
     for ids in (randint(0, 30, 99)[: 5000 // rows[0].numel()], randint(0, 30, 3).int(), torch.empty(0).long()):

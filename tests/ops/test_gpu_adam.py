@@ -10,7 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from hopline.ops import gpu_adam
+from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE, randn
+
+pytestmark = RUNS_ON_GPU
 
 
 @pytest.mark.parametrize(("kind", "decay"), [("Adam", 0.0), ("Adam", 0.01), ("AdamW", 0.1)])

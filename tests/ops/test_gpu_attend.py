@@ -14,9 +14,11 @@ from hopline.ops import gpu_attend, gpu_tree, random
 from hopline.ops.gpu_attend import Edges
 from hopline.ops.gpu_errors import check_device_errors
 from hopline.ops.slots import Slots
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 from tests.ops.test_gpu_tree import csr, on_device
 
+pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 SLOPE = 0.3
 
@@ -43,6 +45,7 @@ def block(num_src: int = 40, num_dst: int = 24) -> Edges:
 
 
 LAYOUTS = {"tree": tree, "block": block}
+both_of_each = parametrize_kernel([("tree", True), ("block", False)], layout=[*LAYOUTS], v2=[False, True])
 
 
 def pairs(edges: Edges, loops: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,10 +117,18 @@ def assert_equal(found: Any, expected: Any, tolerance: float) -> None:
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("v2", [False, True])
-@pytest.mark.parametrize("loops", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
+@parametrize_kernel(
+    [
+        ("tree", False, True, False),
+        ("tree", True, False, True),
+        ("block", False, False, True),
+        ("block", True, True, False),
+    ],
+    layout=[*LAYOUTS],
+    v2=[False, True],
+    loops=[False, True],
+    shared=[False, True],
+)
 def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared: bool):
     edges = LAYOUTS[layout]()
     expected = run(attended, inputs(edges, 2, 5, v2, shared), edges, loops)
@@ -126,15 +137,19 @@ def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared:
     check_device_errors()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("heads", "columns"), [(1, 1), (3, 40), (4, 8), (1, 300)])
-def test_any_number_and_width_of_heads(layout: str, heads: int, columns: int):
+@parametrize_kernel(
+    [("tree", True, (3, 40)), ("block", False, (1, 300))],
+    layout=[*LAYOUTS],
+    v2=[False, True],
+    shape=[(1, 1), (3, 40), (4, 8), (1, 300)],
+)
+def test_any_number_and_width_of_heads(layout: str, v2: bool, shape: tuple[int, int]):
     edges = LAYOUTS[layout]()
-    for v2 in (False, True):
-        given, same = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
-        expected = run(attended, [t if i < 2 else scaled(t) for i, t in enumerate(given)], edges, True)
-        found = run(gpu_attend.attend, [t if i < 2 else scaled(t) for i, t in enumerate(same)], edges, slope=SLOPE)
-        assert_equal(found, expected, 1e-9)
+    heads, columns = shape
+    given, same = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
+    expected = run(attended, [t if i < 2 else scaled(t) for i, t in enumerate(given)], edges, True)
+    found = run(gpu_attend.attend, [t if i < 2 else scaled(t) for i, t in enumerate(same)], edges, slope=SLOPE)
+    assert_equal(found, expected, 1e-9)
 
 
 def scaled(att: Tensor | None) -> Tensor | None:
@@ -142,8 +157,7 @@ def scaled(att: Tensor | None) -> Tensor | None:
     return None if att is None else (att.detach() / 20).requires_grad_()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("v2", [False, True])
+@parametrize_kernel([("tree", False), ("block", True)], layout=[*LAYOUTS], v2=[False, True])
 def test_single_precision(layout: str, v2: bool):
     edges = LAYOUTS[layout]()
     given, same = (inputs(edges, 2, 8, v2, shared=True, dtype=torch.float32) for _ in range(2))
@@ -153,8 +167,7 @@ def test_single_precision(layout: str, v2: bool):
     assert_equal(run(gpu_attend.attend, given, edges, slope=SLOPE), expected, 1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("v2", [False, True])
+@both_of_each
 def test_half_precision_is_summed_in_single(layout: str, v2: bool):
     edges = LAYOUTS[layout]()
     given = inputs(edges, 2, 8, v2, shared=True, dtype=torch.bfloat16)
@@ -177,9 +190,12 @@ def factors_of(edges: Edges, loops: bool, heads: int, p: float, key: int) -> Ten
     return kept.double() * (65536 / (65536 - round(p * 65536)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("v2", [False, True])
-@pytest.mark.parametrize("key_on_device", [False, True])
+@parametrize_kernel(
+    [("tree", False, True), ("block", True, False)],
+    layout=[*LAYOUTS],
+    v2=[False, True],
+    key_on_device=[False, True],
+)
 def test_dropout_is_drawn_from_the_key_and_again_in_backward(layout: str, v2: bool, key_on_device: bool):
     edges, key, p = LAYOUTS[layout](), random.derive_key(3, 4), 0.4
     factors = factors_of(edges, True, 2, p, key)
@@ -198,7 +214,7 @@ def test_all_is_dropped_at_one():
     assert not grad.any()
 
 
-@pytest.mark.parametrize("v2", [False, True])
+@parametrize_kernel([(True,)], v2=[False, True])
 def test_empty_slots_matter_to_nobody(v2: bool):
     edges = tree()
     empty = edges.sources[: edges.num_src] < 0
@@ -216,10 +232,11 @@ def test_empty_slots_matter_to_nobody(v2: bool):
     assert not grads[0][empty].any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@parametrize_kernel([("block",)], layout=[*LAYOUTS])
 def test_every_run_gives_the_same_bits(layout: str):
     edges = LAYOUTS[layout]()
-    runs = [run(gpu_attend.attend, inputs(edges, 2, 5, True, True, torch.float32), edges) for _ in range(3)]
+    num_runs = 2 if DEVICE.type == "cpu" else 3  # interpreted programs run one after the other, in one order
+    runs = [run(gpu_attend.attend, inputs(edges, 2, 5, True, True, torch.float32), edges) for _ in range(num_runs)]
     for out, grads in runs[1:]:
         assert torch.equal(out, runs[0][0])
         for one, other in zip(grads, runs[0][1], strict=True):
@@ -259,8 +276,7 @@ def test_edges_that_do_not_fit_raise_later(damage: str):
         check_device_errors()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("v2", [False, True])
+@both_of_each
 def test_the_tiles_do_not_matter(layout: str, v2: bool, monkeypatch: pytest.MonkeyPatch):
     """Many programs, each with several rounds of edges; in the interpreter tiles are large otherwise."""
     edges = LAYOUTS[layout]()

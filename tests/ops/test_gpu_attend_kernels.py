@@ -14,8 +14,10 @@ import triton.language as tl
 
 from hopline.ops import gpu_attend_kernels as kernels
 from hopline.ops import random
+from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE
 
+pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from hopline.ops import gpu_core, random
+from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE, randint
 
+pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()
 
 

@@ -9,16 +9,25 @@ pytest.importorskip("triton")
 
 from hopline.ops import gpu_dense, gpu_tree, gpu_tree_reduce, random, reference
 from hopline.ops.slots import Slots
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randn
 from tests.ops.test_gpu_tree import csr, on_device
 
+pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
-@pytest.mark.parametrize("needs_input", [False, True])
-@pytest.mark.parametrize(("how", "p"), [("mean", 0.0), ("mean", 0.5), ("sum", 0.3)])
-@pytest.mark.parametrize(("n", "k"), [(32, 16), (20, 24)])
-def test_outputs_and_gradients_are_those_of_plain_operations(how: str, p: float, n: int, k: int, needs_input: bool):
+@parametrize_kernel(
+    [("mean", 0.0, (32, 16), False), ("mean", 0.5, (20, 24), True), ("sum", 0.3, (20, 24), True)],
+    how=["mean", "sum"],
+    p=[0.0, 0.3, 0.5],
+    shape=[(32, 16), (20, 24)],
+    needs_input=[False, True],
+)
+def test_outputs_and_gradients_are_those_of_plain_operations(
+    how: str, p: float, shape: tuple[int, int], needs_input: bool
+):
+    n, k = shape
     slots, hop = Slots(8, (3, 5)), 0
     nodes, counts, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(8)), slots, 3)  # with empty slots
     num, key = slots.up_to(1), torch.tensor([random.derive_key(3, 1)]).to(DEVICE)
@@ -86,8 +95,7 @@ def test_a_linear_layer_of_two_weights_is_torchs():
         assert ((found - plain).norm() / plain.norm()).item() < 1e-2
 
 
-@pytest.mark.parametrize("num", [3, 1024, 1025, 5000])
-@pytest.mark.parametrize("reads_rows", [False, True])
+@parametrize_kernel([(3, False), (1025, True), (1025, False)], num=[3, 1024, 1025, 5000], reads_rows=[False, True])
 def test_a_linear_layer_of_both_in_single_precision(num: int, reads_rows: bool):
     values = [randn(num, 12), randn(6, 8, seed=1), randn(6, 4, seed=2), randn(6, seed=3)]
     upstream = randn(num, 6, seed=5)

@@ -6,15 +6,27 @@ import pytest
 import torch
 
 from hopline.ops import gpu_dropout, reference
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, assert_close, randint, randn
 
+pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (6,), (64,), (3, 5)], ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@parametrize_kernel(
+    [
+        (torch.float32, (64,), 0.3),
+        (torch.float32, (6,), 1.0),
+        (torch.float64, (3, 5), 0.3),
+        (torch.float64, (), 0.0),
+        (torch.float16, (), 0.3),
+        (torch.bfloat16, (6,), 0.3),
+    ],
+    dtype=DTYPES,
+    shape=[(), (1,), (6,), (64,), (3, 5)],
+    p=[0.0, 0.3, 1.0],
+)
 def test_values_and_gradients_are_those_of_the_reference(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
     x, ids, key = randn(20, *shape, dtype=dtype), randint(0, 2**50, 20), -(2**63) + 5
     upstream = randn(20, *shape, seed=2, dtype=dtype)
@@ -32,9 +44,18 @@ def test_values_and_gradients_are_those_of_the_reference(dtype: torch.dtype, sha
             assert torch.equal(ours.cpu(), theirs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (6,), (64,), (3, 5)], ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@parametrize_kernel(
+    [
+        (torch.float32, (3, 5), 0.3),
+        (torch.float64, (6,), 1.0),
+        (torch.float64, (64,), 0.0),
+        (torch.float16, (), 0.3),
+        (torch.bfloat16, (6,), 0.3),
+    ],
+    dtype=DTYPES,
+    shape=[(), (6,), (64,), (3, 5)],
+    p=[0.0, 0.3, 1.0],
+)
 def test_after_a_relu_it_is_as_one_after_the_other(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
     x, ids, key = randn(20, *shape, dtype=dtype), randint(0, 2**50, 20), 2**63 - 5
     upstream, at = randn(20, *shape, seed=2, dtype=dtype).to(KERNEL_DEVICE), ids.to(KERNEL_DEVICE)

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from hopline.ops import gpu, gpu_errors
+from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE
+
+pytestmark = RUNS_ON_GPU
 
 
 def test_an_error_is_kept_until_somebody_looks_and_raised_once() -> None:

@@ -10,12 +10,19 @@ import torch
 pytest.importorskip("triton")
 
 from hopline.ops import gpu_loss
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
+pytestmark = RUNS_ON_GPU
 
-@pytest.mark.parametrize(("num", "classes"), [(1, 1), (7, 3), (130, 172), (5, 1000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_and_gradient_are_torchs(num: int, classes: int, dtype: torch.dtype):
+
+@parametrize_kernel(
+    [((7, 3), torch.float32), ((130, 172), torch.float32), ((130, 172), torch.bfloat16)],
+    shape=[(1, 1), (7, 3), (130, 172), (5, 1000)],
+    dtype=[torch.float32, torch.bfloat16],
+)
+def test_loss_and_gradient_are_torchs(shape: tuple[int, int], dtype: torch.dtype):
+    num, classes = shape
     values = (5 * randn(num, classes)).to(dtype).to(KERNEL_DEVICE)
     labels = randint(0, classes, num).to(KERNEL_DEVICE)
     found, expected = values.clone().requires_grad_(), values.float().requires_grad_()

@@ -8,14 +8,19 @@ import torch
 from hopline.ops import gpu_map, reference
 from hopline.ops.cpu import IdMap
 from hopline.ops.gpu_map import DeviceIdMap
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint
 
+pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
-@pytest.mark.parametrize("dense", [True, False], ids=["stamps", "sorted"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@parametrize_kernel(
+    [(True, torch.int32), (True, torch.int64), (False, torch.int32)],
+    dense=[True, False],
+    dtype=[torch.int32, torch.int64],
+)
 def test_equals_the_map_of_the_cpu_over_several_batches(dense: bool, dtype: torch.dtype) -> None:
     ours, expected = DeviceIdMap(300, DEVICE, dense), IdMap(300)
     for batch in range(3):

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hopline.ops import gpu_errors, gpu_reduce, reference
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, assert_close, randint, randn
 
+pytestmark = RUNS_ON_GPU
 CUDA = torch.cuda.is_available()
 gpu_only = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 REDUCTIONS = ["sum", "mean", "max"]
@@ -57,26 +59,43 @@ def assert_same_results(found: Results, expected: Results, tolerance: float) -> 
             assert_close(ours, theirs, tolerance)
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (300,), (2, 5)], ids=str)
+@parametrize_kernel(
+    [
+        ("sum", False, (300,)),
+        ("sum", True, (7,)),
+        ("mean", False, (2, 5)),
+        ("mean", True, (300,)),
+        ("max", False, (7,)),
+        ("max", True, ()),
+    ],
+    reduce=REDUCTIONS,
+    weighted=[False, True],
+    shape=[(), (1,), (7,), (300,), (2, 5)],
+)
 def test_equals_the_reference_in_float64(reduce: str, weighted: bool, shape: tuple[int, ...]) -> None:
     weight = randn(200, seed=3) if weighted else None
     arguments = (randn(25, *shape), *edges(), reduce, weight)
     assert_same_results(run(gpu_reduce, *arguments), run(reference, *arguments), 1e-12)
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@parametrize_kernel([("mean", True), ("max", False)], reduce=REDUCTIONS, weighted=[False, True])
 def test_equals_the_reference_in_float32(reduce: str, weighted: bool) -> None:
     weight = randn(200, seed=3, dtype=torch.float32) if weighted else None
     arguments = (randn(25, 33, dtype=torch.float32), *edges(), reduce, weight)
     assert_same_results(run(gpu_reduce, *arguments), run(reference, *arguments), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@parametrize_kernel(
+    [
+        (torch.float16, "mean", False),
+        (torch.float16, "max", True),
+        (torch.bfloat16, "sum", True),
+        (torch.bfloat16, "max", False),
+    ],
+    dtype=[torch.float16, torch.bfloat16],
+    reduce=REDUCTIONS,
+    weighted=[False, True],
+)
 def test_half_types_are_reduced_in_float32_and_rounded_once(dtype: torch.dtype, reduce: str, weighted: bool) -> None:
     indptr, src_idx = edges()
     weight = randn(200, seed=3, dtype=dtype) if weighted else None
@@ -87,8 +106,11 @@ def test_half_types_are_reduced_in_float32_and_rounded_once(dtype: torch.dtype, 
     assert_close(found.float(), exact.to(dtype).float(), torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduce", REDUCTIONS)
+@parametrize_kernel(
+    [(torch.float16, "sum"), (torch.bfloat16, "mean"), (torch.bfloat16, "max")],
+    dtype=[torch.float16, torch.bfloat16],
+    reduce=REDUCTIONS,
+)
 def test_gradients_of_half_types_are_summed_in_float32(dtype: torch.dtype, reduce: str) -> None:
     arguments = (*edges(), reduce)
     rows = randn(25, 8, dtype=dtype)
@@ -101,11 +123,15 @@ def test_gradients_of_half_types_are_summed_in_float32(dtype: torch.dtype, reduc
     assert_close(found.float(), exact.to(dtype).float(), 2 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("own", [torch.arange(20), randint(0, 25, 20, seed=9)], ids=["first", "repeated"])
-def test_own_rows_stand_to_the_right(reduce: str, weighted: bool, own: Tensor) -> None:
+@parametrize_kernel(
+    [("sum", True, "repeated"), ("mean", False, "first"), ("max", False, "repeated"), ("max", True, "first")],
+    reduce=REDUCTIONS,
+    weighted=[False, True],
+    which=["first", "repeated"],
+)
+def test_own_rows_stand_to_the_right(reduce: str, weighted: bool, which: str) -> None:
     weight = randn(150, seed=3) if weighted else None
+    own = torch.arange(20) if which == "first" else randint(0, 25, 20, seed=9)
     arguments = (randn(25, 5), *edges(20, 25, 150), reduce, weight, own)
     assert_same_results(run(gpu_reduce, *arguments), run(reference, *arguments), 1e-12)
 
@@ -124,7 +150,7 @@ def test_nan_and_infinity_come_through_a_maximum() -> None:
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
+@parametrize_kernel([("mean",), ("max",)], reduce=REDUCTIONS)
 def test_a_destination_with_a_million_edges(reduce: str) -> None:
     indptr, src_idx = torch.tensor([0, 2, 10**6, 10**6, 10**6 + 3]), randint(0, 9, 10**6 + 3)
     if not CUDA:  # interpreted loops are slow: the same row, shorter

@@ -9,8 +9,10 @@ pytest.importorskip("triton")
 
 from hopline.ops import gpu_stage, gpu_tiers
 from hopline.ops.tiers import new_counts
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
+pytestmark = RUNS_ON_GPU
 NUM_ROWS, NUM_HOT = 300, 60
 DEVICE = torch.device(KERNEL_DEVICE)
 
@@ -51,8 +53,11 @@ def test_more_than_fit_are_counted_but_not_kept():
     assert int(found.max()) < NUM_ROWS
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (256,), (2, 150)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@parametrize_kernel(
+    [((3,), torch.bfloat16), ((2, 150), torch.float32), ((), torch.float64)],
+    shape=[(), (3,), (256,), (2, 150)],
+    dtype=[torch.bfloat16, torch.float32, torch.float64],
+)
 def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...], dtype: torch.dtype):
     rows = randn(NUM_ROWS, *shape).to(dtype)
     ids = randint(0, NUM_ROWS, 250)
@@ -60,9 +65,17 @@ def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...],
     assert torch.equal(found.cpu(), rows[ids])
 
 
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("shape", [(), (3,), (256,), (2, 150)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@parametrize_kernel(
+    [
+        (True, (2, 150), torch.float32),
+        (False, (3,), torch.float32),
+        (True, (), torch.float64),
+        (False, (256,), torch.float64),
+    ],
+    add=[False, True],
+    shape=[(), (3,), (256,), (2, 150)],
+    dtype=[torch.float32, torch.float64],
+)
 def test_rows_are_put_and_added_into_the_hosts(shape: tuple[int, ...], dtype: torch.dtype, add: bool):
     table, ids = randn(NUM_ROWS, *shape).to(dtype), randn(NUM_ROWS).argsort()[:250]
     rows, expected = randn(250, *shape, seed=2).to(dtype), table.clone()

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from hopline.ops import cpu_synthetic
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randn
 
 pytest.importorskip("triton")
 
 from hopline.ops import gpu_synthetic
 
+pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
@@ -26,9 +28,13 @@ def cpu_ranks(first: int, count: int, key: int, half: int, num_nodes: int) -> np
     return ranks
 
 
-@pytest.mark.parametrize(("num_nodes", "half"), [(2, 1), (5, 2), (100, 4), (1023, 5), (1025, 6), (70_000, 9)])
-@pytest.mark.parametrize("key", [99, -(2**62) - 7])
-def test_ranks(num_nodes: int, half: int, key: int) -> None:
+@parametrize_kernel(
+    [((2, 1), -(2**62) - 7), ((1023, 5), 99), ((1025, 6), -(2**62) - 7)],
+    nodes_and_half=[(2, 1), (5, 2), (100, 4), (1023, 5), (1025, 6), (70_000, 9)],
+    key=[99, -(2**62) - 7],
+)
+def test_ranks(nodes_and_half: tuple[int, int], key: int) -> None:
+    num_nodes, half = nodes_and_half
     found = gpu_synthetic.ranks(0, num_nodes, key, half, num_nodes, DEVICE)
     assert found.tolist() == cpu_ranks(0, num_nodes, key, half, num_nodes).tolist()
 
@@ -39,10 +45,19 @@ def test_ranks_of_a_range_of_many_nodes() -> None:
     assert found.tolist() == cpu_ranks(first, 300, -5, half, num_nodes).tolist()
 
 
-@pytest.mark.parametrize("homophily", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(("num_nodes", "half", "num_classes"), [(4, 1, 2), (1025, 6, 7), (3000, 6, 1)])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_sources(num_nodes: int, half: int, num_classes: int, homophily: float, dtype: torch.dtype) -> None:
+@parametrize_kernel(
+    [
+        ((4, 1, 2), 0.3, torch.int64),
+        ((1025, 6, 7), 0.3, torch.int32),
+        ((1025, 6, 7), 1.0, torch.int64),
+        ((3000, 6, 1), 0.0, torch.int32),
+    ],
+    sizes=[(4, 1, 2), (1025, 6, 7), (3000, 6, 1)],
+    homophily=[0.0, 0.3, 1.0],
+    dtype=[torch.int32, torch.int64],
+)
+def test_sources(sizes: tuple[int, int, int], homophily: float, dtype: torch.dtype) -> None:
+    num_nodes, half, num_classes = sizes
     rank_key, draw_key = 2**61 + 3, -11
     ranks = cpu_ranks(0, num_nodes, rank_key, half, num_nodes)
     degrees = np.random.default_rng(0).integers(0, 9, num_nodes)
@@ -67,9 +82,13 @@ def test_no_edges_have_no_sources() -> None:
     assert gpu_synthetic.sources(indptr, ranks, 1, 2, 1, 2, 0.5, torch.int32).shape == (0,)
 
 
-@pytest.mark.parametrize(("num_nodes", "num_features"), [(2, 1), (1000, 8), (333, 100), (5, 1433)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_features(num_nodes: int, num_features: int, dtype: torch.dtype) -> None:
+@parametrize_kernel(
+    [((5, 1433), torch.float32), ((333, 100), torch.float16), ((1000, 8), torch.bfloat16)],
+    shape=[(2, 1), (1000, 8), (333, 100), (5, 1433)],
+    dtype=[torch.float32, torch.float16, torch.bfloat16],
+)
+def test_features(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    num_nodes, num_features = shape
     means = randn(2, num_features, dtype=torch.float32)
     labels = torch.arange(num_nodes) % 2
     expected = np.empty((num_nodes, num_features), dtype=np.float32)

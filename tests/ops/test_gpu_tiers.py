@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from hopline.ops.tiers import gather_tiers_reference, new_counts
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
 gpu_tiers = pytest.importorskip("hopline.ops.gpu_tiers")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+pytestmark = RUNS_ON_GPU
 NUM_ROWS = 200
 
 
@@ -57,10 +59,21 @@ def test_staged_rows_as_the_definition_says(staged: bool) -> None:
     assert bool((expected_counts.sum(0)[2] > 0) == staged)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool], ids=str
+@parametrize_kernel(
+    [
+        (torch.float32, (128,)),
+        (torch.float32, ()),
+        (torch.bfloat16, (7,)),
+        (torch.float16, (2, 3)),
+        (torch.float64, (7,)),
+        (torch.int8, (1,)),
+        (torch.int8, (128,)),
+        (torch.int64, (2, 3)),
+        (torch.bool, (7,)),
+    ],
+    dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool],
+    shape=[(), (1,), (7,), (128,), (2, 3)],
 )
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (128,), (2, 3)], ids=str)
 def test_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (10 * randn(NUM_ROWS, *shape)).to(dtype)
     hot, place = tiers(rows, 60)

@@ -10,8 +10,10 @@ pytest.importorskip("triton")
 
 from hopline.ops import gpu_tree, random, reference
 from hopline.ops.slots import Slots
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint
 
+pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
@@ -25,8 +27,11 @@ def on_device(indptr: Tensor, indices: Tensor, seeds: Tensor) -> tuple[Tensor, T
     return indptr.to(DEVICE), indices.to(DEVICE), seeds.to(DEVICE)
 
 
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@parametrize_kernel(
+    [(False, torch.int64), (True, torch.int32), (False, torch.int32)],
+    replace=[False, True],
+    dtype=[torch.int32, torch.int64],
+)
 def test_trees_are_those_of_the_reference(replace: bool, dtype: torch.dtype):
     indptr, indices = csr(dtype, most=1_000_000)
     seeds = torch.cat([torch.arange(20), torch.tensor([-1, 6])])
@@ -40,8 +45,7 @@ def test_trees_are_those_of_the_reference(replace: bool, dtype: torch.dtype):
         assert torch.equal(ours.cpu(), theirs)
 
 
-@pytest.mark.parametrize("num_seeds", [1, 50, 1024, 3000])
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@parametrize_kernel([(1, 3), (50, 0), (1024, 1), (3000, 2)], num_seeds=[1, 50, 1024, 3000], seed=[0, 1, 2, 3])
 def test_an_epoch_has_the_order_of_the_host(num_seeds: int, seed: int):
     key, (state, ahead) = random.derive_key(seed, 4), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     draws = gpu_tree.start_epoch(state, ahead, num_seeds, key, seed, 12 * seed)

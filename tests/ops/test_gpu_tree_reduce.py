@@ -11,9 +11,11 @@ pytest.importorskip("triton")
 from hopline.ops import gpu_tree, gpu_tree_reduce, reference
 from hopline.ops.slots import Slots
 from hopline.ops.tiers import new_counts
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randn
 from tests.ops.test_gpu_tree import csr, on_device
 
+pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
@@ -27,9 +29,20 @@ def reduced_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str,
     return reference.reduce_edges(x, indptr, edge[order], how, None if weight is None else weight[edge[order]])
 
 
-@pytest.mark.parametrize("width", [1, 7, 32])
-@pytest.mark.parametrize("how", ["sum", "mean", "max", "weighted"])
-@pytest.mark.parametrize("own", [False, True])
+@parametrize_kernel(
+    [
+        ("sum", True, 32),
+        ("sum", False, 7),
+        ("mean", True, 7),
+        ("max", False, 7),
+        ("max", True, 32),
+        ("weighted", True, 1),
+        ("weighted", False, 7),
+    ],
+    how=["sum", "mean", "max", "weighted"],
+    own=[False, True],
+    width=[1, 7, 32],
+)
 def test_reducing_and_its_gradient(how: str, own: bool, width: int):
     indptr, indices = csr()
     slots, hop = Slots(6, (3, 2)), 1
@@ -55,8 +68,11 @@ def test_reducing_and_its_gradient(how: str, own: bool, width: int):
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("tiered", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@parametrize_kernel(
+    [(True, torch.float32), (False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float64)],
+    tiered=[False, True],
+    dtype=[torch.float32, torch.bfloat16, torch.float64],
+)
 def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered: bool):
     indptr, indices = csr()
     slots, hop = Slots(6, (3, 2)), 1

@@ -30,6 +30,11 @@ WIDTHS = {
 }  # fmt: skip
 MULTI = ("ppi", "yelp")
 each_run = pytest.mark.parametrize("name", ROWS)
+SMALL_OF_EACH_MODEL = {row.model: name for name, row in ROWS.items() if row in SMALL}
+each_kind_of_run = pytest.mark.parametrize(
+    "name", [name for name, row in ROWS.items() if row in LARGE or name in SMALL_OF_EACH_MODEL.values()]
+)
+"""All runs on large graphs, and one per model of those on small ones, which differ in numbers only."""
 
 
 def tiny(data: str) -> hl.Dataset:
@@ -68,7 +73,7 @@ def work_of(trainer: hl.Trainer) -> HistoricalWork:
     return trainer.work
 
 
-@each_run
+@each_kind_of_run
 def test_a_run_takes_a_step_on_a_graph_of_its_kind(name: str):
     trainer = trainer_of(name)
     before = [p.detach().clone() for p in trainer.model.parameters()]
@@ -79,7 +84,7 @@ def test_a_run_takes_a_step_on_a_graph_of_its_kind(name: str):
     assert any(not torch.equal(p, old) for p, old in zip(trainer.model.parameters(), before, strict=True))
 
 
-@each_run
+@each_kind_of_run
 def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
     trainer = trainer_of(name)
     work, model = work_of(trainer), trainer.model
@@ -95,6 +100,7 @@ def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
 @each_run
 def test_a_run_survives_the_run_folder_and_names_a_dataset_that_can_be_opened(name: str, tmp_path: Path):
     config = history(name)
+    assert trainer_of(name).data.name == ROWS[name].data  # it can be built
     assert from_dict(RunConfig, to_dict(config)) == config
     known = {info.name.lower() for info in names(data_root=tmp_path)} | {"cluster"}
     assert config.data in known
