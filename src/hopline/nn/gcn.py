@@ -84,23 +84,30 @@ def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[T
     if (add_loops, fill) not in known:
         known[add_loops, fill] = weights_of(graph, add_loops, fill)
     weights = known[add_loops, fill]
-    total, loop = (array[ids.cpu()].to(ids.device) for array in weights)
+    total, loop = (array[ids.to(array.device)].to(ids.device) for array in weights)
     return total + loop, loop
 
 
 def weights_of(graph: Graph, add_loops: bool, fill: float) -> Weights:
-    """The weights of all nodes of a graph."""
+    """The weights of all nodes of a graph, where its kernels run."""
     weight = graph.edge.get("weight")
     if weight is None:
         total = graph.in_degrees().double()
     else:
-        total = torch.segment_reduce(weight.double(), "sum", offsets=graph.indptr, initial=0)
+        offsets = graph.indptr.to(weight.device)
+        total = torch.segment_reduce(weight.double(), "sum", offsets=offsets, initial=0)
     if not add_loops:
-        return Weights(total, torch.zeros_like(total))
+        return Weights(total.to(graph.device), torch.zeros_like(total, device=graph.device))
+    # Loops are few and this runs once per graph, so on the host: of several loops of a node the last one counts, and on
+    # a GPU which of several writes to one place comes last is left open.
+    total = total.cpu()
     loop = torch.full_like(total, fill)
     positions = graph.self_loops
-    nodes = graph.indices[positions].long()
-    existing = torch.ones(nodes.numel(), dtype=torch.float64) if weight is None else weight[positions].double()
+    nodes = graph.indices[positions.to(graph.indices.device)].long().cpu()
+    if weight is None:
+        existing = torch.ones(nodes.numel(), dtype=torch.float64)
+    else:
+        existing = weight[positions.to(weight.device)].double().cpu()
     total.index_add_(0, nodes, -existing)
     loop[nodes] = existing  # as PyG: an existing loop keeps its weight, the last one where there are several
-    return Weights(total, loop)
+    return Weights(total.to(graph.device), loop.to(graph.device))
