@@ -23,8 +23,6 @@ from hopline.place import Place
 from hopline.world import Seat, World
 from tests.launched import environment, everything, fail, program, started, stay
 
-pytestmark = pytest.mark.alone  # no other process may use shared memory
-
 LAUNCHED = Place(
     launcher="srun", rank=1, size=4, local_rank=1, local_size=2, node=0, num_nodes=2, address="node1", port=12345
 )
@@ -200,6 +198,7 @@ def all_run(folder: Path) -> bool:
 
 
 @pytest.mark.spawn  # a warm rank has another parent
+@pytest.mark.alone  # no other process may use shared memory
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path):
     shared = set(os.listdir("/dev/shm"))
     with started((program("stay", "2", "20", str(tmp_path)), environment())) as [process]:
@@ -212,6 +211,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path):
     assert set(os.listdir("/dev/shm")) == shared
 
 
+@pytest.mark.alone  # no other process may use shared memory
 def test_ctrl_c_ends_all_ranks(tmp_path: Path):
     shared = set(os.listdir("/dev/shm"))
     pressed: list[float] = []

@@ -16,10 +16,9 @@ from hopline.world import World
 from tests.helpers import randn
 from tests.historical_ranks import check_tables
 
-pytestmark = pytest.mark.alone  # no other process may use shared memory
-
 
 @pytest.mark.parametrize("two_hosts", [False, True])
+@pytest.mark.alone  # no other process may use shared memory
 def test_three_ranks_read_what_each_other_wrote(two_hosts: bool):
     folders = ("/dev/shm", tempfile.gettempdir())
     before = [set(os.listdir(folder)) for folder in folders]

@@ -17,8 +17,6 @@ from hopline.launch_settings import LaunchSettings
 from hopline.world import PeerError, Seat, World, serve
 from tests.launched import check_words, environment, everything_then_death, program, started
 
-pytestmark = pytest.mark.alone  # no other process may use shared memory
-
 
 def shared_folders() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("hopline")}
@@ -33,6 +31,7 @@ def assert_all_name(folder: Path, victim: int, ranks: tuple[int, ...]):
         assert "resume=true" in lost["error"], lost
 
 
+@pytest.mark.alone  # no other process may use shared memory
 def test_three_ranks_exchange_everything_until_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "END_S", 20.0)  # so that the others notice by themselves
     before = shared_folders()

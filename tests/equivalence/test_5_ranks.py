@@ -14,8 +14,6 @@ from hopline.launch_settings import LaunchSettings
 from hopline.world import World
 from tests.historical_ranks import alone, train_all
 
-pytestmark = pytest.mark.alone  # no other process may use shared memory
-
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"settings": {"measure_bias": True}, "dropout": 0.3},
     "compensated": {"settings": {"compensate": True, "measure_bias": True}, "dropout": 0.3},
@@ -34,6 +32,7 @@ def same(found: dict[str, Any], expected: dict[str, Any], close: float = 1e-9) -
 
 
 @pytest.mark.parametrize("two_hosts", [False, True])
+@pytest.mark.alone  # no other process may use shared memory
 def test_two_ranks_are_one_process(two_hosts: bool):
     awkward = [{"settings": {"num_parts": 5}}, {"settings": {"max_batches": 3}}]  # a rank has none at the last turn
     # All parts at every step and exact tables before it: the full batch, whatever the parts.
@@ -69,6 +68,7 @@ def test_ranks_go_on_as_if_they_had_never_stopped(two_hosts: bool, tmp_path: Pat
         train_all(World.alone(), [case | {"out": str(tmp_path / "cut"), "epochs": 5}], False)
 
 
+@pytest.mark.alone  # no other process may use shared memory
 def test_a_rank_that_dies_within_an_epoch_leaves_nothing_behind_and_the_run_goes_on(tmp_path: Path):
     case: dict[str, Any] = {"settings": {"momentum": 0.5}, "checkpoint_s": 0.0}
     before = os.listdir("/dev/shm")
