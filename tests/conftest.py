@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not request.config.getoption("--spawn"):
+    if warm.is_possible(request.config):
         warm.start()
     yield
     warm.stop()
@@ -65,6 +65,6 @@ def _warm_server(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _warm_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the processes that the library would spawn from a warm server, but for tests of spawning itself."""
-    spawns = request.config.getoption("--spawn") or request.node.get_closest_marker("spawn") is not None
+    spawns = not warm.is_possible(request.config) or request.node.get_closest_marker("spawn") is not None
     if not spawns:
         monkeypatch.setattr(multiprocessing, "get_context", warm.get_context)

@@ -111,6 +111,24 @@ def test_a_pool_has_no_more_buffers_than_it_may():
     assert torch.equal(out.cpu(), rows[20:40])
 
 
+@pytest.mark.parametrize("where", [pytest.param(where, marks=NEEDS_GPU) for where in ("pinned", "host")])
+def test_rows_may_be_freed_while_they_are_converted_for_a_table_of_another_type(where: Any):
+    ours = DeviceHistories(1000, DEVICE, where=where, dtype=torch.bfloat16)
+    every = torch.arange(1000)
+    ours.write(0, [slice(0, 1000)], torch.zeros(1000, 256, device=DEVICE), ours.mark())
+    assert ours.stream is not None
+    with torch.cuda.stream(ours.stream):
+        torch.cuda._sleep(100_000_000)  # the stream of the tables is behind that of the computation
+
+    rows = torch.ones(1000, 256, device=DEVICE)
+    ours.write(0, [slice(0, 1000)], rows, ours.mark())
+    del rows
+    others = [torch.full((1000, 256), 2.0, device=DEVICE) for _ in range(4)]  # these take memory that is free
+
+    assert ours.rows(0, every).eq(1).all()
+    assert all(bool(other.eq(2).all()) for other in others)
+
+
 def test_where_tables_go(tmp_path: Path):
     cpu = torch.device("cpu")
     assert choose_where(1, cpu, "auto", None) == "host"

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import psutil
+import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -181,6 +183,11 @@ def children() -> list[psutil.Process]:
     forked = [] if server is None else psutil.Process(server).children()
     family = psutil.Process().children(recursive=True)
     return [*forked, *(child for child in family if "spawn_main" in " ".join(child.cmdline()))]
+
+
+def is_possible(config: pytest.Config) -> bool:
+    """Whether tests get warm processes: not by --spawn, nor where there is a GPU, since CUDA cannot be forked."""
+    return not (config.getoption("--spawn") or torch.cuda.is_available())
 
 
 def start() -> None:

@@ -235,20 +235,22 @@ class DeviceHistories(Histories):
         table, start = self.table(l, rows), 0
         if self.stream is not None:
             self.stream.wait_event(mark or self.mark())
+        if self.stream is not None and rows.is_cuda:
+            # The caller's own rows, not their copy in the table's type: that copy is made in the stream of the tables,
+            # and until then the memory of the rows must not be given to anybody else.
+            rows.record_stream(self.stream)
         with self._aside():
-            rows = rows.to(table.dtype)
+            stored = rows.to(table.dtype)
             for slab in slabs:
                 count = slab.stop - slab.start
-                piece = rows[start : start + count]
+                piece = stored[start : start + count]
                 if self.where == "host" and piece.is_cuda:
                     self.pool.push(piece, table[slab])
                 else:
                     table[slab].copy_(piece, non_blocking=True)
                 start += count
-            if self.stream is not None and rows.is_cuda:
-                rows.record_stream(self.stream)
         if self.where != "device" and rows.is_cuda:
-            trace.count("bytes.pushed", rows.nbytes)
+            trace.count("bytes.pushed", stored.nbytes)
 
     def write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
         if self.where != "pinned" or not rows.is_cuda:
