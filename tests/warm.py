@@ -187,7 +187,8 @@ def children() -> list[psutil.Process]:
 
 def is_possible(config: pytest.Config) -> bool:
     """Whether tests get warm processes: not by --spawn, nor where there is a GPU, since CUDA cannot be forked."""
-    return not (config.getoption("--spawn") or torch.cuda.is_available())
+    has_server = "forkserver" in multiprocessing.get_all_start_methods()
+    return has_server and not (config.getoption("--spawn") or torch.cuda.is_available())
 
 
 def start() -> None:
