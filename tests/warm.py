@@ -132,7 +132,7 @@ def _run_program(address: str, arguments: list[str], cwd: Path, env: dict[str, s
         os.dup2(file, stream.fileno())
         os.close(file)
     while arguments[0] == "-W":
-        warnings.simplefilter(arguments[1].partition(":")[0])  # type: ignore[arg-type]
+        warnings._setoption(arguments[1])  # type: ignore[attr-defined]
         arguments = arguments[2:]
     flag, *rest = arguments
     if flag == "-m":
