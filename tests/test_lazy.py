@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib.util
 import json
 import pkgutil
@@ -13,6 +15,7 @@ import pytest
 
 import hopline as hl
 import hopline.data
+from hopline import cli
 from hopline.lazy import on_first_use
 from tests.launched import environment
 
@@ -105,3 +108,15 @@ def test_a_name_is_imported_once(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delattr(hopline.data, name)  # what the lookups above have put there
     with pytest.raises(AttributeError, match=r"'hopline\.data' has no attribute 'e'"):
         get("e")
+
+
+def test_the_garbage_collector_is_off_only_while_a_command_imports(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "torch")
+
+    with cli._loading():
+        assert not gc.isenabled()
+
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+    atexit.unregister(gc.unfreeze)
