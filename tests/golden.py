@@ -353,6 +353,8 @@ def main() -> int:
     key = gpu_key() if given.device == "cuda" else cpu_key()
     print(key, flush=True)
     record = Record.read(given.device)
+    if not any(given.only in name for name in (*case_names(given.device), *draw_names(given.device))):
+        parser.error(f"no case has {given.only!r} in its name")
     done = compute_all(given.device, given.times, given.only)
     for name, result in done.runs.items():
         if "apart" in result:

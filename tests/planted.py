@@ -806,6 +806,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the faults and end")
     args = parser.parse_args()
     faults = chosen(FAULTS, args.only, args.gpu)
+    if not faults:
+        parser.error(f"no fault or area has {' or '.join(args.only)} in its name: see --list")
     try:
         check(FAULTS, ROOT)
     except Moved as error:
