@@ -129,7 +129,7 @@ class CapturedWork:
         loader, batches = self.loader, self.batches
         size, method = loader.method.batch_size, loader.method
         steps = STEPS if method.look_ahead == "auto" else method.look_ahead
-        slots = Slots(size, method.fanouts).offsets[-1]
+        slots = Slots(size, method.fanout_per_layer).offsets[-1]
         tables = loader.data.tables.values() if loader.keeps_handle else ()
         stagings = stage_tables(tables, loader.device, slots, steps, loader.data.graph.indices.dtype)
         draw = partial(batches.nodes_ahead, size, loader.rank * size, size * loader.size)

@@ -20,7 +20,7 @@ from hopline.graph import Graph
 from hopline.historical import Historical
 from hopline.keep import capped, keep_to
 from hopline.measure import own_threads
-from hopline.methods import Sampled
+from hopline.methods import Sampled, usual_fanouts
 from hopline.nn.gnn import GNN
 from hopline.placement import place
 from hopline.plan import PLACES, DoesNotFit, Outline, Place, Plan
@@ -111,7 +111,7 @@ def _best_known(method: Method, outline: Outline, budget: Budget) -> Plan:
 
 
 def _num_blocks(method: Method, outline: Outline) -> int:
-    return len(method.fanouts) if isinstance(method, Sampled) else getattr(outline.model, "num_layers", 3)
+    return len(method.fanout_per_layer) if isinstance(method, Sampled) else getattr(outline.model, "num_layers", 3)
 
 
 def _raised(budget: Budget, smallest: Mapping[Place, int], outline: Outline) -> Budget:
@@ -138,7 +138,7 @@ def alternatives(method: Method | None, outline: Outline) -> list[Method]:
         parts = Historical(num_parts=min(40, num_nodes), parts_per_batch=min(10, num_nodes), partition=cut)
         whole = FullBatch(num_shards=1, partition=cut)
         found = [parts, whole, replace(parts, folder=FOLDER), replace(whole, folder=FOLDER)]
-    found.insert(0, Sampled(fanouts=(10,) * layers))
+    found.insert(0, Sampled(fanouts=usual_fanouts(layers)))
     return [other for other in found if type(other) is not type(method)]
 
 
@@ -158,7 +158,7 @@ def _planned(method: Method, outline: Outline, budget: Budget) -> Candidate:
 def compare(method: Method | None, outline: Outline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
     """The method and all others: each as it fits, in memory if it can, with the seconds of an epoch if `probe`."""
     if probe:
-        blocks = {len(method.fanouts)} if isinstance(method, Sampled) else set()
+        blocks = {len(method.fanout_per_layer)} if isinstance(method, Sampled) else set()
         for num_blocks in blocks | {getattr(outline.model, "num_layers", 3)}:
             learn(outline, num_blocks)
     found: dict[str, Candidate] = {}

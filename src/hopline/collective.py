@@ -186,7 +186,7 @@ class CollectiveLoader:
             raise ValueError("layout=tree draws every slot by itself, which shards cannot: set layout=block")
         self.shard, self.method, self.seed, self.device = shard, method, seed, torch.device(device)
         self.channel = Channel(world) if channel is None else channel
-        self.sampler = CollectiveSampler(shard, self.channel, method.fanouts, replace=method.replace)
+        self.sampler = CollectiveSampler(shard, self.channel, method.fanout_per_layer, replace=method.replace)
         self.tables = _chosen(shard.tables, tables)
         self.places = self._find(ids if isinstance(ids, str) else torch.as_tensor(ids))
         settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()

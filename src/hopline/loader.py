@@ -54,7 +54,7 @@ class Loader:
         self.on_gpu = data.graph.indptr.device.type != "cpu"
         self.layout = resolve_layout(method, data, device, model)
         kind = TreeSampler if self.layout == "tree" else NeighborSampler
-        self.sampler = kind(data.graph, method.fanouts, replace=method.replace)
+        self.sampler = kind(data.graph, method.fanout_per_layer, replace=method.replace)
         self.read_by_gpu = self._is_read_by_gpu()
         self.keeps_handle = self._keeps_handle(model)
         self.model = model
@@ -225,9 +225,9 @@ def resolve_layout(
         )
     if method.layout != "auto":
         return method.layout
-    if data.graph.indptr.device.type != "cuda" or -1 in method.fanouts or not isinstance(model, GNN):
+    if data.graph.indptr.device.type != "cuda" or -1 in method.fanout_per_layer or not isinstance(model, GNN):
         return "block"
-    x, num_slots = data.tables.get("x"), Slots(method.batch_size, method.fanouts).offsets[-1]
+    x, num_slots = data.tables.get("x"), Slots(method.batch_size, method.fanout_per_layer).offsets[-1]
     tiers = None if x is None else x.tiers(device)
     readable = tiers is not None and tiers.hot.device.type == "cuda"  # but for rows that are staged ahead
     return "tree" if readable and num_slots <= max(MOST_SLOTS, data.num_nodes) else "block"

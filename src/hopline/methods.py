@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, overload
 
 from hopline.validate import check_fanouts, check_fields
@@ -18,13 +18,22 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.shards import Shard
     from hopline.world import World
 
+FIRST_FANOUTS = (15, 10, 5)
+"""Of the layers nearest to the seeds; those further out take as many as the last of these."""
+
+
+def usual_fanouts(num_layers: int) -> tuple[int, ...]:
+    """15, 10, 5, 5, ...: fewer the further a layer is from the seeds, since hops multiply."""
+    return (FIRST_FANOUTS + FIRST_FANOUTS[-1:] * num_layers)[:num_layers]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Method):
     """Neighbour sampling: each batch is some seeds and a sample of the edges that lead to them."""
 
-    fanouts: tuple[int, ...] = (15, 10, 5)
-    """In-edges taken per node and layer, the seeds' own first; -1 takes all."""
+    fanouts: tuple[int, ...] | Literal["auto"] = "auto"
+    """In-edges sampled per node, one number per layer, the seeds' own first; -1 takes all. `auto`: 15, 10, 5, 5, ...
+    for as many layers as the model has."""
     batch_size: int = 1024
     """Seeds per batch and rank."""
     replace: bool = False
@@ -43,7 +52,8 @@ class Sampled(Method):
     """Batches prepared before they are needed."""
 
     def __post_init__(self) -> None:
-        check_fanouts(self.fanouts, self.replace)
+        if self.fanouts != "auto":
+            check_fanouts(self.fanouts, self.replace)
         check_fields(self)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
@@ -51,6 +61,24 @@ class Sampled(Method):
             value = getattr(self, name)
             if value != "auto" and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value!r}")
+
+    @property
+    def fanout_per_layer(self) -> tuple[int, ...]:
+        """`fanouts` as numbers; refused where there is no model yet that "auto" could follow."""
+        if isinstance(self.fanouts, str):
+            raise ValueError(
+                "fanouts='auto' follows the model's depth, and there is no model here: give model=, or one number per "
+                "layer, such as fanouts=(15, 10, 5)"
+            )
+        return self.fanouts
+
+    def for_model(self, model: nn.Module) -> Sampled:
+        """The same settings, with fan-outs for each of the model's layers."""
+        if self.fanouts != "auto":
+            return self
+        from hopline.nn.whole import depth_of
+
+        return replace(self, fanouts=usual_fanouts(depth_of(model)))
 
     def inference_batches(self, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
         from hopline.sampled_work import inference_batches

@@ -53,7 +53,7 @@ def plan_of(method: Method, outline: Outline, budget: Budget) -> Plan:
 def _sampled(method: Sampled, outline: Outline, budget: Budget) -> Plan:
     """As many batches ahead as leave room for a whole one; where there is none, a batch goes in pieces."""
     forms = SampledForms(method, outline, limits_of(budget, outline), budget.over_budget)
-    return _surely(forms.best, outline, len(method.fanouts))
+    return _surely(forms.best, outline, len(method.fanout_per_layer))
 
 
 def _surely(best: Callable[[], Plan], outline: Outline, num_blocks: int) -> Plan:

@@ -29,6 +29,7 @@ from hopline.launch_settings import LaunchSettings
 from hopline.meter import find_device
 from hopline.methods import Auto, Sampled
 from hopline.models import make_model
+from hopline.nn.whole import as_walkable
 from hopline.plan import Outline
 from hopline.run_settings import EDGE_LISTS, ConvertConfig, ExportConfig, RunConfig, check_conversion, load_config
 from hopline.settings import TrainSettings
@@ -61,6 +62,7 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
     model = make_model(config.model, data)
     if config.weights is not None:
         load_weights(model, config.weights)
+    config = _for_model(config, model)
     out = config.out or Path(world.broadcast_object(str(_run_folder(data.name, config))))
     config = _with_method(config, model, data, out, world)
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
@@ -77,6 +79,12 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
     )
     done = trainer.fit()
     return done if world.size == 1 else dataclasses.asdict(done) | {"folder": str(out)}
+
+
+def _for_model(config: RunConfig, model: nn.Module) -> RunConfig:
+    """The settings with those of the method that follow the model as numbers, as config.json keeps them."""
+    method = config.method.for_model(as_walkable(model))
+    return dataclasses.replace(config, method=method)  # type: ignore[arg-type]
 
 
 def _with_method(config: RunConfig, model: nn.Module, data: Dataset, out: Path, world: World) -> RunConfig:
@@ -101,7 +109,7 @@ def plan(config: RunConfig) -> list[Candidate]:
     model = make_model(config.model, data).to(find_device(config.device))
     if not data.splits.get("train", torch.empty(0)).numel():
         raise ValueError(f"dataset {data.name!r} has no training nodes: give it a 'train' split")
-    method = None if isinstance(config.method, Auto) else config.method
+    method = None if isinstance(config.method, Auto) else _for_model(config, model).method
     return compare(method, Outline.of(model, data, config, config.placement), config.budget or Budget())
 
 

@@ -54,7 +54,7 @@ class SampledForms:
 
     @property
     def predictor(self) -> Predictor:
-        return self.outline.predictor(len(self.method.fanouts))
+        return self.outline.predictor(len(self.method.fanout_per_layer))
 
     def best(self) -> Plan:
         """The fastest that keeps to the limits with whole batches, or else with pieces, or the smallest."""
@@ -94,11 +94,11 @@ class SampledForms:
     def tree(self) -> Plan | None:
         """On a GPU that has room for everything: shapes that never change, so there is nothing to cut."""
         method, outline = self.method, self.outline
-        possible = method.layout != "block" and -1 not in method.fanouts and isinstance(outline.model, GNN)
+        possible = method.layout != "block" and -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
         if outline.home == "host" or not possible:
             return None
         nodes = [method.batch_size]
-        for fanout in method.fanouts:
+        for fanout in method.fanout_per_layer:
             nodes.append(nodes[-1] * (1 + fanout))
         edges = [outer - inner for inner, outer in pairwise(nodes)]
         step = self.predictor.costs.bound(Sizes(tuple(reversed(nodes)), tuple(reversed(edges))))
@@ -119,7 +119,7 @@ class SampledForms:
 
     @cached_property
     def _largest_seed(self) -> Sizes:
-        return largest_seed(self.method.fanouts, self.outline.data.graph, self.outline.train_ids)
+        return largest_seed(self.method.fanout_per_layer, self.outline.data.graph, self.outline.train_ids)
 
     @cached_property
     def _largest(self) -> Batch:
@@ -136,7 +136,9 @@ class SampledForms:
         all seeds without an edge, or of the whole batch."""
         beside, num_seeds = sum(state_bytes(self.outline.model)), min(self.method.batch_size, self._num_seeds)
         if self.over_budget == "cut":
-            seed = Sizes((num_seeds,) * (len(self.method.fanouts) + 1), (0,) * len(self.method.fanouts))
+            seed = Sizes(
+                (num_seeds,) * (len(self.method.fanout_per_layer) + 1), (0,) * len(self.method.fanout_per_layer)
+            )
         elif self.over_budget == "refuse" or not can_split(self.outline.model):
             return beside + self._whole(waits_on_host)
         else:

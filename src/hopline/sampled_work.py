@@ -25,10 +25,12 @@ from hopline.world import World
 
 def bind(method: Sampled, job: Job) -> Work:
     """The work of a job: captured as a CUDA graph where a GPU samples trees, else batch by batch."""
-    num_layers = getattr(job.model, "num_layers", len(method.fanouts))
-    if num_layers != len(method.fanouts):
+    method = method.for_model(job.model)
+    num_fanouts = len(method.fanout_per_layer)
+    num_layers = getattr(job.model, "num_layers", num_fanouts)
+    if num_layers != num_fanouts:
         raise ValueError(
-            f"the model has {num_layers} layers and fanouts={method.fanouts} names {len(method.fanouts)}: "
+            f"the model has {num_layers} layers and fanouts={method.fanouts} names {num_fanouts}: "
             f"give one fan-out per layer, for example fanouts={','.join(['10'] * num_layers)}"
         )
     if method.scale_sums and isinstance(job.model, Whole):
@@ -46,7 +48,7 @@ def bind(method: Sampled, job: Job) -> Work:
 
 def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
     """Batches at `ids`, in their order."""
-    in_order = replace(method, shuffle=False, drop_last=False)
+    in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
     options = {"seed": job.seed, "device": job.device}
     if isinstance(job.data, ShardedData):
         return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, **options)
@@ -69,7 +71,9 @@ def make_loader(
     if isinstance(ids, str) and ids not in data.splits:
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
     chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
-    return Loader(data, chosen, method, seed, torch.device(device), as_walkable(model) if model else None)
+    walk = None if model is None else as_walkable(model)
+    method = method if walk is None else method.for_model(walk)
+    return Loader(data, chosen, method, seed, torch.device(device), walk)
 
 
 @dataclass

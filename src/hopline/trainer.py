@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.evaluation import Beside, Blocking, Evaluations, check_beside, evaluates_here, sent_data
 from hopline.files import remove_unfinished
+from hopline.full_batch import FullBatch
+from hopline.historical import Historical
 from hopline.keep import capped, keep_to
 from hopline.measure import Measure, TestStep, own_threads
 from hopline.meter import find_device
@@ -45,7 +48,7 @@ from hopline.report import Report
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings
 from hopline.shard_data import ShardedData
-from hopline.spec import to_dict
+from hopline.spec import kind_of, to_dict
 from hopline.update import Update, make_optimizer, split_decay
 from hopline.watch import WatchBudget, WatchPipeline
 from hopline.work import Job, Method, TrainStep, Unit, Work, in_groups, units_from
@@ -54,6 +57,17 @@ from hopline.world import World
 GivenBudget = Budget | str | Mapping[str, str] | None
 STAGES = ("sample", "gather", "move", "forward", "backward", "step", "optimizer")
 """Spans that can be the slowest stage; `wait` is the training thread waiting for the first three."""
+
+
+def _checked_method(method: Method | None) -> Method:
+    """The method, or the usual one; what is no method is refused with what to write."""
+    if isinstance(method, Method | None):
+        return method or Sampled()
+    known = {kind_of(kind): kind.__name__ for kind in (Sampled, Historical, FullBatch)}
+    meant = get_close_matches(kind_of(method) if isinstance(method, type) else str(method).lower(), known, n=1)
+    example = known[meant[0]] if meant else "Sampled"
+    kind = "the class" if isinstance(method, type) else "the string" if isinstance(method, str) else "the object"
+    raise ValueError(f"method must be a Method such as hl.{example}(), not {kind} {method!r}")
 
 
 class Trainer:
@@ -91,7 +105,7 @@ class Trainer:
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
-        self.method = self.asked = method if method is not None else Sampled()
+        self.method = self.asked = _checked_method(method).for_model(as_walkable(model))
         self.test_step = test_step
         self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric

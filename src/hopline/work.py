@@ -123,6 +123,10 @@ class Method(ABC):
     @abstractmethod
     def bind(self, job: Job) -> Work: ...
 
+    def for_model(self, model: nn.Module) -> Method:
+        """The same method, with settings that depend on the model's depth filled in."""
+        return self
+
     def placement(self, wanted: Placement) -> Placement:
         """Where a GPU should find the data, given what was asked for."""
         return wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline.batch import Batch, Block, Readable, as_tensor
@@ -40,6 +41,20 @@ class Whole(nn.Module):
         """Outputs for all nodes of a square block."""
         dtype = next(self.module.parameters(), x).dtype
         return self.module(typed(x, dtype), block.edge_index, **edge_arguments(self.module, block.edge, dtype))
+
+
+def depth_of(model: nn.Module) -> int:
+    """How many hops a model reaches: its layers, or the convs of a module that is not made of layers."""
+    if isinstance(model, GNN):
+        return model.num_layers
+    module = model.module if isinstance(model, Whole) else model
+    num_convs = sum(isinstance(part, MessagePassing) for part in module.modules())
+    if not num_convs:
+        raise ValueError(
+            f"the depth of {type(module).__name__} cannot be told, since no PyG conv is a part of it: give one fan-out "
+            "per hop that it reaches, such as fanouts=(15, 10)"
+        )
+    return num_convs
 
 
 def as_walkable(model: nn.Module) -> GNN | Whole:
