@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -114,15 +116,76 @@ def test_a_full_disk_is_named_and_leaves_the_old_weights(
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
 
 
-def test_progress_says_speed_and_slowest_stage_of_every_epoch(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    run = fit(small(), epochs=2, show=True, out=tmp_path)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "seeds/s" in line]
-    assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2"]
-    assert f"slowest stage: {run.history[1].slowest_stage}" in lines[1]
-    assert f"loss {run.history[1].loss:.4f}" in lines[1]
+@pytest.mark.parametrize("evaluate", ["blocking", "async"])
+def test_an_epoch_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, evaluate: str):
+    run = fit(small(), epochs=10, evaluate_every=3, evaluate=evaluate, show=True, out=tmp_path)
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in printed if "seeds/s" in line]
+    found = {e.epoch: e.metrics["accuracy"] for e in run.evaluations if e.split == "valid"}
+    assert list(found) == [3, 6, 9, 10]
+    for line, epoch in zip(lines, run.history, strict=True):
+        assert line.startswith(f"epoch {epoch.epoch:>2}/10  loss {epoch.loss:.4f}  ")
+        assert ("valid" in line) == (epoch.epoch in found)
+        assert epoch.epoch not in found or f"  valid accuracy {found[epoch.epoch]:.4f}  " in line
+        assert len(line) < 100
+    assert [line for line in printed if line.startswith("epoch")] == lines, "nothing else is said of an epoch"
+    assert len(printed) == len(set(printed)), "nothing is said twice"
     log = (tmp_path / "run.log").read_text()
-    assert all(line in log for line in lines)
-    assert "stopped after epoch 2: all 2 epochs are trained" in log
+    assert all(line in log for line in printed)
+    assert "done: all 10 epochs are trained" in log
+
+
+def test_an_epoch_that_ended_but_was_not_evaluated_is_told_of_too(capsys: pytest.CaptureFixture[str]):
+    class Trainer(hl.Trainer):
+        def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
+            raise KeyboardInterrupt
+
+    data = small()
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(sage(data), data, method(), epochs=1).fit()
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch"))
+    assert line.startswith("epoch 1/1  loss")
+
+
+def test_messages_go_through_logging_and_progress_can_be_switched_off(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    caplog.set_level(logging.INFO, logger="hopline")
+    fit(small(), epochs=1, out=tmp_path)
+    fit(small(), epochs=2, out=tmp_path, resume=True)
+    assert [message for message in caplog.messages if message.startswith("going on from")]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_misspelt_hook_is_refused():
+    with pytest.raises(TypeError, match=r"Mine has a method 'on_epoch_ends'.* Did you mean 'on_epoch_end'\?"):
+        type("Mine", (hl.Callback,), {"on_epoch_ends": lambda self, trainer, epoch: None})
+    with pytest.raises(TypeError, match=r"no such hook\. The hooks are on_fit_start, on_step_end"):
+        type("Mine", (hl.Callback,), {"on_zzz": None})
+
+
+def test_a_run_is_shown_in_a_few_lines(tmp_path: Path):
+    run = fit(small(), epochs=3, out=tmp_path)
+    assert repr(run).count("\n") == 0
+    assert len(repr(run)) < 200
+    rows = dict(re.split(r"  +", line, maxsplit=1) for line in str(run).splitlines())
+    assert list(rows) == ["best epoch", "valid accuracy", "test accuracy", "time", "peak memory", "run folder"]
+    assert rows["valid accuracy"] == f"{run.valid:.4f}"
+    parts = run.time_by_part()
+    assert parts["total"] == pytest.approx(parts["training"] + parts["evaluation"] + parts["rest"])
+    assert parts["training"] == sum(epoch.seconds for epoch in run.history)
+    assert parts["rest"] > 0
+    resumed = fit(small(), epochs=4, out=tmp_path, resume=True)
+    assert resumed.seconds > run.seconds - parts["rest"], "what it took before counts"
+
+
+def test_work_is_without_waiting():
+    run = fit(small(), epochs=2)
+    for epoch in run.history:
+        assert "wait" in epoch.stages
+        assert "wait" not in epoch.work
+        assert epoch.work["forward"] == epoch.stages["forward"]
+        assert epoch.slowest_stage == max(epoch.work, key=lambda name: epoch.work[name])
 
 
 def test_a_quiet_run_prints_nothing(capsys: pytest.CaptureFixture[str]):

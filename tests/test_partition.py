@@ -164,7 +164,7 @@ def test_other_edges_or_settings_are_kept_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["array", "cut", "missing", "json", "other"])
-def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     graph = random_graph(400, 2000)
     first = make_partition(graph, 5, cache=tmp_path)
     (array,), (about,) = tmp_path.glob("*.npy"), tmp_path.glob("*.json")
@@ -180,19 +180,18 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str, capsys: pytest.
         np.save(array, np.zeros(3))
     again = make_partition(graph, 5, cache=tmp_path)
     assert torch.equal(first.part_of, again.part_of)
-    said = capsys.readouterr().err
+    said = caplog.text
+    caplog.clear()
     assert said.count("\n") == 1
     assert "damaged" in said
     make_partition(graph, 5, cache=tmp_path)
-    assert not capsys.readouterr().err
+    assert not caplog.text
 
 
-def test_a_folder_that_cannot_be_written_costs_only_the_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     make_partition(random_graph(), 3, cache=tmp_path / "file")
-    assert "could not be kept" in capsys.readouterr().err
+    assert "could not be kept" in caplog.text
 
 
 def test_the_hash_sees_every_edge(monkeypatch: pytest.MonkeyPatch) -> None:

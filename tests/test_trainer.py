@@ -684,3 +684,96 @@ def test_what_cannot_train_is_said_at_once(arguments: dict[str, Any], message: s
     settings = {"epochs": 1, "show": False} | arguments.get("settings", {})
     with pytest.raises(ValueError, match=message):
         hl.Trainer(model, arguments.get("data", data), method(), test_step=arguments.get("test_step"), **settings).fit()
+
+
+def test_the_default_method_follows_the_models_depth():
+    data = small()
+
+    def fanouts(model: nn.Module) -> object:
+        return hl.Trainer(model, data, show=False, epochs=1).method.fanouts  # type: ignore[attr-defined]
+
+    assert fanouts(sage(data)) == (15, 10)
+    deep = hl.nn.GNN(
+        [SAGEConv(data.num_features, 8), *(SAGEConv(8, 8) for _ in range(3)), SAGEConv(8, data.num_classes)]
+    )
+    assert fanouts(deep) == (15, 10, 5, 5, 5)
+    assert fanouts(GraphSAGE(data.num_features, 8, 4, data.num_classes)) == (15, 10, 5, 5)
+
+    class Net(nn.Module):
+        def __init__(self, *convs: nn.Module) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(convs)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            for conv in self.convs:
+                x = conv(x, edge_index)
+            return x
+
+    assert fanouts(Net(SAGEConv(data.num_features, 8), SAGEConv(8, data.num_classes))) == (15, 10)
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match=r"the depth of Own cannot be told.* fanouts=\(15, 10\)"):
+        fanouts(Own(data.num_features, data.num_classes))
+    assert hl.Trainer(sage(data), data, show=False, epochs=1).fit().epochs == 1
+    with pytest.raises(ValueError, match=r"fanouts='auto' follows the model.* give model=, or one number per layer"):
+        hl.Sampled().loader(data)
+    assert len(next(iter(hl.Sampled().loader(data, model=sage(data)))).blocks) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("sampled", r"method must be a Method such as hl.Sampled\(\), not the string 'sampled'"),
+        ("histrical", r"such as hl.Historical\(\), not the string"),
+        (hl.FullBatch, r"such as hl.FullBatch\(\), not the class"),
+        (17, r"such as hl.Sampled\(\), not the object 17"),
+    ],
+)
+def test_what_is_no_method_is_refused_with_what_to_write(method: Any, words: str):
+    data = small()
+    with pytest.raises(ValueError, match=words):
+        hl.Trainer(sage(data), data, method)
+
+
+def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant():
+    data = small()
+    for name, meant in (
+        ("epoch", "epochs"),
+        ("bugdet", "budget"),
+        ("callback", "callbacks"),
+        ("weights_decay", "weight_decay"),
+    ):
+        with pytest.raises(TypeError, match=rf"Trainer has no setting '{name}'. Did you mean '{meant}'\?"):
+            hl.Trainer(sage(data), data, **{name: None})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Sampled has no setting 'fanout'. Did you mean 'fanouts'\?"):
+        hl.Sampled(fanout=(1, 2))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Sampled takes its settings by name, such as fanouts=\(1, 2\)"):
+        hl.Sampled((1, 2))  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"callbacks must be objects of classes derived from hl.Callback, not <class"):
+        hl.Trainer(sage(data), data, callbacks=[hl.EarlyStop])  # type: ignore[list-item]
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path: Path):
+    data, out = small(), tmp_path / "runs" / "one"
+
+    def broken(model: nn.Module, batch: hl.Batch) -> Tensor:
+        raise RuntimeError("no step was possible")
+
+    for out, kept in ((tmp_path / "runs" / "one", False), (tmp_path, True)):
+        (tmp_path / "mine.txt").write_text("mine")
+        with pytest.raises(RuntimeError, match="no step was possible"):
+            hl.Trainer(sage(data), data, method(), train_step=broken, out=out, show=False).fit()
+        assert out.exists() == kept
+        assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False).fit()
+
+    class Later(hl.Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+            raise RuntimeError("after a step")
+
+    with pytest.raises(RuntimeError, match="after a step"):
+        hl.Trainer(sage(data), data, method(), callbacks=[Later()], out=tmp_path / "later", show=False).fit()
+    assert "failed: RuntimeError: after a step" in (tmp_path / "later" / "run.log").read_text()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hopline.spec import nearest, parse_size
-from hopline.validate import check_fields
+from hopline.validate import check_fields, settings
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +17,7 @@ SplitBy = Literal["balance", "metis"]
 CutBy = Literal["random", "degree", "pagerank"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Budget:
     """Memory that a run may take, and what becomes of a batch that would take more."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from hopline.files import replacing
 from hopline.progress import Progress, progress
 from hopline.report import Report, write_text
 from hopline.report_html import read_records
+from hopline.spec import format_size, nearest
 from hopline.trace import RegionStatistics
 
 if TYPE_CHECKING:
@@ -47,8 +48,11 @@ class EpochEnd:
     seconds: float
     seeds_per_s: float
     slowest_stage: str
+    """The stage with the most work."""
     stages: dict[str, float] = field(default_factory=dict)
-    """Seconds spent in each stage, summed over threads."""
+    """Seconds from the beginning to the end of each stage, summed over threads; `wait` is for batches."""
+    work: dict[str, float] = field(default_factory=dict)
+    """Seconds of each stage's own work: without waiting for batches, and without a thread's waiting for a core."""
     counters: dict[str, float] = field(default_factory=dict)
 
 
@@ -87,10 +91,56 @@ class Run:
     """Which of the processes that trained together this is from; all have the same numbers."""
     dropped: int = 0
     """Epochs trained, the last perhaps in part, while the evaluation that ended the run went on; they left nothing."""
+    seconds: float = 0.0
+    """Of the whole run, with what it took before it was resumed."""
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """The largest memory of the process: "host" is resident memory, "device" what torch reserved of the GPU."""
+
+    def __repr__(self) -> str:
+        where = "" if self.folder is None else f", folder={str(self.folder)!r}"
+        scores = [
+            f"{split} {self.metric} {value:.4f}"
+            for split, value in (("valid", self.valid), ("test", self.test))
+            if not math.isnan(value)
+        ]
+        return f"Run({', '.join([f'{self.epochs} epochs', f'best epoch {self.best_epoch}', *scores])}{where})"
+
+    def __str__(self) -> str:
+        """The result as a table: metrics, time by part, memory, where the run lies."""
+        rows = [("best epoch", f"{self.best_epoch} of {self.epochs}")]
+        for split, value, how in (("valid", self.valid, ""), ("test", self.test, " (exact: over every edge)")):
+            name = f"{split} {self.metric}".strip()
+            rows.append((name, f"none: the dataset has no {split} split" if math.isnan(value) else f"{value:.4f}{how}"))
+        rows.append(("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.time_by_part().items())))
+        sizes = {"host": "{} on the host", "device": "{} on the GPU"}
+        rows.append(("peak memory", ", ".join(sizes[p].format(format_size(n)) for p, n in self.peak_bytes.items())))
+        if self.folder is not None:
+            rows.append(("run folder", f"{self.folder} (open report.html)"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def time_by_part(self) -> dict[str, float]:
+        """Seconds of the whole run, of training and evaluation, and of the rest, such as starting and checkpoints.
+
+        Asynchronous evaluation takes place during training: the parts are then more than the whole.
+        """
+        trained_s = sum(epoch.seconds for epoch in self.history)
+        evaluated_s = sum(evaluation.seconds for evaluation in self.evaluations)
+        rest_s = max(0.0, self.seconds - trained_s - evaluated_s)
+        return {"total": self.seconds, "training": trained_s, "evaluation": evaluated_s, "rest": rest_s}
 
 
 class Callback:
     """Override what you need. `trainer.stop("why")` in any hook ends training after the current epoch."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Refuse a misspelt hook, which would never be called."""
+        super().__init_subclass__(**arguments)
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in hooks:
+                hint = nearest(name, hooks) or f" The hooks are {', '.join(hooks)}."
+                raise TypeError(f"{cls.__name__} has a method '{name}', and there is no such hook.{hint}")
 
     def on_fit_start(self, trainer: Trainer) -> None: ...
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None: ...
@@ -189,20 +239,27 @@ class KeepWeights(Callback):
 
 
 class ShowProgress(Callback):
-    """A bar over the epoch's seeds and a line per epoch."""
+    """A bar over the epoch's seeds, and a line per epoch with its evaluation."""
 
     def __init__(self) -> None:
         self.bar: Progress | None = None
         self.context: Any = None
+        self.waiting: list[tuple[EpochEnd, bool]] = []
+        """Epochs whose line is not printed yet, and whether an evaluation of theirs is to come: asynchronously, it
+        comes during a later epoch."""
+        self.results: dict[int, Evaluation] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        ranks = f"; {trainer.world.size} ranks" if trainer.world.size > 1 else ""
-        trainer.say(f"{trainer.data!r}; {parameters:,} parameters; {type(trainer.method).__name__}{ranks}")
+        self.waiting, self.results = [], {}
+        self._print(trainer, repr(trainer.data))
         if "split" in trainer.data.meta:
-            trainer.say(f"split: {trainer.data.meta['split']}")
+            self._print(trainer, f"split: {trainer.data.meta['split']}")
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        ranks = f", {trainer.world.size} ranks" if trainer.world.size > 1 else ""
+        model = f"{type(trainer.model).__name__}, {parameters:,} parameters"
+        self._print(trainer, f"{model}, {changed(trainer.method)}, {trainer.device}{ranks}")
         if not ops.kernel_cache().exists():
-            trainer.say("compiling kernels: once on this machine, some ten seconds")
+            self._print(trainer, "compiling kernels: once on this machine, some ten seconds")
 
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
         if self.context is None:
@@ -212,26 +269,60 @@ class ShowProgress(Callback):
         assert self.bar is not None
         self.bar.advance(step.size, loss=step.loss)
 
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        self._close()
+        self.waiting.append((epoch, trainer.is_evaluated(epoch.epoch)))
+        self._print_complete(trainer)
+
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        if evaluation.split == "valid":
+            self.results[evaluation.epoch] = evaluation
+            self._print_complete(trainer)
+
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        self._close()
+        for epoch, _ in self.waiting:
+            if epoch.epoch <= run.epochs:  # later ones were dropped
+                self._print(trainer, self._line(trainer, epoch))
+        if run.finished:  # an error speaks for itself
+            self._print(trainer, f"done: {run.reason}")
+
+    def _print_complete(self, trainer: Trainer) -> None:
+        """Print the epochs of which nothing is awaited any more, in their order."""
+        while self.waiting:
+            epoch, is_evaluated = self.waiting[0]
+            if is_evaluated and epoch.epoch not in self.results:
+                return
+            self._print(trainer, self._line(trainer, epoch))
+            del self.waiting[0]
+
+    def _line(self, trainer: Trainer, epoch: EpochEnd) -> str:
+        """The columns of one epoch, each of the same width on every line."""
+        last, evaluation = trainer.settings.epochs, self.results.get(epoch.epoch)
+        parts = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"loss {epoch.loss:.4f}"]
+        seconds = f"{epoch.seconds:.1f} s"
+        if evaluation is not None:
+            parts += [f"valid {name} {value:.4f}" for name, value in evaluation.metrics.items()]
+            seconds += f" + {evaluation.seconds:.1f} s evaluation"
+        return "  ".join([*parts, seconds, f"{epoch.seeds_per_s:,.0f} seeds/s"])
+
     def _close(self) -> None:
         if self.context is not None:
             self.context.__exit__(None, None, None)
             self.context = self.bar = None
 
-    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
-        self._close()
-        trainer.say(
-            f"epoch {epoch.epoch}: loss {epoch.loss:.4f}, {epoch.seconds:.1f} s, {epoch.seeds_per_s:,.0f} seeds/s, "
-            f"slowest stage: {epoch.slowest_stage}"
-        )
+    def _print(self, trainer: Trainer, text: str) -> None:
+        print(text, flush=True)
+        trainer.note(text)
 
-    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        values = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items())
-        trainer.say(f"epoch {evaluation.epoch}: {evaluation.split} {values} ({evaluation.seconds:.1f} s)")
 
-    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
-        self._close()
-        if run.finished:  # an error speaks for itself
-            trainer.say(f"stopped after epoch {run.epochs}: {run.reason}")
+def changed(settings: Any) -> str:
+    """Settings as one would write them in Python, without those that are as they always are."""
+    if not is_dataclass(settings):
+        return type(settings).__name__
+    given = ((f.name, getattr(settings, f.name), f.default) for f in fields(settings))
+    shown = ", ".join(f"{name}={value!r}" for name, value, usual in given if value != usual)
+    return f"{type(settings).__name__}({shown})"
 
 
 class WriteReport(Callback):
@@ -263,10 +354,21 @@ class WriteReport(Callback):
                 "reason": run.reason,
                 "valid": {run.metric: run.valid},
                 "test": {run.metric: run.test},
-                "peak_rss_bytes": peak_memory_bytes(),
+                "peak_rss_bytes": run.peak_bytes.get("host"),
+                "peak_device_bytes": run.peak_bytes.get("device"),
+                "seconds": run.seconds,
                 "stages": [vars(region) for region in run.stages],
             }
         )
+
+
+def peak_bytes(device: torch.device) -> dict[str, int]:
+    """The largest memory of this process so far, by place."""
+    found = {"host": peak_memory_bytes()}
+    if device.type == "cuda":
+        # Reserved, not allocated: it is what others cannot use, and measuring steps for a budget does not reset it.
+        found["device"] = torch.cuda.max_memory_reserved(device)
+    return found
 
 
 def peak_memory_bytes() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,10 +103,7 @@ def train(
         raise _Ended(signal) from None  # typer would make one and the same status of every interruption
     if done.rank > 0:  # torchrun and srun start this command once per rank
         return None
-    valid = "no validation split" if math.isnan(done.valid) else f"valid {done.metric} {done.valid:.4f}"
-    test = "no test split" if math.isnan(done.test) else f"test {done.metric} {done.test:.4f} (exact)"
-    print(f"best epoch {done.best_epoch}: {valid}, {test}")
-    print(f"run folder: {done.folder}")
+    print(f"\n{done}")
     return None
 
 
@@ -296,7 +292,7 @@ class _Ended(Exception):
 
     def __init__(self, signal: Interrupted) -> None:
         self.number = signal.number
-        super().__init__(f"interrupted by {signal}: the same command with resume=true goes on")
+        super().__init__(f"interrupted by {signal}. To resume, type the same command with resume=true")
 
 
 def _print_keys(settings: type) -> None:
@@ -316,14 +312,14 @@ def main() -> None:
     except typer.Exit as done:
         status = done.exit_code
     except _Ended as ended:
-        print(f"error: {ended}", file=sys.stderr)
+        print(ended, file=sys.stderr)
         sys.exit(128 + ended.number)
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception as error:
         _fail(*_sentence(error), debug)
     if status == INTERRUPTED:  # typer may turn Ctrl-C into this status itself
-        print("error: interrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
     sys.exit(status)
 
 

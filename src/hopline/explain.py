@@ -60,7 +60,9 @@ class Explanation:
     bottleneck: str
     """The stage that decides."""
     sentence: str
-    """What it is, and what to change."""
+    """What it is, and what to change: at most 88 characters."""
+    advice: str
+    """What to change; empty where nothing can be done about it."""
 
 
 def bound_of(prepared: float, trained: float, num_batches: int, workers: int = 1) -> float:
@@ -97,7 +99,7 @@ def explain(
     waited = min(free, stages.get("wait", 0.0) / seconds)  # a host that waits while its GPU is busy holds up nothing
     rest = free - waited
     facts = _Facts(setup, shares, prepared, waited, idle, rest, found, stages)
-    bottleneck, sentence = facts.verdict()
+    bottleneck, what, advice = facts.verdict()
     return Explanation(
         num_batches=num_batches,
         seconds=seconds,
@@ -108,7 +110,8 @@ def explain(
         achieved=seconds / serial_s,
         waited=waited,
         bottleneck=bottleneck,
-        sentence=sentence,
+        sentence=f"{what}: {advice}" if advice else what,
+        advice=advice,
     )
 
 
@@ -128,83 +131,77 @@ class _Facts:
     alone: Mapping[str, float]
     spans: Mapping[str, float]
 
-    def verdict(self) -> tuple[str, str]:
-        """(the stage that decides, the sentence)."""
+    def verdict(self) -> tuple[str, str, str]:
+        """(the bottleneck, how much of an epoch it is, what to change about it)."""
         setup = self.setup
         if setup.workers and self.waited >= MUCH:
             return self._prepared_too_slowly()
         if not setup.workers and self.prepared >= MUCH:
             return self._prepared_in_line()
         if self.rest >= 0.5:
-            what = "larger batches (method.batch_size)" if setup.sampled else "fewer or faster callbacks"
-            if setup.on_gpu:
-                return REST, f"the host gives the GPU its work too slowly, {self.rest:.0%} of an epoch: try {what}"
-            return REST, f"{self.rest:.0%} of an epoch is spent in no stage, around the steps: try {what}"
+            what = "launch overhead" if setup.on_gpu else "work around the steps"
+            advice = "set a larger method.batch_size" if setup.sampled else "use fewer or faster callbacks"
+            return REST, f"{what}, {self.rest:.0%} of an epoch", advice
         return self._trained_too_slowly()
 
     def _worst(self, names: tuple[str, ...]) -> str:
         return max(names, key=lambda name: self.shares.get(name, 0.0))
 
-    def _prepared_too_slowly(self) -> tuple[str, str]:
+    def _share(self, stage: str) -> str:
+        return f"{stage}, {self.shares.get(stage, 0.0):.0%} of the work"
+
+    def _prepared_too_slowly(self) -> tuple[str, str, str]:
         setup, worst = self.setup, self._worst(PREPARED)
-        wait = f"training waits for batches {self.waited:.0%} of an epoch"
+        waits = f"waited for {min(self.waited, 0.99):.0%} of the time"
         trained_s = sum(s for name, s in self.alone.items() if name in TRAINED)
         prepared_s = sum(s for name, s in self.alone.items() if name in PREPARED)
         spans_s = sum(self.spans.get(name, 0.0) for name in PREPARED)
         if self.idle >= 0.3 and setup.look_ahead < 2 * setup.workers:
-            cure = "give a larger budget=" if setup.planned else f"set method.look_ahead={2 * setup.workers}"
-            return "look_ahead", f"{wait} though the threads are idle: {cure}"
-        share = self.shares.get(worst, 0.0)
-        why = f"batches are prepared too slowly: {wait}, and {worst} takes {share:.0%} of the work"
+            advice = "raise budget=" if setup.planned else f"set method.look_ahead={2 * setup.workers}"
+            return "look_ahead", f"prefetch too short, batches {waits}", advice
         if spans_s > 2 * prepared_s:
-            return "cores", f"there are too few cores ({setup.num_cores}): {wait}: {self._smaller(worst)}"
+            return "cores", f"too few cores ({setup.num_cores}), batches {waits}", self._less_work(worst)
         if setup.workers < setup.most_workers:
             needed = -(-prepared_s // max(trained_s, 1e-9))
             workers = int(min(setup.most_workers, max(setup.workers + 1, needed)))
-            return worst, f"{why}: set method.workers={workers}"
-        return worst, f"{why}: {self._smaller(worst)}"
+            return worst, f"{worst}, {waits}", f"set method.workers={workers}"
+        return worst, f"{worst}, {waits}", self._less_work(worst)
 
-    def _prepared_in_line(self) -> tuple[str, str]:
+    def _prepared_in_line(self) -> tuple[str, str, str]:
         setup, worst = self.setup, self._worst(PREPARED)
         if setup.drawn_on_gpu and self.shares[worst] < 0.5:
             return self._trained_too_slowly()
-        share = f"{worst} takes {self.shares[worst]:.0%} of the work"
         if setup.drawn_on_gpu:
-            return worst, f"the GPU prepares its batches itself, and {share}: {self._smaller(worst)}"
-        why = f"batches are prepared by the thread that trains, {self.prepared:.0%} of the work"
+            return worst, self._share(worst), self._less_work(worst)
+        what = f"preparing batches without prefetch, {self.prepared:.0%} of the work"
         if setup.planned:
-            return worst, f"{why}, since the budget leaves no room for batches ahead: give a larger budget="
+            return worst, what, "raise budget="
         if setup.most_workers and (setup.on_gpu or setup.num_cores > 1):
-            return worst, f"{why}, so nothing overlaps: set method.workers=auto"
-        return worst, f"{why}: {self._smaller(worst)}"
+            return worst, what, "set method.workers=auto"
+        return worst, what, self._less_work(worst)
 
-    def _smaller(self, worst: str) -> str:
-        """What makes preparing less work."""
+    def _less_work(self, worst: str) -> str:
+        """What makes preparing less work for those who do it."""
         setup = self.setup
         if setup.drawn_on_gpu and worst != "sample":
-            return "set placement.features=pinned, so that the GPU reads rows itself"
+            return "set placement.features=pinned"  # the GPU then reads rows itself
         if setup.on_gpu and not setup.drawn_on_gpu and setup.most_workers:
-            return (
-                "set placement.graph=pinned and placement.features=pinned, so that the GPU samples and reads rows "
-                "itself, or smaller method.fanouts"
-            )
+            return "set placement.graph=pinned placement.features=pinned"  # it then samples itself, too
         if setup.sampled:
             return "set smaller method.fanouts" + (", or device=cuda" if setup.gpu_free else "")
-        return "fewer features would help" if worst == "gather" else "smaller batches would help"
+        return ""
 
-    def _trained_too_slowly(self) -> tuple[str, str]:
+    def _trained_too_slowly(self) -> tuple[str, str, str]:
+        """Training is the work that the user asked for, so there is little to advise but where it runs."""
         setup, worst = self.setup, self._worst(TRAINED)
-        waits = f", and training waits for batches {self.waited:.0%} of an epoch" if setup.workers else ""
-        why = f"training itself is the bottleneck: {worst} takes {self.shares.get(worst, 0.0):.0%} of the work{waits}"
         if worst == "exchange":
-            return worst, f"{why}: set larger method.batch_size or accumulate=, so that ranks meet less often"
-        if worst == "checkpoint":
-            return worst, f"{why}: set a larger checkpoint_s=, or where epochs are shorter, out= on a faster disk"
-        ways = ["a smaller model"]
-        if setup.sampled:
-            ways.append("smaller method.fanouts")
-        if setup.on_gpu and not setup.bf16:
-            ways.append("precision=bf16")
-        if setup.gpu_free:
-            ways.append("device=cuda")
-        return worst, f"{why}: {', '.join(ways[:-1]) + ' or ' * (len(ways) > 1) + ways[-1]} would help"
+            advice = "set a larger method.batch_size or accumulate="
+        elif worst == "checkpoint":
+            advice = "set a larger checkpoint_s=, or out= on a faster disk"
+        elif setup.gpu_free:
+            advice = "set device=cuda"
+        elif setup.on_gpu and not setup.bf16:
+            advice = "try precision=bf16"
+        else:
+            advice = ""
+        return worst, self._share(worst), advice

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from hopline.placement_settings import Placement, with_graph_on_host
 from hopline.spec import parse_size
-from hopline.validate import check_fields
+from hopline.validate import check_fields, settings
 from hopline.work import Job, Method, Work
 
 Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class FullBatch(Method):
     """One step per epoch, over every edge and every training node; gradients are exact to rounding."""
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hopline.placement_settings import Placement, with_graph_on_host
-from hopline.validate import check_fields
+from hopline.validate import check_fields, settings
 from hopline.work import Job, Method
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.history import HistoricalWork
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Historical(Method):
     """Historical embeddings: each batch is some parts of the graph with all their in-edges.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
-from hopline.validate import check_fields
+from hopline.validate import check_fields, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class LaunchSettings:
     """How many processes train together, and how they find each other."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, overload
 
-from hopline.validate import check_fanouts, check_fields
+from hopline.validate import check_fanouts, check_fields, settings
 from hopline.work import Job, Method, Work
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
@@ -27,7 +27,7 @@ def usual_fanouts(num_layers: int) -> tuple[int, ...]:
     return (FIRST_FANOUTS + FIRST_FANOUTS[-1:] * num_layers)[:num_layers]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Sampled(Method):
     """Neighbour sampling: each batch is some seeds and a sample of the edges that lead to them."""
 
@@ -134,7 +134,7 @@ class Sampled(Method):
         return make_loader(self, data, ids, seed=seed, device=device, model=model, world=world)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Auto(Method):
     """The method whose steps are the fastest of those that fit: found by `choose`, as `hopline train` does."""
 

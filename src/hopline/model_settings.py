@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from hopline.spec import nearest
-from hopline.validate import check_fields
+from hopline.validate import check_fields, settings
 
 NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "graphconv", "pna", "transformer", "mlp", "gcnii", "appnp")
 """Models that `hopline.models.make_model` builds by name."""
@@ -14,7 +13,7 @@ AGGREGATORS = ("mean", "sum", "min", "max", "std", "var")
 SCALERS = ("identity", "amplification", "attenuation", "linear", "inverse_linear")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ModelSpec:
     """A model by name."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from hopline import ops
 from hopline.divide import HOW, check_edges, divide
 from hopline.files import replacing
 from hopline.graph import Graph
+from hopline.log import logger
 from hopline.ops import cpu_cut
 from hopline.ops.cpu_core import in_threads
 from hopline.tables import SparseTable, Table, TensorTable
@@ -178,7 +178,7 @@ def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition])
                 raise ValueError("its checksum differs")
             return Partition(torch.from_numpy(part_of), known["num_parts"], known["how"], known["settings"])
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            _say(f"{parts} is damaged ({' '.join(str(error).split())}): the partition is made again")
+            logger.warning(f"{parts} is damaged ({' '.join(str(error).split())}): the partition is made again")
     found = find()
     known = {"how": found.how, "settings": dict(found.settings), "num_parts": found.num_parts}
     try:
@@ -188,12 +188,8 @@ def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition])
         with replacing(about) as file:  # last: without it the array is not looked at
             file.write(json.dumps({**known, "checksum": _hash([found.part_of.numpy()])}, indent=1).encode())
     except OSError as error:
-        _say(f"the partition could not be kept in {folder} ({error.strerror}): it will be made again")
+        logger.warning(f"the partition could not be kept in {folder} ({error.strerror}): it will be made again")
     return found
-
-
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
 
 
 def reorder(data: Dataset, partition: Partition) -> Dataset:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from hopline.spec import parse_size
-from hopline.validate import check_fields
+from hopline.validate import check_fields, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Placement:
     """Where graph and features lie while a GPU trains."""
 

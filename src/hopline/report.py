@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hopline.trace import Span
 
 MAX_SPANS = 200_000
+FILES = ("config.json", "metrics.jsonl", "run.log", "trace.json", "report.html")
 PACKAGES = ("hopline", "torch", "torch-geometric", "numba", "numpy")
 
 
@@ -48,6 +49,7 @@ class Report:
         self._max_spans, self._num_dropped = max_spans, 0
         self._counters: dict[str, float] = {}
         self._closed = False
+        self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._start_files(config, resume)
@@ -93,6 +95,14 @@ class Report:
         trace = chrome_trace(spans, self._start_s) | {"otherData": {"num_dropped_spans": num_dropped}}
         write_text(self.folder / "trace.json", json.dumps(trace))
         write_html(self.folder)
+
+    def discard(self) -> None:
+        """Remove the folder, of a run that failed before its first step; what was there before stays."""
+        for name in FILES:
+            (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: somebody has put something there
+            for path in self._made:
+                path.rmdir()
 
     def __enter__(self) -> Self:
         return self

@@ -26,6 +26,7 @@ from hopline.data.paths import is_dataset, is_ogb_folder
 from hopline.data.store import verify
 from hopline.data.tabular import from_csv
 from hopline.launch_settings import LaunchSettings
+from hopline.log import logger, printed
 from hopline.meter import find_device
 from hopline.methods import Auto, Sampled
 from hopline.models import make_model
@@ -57,6 +58,11 @@ def train(config: RunConfig) -> Run:
 def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
     """One rank's part of a run; with several of them, what is left of the run as plain data."""
     config = from_dict(RunConfig, stored)
+    with printed(config.show):
+        return _train_rank(world, config)
+
+
+def _train_rank(world: World, config: RunConfig) -> Run | dict[str, Any]:
     data = _open_together(config, world)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data)
@@ -97,7 +103,7 @@ def _with_method(config: RunConfig, model: nn.Module, data: Dataset, out: Path, 
         if isinstance(method, Auto):
             outline = Outline.of(model.to(world.device), data, config, config.placement)
             method, why = choose(outline, config.budget or Budget())
-            print(why, flush=True)
+            logger.info(why)
         found = to_dict(dataclasses.replace(config, method=method))  # type: ignore[arg-type]
     return from_dict(RunConfig, world.broadcast_object(found))
 

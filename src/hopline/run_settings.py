@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +18,10 @@ from hopline.model_settings import ModelSpec
 from hopline.placement_settings import Placement
 from hopline.settings import TrainSettings
 from hopline.spec import from_dict
-from hopline.validate import check_fields, checked_bytes
+from hopline.validate import check_fields, checked_bytes, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class RunConfig(TrainSettings, LaunchSettings):
     """A whole run: what `hopline train` takes as key=value."""
 
@@ -55,7 +54,7 @@ class RunConfig(TrainSettings, LaunchSettings):
         LaunchSettings.__post_init__(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ExportConfig:
     """What `hopline export RUN FILE` takes as key=value."""
 
@@ -63,7 +62,7 @@ class ExportConfig:
     """Which weights of the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class DatasetsConfig:
     """What `hopline datasets` takes as key=value."""
 
@@ -71,7 +70,7 @@ class DatasetsConfig:
     """Where datasets are kept."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class InferConfig(LaunchSettings):
     """What `hopline infer RUN` takes as key=value."""
 
@@ -104,7 +103,7 @@ class InferConfig(LaunchSettings):
                 raise ValueError(f"{name}= is about exact inference: leave it out, or set inference=exact")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class ConvertConfig(EdgeOptions):
     """What `hopline convert SOURCE FOLDER` takes as key=value."""
 
@@ -122,7 +121,7 @@ class ConvertConfig(EdgeOptions):
     """Replace a dataset that is in the folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class PartitionConfig:
     """What `hopline partition DATASET FOLDER` takes as key=value."""
 

@@ -136,9 +136,8 @@ class SampledForms:
         all seeds without an edge, or of the whole batch."""
         beside, num_seeds = sum(state_bytes(self.outline.model)), min(self.method.batch_size, self._num_seeds)
         if self.over_budget == "cut":
-            seed = Sizes(
-                (num_seeds,) * (len(self.method.fanout_per_layer) + 1), (0,) * len(self.method.fanout_per_layer)
-            )
+            num_hops = len(self.method.fanout_per_layer)
+            seed = Sizes((num_seeds,) * (num_hops + 1), (0,) * num_hops)
         elif self.over_budget == "refuse" or not can_split(self.outline.model):
             return beside + self._whole(waits_on_host)
         else:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
-from hopline.validate import check_fields
+from hopline.validate import check_fields, settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Schedule:
     """How the learning rate changes."""
 
@@ -36,7 +35,7 @@ class Schedule:
             raise ValueError("schedule.every must be at least 1, schedule.patience and schedule.warmup at least 0")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class TrainSettings:
     """How to train, apart from the method."""
 

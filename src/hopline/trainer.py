@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hopline.callbacks import (
     ShowProgress,
     StepEnd,
     WriteReport,
+    peak_bytes,
 )
 from hopline.checkpoint import Checkpoints, Position
 from hopline.choose import plan_within
@@ -36,6 +38,7 @@ from hopline.files import remove_unfinished
 from hopline.full_batch import FullBatch
 from hopline.historical import Historical
 from hopline.keep import capped, keep_to
+from hopline.log import logger
 from hopline.measure import Measure, TestStep, own_threads
 from hopline.meter import find_device
 from hopline.methods import Sampled
@@ -50,6 +53,7 @@ from hopline.settings import TrainSettings
 from hopline.shard_data import ShardedData
 from hopline.spec import kind_of, to_dict
 from hopline.update import Update, make_optimizer, split_decay
+from hopline.validate import check_names
 from hopline.watch import WatchBudget, WatchPipeline
 from hopline.work import Job, Method, TrainStep, Unit, Work, in_groups, units_from
 from hopline.world import World
@@ -101,6 +105,8 @@ class Trainer:
             raise ValueError(f"data must be a hopline Dataset, not {type(data).__name__}: for PyG, hl.from_pyg(data)")
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+        own = [name for name, p in inspect.signature(Trainer).parameters.items() if p.kind is p.KEYWORD_ONLY]
+        check_names("Trainer", settings, [*own, *(field.name for field in fields(TrainSettings))])
         self.settings = TrainSettings(**settings)
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world
@@ -110,6 +116,9 @@ class Trainer:
         self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric
         self._report: Report | None = None
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ValueError(f"callbacks must be objects of classes derived from hl.Callback, not {callback!r}")
         self.callbacks = list(callbacks)
         self.usual_loss = train_step is None
         self.out = None if out is None else Path(out)
@@ -157,7 +166,7 @@ class Trainer:
 
     def fit(self) -> Run:
         """Train, keep the best weights in the model, and test them."""
-        run = Run(metric=self.metric, folder=self.out, rank=self.world.rank)
+        run, began = Run(metric=self.metric, folder=self.out, rank=self.world.rank), time.perf_counter()
         timers, counters = trace.Timers(), trace.Counters()
         with ExitStack() as stack:
             keep = self._start(stack, timers, counters)
@@ -173,6 +182,7 @@ class Trainer:
                 raise
             finally:
                 run.metric, run.stages = self.metric, timers.statistics()
+                run.seconds, run.peak_bytes = self._earlier_s + time.perf_counter() - began, peak_bytes(self.device)
                 self.call("on_fit_end", run)
         return run
 
@@ -186,6 +196,7 @@ class Trainer:
             self.say(line)
         self.call("on_fit_start")
         self.checkpoints.resume(self, run)
+        self._earlier_s = self.position.seconds + sum(one.seconds for one in [*run.history, *run.evaluations])
         self.evaluations.begin()
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
             if self.stop_reason is not None:
@@ -202,7 +213,7 @@ class Trainer:
             run.history.append(ended)
             self.call("on_epoch_end", ended)
             due = self._is_due(epoch)
-            value = self.evaluations.validate(epoch) if due and self.has("valid") else None
+            value = self.evaluations.validate(epoch) if self.is_evaluated(epoch) else None
             self.schedule.step(-ended.loss if value is None else value, evaluated=due)
             timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
             self.position = Position(epoch=epoch + 1)
@@ -266,6 +277,8 @@ class Trainer:
                 "`hopline verify`"
             )
         seconds, stages = time.perf_counter() - started, timers.this_epoch()
+        load = getattr(getattr(self.work, "loader", None), "load", None)  # of the threads that prepared batches
+        work = {name: s for name, s in stages.items() if name != "wait"} | ({} if load is None else load.stages)
         counters.next_epoch()
         return EpochEnd(
             epoch=epoch,
@@ -273,8 +286,9 @@ class Trainer:
             lr=float(self.optimizer.param_groups[0]["lr"]),
             seconds=seconds,
             seeds_per_s=at.seeds / seconds,
-            slowest_stage=max(STAGES, key=lambda name: stages.get(name, 0.0)),
+            slowest_stage=max(STAGES, key=lambda name: work.get(name, 0.0)),
             stages=stages,
+            work=work,
             counters=counters.last_epoch(),
         )
 
@@ -301,6 +315,10 @@ class Trainer:
             epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self.stop_reason is not None
         )
 
+    def is_evaluated(self, epoch: int) -> bool:
+        """Whether the epoch that has just ended is one whose validation metrics will come."""
+        return self._is_due(epoch) and self.has("valid")
+
     def has(self, split: str) -> bool:
         return split in self.data.splits and self.data.splits[split].numel() > 0
 
@@ -311,9 +329,13 @@ class Trainer:
         self.stop_reason = reason
 
     def say(self, text: str) -> None:
-        """A line for the person watching, and for the run's log."""
-        if self.settings.show and self.world.rank == 0:
-            print(text, flush=True)
+        """Tell something through `logging`, and in the run's log."""
+        if self.world.rank == 0:
+            logger.info(text)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Write a line into the run's log."""
         if self._report is not None:
             self._report.note(text)
 
@@ -330,7 +352,7 @@ class Trainer:
 
     def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
         """Open the report and set up the run's own callbacks."""
-        self.stop_reason, self.num_steps, self.position = None, 0, Position()
+        self.stop_reason, self.num_steps, self.position, self._earlier_s = None, 0, Position(), 0.0
         self.active = [*self.callbacks]
         if self.settings.patience is not None:
             self.active.append(EarlyStop(self.settings.patience))
@@ -343,8 +365,10 @@ class Trainer:
                     f"{self.out} holds a run already: go on with it by resume=true, or choose another folder with out="
                 )
             remove_unfinished(self.out)
-            self._report = stack.enter_context(Report(self.out, self.config, resume=goes_on))
+            self._report = report = Report(self.out, self.config, resume=goes_on)
             stack.callback(setattr, self, "_report", None)
+            stack.push(lambda kind, *_: report.discard() if kind and not goes_on and not self.num_steps else None)
+            stack.enter_context(report)
             stack.enter_context(trace.listen(self._report))
             self.active.append(WriteReport(self._report))
         self.active += [WatchBudget(self._report), WatchPipeline(self._report)]

@@ -6,17 +6,46 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
-from hopline.spec import parse_size
+from hopline.spec import nearest, parse_size
+
+T = TypeVar("T")
 
 
-def check_fields(settings: Any) -> None:
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """Make a class of settings: a frozen dataclass with keyword arguments, which answers a misspelt one with the name
+    that was probably meant."""
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    construct = made.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *positional: Any, **given: Any) -> None:
+        names = [field.name for field in dataclasses.fields(self) if field.init]
+        if positional:
+            raise TypeError(f"{made.__name__} takes its settings by name, such as {names[0]}={positional[0]!r}")
+        check_names(made.__name__, given, names)
+        construct(self, **given)
+
+    made.__init__ = __init__
+    return made
+
+
+def check_names(owner: str, given: Iterable[str], valid: Collection[str]) -> None:
+    """Refuse a keyword argument that the owner does not have."""
+    for name in given:
+        if name not in valid:
+            hint = nearest(name, valid) or f" It has {', '.join(valid)}."
+            raise TypeError(f"{owner} has no setting '{name}'.{hint}")
+
+
+def check_fields(of: Any) -> None:
     """Refuse a field whose value is not of its annotated type; called from `__post_init__`."""
-    hints = _hints(type(settings))
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+    hints = _hints(type(of))
+    for field in dataclasses.fields(of):
+        value = getattr(of, field.name)
         if not _fits(value, hints[field.name]):
             raise ValueError(f"{field.name} must be {_describe(hints[field.name])}, not {value!r}")
 

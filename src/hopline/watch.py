@@ -26,8 +26,10 @@ class WatchBudget(Callback):
 
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
+        self.records: list[dict[str, Any]] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
+        self.records = []
         plan = trainer.plan
         if self.report is None or plan is None:
             return
@@ -50,8 +52,18 @@ class WatchBudget(Callback):
         record["after"], record["steps_per_point"] = thinned(after, MOST_POINTS)
         if self.report is not None:
             self.report.log({"event": "budget", "epoch": epoch.epoch, **record})
-        if any(record[name] for name in ("split", "cut", "resampled", "over", "oom")):
+        self.records.append(record)
+        if record["oom"] or record["over"]:  # the rest is as planned, and can wait for the end
             trainer.say(f"epoch {epoch.epoch}: {_said(record)}")
+
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        if not self.records:
+            return
+        sums = {name: sum(record[name] for record in self.records) for name in SUMMED}
+        largest = {name: max(record[name] for record in self.records) for name in ("promised_bytes", "peak_bytes")}
+        total = self.records[-1] | sums | largest
+        if any(total[name] for name in ("split", "cut", "resampled")):
+            trainer.say(f"budget: {_said(total)}")
 
 
 def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
@@ -107,8 +119,7 @@ class WatchPipeline(Callback):
         num_batches, steps, self.steps = trainer.position.units, self.steps, 0
         if num_batches > steps * trainer.settings.accumulate:
             return
-        load = getattr(getattr(trainer.work, "loader", None), "load", None)
-        timed = _Timed(epoch.stages, epoch.seconds, num_batches, {} if load is None else load.stages)
+        timed = _Timed(epoch.stages, epoch.seconds, num_batches, epoch.work)
         self.timed.append(timed)
         self._log({"event": "pipeline", "epoch": epoch.epoch}, timed.explained(setup_of(trainer)), trainer)
 
@@ -117,8 +128,10 @@ class WatchPipeline(Callback):
         if not timed or (found := _together(timed).explained(setup_of(trainer))) is None:
             return
         self._log({"event": "explain"}, found, trainer)
-        ratio = f"took {found.achieved:.2f} of its stages' sum, {found.bound:.2f} is the least"
-        trainer.say(f"pipeline: {found.sentence} (an epoch {ratio}){_evaluation(trainer, run)}")
+        if found.advice:
+            trainer.say(f"bottleneck: {found.sentence}")
+        if advice := _about_evaluation(trainer, run):
+            trainer.say(advice)
 
     def _log(self, head: dict[str, Any], found: Explanation | None, trainer: Trainer) -> None:
         if self.report is not None and found is not None:
@@ -170,7 +183,7 @@ def setup_of(trainer: Trainer) -> Setup:
     )
 
 
-def _evaluation(trainer: Trainer, run: Run) -> str:
+def _about_evaluation(trainer: Trainer, run: Run) -> str:
     """What to do where evaluation takes longer than training."""
     evaluated_s = sum(e.seconds for e in run.evaluations if e.split == "valid")
     trained_s = sum(epoch.seconds for epoch in run.history)
@@ -178,4 +191,4 @@ def _evaluation(trainer: Trainer, run: Run) -> str:
     if trainer.settings.evaluate == "async" or evaluated_s <= trained_s or run.epochs <= every:
         return ""
     share = evaluated_s / (evaluated_s + trained_s)
-    return f"; evaluation takes {share:.0%} of the run: set evaluate_every={max(2 * every, 5)}"
+    return f"evaluation: {share:.0%} of the run: set evaluate_every={max(2 * every, 5)} or evaluate=async"

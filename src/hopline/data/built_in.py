@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from hopline.spec import nearest
+from hopline.validate import settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Planted:
     """A graph whose classes are communities: neighbours tell a node's class, its own features hardly do."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal
 
 from hopline.spec import nearest
+from hopline.validate import settings
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class EdgeOptions:
     """What happens to an edge list on its way into a graph."""
 
@@ -40,7 +41,7 @@ def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
     return EdgeOptions(**options)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class Columns:
     """Which columns of the files mean what."""
 
