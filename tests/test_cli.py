@@ -211,10 +211,24 @@ def test_settings_of_every_level_can_be_overridden(graph: Path, tmp_path: Path):
     ("name", "key"),
     [("train", "method.fanouts"), ("infer", "weights"), ("convert", "columns.src"), ("partition", "how")],
 )
-def test_keys_lists_every_setting(name: str, key: str):
-    status, text, err = command(name, "anything", "--keys")
+def test_keys_lists_every_setting_on_a_line_of_its_own(name: str, key: str):
+    status, text, err = command(name, "--keys")
     assert (status, err) == (0, "")
-    assert f"{key}\n    " in text
+    assert [line for line in text.splitlines() if re.match(rf"  {re.escape(key)}=\S+ +\w", line)]
+    assert command(name, "anything", "--keys") == (status, text, err)
+
+
+def test_keys_of_a_group_are_described_in_full():
+    status, text, err = command("train", "--keys", "model")
+    assert (status, err) == (0, "")
+    assert "  model.act=relu\n      Activation after each hidden layer. ('relu' or 'elu')\n" in text
+    assert "method." not in text
+    for group in ("method", "historical", "method=historical"):
+        status, text, err = command("train", "--keys", group)
+        assert "method.lag=0" in text
+        assert ("method.fanouts" in text) == (group == "method")
+    assert_refused(command("train", "--keys", "modle"), "there is no group 'modle'", "Did you mean 'model'?")
+    assert_refused(command("doctor", "--keys"), "hopline doctor has no settings")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("train", "--help")])

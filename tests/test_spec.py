@@ -290,14 +290,14 @@ def test_nearest_ignores_case_and_says_nothing_when_nothing_is_near():
     assert spec.nearest("zzz", ["batch_size", "fanouts"]) == ""
 
 
-def test_field_docs_give_type_default_and_sentence():
-    docs = spec.field_docs(Run)
-    assert docs["data"] == "text, required, Which graph."
-    assert docs["seed"] == "an integer, default 0, Where randomness starts."
-    assert docs["method"] == "sampled or full_batch, default sampled, How it trains."
-    assert docs["method.num_shards"].endswith("default 8, Shards, one resident at a time. (method=full_batch)")
-    assert docs["method.fanouts"].startswith("integers separated by commas, default 15,10,5, Neighbours")
-    assert "default 1024" in docs["method.batch_size"]
-    assert "default 7" in docs["method.batch_size"]
-    assert docs["model.hidden"] == "an integer, default 256, Width of the hidden layers."
-    assert docs["lr"] == "a number, default 0.003"
+def test_settings_are_listed_with_group_type_default_and_sentence():
+    found = {(setting.group, setting.key): setting[2:] for setting in spec.settings_of(Run)}
+    assert found["run", "data"] == ("text", None, "Which graph.")
+    assert found["base", "seed"] == ("an integer", "0", "Where randomness starts.")
+    assert found["run", "method"] == ("sampled or full_batch", "sampled", "How it trains.")
+    assert found["method=full_batch", "method.num_shards"] == ("an integer", "8", "Shards, one resident at a time.")
+    assert found["method=sampled", "method.fanouts"][:2] == ("integers separated by commas", "15,10,5")
+    assert found["method=sampled", "method.batch_size"][1] == "1024"
+    assert found["method=full_batch", "method.batch_size"][1] == "7"
+    assert found["model", "model.hidden"] == ("an integer", "256", "Width of the hidden layers.")
+    assert found["run", "lr"] == ("a number", "0.003", "")

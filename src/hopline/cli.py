@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from hopline.run_settings import (
     check_conversion,
     load_config,
 )
-from hopline.spec import field_docs, nearest, override
+from hopline.spec import nearest, override, settings_of
 
 # A command imports what it computes with (torch, PyG, Numba) only after its settings, names and paths have proved to be
 # right, so that help and refusals come at once.
@@ -41,7 +43,19 @@ app = typer.Typer(
 INTERRUPTED = 130
 """The exit status of a command that was ended by Ctrl-C."""
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, for example model.hidden=64")]
-ShowKeys = Annotated[bool, typer.Option("--keys", help="List all settings with their defaults.")]
+ShowKeys = Annotated[
+    bool, typer.Option("--keys", help="List all settings with their defaults; --keys GROUP describes those of a group.")
+]
+SETTINGS = {
+    "train": RunConfig,
+    "plan": RunConfig,
+    "infer": InferConfig,
+    "export": ExportConfig,
+    "convert": ConvertConfig,
+    "partition": PartitionConfig,
+    "datasets": DatasetsConfig,
+}
+"""What each command takes as key=value."""
 
 
 @contextmanager
@@ -91,8 +105,6 @@ def train(
     keys: ShowKeys = False,
 ) -> None:
     """Train, evaluate, test, and write a run folder."""
-    if keys:
-        return _print_keys(RunConfig)
     config = _config(name, overrides)
     with _loading():
         from hopline import run
@@ -102,9 +114,9 @@ def train(
     except Interrupted as signal:
         raise _Ended(signal) from None  # typer would make one and the same status of every interruption
     if done.rank > 0:  # torchrun and srun start this command once per rank
-        return None
+        return
     print(f"\n{done}")
-    return None
+    return
 
 
 @app.command()
@@ -114,8 +126,6 @@ def plan(
     keys: ShowKeys = False,
 ) -> None:
     """Show what each method would take of a budget=8GiB, and how long an epoch would last; trains nothing."""
-    if keys:
-        return _print_keys(RunConfig)
     config = _config(name, overrides)
     from rich.console import Console
     from rich.table import Table
@@ -136,7 +146,7 @@ def plan(
     if best is None:
         raise ValueError("no method fits this budget: give more, or make the model or the batches smaller")
     print(f"recommended: method={best.name}, whose steps are the fastest of those that fit")
-    return None
+    return
 
 
 @app.command()
@@ -146,8 +156,6 @@ def infer(
     keys: ShowKeys = False,
 ) -> None:
     """Predict with a run's best weights and write an .npy file."""
-    if keys:
-        return _print_keys(InferConfig)
     config = override(InferConfig(), overrides or [])
     load_config(folder)
     with _loading():
@@ -156,7 +164,7 @@ def infer(
     written = predict(folder, config)
     if written is not None:  # torchrun and srun start this command once per rank
         print(f"predictions: {written}")
-    return None
+    return
 
 
 @app.command()
@@ -167,14 +175,12 @@ def export(
     keys: ShowKeys = False,
 ) -> None:
     """Write a run's weights as a plain state_dict that PyG and torch load."""
-    if keys:
-        return _print_keys(ExportConfig)
     config = override(ExportConfig(), overrides or [])
     load_config(folder)
     from hopline import run
 
     print(f"weights: {run.export(folder, file, config)}")
-    return None
+    return
 
 
 @app.command()
@@ -185,8 +191,6 @@ def convert(
     keys: ShowKeys = False,
 ) -> None:
     """Bring a graph into hopline's format: a folder of plain arrays that opens at once."""
-    if keys:
-        return _print_keys(ConvertConfig)
     if folder == Path() or "=" in str(folder):
         raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
     config = override(ConvertConfig(), overrides or [])
@@ -195,7 +199,7 @@ def convert(
 
     data = run.convert(source, folder, config)
     print(f"{data!r}\nwritten to {folder}")
-    return None
+    return
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -206,8 +210,6 @@ def partition(
     keys: ShowKeys = False,
 ) -> None:
     """Cut a dataset into shards that ranks open one each: nodes, in-edges, halo maps, rows, labels."""
-    if keys:
-        return _print_keys(PartitionConfig)
     if folder == Path() or "=" in str(folder) or str(folder).startswith("-"):
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
     config = override(PartitionConfig(), _without_dashes(overrides or []))
@@ -216,7 +218,7 @@ def partition(
 
     print(partition_dataset(source, folder, config))
     print(f"written to {folder}")
-    return None
+    return
 
 
 def _without_dashes(arguments: list[str]) -> list[str]:
@@ -295,9 +297,35 @@ class _Ended(Exception):
         super().__init__(f"interrupted by {signal}. To resume, type the same command with resume=true")
 
 
-def _print_keys(settings: type) -> None:
-    for key, text in field_docs(settings).items():
-        print(f"{key}\n    {text}")
+def _print_keys(command: str, wanted: list[str]) -> None:
+    """Every setting on a line of its own, by groups; of a group that is named, with all that there is to say."""
+    if command not in SETTINGS:
+        raise ValueError(f"hopline {command} has no settings: --keys is for {', '.join(SETTINGS)}")
+    found = settings_of(SETTINGS[command])
+    titles = list(dict.fromkeys(setting.group for setting in found))
+    for name in wanted:
+        if not any(_is_in(name, title) for title in titles):
+            hint = nearest(name, titles)
+            raise ValueError(f"there is no group {name!r} of settings.{hint} Groups: {', '.join(titles)}.")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for title in titles:
+        if wanted and not any(_is_in(name, title) for name in wanted):
+            continue
+        print(f"\n{title}")
+        for setting in (s for s in found if s.group == title):
+            typed = f"{setting.key}={'VALUE' if setting.default is None else setting.default}"
+            if wanted:
+                print(f"  {typed}\n      {setting.sentence} ({setting.expected})")
+            else:
+                line = f"  {typed:<34} {setting.sentence}"
+                print(line if width is None or len(line) <= width else f"{line[: width - 1]}…")
+    if not wanted:
+        print(f"\nA group in full: hopline {command} --keys {titles[-1]}")
+
+
+def _is_in(name: str, title: str) -> bool:
+    """Whether a group is meant by a name: "method" is all of "method=sampled" and so on, "sampled" one of them."""
+    return name in (title, *title.split("="))
 
 
 def main() -> None:
@@ -308,12 +336,18 @@ def main() -> None:
         sys.path.append("")  # model=my_module:function finds a module in the current folder
     try:
         _check_command(arguments)
+        if "--keys" in arguments and arguments[0] in _commands():
+            _print_keys(arguments[0], arguments[arguments.index("--keys") + 1 :])
+            sys.exit(0)
         status = app(arguments, standalone_mode=False) or 0
     except typer.Exit as done:
         status = done.exit_code
     except _Ended as ended:
         print(ended, file=sys.stderr)
         sys.exit(128 + ended.number)
+    except BrokenPipeError:  # of `hopline train --keys | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again at its end, and fails
+        status = 1
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception as error:
@@ -323,10 +357,13 @@ def main() -> None:
     sys.exit(status)
 
 
+def _commands() -> list[str]:
+    return [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+
+
 def _check_command(arguments: list[str]) -> None:
-    commands = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
-        raise ValueError(f"there is no command {arguments[0]!r}.{nearest(arguments[0], commands)}")
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _commands():
+        raise ValueError(f"there is no command {arguments[0]!r}.{nearest(arguments[0], _commands())}")
 
 
 def _sentence(error: BaseException) -> tuple[str, int]:

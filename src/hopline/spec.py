@@ -340,7 +340,7 @@ def _number(text: str, member: type[int] | type[float]) -> float:
 
 def _unknown_key(key: str, prefix: str, valid: Iterable[str], root: Any) -> ValueError:
     here = [prefix + name for name in valid]
-    walked = {option: needs for option, needs, _ in _walk(type(root))}
+    walked = {setting.key: setting.group for setting in _walk(type(root))}
     if key in walked:
         hint = f" It is a setting of {walked[key]}."
     else:
@@ -350,24 +350,48 @@ def _unknown_key(key: str, prefix: str, valid: Iterable[str], root: Any) -> Valu
     return ValueError(f"Unknown key '{key}'.{hint}{level}")
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """Return "type, default, sentence" for every dotted key of a settings class, for help output."""
-    docs: dict[str, str] = {}
-    for key, needs, text in _walk(cls):
-        line = f"{text} ({needs})" if needs else text
-        docs[key] = f"{docs[key]} · {line}" if key in docs else line
-    return docs
+class Setting(typing.NamedTuple):
+    """One key of a settings class, as help shows it."""
+
+    key: str
+    """Dotted, as one types it."""
+    group: str
+    """Of a plain setting, the class that declares it; of a nested one, its field or kind: "model", "method=sampled"."""
+    expected: str
+    """What its values are, in words."""
+    default: str | None
+    """As one would type it; None for one that must be given."""
+    sentence: str
 
 
-def _walk(cls: type, prefix: str = "", needs: str = "") -> Iterator[tuple[str, str, str]]:
-    """Every dotted key, the `method=historical` it needs or "", and its line of help."""
-    sentences, defaults = _sentences(cls), _defaults(cls)
+def settings_of(cls: type) -> list[Setting]:
+    """Every dotted key of a settings class with what help says about it, group by group: its own settings first."""
+    found = list(_walk(cls))
+    groups = dict.fromkeys([_title(owner) for owner in cls.__mro__] + [setting.group for setting in found])
+    return [setting for group in groups for setting in found if setting.group == group]
+
+
+def _walk(cls: type, prefix: str = "", group: str = "") -> Iterator[Setting]:
+    sentences, defaults, inner = _sentences(cls), _defaults(cls), []
     for name, hint in _settable(cls).items():
-        default = f"default {_shown(defaults[name])}" if name in defaults else "required"
-        yield prefix + name, needs, ", ".join(filter(None, (_describe(hint), default, sentences.get(name))))
-        kinds = _kinds(hint)
-        for kind, inner in kinds.items():
-            yield from _walk(inner, f"{prefix}{name}.", f"{prefix}{name}={kind}" if len(kinds) > 1 else needs)
+        default, kinds = _shown(defaults[name]) if name in defaults else None, _kinds(hint)
+        plain = group or _owner(cls, name)
+        for kind, nested in kinds.items():
+            title = f"{prefix}{name}={kind}" if len(kinds) > 1 else f"{prefix}{name}"
+            inner.append((nested, f"{prefix}{name}.", title))
+        if not kinds or default is None or default not in kinds or len(kinds) > 1:  # else only its fields can be set
+            yield Setting(prefix + name, plain, _describe(hint), default, sentences.get(name, ""))
+    for nested, inner_prefix, title in inner:
+        yield from _walk(nested, inner_prefix, title)
+
+
+def _owner(cls: type, name: str) -> str:
+    return _title(next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {})))
+
+
+def _title(cls: type) -> str:
+    """A class of settings as the title of a group: TrainSettings is "train"."""
+    return re.sub("_(settings|config|options)$", "", kind_of(cls))
 
 
 def _shown(value: Any) -> str:
