@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from hopline.graph import Graph
 
 
+PYG_NAMES = ("edge_index", "edge_attr", "batch_size", "n_id", "e_id", "input_id", "num_sampled_nodes", "num_nodes")
+"""What a batch of PyG's NeighborLoader has, and a `Batch` has not."""
+
+
 class Readable(Protocol):
     """What a handle needs of a table; every `hopline.tables.Table` is one."""
 
@@ -49,6 +53,9 @@ class Rows(Handle):
     ids: Tensor
     """[n] int64 row ids."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.shape)} of {self.table!r})"
+
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.ids.numel(), *self.table.shape[1:])
@@ -64,7 +71,7 @@ class Rows(Handle):
         return Rows(self.table, self.ids[:count])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReducedRows(Rows):
     """Input rows with all of them that a first layer needs, read ahead: the reduced ones, and its destinations' own."""
 
@@ -82,7 +89,7 @@ class ReducedRows(Rows):
         return self.beside[:, self.table.shape[1] :]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DroppedRows(Rows):
     """Input rows with keyed dropout, which a product takes of the stored columns alone."""
 
@@ -125,6 +132,9 @@ class Part:
     """Rows of the graph's edge arrays for these edges: "weight", "attr", "time", "type"."""
     edge_ids: Tensor | None = None
     """[num_edges] int64: each edge's position in the graph's edge arrays, where it was asked for."""
+
+    def __repr__(self) -> str:
+        return f"Part({self.indptr.numel() - 1:,} destinations, {self.num_edges:,} edges)"
 
     @property
     def num_edges(self) -> int:
@@ -169,6 +179,9 @@ class Block:
     """Key of this step's random draws, on the device [1] where a captured step changes it; None in evaluation."""
     scale_sums: bool = False
     """Whether sums over sampled edges are scaled up to the expectation of the full sum."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
         """The same block on a device; its graph stays where it is."""
@@ -258,6 +271,20 @@ class Batch:
     groups: tuple[Tensor, ...] = ()
     """Positions of seeds, on the host, that a budget lets run together; none where the batch runs whole."""
 
+    def __repr__(self) -> str:
+        arrays = [f"{name}={_shown(rows)}" for name, rows in {"x": self.x, "y": self.y, **self.tables}.items()]
+        blocks = "".join(f"\n    {block!r}," for block in self.blocks)
+        return f"Batch({self.num_seeds:,} seeds, {', '.join(arrays)}, blocks=({blocks}\n))"
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a name that there is not: one that PyG's batches have gets an answer that helps."""
+        if name in PYG_NAMES:
+            raise AttributeError(
+                f"a hopline Batch has no {name!r}, since each layer has edges of its own (batch.blocks): call "
+                "hl.nn.as_walkable(model)(batch), or take PyG's batches from hl.NeighborLoader"
+            )
+        raise AttributeError(f"'Batch' object has no attribute {name!r}")
+
     @property
     def labels(self) -> Tensor:
         """`y`, where there must be one."""
@@ -327,6 +354,15 @@ class Batch:
         ids = [tail.edge_ids for tail in tails if tail.edge_ids is not None]
         part = Part(indptr, torch.cat([tail.src_idx for tail in tails]), edge, torch.cat(ids) if ids else None)
         return replace(last, num_dst=last.num_src, parts=(part,))
+
+
+def _shown(rows: Handle | Tensor | None) -> str:
+    """Shape and kind of an array, whose values nobody reads."""
+    if rows is None:
+        return "None"
+    kind = str(rows.dtype).removeprefix("torch.") if isinstance(rows, Tensor) else "not read yet"
+    where = f" on {rows.device}" if isinstance(rows, Tensor) and rows.device.type != "cpu" else ""
+    return f"{list(rows.shape)} {kind}{where}"
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

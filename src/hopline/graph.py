@@ -39,6 +39,10 @@ class Graph:
             if array.size(0) != self.indices.numel():
                 raise ValueError(f"edge array {name!r} has {array.size(0)} rows for {self.num_edges} edges")
 
+    def __repr__(self) -> str:
+        arrays = f", edge arrays {', '.join(self.edge)}" if self.edge else ""
+        return f"{type(self).__name__}({self.num_nodes:,} nodes, {self.num_edges:,} edges{arrays}, {self.device})"
+
     @property
     def num_nodes(self) -> int:
         return self.indptr.numel() - 1

@@ -330,7 +330,7 @@ def table(rows: Any, to: str = "torch") -> Features:
     return Features(rows if isinstance(rows, Table) else TensorTable(from_any(rows)), to)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SharedGraph(Graph):
     """A graph whose pickle is a handle: who opens it reads the same memory."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hopline.graph import Graph
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PartialGraph(Graph):
     """Degrees and weights of the nodes of one batch; it has no edges, since those of the batch are in its blocks."""
 

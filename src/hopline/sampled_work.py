@@ -16,7 +16,7 @@ from hopline.data.dataset import Dataset
 from hopline.guard import Guard
 from hopline.loader import Loader
 from hopline.methods import Sampled
-from hopline.nn.whole import Whole, as_walkable
+from hopline.nn.whole import Whole, as_walkable, tell_calls, unwrapped
 from hopline.shard_data import ShardedData
 from hopline.shards import Shard
 from hopline.work import Job, Unit, Work
@@ -71,6 +71,8 @@ def make_loader(
     if isinstance(ids, str) and ids not in data.splits:
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
     chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
+    if model is not None:
+        tell_calls(unwrapped(model))
     walk = None if model is None else as_walkable(model)
     method = method if walk is None else method.for_model(walk)
     return Loader(data, chosen, method, seed, torch.device(device), walk)

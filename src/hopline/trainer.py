@@ -43,7 +43,7 @@ from hopline.measure import Measure, TestStep, own_threads
 from hopline.meter import find_device
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
-from hopline.nn.whole import as_walkable
+from hopline.nn.whole import as_walkable, num_wrapped_ranks, unwrapped
 from hopline.placement import describe, place
 from hopline.placement_settings import Placement
 from hopline.plan import Outline, Plan
@@ -72,6 +72,17 @@ def _checked_method(method: Method | None) -> Method:
     example = known[meant[0]] if meant else "Sampled"
     kind = "the class" if isinstance(method, type) else "the string" if isinstance(method, str) else "the object"
     raise ValueError(f"method must be a Method such as hl.{example}(), not {kind} {method!r}")
+
+
+def _own_module(model: nn.Module, world: World | None) -> nn.Module:
+    """The user's module out of its wrapper, whose work the Trainer does itself over the ranks that it knows of."""
+    ranks = num_wrapped_ranks(model)
+    if ranks > 1 and (world is None or world.size != ranks):
+        raise ValueError(
+            f"the model is wrapped for {ranks} ranks, and the Trainer knows of {1 if world is None else world.size}: "
+            "give it the plain model and world=, as hopline.launch.run hands it out (docs/shards.md)"
+        )
+    return unwrapped(model)
 
 
 class Trainer:
@@ -103,6 +114,7 @@ class Trainer:
     ) -> None:
         if not isinstance(data, Dataset):
             raise ValueError(f"data must be a hopline Dataset, not {type(data).__name__}: for PyG, hl.from_pyg(data)")
+        model = _own_module(model, world)
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         own = [name for name, p in inspect.signature(Trainer).parameters.items() if p.kind is p.KEYWORD_ONLY]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import get_world_size
+from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
@@ -58,10 +62,18 @@ def depth_of(model: nn.Module) -> int:
 
 
 def as_walkable(model: nn.Module) -> GNN | Whole:
-    """The model as the library runs it: a GNN as it is, a PyG model as layers, any other module as a whole.
+    """A model that is called with a batch, as the library runs it, with the parameters of the one that is given.
 
-    A subclass of a PyG model with a `forward` of its own is run as a whole, since its layers do not tell what it does.
+    A GNN is one already, a PyG model is run layer by layer, and any other module with `forward(x, edge_index)` as a
+    whole. So is a subclass of a PyG model with a `forward` of its own, since its layers do not tell what it does.
+    A model inside of DDP or Fabric is taken out of its wrapper: to train over ranks, wrap what this returns.
     """
+    inner = unwrapped(model)
+    if inner is not model:
+        walk = as_walkable(inner)
+        if walk is not inner and num_wrapped_ranks(model) > 1:
+            walk.register_forward_pre_hook(_refuse_gradients)
+        return walk
     if isinstance(model, GNN) and type(model).forward is not GNN.forward:
         raise ValueError(
             f"{type(model).__name__} overrides forward, which exact inference does not go through: override encode, "
@@ -70,8 +82,48 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
     if isinstance(model, GNN | Whole):
         return model
     own_forward = getattr(type(model), "forward", None) is not BasicGNN.forward
-    hooked = bool(model._forward_hooks or model._forward_pre_hooks)
-    plain = not own_forward and not hooked
+    before = [hook for hook in model._forward_pre_hooks.values() if hook is not _refuse_batch]
+    plain = not (own_forward or before or model._forward_hooks)
     walk = GNN.from_pyg(model) if isinstance(model, BasicGNN) and plain else Whole(model)
     walk.training = model.training
     return walk
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside of DDP, of what Lightning Fabric's `setup` returns, or of `torch.compile`."""
+    while True:
+        if isinstance(model, DistributedDataParallel) or type(model).__name__ == "_FabricModule":
+            model = model.module  # type: ignore[assignment]
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def num_wrapped_ranks(model: nn.Module) -> int:
+    """The ranks that DDP trains a model on; 1 for a model that it does not wrap."""
+    return get_world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
+
+
+def _refuse_gradients(walk: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """Ranks would each train by themselves: what was taken out of DDP does not sum gradients."""
+    if walk.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            "this model was taken out of DistributedDataParallel, so its gradients are not summed over ranks: train "
+            "DistributedDataParallel(hl.nn.as_walkable(model)) instead"
+        )
+
+
+def tell_calls(model: nn.Module) -> None:
+    """Make a model that a loader is for say what to write when it is called with a batch, which it cannot read."""
+    if not isinstance(model, GNN | Whole) and _refuse_batch not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_batch)
+
+
+def _refuse_batch(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    if arguments and isinstance(arguments[0], Batch):
+        name = type(model).__name__
+        raise TypeError(
+            f"{name} takes (x, edge_index), and a hopline Batch has the edges of each layer: call "
+            f"hl.nn.as_walkable(model)(batch), or take PyG's batches from hl.NeighborLoader"
+        )

@@ -41,6 +41,9 @@ class Table(ABC):
     def read(self, ids: Tensor) -> Tensor:
         """The rows of `ids` [n] int64, as a dense tensor [n, *row_shape]."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.shape)} {str(self.dtype).removeprefix('torch.')})"
+
     def write(self, ids: Tensor, rows: Tensor) -> None:
         raise TypeError(f"{type(self).__name__} is read-only: copy it with TensorTable(table.read(ids)) first")
 
