@@ -109,7 +109,7 @@ def test_a_failure_is_noted_and_everything_written(tmp_path: Path, error: BaseEx
     assert (tmp_path / "run.log").read_text().endswith(f" {status}\n")
     assert records(tmp_path)[-1]["status"] == status
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
-    assert status in (tmp_path / "report.html").read_text()
+    assert f'<p class="notice failed">{status.removeprefix("failed: ")}</p>' in (tmp_path / "report.html").read_text()
 
 
 def test_close_works_once(tmp_path: Path):
@@ -164,7 +164,7 @@ def test_the_page_is_rebuilt_from_the_files_alone(tmp_path: Path):
     (tmp_path / "trace.json").unlink()
     assert write_html(tmp_path) == tmp_path / "report.html"
     assert (tmp_path / "report.html").read_text() == page == render_html(tmp_path)
-    assert "loss, epoch 1: 0.5" in page
+    assert "<b>0.5</b>" in page, "the loss"
 
 
 def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
