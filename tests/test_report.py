@@ -150,6 +150,20 @@ def test_a_resumed_run_is_not_over(tmp_path: Path):
     assert [r["event"] for r in records(tmp_path)] == ["epoch"]
 
 
+def test_a_resumed_run_has_one_start_and_the_time_of_the_run_before(tmp_path: Path):
+    first = Report(tmp_path, {})
+    first.log_once({"event": "start", "num_ranks": 1})
+    first.log({"event": "epoch", "epoch": 1})
+    first.log({"event": "close", "elapsed_s": 500.0})
+    second = Report(tmp_path, {}, resume=True)
+    assert [r["event"] for r in records(tmp_path)] == ["start", "epoch"], "kept until there is another"
+    second.log_once({"event": "start", "num_ranks": 2})
+    found = records(tmp_path)
+    assert [r["event"] for r in found] == ["epoch", "start"]
+    assert found[-1]["num_ranks"] == 2
+    assert found[-1]["elapsed_s"] >= 500, "an interrupted epoch has taken time too"
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"folder '.*file/run' .*out=FOLDER"):
