@@ -109,7 +109,7 @@ def test_a_failure_is_noted_and_everything_written(tmp_path: Path, error: BaseEx
     assert (tmp_path / "run.log").read_text().endswith(f" {status}\n")
     assert records(tmp_path)[-1]["status"] == status
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
-    assert status in (tmp_path / "report.html").read_text()
+    assert f'<p class="notice failed">{status.removeprefix("failed: ")}</p>' in (tmp_path / "report.html").read_text()
 
 
 def test_close_works_once(tmp_path: Path):
@@ -150,6 +150,20 @@ def test_a_resumed_run_is_not_over(tmp_path: Path):
     assert [r["event"] for r in records(tmp_path)] == ["epoch"]
 
 
+def test_a_resumed_run_has_one_start_and_the_time_of_the_run_before(tmp_path: Path):
+    first = Report(tmp_path, {})
+    first.log_once({"event": "start", "num_ranks": 1})
+    first.log({"event": "epoch", "epoch": 1})
+    first.log({"event": "close", "elapsed_s": 500.0})
+    second = Report(tmp_path, {}, resume=True)
+    assert [r["event"] for r in records(tmp_path)] == ["start", "epoch"], "kept until there is another"
+    second.log_once({"event": "start", "num_ranks": 2})
+    found = records(tmp_path)
+    assert [r["event"] for r in found] == ["epoch", "start"]
+    assert found[-1]["num_ranks"] == 2
+    assert found[-1]["elapsed_s"] >= 500, "an interrupted epoch has taken time too"
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"folder '.*file/run' .*out=FOLDER"):
@@ -164,7 +178,7 @@ def test_the_page_is_rebuilt_from_the_files_alone(tmp_path: Path):
     (tmp_path / "trace.json").unlink()
     assert write_html(tmp_path) == tmp_path / "report.html"
     assert (tmp_path / "report.html").read_text() == page == render_html(tmp_path)
-    assert "loss, epoch 1: 0.5" in page
+    assert "<b>0.5</b>" in page, "the loss"
 
 
 def test_a_full_disk_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Sections of the page: the budget's table and plot, and the pipeline's."""
+"""Tables of the page, and its sections on memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hopline.explain import Setup, explain
-from hopline.report_parts import budget_section, pipeline_section, plan_section, thinned
+from hopline.report_parts import MANY_ROWS, Html, budget_section, plan_section, table, thinned
 
 MIB = 2**20
 
@@ -35,7 +34,7 @@ def test_thinning_keeps_the_largest_of_every_stretch():
     assert thinned([], 300) == ([], 1)
 
 
-def test_promised_and_measured_bytes_by_epoch():
+def test_predicted_and_measured_bytes_by_epoch():
     html = budget_section([record(1), record(2, num_steps=1200, split=0, pieces=0, oom=0)])
     assert "1 3 64 MiB 60.5 MiB 58 MiB 2 5 0 0 0 1" in text(html)
     assert "2 1,200 64 MiB 60.5 MiB 58 MiB 0 0 0 0 0 0" in text(html)
@@ -48,8 +47,8 @@ def test_a_plan_is_summed_up_by_place():
     totals = [{"place": "device", "promised_bytes": 6 * MIB, "budget_bytes": 8 * MIB}]
     totals.append({"place": "host", "promised_bytes": 5 * MIB, "budget_bytes": None})
     seen = text(plan_section({"event": "plan", "items": items, "totals": totals}))
-    assert "device weights 2 MiB device a step 4 MiB device promised in all 6 MiB device budget 8 MiB" in seen
-    assert "host graph 5 MiB host promised in all 5 MiB host budget –" in seen
+    assert "device weights 2 MiB device a step 4 MiB device predicted peak 6 MiB device budget 8 MiB" in seen
+    assert "host graph 5 MiB host predicted peak 5 MiB host budget –" in seen
     assert plan_section({}) == ""
 
 
@@ -86,17 +85,12 @@ def test_a_long_run_stays_small():
     assert "before splitting, step 299991:" in html, "the largest step of the last epoch is there"
 
 
-def test_the_pipeline_is_a_table_and_a_sentence():
-    stages = {"sample": 3.0, "gather": 1.0, "wait": 0.2, "forward": 4.0, "backward": 8.0}
-    found = explain(stages, 13.0, 20, Setup(workers=2, sampled=True))
-    assert found is not None
-    html = pipeline_section({"event": "explain", **vars(found), "workers": 2})
-    seen = text(html)
-    assert "sample 3 18.8%" in seen
-    assert "all stages, one after the other 16 100%" in seen
-    assert "least with overlap (bound) 12.2 76.2%" in seen
-    assert "measured 13 81.2%" in seen
-    assert "N = 20 batches" in seen
-    assert "2 threads prepare batches" in seen
-    assert found.sentence in seen
-    assert pipeline_section({}) == ""
+def test_a_long_table_by_epoch_is_folded_away():
+    assert "<details>" not in budget_section([record(epoch) for epoch in range(1, MANY_ROWS + 1)])
+    folded = budget_section([record(epoch) for epoch in range(1, MANY_ROWS + 2)])
+    assert folded.index("<details>") < folded.index("<table>")
+
+
+def test_cells_are_written_as_settings_are_typed_and_escaped_unless_they_are_html():
+    html = table(("a",), [(None,), (True,), ([10, 5],), ("<b>",), (Html("<i></i>"),)])
+    assert re.findall("<td>(.*?)</td>", html) == ["none", "true", "10,5", "&lt;b&gt;", "<i></i>"]

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hopline.report_format import MILLISECONDS, SECONDS
 from hopline.report_svg import MAX_BARS, MAX_HOVERS, bar_chart, line_chart, short, ticks
 
 
@@ -49,29 +50,29 @@ def test_a_curve_falls_when_its_values_do():
 
 
 def test_the_legend_names_curves_unless_the_title_does():
-    both = line_chart("Metrics", {"valid": [(1, 0.5)], "test": [(1, 0.4)], "empty": []})
+    both = line_chart("Metrics", {"valid": [(1, 0.5), (2, 0.6)], "test": [(1, 0.4)], "empty": []})
     assert re.findall(r"</i>([^<]+)", both) == ["valid", "test"]
-    assert re.findall(r"</i>([^<]+)", line_chart("Loss", {"loss": [(1, 0.5)]})) == []
+    assert re.findall(r"</i>([^<]+)", line_chart("Loss", {"loss": [(1, 0.5), (2, 0.4)]})) == []
 
 
 def test_no_points_no_chart():
     assert line_chart("Loss", {"loss": []}) == ""
-    assert bar_chart("Stages", []) == ""
-    assert bar_chart("Stages", [(1, {})]) == ""
+    assert bar_chart("Stages", [], [], SECONDS) == ""
+    assert bar_chart("Stages", [], [(1, {})], SECONDS) == ""
 
 
 def test_names_are_escaped():
-    figure = line_chart("<b>", {"a<script>": [(1, 1.0)], "b": [(1, 2.0)]})
+    figure = line_chart("<b>", {"a<script>": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]})
     assert "<script" not in figure
     assert "a<script>, epoch 1: 1" in titles(figure)
-    assert "x<y, epoch 1: 1 s" in titles(bar_chart("Stages", [(1, {"x<y": 1.0})]))
+    assert "x<y, epoch 1: 1.00 s" in titles(bar_chart("Stages", ["x<y"], [(1, {"x<y": 1.0})], SECONDS))
 
 
 def test_long_runs_stay_small():
     many = [(float(epoch), 1.0 / epoch) for epoch in range(1, 5001)]
     assert len(titles(line_chart("Loss", {"loss": many}))) <= MAX_HOVERS
     bars = [(epoch, {"sample": value, "step": 1.0}) for epoch, value in many]
-    assert len(titles(bar_chart("Stages", bars))) <= 2 * MAX_BARS
+    assert len(titles(bar_chart("Stages", ["sample", "step"], bars, SECONDS))) <= 2 * MAX_BARS
 
 
 def test_a_chart_over_something_else_than_epochs_with_its_axis_from_zero():
@@ -85,7 +86,7 @@ def test_a_chart_over_something_else_than_epochs_with_its_axis_from_zero():
 
 
 def test_bars_stack_without_gaps_to_scale():
-    figure = bar_chart("Stages", [(1, {"sample": 1.0, "step": 3.0}), (2, {"step": 2.0})])
+    figure = bar_chart("Stages", ["sample", "step"], [(1, {"step": 3.0, "sample": 1.0}), (2, {"step": 2.0})], SECONDS)
     boxes = [{k: float(r.attrib[k]) for k in ("x", "y", "height")} for r in drawing(figure).iter("rect")]
     sample, step, absent, second = boxes
     assert step["height"] == pytest.approx(3 * sample["height"], abs=0.3)
@@ -97,4 +98,18 @@ def test_bars_stack_without_gaps_to_scale():
 
 def test_grouped_bars_show_the_mean_of_their_epochs():
     bars = [(epoch, {"step": float(epoch)}) for epoch in range(1, 2 * MAX_BARS + 1)]
-    assert titles(bar_chart("Stages", bars))[0] == "step, epoch 1–2: 1.5 s"
+    assert titles(bar_chart("Stages", ["step"], bars, SECONDS))[0] == "step, epoch 1–2: 1.50 s"
+
+
+def test_bars_are_drawn_in_their_unit():
+    figure = bar_chart("Stages", ["step"], [(1, {"step": 0.25})], MILLISECONDS)
+    assert "Stages, in ms" in figure
+    assert titles(figure) == ["step, epoch 1: 250.0 ms"]
+    assert "250" in [element.text for element in drawing(figure).iter("text")]
+
+
+def test_every_name_has_a_colour_of_its_own_in_bars_and_legend():
+    names = [f"stage{i}" for i in range(20)]
+    figure = bar_chart("Stages", names, [(1, dict.fromkeys(names, 1.0))], SECONDS)
+    assert re.findall(r"fill:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(20)]
+    assert re.findall(r"background:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(20)]

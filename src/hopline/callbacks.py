@@ -18,6 +18,7 @@ from hopline.files import replacing
 from hopline.progress import Progress, progress
 from hopline.report import Report, write_text
 from hopline.report_html import read_records
+from hopline.run_facts import run_facts
 from hopline.spec import format_size, nearest
 from hopline.trace import RegionStatistics
 
@@ -330,6 +331,9 @@ class WriteReport(Callback):
 
     def __init__(self, report: Report) -> None:
         self.report = report
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.report.log_once({"event": "start", **run_facts(trainer)})
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
         self.report.log({"event": "epoch", **vars(epoch)})

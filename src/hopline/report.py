@@ -76,6 +76,14 @@ class Report:
         line = json.dumps(_plain({"elapsed_s": round(self._elapsed_s(), 3), **record}), allow_nan=False)
         self._append("metrics.jsonl", line)
 
+    def log_once(self, record: Mapping[str, Any]) -> None:
+        """Log a record in place of the one of the same event that an earlier process of a resumed run has left."""
+        stamped = _plain({"elapsed_s": round(self._elapsed_s(), 3), **record})
+        path = self.folder / "metrics.jsonl"
+        with self._lock:
+            others = [other for other in report_html.read_records(path) if other.get("event") != record["event"]]
+            write_text(path, "".join(json.dumps(kept) + "\n" for kept in [*others, stamped]))
+
     def note(self, text: str) -> None:
         """Append a line with the time of day to run.log."""
         now = datetime.datetime.now().isoformat(sep=" ", timespec="seconds")
@@ -128,11 +136,11 @@ class Report:
     def _start_files(self, config: Mapping[str, Any], resume: bool) -> None:
         metrics = self.folder / "metrics.jsonl"
         records = report_html.read_records(metrics) if resume else []
+        self._earlier_s = max((float(record.get("elapsed_s") or 0) for record in records), default=0.0)
         # The run is not over any more.
         records = [record for record in records if record.get("event") not in ("end", "close", "explain")]
         # Written again from what could be read, so that half a line of a killed run does not spoil the next.
         write_text(metrics, "".join(json.dumps(record) + "\n" for record in records))
-        self._earlier_s = max((float(record.get("elapsed_s") or 0) for record in records), default=0.0)
         if not resume:
             write_text(self.folder / "run.log", "")
             for stale in ("trace.json", "report.html"):

@@ -1,29 +1,32 @@
 """The page of a run: read its files, draw its curves, and lay them out without any outside help."""
 
 import json
+import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from hopline.report_parts import Record, budget_section, is_number, numbers, pipeline_section, plan_section, table
-from hopline.report_svg import Points, bar_chart, line_chart, short
+from hopline import report_colours
+from hopline.report_facts import facts_section, settings_section
+from hopline.report_format import ABSENT, amount, duration
+from hopline.report_parts import Record, budget_section, is_number, numbers, plan_section, table
+from hopline.report_settings import flatten
+from hopline.report_svg import Points, line_chart
+from hopline.report_times import pipeline_section, stages_of, time_by_part, time_section
 from hopline.spec import format_size
 
 STYLE = """
 :root {
+  color-scheme: light dark;
   --ink: #1c2430; --dim: #667085; --line: #e4e7ec; --page: #f6f7f9; --card: #fff;
-  --good: #067647; --bad: #b42318;
-  --c0: #2563eb; --c1: #e8710a; --c2: #12946b; --c3: #b83280;
-  --c4: #7c5cd6; --c5: #b58900; --c6: #0891b2; --c7: #77808f;
+  --good: #067647; --bad: #b42318; --mark: #e8710a;
 }
 @media (prefers-color-scheme: dark) { :root {
   --ink: #e6e9ef; --dim: #98a2b3; --line: #2c3442; --page: #12161d; --card: #1a202a;
-  --good: #47cd89; --bad: #f97066;
-  --c0: #6ea0ff; --c1: #ff9f43; --c2: #3ecf9b; --c3: #f277b8;
-  --c4: #a78bfa; --c5: #e0b93a; --c6: #38c6de; --c7: #a3acba;
+  --good: #47cd89; --bad: #f97066; --mark: #ff9f43;
 } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font-variant-numeric: tabular-nums;
@@ -31,35 +34,66 @@ body { margin: 0; background: var(--page); color: var(--ink); font-variant-numer
 main { max-width: 1160px; margin: 0 auto; padding: 32px 20px 48px; }
 h1 { font-size: 26px; margin: 0; letter-spacing: -.01em; overflow-wrap: anywhere; }
 h2 { font-size: 16px; margin: 32px 0 10px; }
+h3 { font-size: 14px; margin: 0 0 6px; }
+p { margin: 0 0 10px; }
 code { font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
 .dim { color: var(--dim); }
 .status { font-size: 12px; font-weight: 600; letter-spacing: 0; padding: 2px 10px; margin-left: 10px;
   border-radius: 99px; border: 1px solid; vertical-align: 4px; color: var(--dim); }
 .status.ok { color: var(--good); }
 .status.failed { color: var(--bad); }
-.notice { border-left: 3px solid var(--c1); background: var(--card); padding: 8px 14px; margin: 14px 0 0; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(158px, 1fr)); gap: 12px; }
-.tiles { margin-top: 20px; }
-.tile, figure, .table { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.tile { padding: 12px 16px; }
-.tile b { display: block; font-size: 21px; line-height: 1.3; overflow-wrap: anywhere; }
+.notice { border-left: 3px solid var(--mark); background: var(--card); padding: 8px 14px; margin: 0 0 12px; }
+.notice { overflow-wrap: anywhere; }
+.notice.failed { border-color: var(--bad); }
+code + .notice { margin-top: 14px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(128px, 100%), 1fr)); gap: 12px; }
+.tiles { margin: 20px 0 12px; }
+.tile, figure, .table, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.tile { padding: 12px 14px; }
+.tile b { display: block; font-size: 19px; line-height: 1.3; overflow-wrap: anywhere; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 12px; }
-figure { margin: 0; padding: 12px 16px 8px; }
+.grid.three { grid-template-columns: repeat(auto-fit, minmax(min(330px, 100%), 1fr)); }
+.grid > div { min-width: 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); gap: 12px; }
+.facts { margin-bottom: 12px; }
+.card { padding: 12px 16px; }
+dl { display: grid; grid-template-columns: auto 1fr; gap: 2px 16px; margin: 0; }
+dt { color: var(--dim); }
+dd { margin: 0; text-align: right; overflow-wrap: anywhere; }
+figure { margin: 0; padding: 12px 16px 8px; min-width: 0; }
 figcaption { font-weight: 600; margin-bottom: 6px; }
-.key { font-weight: 400; color: var(--dim); margin-left: 14px; white-space: nowrap; }
-.key i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 5px; }
+.key { font-weight: 400; white-space: nowrap; }
+.key i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 6px; }
+figcaption .key { color: var(--dim); margin-left: 14px; }
+.scroll { overflow-x: auto; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-size: 11px; fill: var(--dim); }
+.three svg text { font-size: 15px; }
 .gridline { stroke: var(--line); }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: 6px 16px; border-top: 1px solid var(--line); vertical-align: top; }
 th { color: var(--dim); font-weight: 500; font-size: 12.5px; }
-td { overflow-wrap: anywhere; }
+td { overflow-wrap: anywhere; white-space: pre-wrap; }
 tr:first-child > * { border-top: 0; }
 td.number, th.number { text-align: right; white-space: nowrap; }
-figure + .table { margin-top: 12px; }
+.keys td:first-child { white-space: nowrap; }
+tr.sum > * { font-weight: 600; }
+:not(.sum) + tr.sum > * { border-top: 2px solid var(--line); }
+.bars td:last-child { width: 45%; vertical-align: middle; }
+.bars i { display: block; height: 10px; border-radius: 3px; background: var(--c0); }
+figure + .table, figure + details, .table + details { margin-top: 12px; }
+summary { cursor: pointer; color: var(--dim); padding: 4px 0; }
+details .table { margin-top: 6px; }
+@media (max-width: 640px) {
+  main { padding: 20px 12px 32px; }
+  th, td { padding: 6px 10px; }
+  svg text { font-size: 15px; }
+  svg.wide { width: 820px; }
+  th.number { white-space: normal; }
+  .bars td:last-child, .bars th:last-child { display: none; }
+}
 """
 
 
@@ -69,6 +103,10 @@ class RunFiles:
 
     name: str
     about: Record
+    start: Record
+    """Dataset, model and method; old runs have no such record."""
+    elapsed_s: float
+    """The stamp of the last record."""
     epochs: list[Record]
     evaluations: list[Record]
     budgets: list[Record]
@@ -122,6 +160,8 @@ def read_run(folder: Path) -> RunFiles:
     return RunFiles(
         name=name,
         about=about,
+        start=last.get("start", {}),
+        elapsed_s=max((r["elapsed_s"] for r in records if is_number(r.get("elapsed_s"))), default=0.0),
         epochs=epochs,
         evaluations=[evaluations[key] for key in sorted(evaluations)],
         budgets=budgets,
@@ -142,55 +182,73 @@ def _by_epoch(records: Iterable[Record], event: str) -> list[Record]:
 def render(folder: Path) -> str:
     """Return the page of the run in a folder."""
     run = read_run(folder)
+    config = run.about["config"]
+    is_async = "async" in (config.get("evaluate"), _mapping(config.get("train")).get("evaluate"))
+    waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
+    parts = time_by_part(run.elapsed_s, run.epochs, waited_for)
     body = [
         _header(run),
-        _tiles(run),
+        _tiles(run, sum(parts.values())),
+        facts_section(run.start, config, [lr for _, lr in _series(run.epochs, "lr")]),
         *map(_notice, _notices(run)),
         _curves(run),
+        time_section(parts, _evaluation_stages(run), is_async) if run.epochs else "",
+        pipeline_section(run.pipeline, run.epochs),
         plan_section(run.plan),
         budget_section(run.budgets),
-        _stages(run),
-        pipeline_section(run.pipeline),
         _counters(run),
     ]
-    settings = _flat(run.about["config"])
-    facts = {"platform": run.about.get("platform"), "cpu_count": run.about.get("cpu_count")}
-    versions = [*_flat(run.about.get("versions") or {}), *facts.items()]
-    tables = (("Settings", "key", settings), ("Versions and machine", "what", versions))
-    sides = [f"<div><h2>{title}</h2>{table((head, 'value'), rows)}</div>" for title, head, rows in tables]
-    body.append(f'<div class="grid">{"".join(sides)}</div>')
+    facts = {"platform": run.about.get("platform"), "cores": run.about.get("cpu_count")}
+    versions = [*flatten(_mapping(run.about.get("versions"))), *facts.items()]
+    machine = f"<h2>Versions and machine</h2>{table(('what', 'value'), versions, kind='keys')}"
+    body.append(f'<div class="grid"><div>{settings_section(config)}</div><div>{machine}</div></div>')
+    num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
+    num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
+    style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} · hopline</title><style>{STYLE}</style></head>\n"
+        f"<title>{escape(run.name)} · hopline</title><style>{style}</style></head>\n"
         f"<body><main>\n{chr(10).join(filter(None, body))}\n</main></body></html>\n"
     )
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _header(run: RunFiles) -> str:
     status = str(run.close.get("status") or "not finished")
-    shown = {"ok": "finished"}.get(status, status)
+    state, _, problem = status.partition(": ")
+    kind = {"ok": "ok", "not finished": ""}.get(state, "failed")
     when = [str(run.about.get("started") or "").replace("T", " ")]
-    if run.end.get("reason"):
+    if run.end.get("reason") and kind != "failed":
         when.append(f"ended: {run.end['reason']}")
-    kind = {"ok": "ok", "not finished": ""}.get(status, "failed")
     command = " ".join(map(str, run.about.get("command") or []))
+    shown = "finished" if state == "ok" else state
     return (
         f'<h1>{escape(run.name)}<span class="status {kind}">{escape(shown)}</span></h1>'
         f'<div class="dim">{escape(" · ".join(when))}</div><code>{escape(command)}</code>'
+        + (f'<p class="notice failed">{escape(problem)}</p>' if problem else "")
     )
 
 
-def _tiles(run: RunFiles) -> str:
-    seconds = [r["seconds"] for r in run.epochs if is_number(r.get("seconds"))]
+def _tiles(run: RunFiles, total_s: float) -> str:
     tiles: list[tuple[str, str]] = []
     for split, metrics, note in _results(run):
-        tiles += [(f"{split} {name}{note}", short(value)) for name, value in metrics.items() if is_number(value)]
-    tiles.append(("epochs", str(len(run.epochs))))
-    if seconds:
-        tiles.append(("median seconds per epoch", short(statistics.median(seconds))))
-    if run.epochs and run.epochs[-1].get("slowest_stage"):
-        tiles.append(("slowest stage, last epoch", str(run.epochs[-1]["slowest_stage"])))
+        tiles += [(f"{split} {name}{note}", f"{value:.4f}") for name, value in metrics.items() if is_number(value)]
+    for name, label in (("loss", "loss"), ("seeds_per_s", "seeds per second")):
+        values = {value for _, value in _series(run.epochs, name)}
+        if len(values) == 1:  # no curve shows it
+            tiles.append((label, amount(*values)))
+    tiles.append(("epochs", f"{len(run.epochs):,}"))
+    if total_s > 0:
+        tiles.append(("total time", duration(total_s)))
+    seconds = [value for _, value in _series(run.epochs, "seconds")]
+    if len(seconds) > 1:
+        tiles.append(("median time per epoch", duration(statistics.median(seconds))))
+    if run.pipeline.get("bottleneck"):
+        tiles.append(("bottleneck", str(run.pipeline["bottleneck"])))
     if is_number(run.end.get("peak_rss_bytes")):
         tiles.append(("peak host memory", format_size(run.end["peak_rss_bytes"])))
     cells = [f'<div class="tile"><b>{escape(v)}</b><span class="dim">{escape(k)}</span></div>' for k, v in tiles]
@@ -223,7 +281,7 @@ def _notices(run: RunFiles) -> Iterable[str]:
     if not run.epochs:
         yield "No epoch has been completed, so there are no curves."
     if len(run.epochs) == 1:
-        yield "Only one epoch was completed: curves are single points, and stage times have no mean."
+        yield "Only one epoch was completed, so there are no curves."
     if run.close.get("num_dropped_spans"):
         yield f"trace.json leaves out {run.close['num_dropped_spans']:,} spans beyond its limit."
 
@@ -238,42 +296,30 @@ def _curves(run: RunFiles) -> str:
         for name, value in record["metrics"].items():
             if is_number(value):
                 metrics.setdefault(f"{record.get('split')} {name}", []).append((record["epoch"], value))
-    charts = [line_chart("Loss", {"loss": _series(run.epochs, "loss")}), line_chart("Metrics", metrics)]
-    charts.append(line_chart("Learning rate", {"learning rate": _series(run.epochs, "lr")}))
-    charts.append(line_chart("Seeds per second", {"seeds per second": _series(run.epochs, "seeds_per_s")}))
-    drawn = "".join(filter(None, charts))
-    return f'<h2>Over epochs</h2><div class="grid">{drawn}</div>' if drawn else ""
+    charts = {
+        "Loss": {"loss": _series(run.epochs, "loss")},
+        "Metrics": metrics,
+        "Learning rate": {"learning rate": _series(run.epochs, "lr")},
+        "Seeds per second": {"seeds per second": _series(run.epochs, "seeds_per_s")},
+    }
+    # A chart of what never changes says nothing: tiles and facts have the value.
+    drawn = [
+        line_chart(title, series)
+        for title, series in charts.items()
+        if any(len({value for _, value in points}) > 1 for points in series.values())
+    ]
+    columns = "grid three" if len(drawn) == 3 else "grid"
+    return f'<h2>Over epochs</h2><div class="{columns}">{"".join(drawn)}</div>' if drawn else ""
 
 
 def _series(records: Iterable[Record], name: str) -> Points:
     return [(r["epoch"], r[name]) for r in records if is_number(r.get(name))]
 
 
-def _stages(run: RunFiles) -> str:
-    bars = [(r["epoch"], numbers(r.get("stages"))) for r in run.epochs]
-    rows = [_stage_row(stage) for stage in run.end.get("stages") or _stage_statistics([s for _, s in bars])]
-    if not rows:
-        return ""
-    heads = ("stage", "calls", "first epoch (s)", "mean of later epochs (s)", "± std (s)")
-    note = '<p class="dim">Stages overlap in a pipeline, so they may add up to more than the epoch.</p>'
-    chart = bar_chart("Seconds by stage", bars)
-    return f"<h2>Stage times</h2>{note}{chart}{table(heads, rows, numbers_from=1)}"
-
-
-def _stage_row(stage: Record) -> tuple[str, ...]:
-    keys = ("calls", "first_epoch_s", "mean_s", "std_s")
-    return (str(stage.get("name")), *(short(stage[k]) if is_number(stage.get(k)) else "–" for k in keys))
-
-
-def _stage_statistics(epochs: Sequence[Mapping[str, float]]) -> list[Record]:
-    """The same statistics as a finished run logs, from its epochs so far."""
-    found = []
-    for name in dict.fromkeys(name for stages in epochs for name in stages):
-        first, *later = [stages.get(name, 0.0) for stages in epochs]
-        mean_s = statistics.fmean(later) if later else None
-        std_s = statistics.stdev(later) if len(later) > 1 else None
-        found.append({"name": name, "first_epoch_s": first, "mean_s": mean_s, "std_s": std_s})
-    return found
+def _evaluation_stages(run: RunFiles) -> list[Record]:
+    """Statistics of the stages that are in no epoch's time; of evaluation as a whole `time_by_part` has the time."""
+    in_epochs = {"evaluate", *(name for r in run.epochs for name in (*numbers(r.get("stages")), *stages_of(r)))}
+    return [s for s in run.end.get("stages") or [] if isinstance(s, dict) and s.get("name") not in in_epochs]
 
 
 def _counters(run: RunFiles) -> str:
@@ -283,20 +329,13 @@ def _counters(run: RunFiles) -> str:
         for record in run.epochs:
             for name, amount in numbers(record.get("counters")).items():
                 totals[name] = totals.get(name, 0) + amount
-    names = sorted({*totals, *last})
+    # Numbers in a name in their order: to_2 before to_16.
+    names = sorted({*totals, *last}, key=lambda name: [f"{part:>9}" for part in re.split(r"(\d+)", name)])
     rows = [(name, *(_amount(name, values.get(name)) for values in (totals, last))) for name in names]
     return f"<h2>Counters</h2>{table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
 
 
 def _amount(name: str, value: float | None) -> str:
     if value is None:
-        return "–"
-    return format_size(value) if "bytes" in name else f"{value:,.6g}" if value % 1 else f"{value:,.0f}"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, ", ".join(map(str, value)) if isinstance(value, list) else value
+        return ABSENT
+    return format_size(value) if "bytes" in name else amount(int(value) if value % 1 == 0 else value)

@@ -1,14 +1,17 @@
-"""Sections of the page of a run that stand alone: what a budget promised and what was measured, and the pipeline."""
+"""Tables, which all sections of the page are made of, and the sections on memory: its plan, and what was measured."""
 
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from hopline.report_format import ABSENT
 from hopline.report_svg import MAX_HOVERS, WIDTH, line_chart
 from hopline.spec import format_size
 
 Record = dict[str, Any]
+MANY_ROWS = 12
+"""Epochs beyond which a table by epoch is folded away."""
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
@@ -20,14 +23,40 @@ def numbers(values: Any) -> dict[str, float]:
     return {k: v for k, v in values.items() if is_number(v)} if isinstance(values, dict) else {}
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], numbers_from: int = 99) -> str:
-    def row(tag: str, cells: Sequence[Any]) -> str:
+class Html(str):
+    """Text of a cell that is HTML already."""
+
+
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    numbers_from: int = 99,
+    *,
+    sums: Iterable[Sequence[Any]] = (),
+    kind: str = "",
+) -> str:
+    """Write a table. numbers_from: the first column of numbers. sums: rows below the others, set apart."""
+
+    def row(tag: str, cells: Sequence[Any], of_kind: str = "") -> str:
         marks = [' class="number"' if at >= numbers_from else "" for at in range(len(cells))]
-        texts = ["none" if cell is None else escape(str(cell)) for cell in cells]
-        return "<tr>" + "".join(f"<{tag}{m}>{t}</{tag}>" for m, t in zip(marks, texts, strict=True)) + "</tr>"
+        texts = [cell if isinstance(cell, Html) else escape(_text(cell)) for cell in cells]
+        return f"<tr{of_kind}>{''.join(f'<{tag}{m}>{t}</{tag}>' for m, t in zip(marks, texts, strict=True))}</tr>"
 
     lines = [row("th", heads), *(row("td", cells) for cells in rows)]
-    return f'<div class="table"><table>{"".join(lines)}</table></div>'
+    lines += [row("td", cells, ' class="sum"') for cells in sums]
+    return f'<div class="table {kind}"><table>{"".join(lines)}</table></div>'
+
+
+def _text(value: Any) -> str:
+    """A value as it is typed in key=value: none, true, or 10,10."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def folded(title: str, content: str) -> str:
+    """Hide something behind its title, which opens it on a click."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
 def thinned(values: Sequence[float], most: int) -> tuple[list[float], int]:
@@ -37,31 +66,32 @@ def thinned(values: Sequence[float], most: int) -> tuple[list[float], int]:
 
 
 def budget_section(records: Sequence[Record]) -> str:
-    """Promised and measured bytes by epoch, and by step before and after splitting; nothing without a budget."""
+    """Predicted and measured bytes by epoch, and by step before and after splitting; nothing without a budget."""
     if not records:
         return ""
-    heads = ("epoch", "steps", "left for a step", "promised", "measured", "split", "pieces", "drawn anew", "cut")
+    heads = ("epoch", "steps", "limit", "predicted", "measured", "split", "micro-batches", "resampled", "cut")
     rows = [
         (
             f"{record['epoch']:g}",
-            *(_count(record, "num_steps"),),
+            _count(record, "num_steps"),
             *(_size(record, name) for name in ("limit_bytes", "promised_bytes", "peak_bytes")),
-            *(_count(record, name) for name in ("split", "pieces", "resampled", "cut")),
-            *(_count(record, name) for name in ("over", "oom")),
+            *(_count(record, name) for name in ("split", "pieces", "resampled", "cut", "over", "oom")),
         )
         for record in records
     ]
     note = (
-        '<p class="dim">What the largest step of an epoch was promised to take and what was measured, beside the bytes '
-        "that the budget leaves for a step. “Over” counts steps beyond them, “ran out” those whose memory ran out and "
-        "that went on in smaller pieces.</p>"
+        '<p class="dim">The largest step of each epoch: the limit that the budget leaves for it, its predicted and '
+        "its measured peak. Then how many batches were split, into how many micro-batches, how many were resampled or "
+        "had edges cut, and how many steps went over the limit or ran out of memory and were run again.</p>"
     )
-    chart = _bytes_chart(records)
-    return f"<h2>Memory budget</h2>{note}{chart}{table((*heads, 'over', 'ran out'), rows, numbers_from=1)}"
+    by_epoch = table((*heads, "over", "out of memory"), rows, numbers_from=1)
+    if len(rows) > MANY_ROWS:
+        by_epoch = folded(f"By epoch ({len(rows)} rows)", by_epoch)
+    return f"<h2>Memory budget</h2>{note}{_bytes_chart(records)}{by_epoch}"
 
 
 def plan_section(record: Record) -> str:
-    """What a plan says that a run keeps at each place, and the sum that it promises; nothing without one."""
+    """What a plan says that a run keeps at each place, and the peak that it predicts; nothing without one."""
     items, totals = record.get("items") or [], record.get("totals") or []
     if not totals:
         return ""
@@ -71,17 +101,17 @@ def plan_section(record: Record) -> str:
         rows += [(total["place"], item["name"], _size(item, "num_bytes")) for item in kept]
         step = total["promised_bytes"] - sum(item["num_bytes"] for item in kept)
         rows += [(total["place"], "a step", format_size(step))] if step > 0 else []
-        rows.append((total["place"], "promised in all", _size(total, "promised_bytes")))
+        rows.append((total["place"], "predicted peak", _size(total, "promised_bytes")))
         rows.append((total["place"], "budget", _size(total, "budget_bytes")))
     return f"<h2>Memory plan</h2>{table(('place', 'what', 'bytes'), rows, numbers_from=2)}"
 
 
 def _size(record: Record, name: str) -> str:
-    return format_size(record[name]) if is_number(record.get(name)) else "–"
+    return format_size(record[name]) if is_number(record.get(name)) else ABSENT
 
 
 def _count(record: Record, name: str) -> str:
-    return f"{record[name]:,}" if is_number(record.get(name)) else "–"
+    return f"{record[name]:,}" if is_number(record.get(name)) else ABSENT
 
 
 def _bytes_chart(records: Sequence[Record]) -> str:
@@ -108,30 +138,3 @@ def _fewer(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     _, per_point = thinned([v for _, v in points], MAX_HOVERS)
     stretches = (points[at : at + per_point] for at in range(0, len(points), per_point))
     return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
-
-
-def pipeline_section(record: Record) -> str:
-    """Stages of a batch as shares of the serial work, what overlap can gain and does, and what to change."""
-    shares, stages = numbers(record.get("shares")), numbers(record.get("stages"))
-    if not shares:
-        return ""
-    rows = [(name, f"{stages.get(name, 0.0):.4g}", f"{share:.1%}") for name, share in shares.items()]
-    parts = [
-        ("all stages, one after the other", f"{record['serial_s']:.4g}", "100%"),
-        ("least with overlap (bound)", f"{record['serial_s'] * record['bound']:.4g}", f"{record['bound']:.1%}"),
-        ("measured", f"{record['seconds']:.4g}", f"{record['achieved']:.1%}"),
-    ]
-    said = f'<p class="notice">{escape(str(record.get("sentence") or ""))}</p>'
-    note = (
-        '<p class="dim">Seconds of each stage alone. The bound is 1/N + (N−1)/N · the largest share, for '
-        f"N = {record['num_batches']:,} batches: one goes through all stages, and from then on one leaves each time "
-        f"that the slowest takes, where {_threads(record.get('workers'))}. Training waited for batches "
-        f"{record['waited']:.1%} of the time.</p>"
-    )
-    return f"<h2>Pipeline</h2>{said}{note}{table(('stage', 'seconds', 'share'), [*rows, *parts], numbers_from=1)}"
-
-
-def _threads(workers: Any) -> str:
-    if not workers:
-        return "preparing and training could run side by side (here they do not)"
-    return f"{workers} thread{'s' * (workers > 1)} prepare batches and one trains"

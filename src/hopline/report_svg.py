@@ -5,12 +5,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from hopline.report_format import Unit
+
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 250, 58, 14, 12, 40
 MAX_BARS = 60
 MAX_HOVERS = 400
-NUM_COLOURS = 8
 
 
 def short(value: float) -> str:
@@ -32,15 +33,19 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [i * step for i in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
 
 
+def swatch(colour: int, name: str) -> str:
+    """Name something that a chart shows, with its colour before it."""
+    return f'<span class="key"><i style="background:var(--c{colour})"></i>{escape(name)}</span>'
+
+
 def _figure(title: str, names: Iterable[str], width: int, drawing: str) -> str:
     names = [] if list(names) == [title.lower()] else names
-    keys = "".join(
-        f'<span class="key"><i style="background:var(--c{i % NUM_COLOURS})"></i>{escape(name)}</span>'
-        for i, name in enumerate(names)
-    )
+    kind = "wide" if width > WIDTH else ""
+    keys = "".join(swatch(i, name) for i, name in enumerate(names))
+    view = f'class="{kind}" viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(title)}"'
     return (
         f"<figure><figcaption>{escape(title)}{keys}</figcaption>"
-        f'<svg viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(title)}">{drawing}</svg>'
+        f'<div class="scroll"><svg {view}>{drawing}</svg></div>'
         "</figure>"
     )
 
@@ -90,7 +95,7 @@ def line_chart(
 
     parts = [_axes([place(x, 0) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, width, over)]
     for i, (name, points) in enumerate(series.items()):
-        colour = f"var(--c{i % NUM_COLOURS})"
+        colour = f"var(--c{i})"
         places = [place(*point) for point in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline class="curve" style="stroke:{colour}" points="{line}"/>')
@@ -102,15 +107,18 @@ def line_chart(
     return _figure(title, series, width, "".join(parts))
 
 
-def bar_chart(title: str, bars: Sequence[tuple[float, Mapping[str, float]]]) -> str:
-    """Draw one stacked bar per epoch, or per few epochs where they are many, as an SVG figure."""
-    names = list(dict.fromkeys(name for _, stages in bars for name in stages))
+def bar_chart(title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapping[str, float]]], unit: Unit) -> str:
+    """Draw one stacked bar per epoch, or per few epochs where they are many, as an SVG figure.
+
+    names: what bars are made of, from the bottom up; each has the colour of its position.
+    bars: (epoch, seconds by name), drawn in `unit`.
+    """
     if not names:
         return ""
     per_bar = -(-len(bars) // MAX_BARS)
     groups = [bars[at : at + per_bar] for at in range(0, len(bars), per_bar)]
     labels = [f"{g[0][0]:g}" if len(g) == 1 else f"{g[0][0]:g}–{g[-1][0]:g}" for g in groups]
-    means = [{n: statistics.fmean(s.get(n, 0.0) for _, s in group) for n in names} for group in groups]
+    means = [{n: statistics.fmean(s.get(n, 0.0) for _, s in group) / unit.seconds for n in names} for group in groups]
     y_ticks = ticks(0, max(sum(stages.values()) for stages in means) or 1.0)
     width = 2 * WIDTH
     pitch = (width - LEFT - RIGHT) / len(groups)
@@ -120,11 +128,10 @@ def bar_chart(title: str, bars: Sequence[tuple[float, Mapping[str, float]]]) -> 
     parts = [_axes(centres[::every], labels[::every], y_ticks, width)]
     for (centre, _), label, stages in zip(centres, labels, means, strict=True):
         below = 0.0
-        for i, (name, seconds) in enumerate(stages.items()):
-            bottom, top = (_scale(v, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP) for v in (below, below + seconds))
-            below += seconds
+        for i, (name, value) in enumerate(stages.items()):
+            bottom, top = (_scale(v, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP) for v in (below, below + value))
+            below += value
             box = f'x="{centre - thick / 2:.1f}" y="{top:.1f}" width="{thick:.1f}" height="{bottom - top:.1f}"'
-            hover = f"{escape(name)}, epoch {label}: {seconds:.4g} s"
-            fill = f"fill:var(--c{i % NUM_COLOURS})"
-            parts.append(f'<rect {box} style="{fill}"><title>{hover}</title></rect>')
-    return _figure(title, names, width, "".join(parts))
+            hover = escape(f"{name}, epoch {label}: {unit.write(value * unit.seconds)} {unit.name}")
+            parts.append(f'<rect {box} style="fill:var(--c{i})"><title>{hover}</title></rect>')
+    return _figure(f"{title}, in {unit.name}", names, width, "".join(parts))

@@ -1,0 +1,71 @@
+"""Numbers of a page as people read them: times with a unit, shares in percent, counts with thousands separators."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+ABSENT = "–"
+
+
+class Unit(NamedTuple):
+    """The unit that a column of times is written in, so that they can be compared downwards."""
+
+    name: str
+    seconds: float
+    decimals: int
+
+    def write(self, seconds: float | None) -> str:
+        """Write a time without its unit, which the head of the column names."""
+        if seconds is None or not math.isfinite(seconds):
+            return ABSENT
+        if seconds == 0:
+            return "0"
+        text = f"{seconds / self.seconds:,.{self.decimals}f}"
+        least = 10**-self.decimals
+        return f"< {least:g}" if 0 < seconds < least * self.seconds / 2 else text
+
+
+MILLISECONDS = Unit("ms", 1e-3, 1)
+SECONDS = Unit("s", 1.0, 2)
+MANY_SECONDS = Unit("s", 1.0, 1)
+
+
+def unit_of(times: Iterable[float]) -> Unit:
+    """Choose a unit for a column of times in seconds, by the longest."""
+    longest = max(times, default=0.0)
+    if longest < 1:
+        return MILLISECONDS
+    return SECONDS if longest < 100 else MANY_SECONDS
+
+
+def duration(seconds: float) -> str:
+    """Write a time by itself: "38 µs", "305 ms", "6.12 s", "2 min 5 s", "3 h 20 min"."""
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if round(seconds * factor) < 1000:
+            return f"{_digits(seconds * factor)} {unit}"
+    if round(seconds, 1) < 60:
+        return f"{_digits(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def percent(share: float) -> str:
+    """Write a share: "36%", below ten percent with a decimal."""
+    return f"{share:.0%}" if round(share, 3) >= 0.1 or share == 0 else f"{share:.1%}"
+
+
+def amount(value: Any) -> str:
+    """Write a number with thousands separators, anything else as it is."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _digits(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
