@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import itertools
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from hopline.data.names import open_dataset
 from hopline.data.npz import from_npz
 from hopline.data.ogb import from_ogb_folder
 from hopline.data.options import EdgeOptions
-from hopline.data.paths import is_dataset, is_ogb_folder
+from hopline.data.paths import default_name, is_dataset, is_ogb_folder
 from hopline.data.store import verify
 from hopline.data.tabular import from_csv
 from hopline.launch_settings import LaunchSettings
@@ -131,7 +132,7 @@ def _run_folder(name: str, config: RunConfig) -> Path:
     """A new folder, or the newest one of the same settings where the run is to go on."""
     runs = Path("runs")
     if config.resume:
-        for folder in sorted(runs.glob(f"{name}-*"), reverse=True):
+        for folder in sorted(runs.glob(f"{glob.escape(name)}-*"), reverse=True):
             try:
                 stored = load_config(folder)
             except ValueError:
@@ -206,7 +207,7 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
         known = {} if config.num_nodes is None else {"num_nodes": config.num_nodes}
         from_csv(path, config.nodes, columns=config.columns, ids=config.ids, folder=folder, **known, **options)
     elif path.suffix == ".npz":
-        from_npz(path, **changed).save(folder)
+        from_npz(path, folder=folder, **changed)
     elif path.suffix == ".npy":
         from_edges(path, folder=folder, num_nodes=config.num_nodes, **options)
     elif is_dgl_folder(path):
@@ -214,6 +215,7 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     elif is_ogb_folder(path):
         from_ogb_folder(path, folder=folder, **changed)
     else:
-        open_dataset(source, data_root=config.data_root, **changed).save(folder)
+        data = open_dataset(source, data_root=config.data_root, **changed)
+        dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
     verify(folder)
     return open_dataset(str(folder))

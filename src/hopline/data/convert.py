@@ -29,6 +29,7 @@ from hopline.data.edges import (
 from hopline.data.manifest import Task
 from hopline.data.nodes import NodeData, node_data
 from hopline.data.options import EdgeOptions, edge_options
+from hopline.data.paths import default_name
 from hopline.data.store import open_folder, write_nodes
 from hopline.data.writer import FolderWriter, writing
 from hopline.graph import Graph
@@ -52,19 +53,20 @@ def from_edges(
     splits: Mapping[str, Any] | None = None,
     task: Task | None = None,
     num_classes: int | None = None,
-    name: str = "graph",
+    name: str | None = None,
     meta: Mapping[str, Any] | None = None,
     split: int = 0,
     **options: Any,
 ) -> Dataset:
     """A dataset from edges [2, E], an `.npy` file or chunks of them, and what is known about the nodes.
 
-    With `folder` the graph is grouped on disk in bounded memory and opened from there. `options` are those of
-    `EdgeOptions`: symmetrize, self_loops, duplicates, chunk_edges.
+    With `folder` the graph is grouped on disk in bounded memory and opened from there. name: the folder's by default.
+    `options` are those of `EdgeOptions`: symmetrize, self_loops, duplicates, chunk_edges.
     """
     how = edge_options(options)
     count = _count_nodes(edges, num_nodes, [x, *(tables or {}).values(), y], how)
     nodes = node_data(count, x=x, tables=tables, y=y, splits=splits, task=task, num_classes=num_classes)
+    name = name or default_name(folder, "graph")
     if folder is not None:
         _write(edges, edge, nodes, how, folder, name, dict(meta or {}))
         return open_folder(folder, split=split)

@@ -14,6 +14,7 @@ from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.nodes import split_name
 from hopline.data.options import Columns
+from hopline.data.paths import default_name
 from hopline.data.text import Chunk, columns_of, read_file
 from hopline.tables import Table
 
@@ -109,7 +110,10 @@ def from_csv(
     if ids not in ("number", "map"):
         raise ValueError(f"ids is {ids!r}: choose 'number' or 'map'.")
     source = _EdgeFile(Path(edges).expanduser(), columns or Columns())
-    given: dict[str, Any] = {"name": source.path.name.split(".")[0], "meta": {"origin": source.path.name}}
+    given: dict[str, Any] = {
+        "name": default_name(arguments.get("folder"), source.path.name.split(".")[0]),
+        "meta": {"origin": source.path.name},
+    }
     known = None
     if nodes is not None:
         node_part, known = _read_nodes(Path(nodes).expanduser(), source.columns, ids)
