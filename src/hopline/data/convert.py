@@ -111,8 +111,8 @@ def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], opti
         raise ValueError("There are no edges, so the number of nodes is not known: give num_nodes=.")
     if largest > MOST_IDLE * (num_edges + 1):
         raise ValueError(
-            f"Node ids go up to {largest} for only {num_edges} edges: number the nodes anew with ids=map, "
-            f"or say that it is meant with num_nodes={largest + 1}."
+            f"Node ids go up to {largest} for only {num_edges} edges: number the nodes from 0 (for a CSV or Parquet "
+            f"file ids=map does it), or say that it is meant with num_nodes={largest + 1}."
         )
     return largest + 1
 
