@@ -100,7 +100,7 @@ class Trainer:
         self.usual_loss = train_step is None
         self.out = None if out is None else Path(out)
         self.config = config if config is not None else self._describe()
-        self.num_seeds = self._train_ids().numel()
+        self.num_seeds = data.train_ids.numel()
         if self.settings.patience is not None and not self.has("valid"):
             raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
         check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
@@ -121,7 +121,7 @@ class Trainer:
             data=data,
             model=as_walkable(self.model),
             module=self.model,
-            train_ids=self._train_ids(),
+            train_ids=data.train_ids,
             train_step=train_step or supervised(data.task, data.num_classes),
             seed=self.settings.seed,
             device=self.device,
@@ -378,11 +378,6 @@ class Trainer:
         drawn = {name: getattr(self.method, name) for name in ("fanouts", "batch_size") if hasattr(self.method, name)}
         self.data = place(data, self.method.placement(placement), self.device, **drawn)
         self.job = replace(self.job, data=self.data)
-
-    def _train_ids(self) -> Tensor:
-        if not self.has("train"):
-            raise ValueError(f"dataset {self.data.name!r} has no training nodes: give it a 'train' split")
-        return self.data.splits["train"]
 
     def _describe(self) -> dict[str, Any]:
         method = {"kind": type(self.asked).__name__}  # not as a plan has it: what is learnt does not depend on that
