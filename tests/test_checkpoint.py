@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import os
@@ -179,13 +180,18 @@ def test_early_stopping_remembers_how_long_it_waited(tmp_path: Path) -> None:
         ({"weight_decay_rest": 0.5}, "weight_decay_rest is None there and 0.5 here"),
         ({"method": hl.Sampled(fanouts=(3, 2), batch_size=9)}, "method is"),
         ({"data": "other"}, "dataset is"),
+        ({"data": "split"}, r"training nodes is '48 nodes, crc32:\w{8}' there and '48 nodes, crc32:\w{8}' here"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     trainer(tmp_path / "run", epochs=1).fit()
     kept = (tmp_path / "run" / checkpoint.FILE).read_bytes()
-    if changes.get("data"):
+    if changes.get("data") == "other":
         changes = {"data": small(num_train=48, num_edges=4200)}
+    elif changes.get("data") == "split":
+        data = small(num_train=48)
+        shifted = torch.cat([data.splits["train"][1:], data.splits["test"][-1:]]).sort().values
+        changes = {"data": dataclasses.replace(data, splits={**data.splits, "train": shifted})}
     with pytest.raises(ValueError, match=named):
         trainer(tmp_path / "run", resume=True, **changes).fit()
     assert (tmp_path / "run" / checkpoint.FILE).read_bytes() == kept

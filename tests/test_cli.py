@@ -262,6 +262,14 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
         (("train", "demo", "epochs"), ["Cannot read 'epochs': write key=value"]),
         (("train", "demo", "epochs=many"), ["epochs=many is not valid: expected an integer"]),
         (("train", "demo", "epochs=0"), ["epochs must be at least 1"]),
+        (("train", "demo", "split_shares=0.6,0.4"), ["split_shares=0.6,0.4 is not valid: expected 3 numbers"]),
+        (("train", "demo", "split_shares=0.6,0.4,0.2"), ["are 0.6,0.4,0.2, more than 1 together"]),
+        (("train", "demo", "split_shares=0,0.4,0.2"), ["leaves no training nodes"]),
+        (
+            ("train", "demo", "split_shares=0.6,0.2,0.2", "split=1"),
+            ["split=1 takes a split of the dataset", "leave one"],
+        ),
+        (("convert", "demo", "out", "split_shares=2,0,0"), ["more than 1 together"]),
         (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),
         (("train", "demo", "method=sample"), ["method=sample is not valid"]),
         (("train", "demmo"), ["no dataset 'demmo'", "Did you mean 'demo'?"]),
@@ -384,8 +392,9 @@ def test_no_seeds(tmp_path: Path, how: str):
     if how == "empty":
         data.splits["train"] = data.splits["valid"][:0]
     data.save(tmp_path / "graph")
-    outcome = command("train", tmp_path / "graph", *overrides(out=tmp_path / "run"))
-    assert_refused(outcome, "no training nodes: give it a 'train' split")
+    for arguments in (("train", *overrides()), ("plan", *overrides()), ("train", "method=auto")):
+        outcome = command(arguments[0], tmp_path / "graph", *arguments[1:], f"out={tmp_path / 'run'}")
+        assert_refused(outcome, "no training nodes: draw some with split_shares=0.6,0.2,0.2")
 
 
 @pytest.mark.parametrize("place", ["file/run", "file"])

@@ -20,7 +20,7 @@ from hopline.models import make_model
 from hopline.predictions import predict
 from hopline.run_settings import ConvertConfig, InferConfig, RunConfig
 from hopline.spec import from_dict, to_dict
-from tests.runs import fit, method, quick, same_weights, small
+from tests.runs import command, fit, labels, method, quick, same_weights, small, without
 
 
 @pytest.fixture
@@ -93,6 +93,64 @@ def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, done: Path):
     with pytest.raises(ValueError, match="holds a run already: go on with it by resume=true"):
         run.train(config)
     assert (done / "metrics.jsonl").read_text() == before
+
+
+# ---- a split of one's own
+
+
+@pytest.fixture
+def unsplit(config: RunConfig, tmp_path: Path) -> RunConfig:
+    """A run on a graph without splits, of which some nodes have no label, by split_shares=."""
+    data = without(small(), "train", "valid", "test")
+    assert data.y is not None
+    data.y[::9] = -1
+    data.save(tmp_path / "graph")
+    return dataclasses.replace(config, split_shares=(0.5, 0.2, 0.3))
+
+
+def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit: RunConfig, tmp_path: Path):
+    done = run.train(unsplit)
+    data = hl.random_split(hl.open(tmp_path / "graph"), (0.5, 0.2, 0.3))
+    assert done.folder is not None
+    right = predictions(done.folder, nodes="test") == labels(data, "test").numpy()
+    assert right.mean() == pytest.approx(done.test)
+    other_seed = run.open_data(dataclasses.replace(unsplit, seed=5))
+    assert torch.equal(other_seed.splits["train"], data.splits["train"])
+    assert run.export(done.folder, tmp_path / "weights.pt", run.ExportConfig()).exists()
+
+
+def test_a_run_is_resumed_on_its_own_split_alone(unsplit: RunConfig, tmp_path: Path):
+    whole = run.train(dataclasses.replace(unsplit, epochs=3, out=tmp_path / "whole"))
+    run.train(unsplit)
+    longer = dataclasses.replace(unsplit, epochs=3, resume=True)
+    with pytest.raises(ValueError, match=r"of another run: training nodes is '178 nodes, .* there and '195 nodes, "):
+        run.train(dataclasses.replace(longer, split_shares=(0.55, 0.2, 0.25)))
+    assert [epoch.loss for epoch in run.train(longer).history] == [epoch.loss for epoch in whole.history]
+
+
+def test_a_run_with_a_drawn_split_predicts_a_graph_without_labels(unsplit: RunConfig, tmp_path: Path):
+    folder = run.train(unsplit).folder
+    assert folder is not None
+    dataclasses.replace(without(small(), "train", "valid", "test"), y=None).save(tmp_path / "new")
+    assert predictions(folder, data=str(tmp_path / "new")).shape == (400,)
+    with pytest.raises(ValueError, match="has no labels"):
+        predictions(folder, data=str(tmp_path / "new"), nodes="test")
+    assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=2", "how=range").status == 0
+    everywhere = predictions(folder, data=str(tmp_path / "shards"))
+    np.testing.assert_array_equal(everywhere, predictions(folder))
+    with pytest.raises(ValueError, match="nodes=test cannot be drawn on shards: give data= the dataset that was cut"):
+        predictions(folder, data=str(tmp_path / "shards"), nodes="test")
+
+
+def test_shards_are_split_before_they_are_cut(unsplit: RunConfig, tmp_path: Path):
+    assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=1", "how=range").status == 0
+    cut = dataclasses.replace(unsplit, data=str(tmp_path / "shards"))
+    with pytest.raises(ValueError, match=r"cut already.*hopline convert DATASET FOLDER split_shares=0.5,0.2,0.3"):
+        run.train(cut)
+    with pytest.raises(ValueError, match="has no training nodes: draw some with split_shares="):
+        run.train(dataclasses.replace(cut, split_shares=None))
+    with pytest.raises(ValueError, match=r"is in shards.*a split is drawn before the dataset is cut"):
+        hl.random_split(hl.open_sharded(tmp_path / "shards"))
 
 
 # ---- what is read of a run
@@ -237,6 +295,32 @@ def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match=f"there is no file .*{name}: check the path"):
         run.convert(str(tmp_path / name), tmp_path / "out", run.ConvertConfig())
+
+
+@pytest.mark.parametrize("source", ["edges.csv", "graph.npz", "folder"])
+def test_a_conversion_stores_a_split_and_is_called_as_its_folder(tmp_path: Path, source: str):
+    edges, y = np.stack([np.arange(8), (np.arange(8) + 3) % 8]), np.array([0, 1, -1, 1, 0, 1, 0, 1])
+    np.savez(tmp_path / "graph.npz", edge_index=edges, x=np.eye(8, dtype=np.float32), y=y)
+    (tmp_path / "edges.csv").write_text("src,dst\n" + "\n".join(f"{a},{b}" for a, b in edges.T))
+    (tmp_path / "nodes.csv").write_text("f,label\n" + "\n".join(f"{i},{c if c >= 0 else ''}" for i, c in enumerate(y)))
+    hl.from_edges(edges, y=y, folder=tmp_path / "folder")
+    nodes = tmp_path / "nodes.csv" if source == "edges.csv" else None
+    settings = ConvertConfig(nodes=nodes, split_shares=(0.6, 0.2, 0.2))
+    data = run.convert(str(tmp_path / source), tmp_path / "mine", settings)
+    expected = hl.random_split(hl.from_edges(edges, y=y))
+    assert {k: v.tolist() for k, v in data.splits.items()} == {k: v.tolist() for k, v in expected.splits.items()}
+    assert (data.name, data.meta["split"]) == ("mine", expected.meta["split"])
+    again = run.convert(
+        str(tmp_path / "mine"), tmp_path / "mine", ConvertConfig(overwrite=True, split_shares=(1, 0, 0))
+    )
+    assert {k: v.tolist() for k, v in again.splits.items()} == {"train": [0, 1, 3, 4, 5, 6, 7]}
+
+
+def test_a_conversion_without_labels_cannot_be_split(tmp_path: Path):
+    np.save(tmp_path / "edges.npy", np.array([[0, 1], [1, 2]]))
+    with pytest.raises(ValueError, match=r"labelled nodes, and there are none: .*columns\.label=NAME"):
+        run.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(split_shares=(0.6, 0.2, 0.2)))
+    assert not (tmp_path / "out").exists()
 
 
 # ---- going on, and weights in and out

@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.batch_unit import BatchUnit
     from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
     from hopline.collective import CollectiveLoader, CollectiveSampler
-    from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, verify
+    from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, random_split, verify
     from hopline.data import open_dataset as open
     from hopline.full_batch import FullBatch
     from hopline.graph import Graph
@@ -40,7 +40,16 @@ __getattr__, __dir__ = on_first_use(
         "hopline.batch_unit": ("BatchUnit",),
         "hopline.callbacks": ("Callback", "EarlyStop", "EpochEnd", "Evaluation", "Run", "StepEnd"),
         "hopline.collective": ("CollectiveLoader", "CollectiveSampler"),
-        "hopline.data": ("Dataset", "from_edges", "from_npz", "from_pyg", "from_scipy", "open=open_dataset", "verify"),
+        "hopline.data": (
+            "Dataset",
+            "from_edges",
+            "from_npz",
+            "from_pyg",
+            "from_scipy",
+            "open=open_dataset",
+            "random_split",
+            "verify",
+        ),
         "hopline.full_batch": ("FullBatch",),
         "hopline.graph": ("Graph",),
         "hopline.historical": ("Historical",),
@@ -106,6 +115,7 @@ __all__ = [
     "open",
     "open_shard",
     "open_sharded",
+    "random_split",
     "table",
     "verify",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import time
+import zlib
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -173,6 +174,7 @@ def identity(model: nn.Module, data: Any, method: Mapping[str, Any], settings: M
     """What must be the same for a run to go on from a checkpoint; plain values, compared one by one."""
     return {
         "dataset": f"{data.name} ({data.num_nodes} nodes, {data.num_edges} edges, {data.num_features} features)",
+        "training nodes": _checksum(data.splits["train"]),
         "model": type(model).__name__,
         "parameters": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
         "method": {key: value for key, value in method.items() if key not in ("workers", "look_ahead")},
@@ -184,6 +186,8 @@ def identity(model: nn.Module, data: Any, method: Mapping[str, Any], settings: M
 def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     """Refuse a checkpoint of another run, and name what differs."""
     for key, value in ours.items():
+        if key == "training nodes" and key not in stored:
+            continue  # written before they were compared
         if key == "parameters" and stored.get(key) != value:
             theirs = stored.get(key, {})
             names = [n for n in {**theirs, **value} if theirs.get(n) != value.get(n)]
@@ -196,6 +200,11 @@ def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Pat
                 f"{path} is of another run: {key} is {stored.get(key)!r} there and {value!r} here; set it as it was, "
                 "or choose another folder with out="
             )
+
+
+def _checksum(ids: Tensor) -> str:
+    """Of sorted node ids, of which there may be millions."""
+    return f"{ids.numel()} nodes, crc32:{zlib.crc32(ids.cpu().contiguous().numpy().data):08x}"
 
 
 def _shape(shape: list[int] | None) -> str:

@@ -73,7 +73,8 @@ def make_model(spec: ModelSpec, data: Dataset) -> nn.Module:
         return _own(spec, data)
     if not data.num_classes:
         raise ValueError(
-            f"dataset {data.name!r} has no labels to train on: convert it with nodes=FILE that has a label column"
+            f"dataset {data.name!r} has no labels to train on: convert it with nodes=FILE that has a label column "
+            "(columns.label=NAME if it is called otherwise)"
         )
     if spec.name == "gcnii":
         return _gcnii(spec, data)

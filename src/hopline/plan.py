@@ -66,7 +66,7 @@ class Outline:
             data=data,
             model=as_walkable(model),
             module=model,
-            train_ids=data.splits["train"],
+            train_ids=data.train_ids,
             train_step=supervised(data.task, data.num_classes),
             seed=settings.seed,
             device=find_device(settings.device),

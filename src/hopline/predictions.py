@@ -46,6 +46,8 @@ def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | Non
     settings = load_config(Path(folder))
     root = config.data_root or settings.data_root
     settings = dataclasses.replace(settings, data=config.data or settings.data, data_root=root)
+    if config.nodes == "all":  # so that data= may be a graph without labels
+        settings = dataclasses.replace(settings, split_shares=None)
     data = _open(settings, config, world)
     model = make_model(settings.model, data)
     load_weights(model, _weights(Path(folder), config))
@@ -73,6 +75,11 @@ def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
         raise ValueError(
             f"the run has symmetrize=true or features={settings.features}, which cannot be made of shards: give data= "
             "the dataset that was cut"
+        )
+    elif settings.split_shares is not None:
+        raise ValueError(
+            f"the run has split_shares=, and nodes={config.nodes} cannot be drawn on shards: give data= the dataset "
+            "that was cut, or set nodes=all"
         )
     elif world.size == 1 and config.inference == "exact":
         data = AllShards(settings.data, split=settings.split)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import itertools
 import time
 from pathlib import Path
@@ -22,7 +23,8 @@ from hopline.data.names import open_dataset
 from hopline.data.npz import from_npz
 from hopline.data.ogb import from_ogb_folder
 from hopline.data.options import EdgeOptions
-from hopline.data.paths import is_dataset, is_ogb_folder
+from hopline.data.paths import default_name, is_dataset, is_ogb_folder
+from hopline.data.splits import random_split
 from hopline.data.store import verify
 from hopline.data.tabular import from_csv
 from hopline.launch_settings import LaunchSettings
@@ -113,8 +115,6 @@ def plan(config: RunConfig) -> list[Candidate]:
     data = open_data(config)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data).to(find_device(config.device))
-    if not data.splits.get("train", torch.empty(0)).numel():
-        raise ValueError(f"dataset {data.name!r} has no training nodes: give it a 'train' split")
     method = None if isinstance(config.method, Auto) else _for_model(config, model).method
     return compare(method, Outline.of(model, data, config, config.placement), config.budget or Budget())
 
@@ -133,6 +133,12 @@ def _open_together(config: RunConfig, world: World) -> Dataset:
     if is_shards(config.data):
         if config.symmetrize or config.features != "given":
             raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
+        if config.split_shares is not None:
+            shares = ",".join(f"{share:g}" for share in config.split_shares)
+            raise ValueError(
+                f"{config.data} is cut already, so split_shares= comes too late: type `hopline convert DATASET FOLDER "
+                f"split_shares={shares}` and cut FOLDER by `hopline partition`, or leave split_shares= out"
+            )
         return open_sharded(config.data, world, split=config.split)
     data = open_data(config) if world.local_rank == 0 else None
     mapped = world.broadcast_object(data is not None and data.folder is not None)  # all hosts wait for the first rank
@@ -145,7 +151,7 @@ def _run_folder(name: str, config: RunConfig) -> Path:
     """A new folder, or the newest one of the same settings where the run is to go on."""
     runs = Path("runs")
     if config.resume:
-        for folder in sorted(runs.glob(f"{name}-*"), reverse=True):
+        for folder in sorted(runs.glob(f"{glob.escape(name)}-*"), reverse=True):
             try:
                 stored = load_config(folder)
             except ValueError:
@@ -184,6 +190,8 @@ def open_data(config: RunConfig) -> Dataset:
     """The run's dataset, its rows as the run wants them."""
     options = {"symmetrize": True} if config.symmetrize else {}
     data = open_dataset(config.data, data_root=config.data_root, split=config.split, **options)
+    if config.split_shares is not None:
+        data = random_split(data, config.split_shares)
     if config.features == "given":
         return data
     return getattr(data, config.features)()
@@ -216,18 +224,22 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     path = Path(source).expanduser()
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
     changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
+    shares: dict[str, Any] = {} if config.split_shares is None else {"split_shares": config.split_shares}
     if path.suffix in EDGE_LISTS:
         known = {} if config.num_nodes is None else {"num_nodes": config.num_nodes}
-        from_csv(path, config.nodes, columns=config.columns, ids=config.ids, folder=folder, **known, **options)
+        given = {"columns": config.columns, "ids": config.ids, **known, **shares, **options}
+        from_csv(path, config.nodes, folder=folder, **given)
     elif path.suffix == ".npz":
-        from_npz(path, **changed).save(folder)
+        from_npz(path, folder=folder, **shares, **changed)
     elif path.suffix == ".npy":
-        from_edges(path, folder=folder, num_nodes=config.num_nodes, **options)
+        from_edges(path, folder=folder, num_nodes=config.num_nodes, **shares, **options)
     elif is_dgl_folder(path):
-        from_dgl(path, folder=folder, **changed)
+        from_dgl(path, folder=folder, **shares, **changed)
     elif is_ogb_folder(path):
-        from_ogb_folder(path, folder=folder, **changed)
+        from_ogb_folder(path, folder=folder, **shares, **changed)
     else:
-        open_dataset(source, data_root=config.data_root, **changed).save(folder)
+        data = open_dataset(source, data_root=config.data_root, **changed)
+        data = data if config.split_shares is None else random_split(data, config.split_shares)
+        dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
     verify(folder)
     return open_dataset(str(folder))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from hopline.budget import Budget
 from hopline.data.names import locate
-from hopline.data.options import Columns, EdgeOptions
+from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import is_dataset
 from hopline.full_batch import FullBatch
 from hopline.historical import Historical
@@ -31,6 +31,9 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Where datasets are kept; HOPLINE_DATA or the user's cache folder by default."""
     split: int = 0
     """Which split, for datasets that come with several."""
+    split_shares: tuple[float, float, float] | None = None
+    """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes: the same ones
+    whatever seed= is. Default: the dataset's own split."""
     symmetrize: bool = False
     """Add the reverse of every edge when the dataset is converted; each choice is kept under its own name."""
     features: Literal["given", "normalized", "standardized", "one_hot"] = "given"
@@ -52,6 +55,12 @@ class RunConfig(TrainSettings, LaunchSettings):
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         LaunchSettings.__post_init__(self)
+        if self.split_shares is not None:
+            check_shares(self.split_shares)
+            if self.split != 0:
+                raise ValueError(
+                    f"split={self.split} takes a split of the dataset, and split_shares= draws another: leave one out"
+                )
 
 
 @settings
@@ -115,10 +124,18 @@ class ConvertConfig(EdgeOptions):
     """Node ids are 0 .. num_nodes - 1, or anything, to be numbered."""
     num_nodes: int | None = None
     """Number of nodes, where the files do not tell."""
+    split_shares: tuple[float, float, float] | None = None
+    """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes and stored. Default:
+    the split of the source."""
     data_root: Path | None = None
     """Where datasets are kept, for a source given by name."""
     overwrite: bool = False
     """Replace a dataset that is in the folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split_shares is not None:
+            check_shares(self.split_shares)
 
 
 @settings

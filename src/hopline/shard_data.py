@@ -32,6 +32,12 @@ class ShardedData(Dataset):
             "method=sampled on layers with known widths, or open the dataset that was cut"
         )
 
+    def _no_labels(self) -> ValueError:
+        return ValueError(
+            f"dataset {self.name!r} is in shards, of which this rank has one: its labels are data.shard.labels, and a "
+            "split is drawn before the dataset is cut, by `hopline convert DATASET FOLDER split_shares=0.6,0.2,0.2`"
+        )
+
     @property
     def num_nodes(self) -> int:
         return self.shard.num_nodes

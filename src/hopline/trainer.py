@@ -34,6 +34,7 @@ from hopline.choose import plan_within
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.evaluation import Beside, Blocking, Evaluations, check_beside, evaluates_here, sent_data
+from hopline.explain import PREPARED, TRAINED
 from hopline.files import remove_unfinished
 from hopline.full_batch import FullBatch
 from hopline.historical import Historical
@@ -135,7 +136,7 @@ class Trainer:
         self.usual_loss = train_step is None
         self.out = None if out is None else Path(out)
         self.config = config if config is not None else self._describe()
-        self.num_seeds = self._train_ids().numel()
+        self.num_seeds = data.train_ids.numel()
         if self.settings.patience is not None and not self.has("valid"):
             raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
         check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
@@ -156,7 +157,7 @@ class Trainer:
             data=data,
             model=as_walkable(self.model),
             module=self.model,
-            train_ids=self._train_ids(),
+            train_ids=data.train_ids,
             train_step=train_step or supervised(data.task, data.num_classes),
             seed=self.settings.seed,
             device=self.device,
@@ -290,7 +291,8 @@ class Trainer:
             )
         seconds, stages = time.perf_counter() - started, timers.this_epoch()
         load = getattr(getattr(self.work, "loader", None), "load", None)  # of the threads that prepared batches
-        work = {name: s for name, s in stages.items() if name != "wait"} | ({} if load is None else load.stages)
+        work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}  # waiting is none
+        work |= {} if load is None else load.stages
         counters.next_epoch()
         return EpochEnd(
             epoch=epoch,
@@ -298,7 +300,7 @@ class Trainer:
             lr=float(self.optimizer.param_groups[0]["lr"]),
             seconds=seconds,
             seeds_per_s=at.seeds / seconds,
-            slowest_stage=max(STAGES, key=lambda name: work.get(name, 0.0)),
+            slowest_stage=max(work or STAGES, key=lambda name: work.get(name, 0.0)),
             stages=stages,
             work=work,
             counters=counters.last_epoch(),
@@ -428,11 +430,6 @@ class Trainer:
         drawn = {name: getattr(self.method, name) for name in ("fanouts", "batch_size") if hasattr(self.method, name)}
         self.data = place(data, self.method.placement(placement), self.device, **drawn)
         self.job = replace(self.job, data=self.data)
-
-    def _train_ids(self) -> Tensor:
-        if not self.has("train"):
-            raise ValueError(f"dataset {self.data.name!r} has no training nodes: give it a 'train' split")
-        return self.data.splits["train"]
 
     def _describe(self) -> dict[str, Any]:
         method = {"kind": type(self.asked).__name__}  # not as a plan has it: what is learnt does not depend on that

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as arrow
@@ -65,7 +66,7 @@ def test_texts_can_be_ids(tmp_path: Path) -> None:
     assert dataset.y is not None
     assert (dataset.y.tolist(), dataset.meta["classes"]) == ([0, 1, -1], ["cat", "dog"])
     (tmp_path / "e.csv").write_text("src,dst\nzoë,bob\nbob,eve\n")
-    with pytest.raises(ValueError, match=r"e\.csv, edge 0 \+ 1: node eve is not in the node file: add a row"):
+    with pytest.raises(ValueError, match=r"e\.csv, edge 1: node eve is not in the node file: add a row"):
         from_csv(tmp_path / "e.csv", tmp_path / "n.csv", ids="map")
 
 
@@ -73,18 +74,129 @@ def test_bad_ids_say_where_and_what_to_do(edges: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Edge 1 goes from 2 to 1, but there are 2 nodes"):
         from_csv(edges, num_nodes=2)
     (tmp_path / "t.csv").write_text("src,dst\na,b\n")
-    with pytest.raises(ValueError, match=r"has node id .*a.* after edge 0: give whole numbers, or ids='map'"):
+    with pytest.raises(ValueError, match=r"t\.csv, edge 0: node id 'a' is not a number: .* or let ids=map do it"):
         from_csv(tmp_path / "t.csv")
     (tmp_path / "n.csv").write_text("id,f\n0,1\n5,2\n")
-    with pytest.raises(ValueError, match="not the numbers 0 to 1, each once: use ids='map'"):
+    with pytest.raises(ValueError, match="not the numbers 0 to 1, each once: use ids=map"):
         from_csv(edges, tmp_path / "n.csv")
     (tmp_path / "n.csv").write_text("f\n0\n5\n")
-    with pytest.raises(ValueError, match="has no column 'id': ids='map' needs the node ids"):
+    with pytest.raises(
+        ValueError, match=r"ids=map needs the ids of the nodes, and .* has no column 'id', only f: type"
+    ):
         from_csv(edges, tmp_path / "n.csv", ids="map")
     with pytest.raises(ValueError, match="choose 'number' or 'map'"):
         from_csv(edges, ids="hash")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has id 4 twice"):
         IdMap(np.array([4, 3, 4]))
+
+
+def test_of_a_column_of_texts_the_one_that_is_no_number_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "e.csv"
+    path.write_text("src,dst\n0,1\n1,2\n2,-7x\n")
+    with pytest.raises(ValueError, match=r"e\.csv, edge 2: node id '-7x' is not a number"):
+        from_csv(path)
+
+
+@pytest.mark.parametrize("ids", ["number", "map"])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0,1\n,2\n", "edge 1: there is no node id: correct the file"),
+        ("a,b\nb,\n", "edge 1: there is no node id: correct the file"),
+        ("0,1\n1,2.5\n", "edge 1: node id 2.5 is not a whole number: correct the file"),
+    ],
+)
+def test_an_edge_without_an_end_is_refused(tmp_path: Path, ids: Any, rows: str, message: str) -> None:
+    (tmp_path / "e.csv").write_text(f"src,dst\n{rows}")
+    if rows.startswith("a") and ids == "number":
+        message = "edge 0: node id 'a' is not a number|" + message
+    with pytest.raises(ValueError, match=message):
+        from_csv(tmp_path / "e.csv", ids=ids, num_nodes=5)
+
+
+def test_a_node_without_an_id_is_refused(edges: Path, tmp_path: Path) -> None:
+    (tmp_path / "n.csv").write_text("id,f\n0,1\n,2\n")
+    for ids in ("number", "map"):
+        with pytest.raises(ValueError, match=r"n\.csv, row 1: there is no node id: correct the file"):
+            from_csv(edges, tmp_path / "n.csv", ids=ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("header", "columns", "words"),
+    [
+        (
+            "source,target",
+            Columns(),
+            [
+                "has no column 'src' and 'dst', only source, target: type columns.src=source columns.dst=target",
+                "(in Python Columns(src='source', dst='target'))",
+                "or columns.header=src,dst if its first line holds no names",
+            ],
+        ),
+        ("Target,Source", Columns(), ["columns.src=Source columns.dst=Target "]),
+        ("from,to,weight", Columns(), ["columns.src=from columns.dst=to "]),
+        (
+            "src,to",
+            Columns(),
+            ["has no column 'dst', only src, to: type columns.dst=to (in Python Columns(dst='to'))."],
+        ),
+        ("source,target", Columns(src="sorce", dst="target"), ["no column 'sorce'", "type columns.src=source ("]),
+        ("from node,to node", Columns(), ["type 'columns.src=from node' 'columns.dst=to node' (in Python"]),
+        (
+            "src,dst,weight,time",
+            Columns(edge=("wieght", "time")),
+            ["type columns.edge=weight,time (in Python Columns(edge=('weight', 'time')))"],
+        ),
+        ("src,dst", Columns(edge=("w",)), ["type columns.edge=NAME (in Python Columns(edge=('NAME',)))"]),
+        ("0,1,0.5", Columns(), ["its first line holds no names, so type columns.header=src,dst,column2."]),
+        ("src;dst", Columns(), ["if ';' separates its columns, type columns.delimiter=';'."]),
+        ("src\tdst", Columns(), ["type columns.delimiter=$'\\t'."]),
+    ],
+)
+def test_an_edge_file_with_other_columns_says_what_to_type(
+    tmp_path: Path, header: str, columns: Columns, words: list[str]
+) -> None:
+    (tmp_path / "e.csv").write_text(f"{header}\n{header}\n")
+    with pytest.raises(ValueError, match=r"e\.csv has no column") as refused:
+        from_csv(tmp_path / "e.csv", columns=columns, num_nodes=3)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "ids", "words"),
+    [
+        (Columns(), "map", ["ids=map needs the ids of the nodes", "only name, age, kind: type columns.id=name ("]),
+        (Columns(id="nmae"), "map", ["has no column 'nmae'", "type columns.id=name ("]),
+        (
+            Columns(label="kidn"),
+            "number",
+            ["has no column 'kidn'", "type columns.label=kind (in Python Columns(label="],
+        ),
+        (Columns(split="fold"), "number", ["has no column 'fold'", "type columns.split=NAME ("]),
+        (Columns(features=("agee",)), "number", ["no column 'agee'", "columns.features=age (", "(features=('age',))"]),
+        (Columns(id="nam", label="kin"), "map", ["'nam' and 'kin'", "columns.id=name columns.label=kind ("]),
+        (
+            Columns(),
+            "number",
+            ["column 'name' and 'kind' holds text", "columns.id=, columns.label= or", "columns.features=age."],
+        ),
+    ],
+)
+def test_a_node_file_with_other_columns_says_what_to_type(
+    edges: Path, tmp_path: Path, columns: Columns, ids: Any, words: list[str]
+) -> None:
+    (tmp_path / "n.csv").write_text("name,age,kind\nann,3,cat\nbob,4,dog\n")
+    with pytest.raises(ValueError, match=r"n\.csv") as refused:
+        from_csv(edges, tmp_path / "n.csv", columns=columns, ids=ids)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_the_origin_names_both_files(edges: Path, tmp_path: Path) -> None:
+    (tmp_path / "n.csv").write_text("id,f,label\n0,1,cat\n1,2,dog\n2,3,cat\n3,4,\n")
+    assert from_csv(edges).meta == {"origin": "edges.csv"}
+    assert from_csv(edges, tmp_path / "n.csv").meta == {"origin": "edges.csv and n.csv", "classes": ["cat", "dog"]}
 
 
 def test_text_where_numbers_belong_is_refused(edges: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.data.ogb import from_ogb_folder
     from hopline.data.options import Columns, EdgeOptions
     from hopline.data.pyg import from_pyg, from_scipy
+    from hopline.data.splits import random_split
     from hopline.data.store import open_folder, save, verify
     from hopline.data.synthetic import planted
     from hopline.data.tabular import from_csv, from_parquet, original_ids
@@ -29,6 +30,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.data.ogb": ("from_ogb_folder",),
         "hopline.data.options": ("Columns", "EdgeOptions"),
         "hopline.data.pyg": ("from_pyg", "from_scipy"),
+        "hopline.data.splits": ("random_split",),
         "hopline.data.store": ("open_folder", "save", "verify"),
         "hopline.data.synthetic": ("planted",),
         "hopline.data.tabular": ("from_csv", "from_parquet", "original_ids"),
@@ -55,6 +57,7 @@ __all__ = [
     "open_folder",
     "original_ids",
     "planted",
+    "random_split",
     "save",
     "verify",
 ]

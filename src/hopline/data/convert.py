@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from hopline.data.edges import (
 from hopline.data.manifest import Task
 from hopline.data.nodes import NodeData, node_data
 from hopline.data.options import EdgeOptions, edge_options
+from hopline.data.paths import default_name
+from hopline.data.splits import draw_split
 from hopline.data.store import open_folder, write_nodes
 from hopline.data.writer import FolderWriter, writing
 from hopline.graph import Graph
@@ -52,21 +55,29 @@ def from_edges(
     splits: Mapping[str, Any] | None = None,
     task: Task | None = None,
     num_classes: int | None = None,
-    name: str = "graph",
+    name: str | None = None,
     meta: Mapping[str, Any] | None = None,
     split: int = 0,
+    split_shares: Sequence[float] | None = None,
     **options: Any,
 ) -> Dataset:
     """A dataset from edges [2, E], an `.npy` file or chunks of them, and what is known about the nodes.
 
-    With `folder` the graph is grouped on disk in bounded memory and opened from there. `options` are those of
+    With `folder` the graph is grouped on disk in bounded memory and opened from there. name: the folder's by default.
+    split_shares: draws train, valid and test nodes as `random_split` does, in place of `splits`. `options` are those of
     `EdgeOptions`: symmetrize, self_loops, duplicates, chunk_edges.
     """
     how = edge_options(options)
     count = _count_nodes(edges, num_nodes, [x, *(tables or {}).values(), y], how)
-    nodes = node_data(count, x=x, tables=tables, y=y, splits=splits, task=task, num_classes=num_classes)
+    own_splits = splits if split_shares is None else None
+    nodes = node_data(count, x=x, tables=tables, y=y, splits=own_splits, task=task, num_classes=num_classes)
+    name = name or default_name(folder, "graph")
+    about = dict(meta or {})
+    if split_shares is not None:
+        drawn, about["split"] = draw_split(nodes.y, split_shares)
+        nodes = replace(nodes, all_splits=(drawn,))
     if folder is not None:
-        _write(edges, edge, nodes, how, folder, name, dict(meta or {}))
+        _write(edges, edge, nodes, how, folder, name, about)
         return open_folder(folder, split=split)
     degrees, grouped = group(join(list(_prepared(edges, edge, count, how)), count), 0, count, how)
     indptr = torch.zeros(count + 1, dtype=torch.int64)
@@ -80,7 +91,7 @@ def from_edges(
         alternatives=nodes.all_splits if len(nodes.all_splits) > 1 else (),
         task=nodes.task,
         num_classes=nodes.num_classes,
-        meta=dict(meta or {}),
+        meta=about,
     )
     return dataset.with_split(split)
 
@@ -109,8 +120,8 @@ def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], opti
         raise ValueError("There are no edges, so the number of nodes is not known: give num_nodes=.")
     if largest > MOST_IDLE * (num_edges + 1):
         raise ValueError(
-            f"Node ids go up to {largest} for only {num_edges} edges: number the nodes anew with ids=map, "
-            f"or say that it is meant with num_nodes={largest + 1}."
+            f"Node ids go up to {largest} for only {num_edges} edges: number the nodes from 0 (for a CSV or Parquet "
+            f"file ids=map does it), or say that it is meant with num_nodes={largest + 1}."
         )
     return largest + 1
 

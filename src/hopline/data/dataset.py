@@ -86,8 +86,27 @@ class Dataset:
     def labels(self) -> Tensor:
         """`y`, where there must be one."""
         if self.y is None:
-            raise ValueError(f"Dataset {self.name!r} has no labels: give it y.")
+            raise self._no_labels()
         return self.y
+
+    @property
+    def train_ids(self) -> Tensor:
+        """The training nodes, where there must be some."""
+        ids = self.splits.get("train")
+        if ids is not None and ids.numel():
+            return ids
+        if self.y is None and not self.num_classes:  # of shards, each rank has its own labels
+            raise self._no_labels()
+        raise ValueError(
+            f"Dataset {self.name!r} has no training nodes: draw some with split_shares=0.6,0.2,0.2 (in Python "
+            "hl.random_split(data)), or give it a 'train' split."
+        )
+
+    def _no_labels(self) -> ValueError:
+        return ValueError(
+            f"Dataset {self.name!r} has no labels: convert it with nodes=FILE that has a label column "
+            "(columns.label=NAME if it is called otherwise), or in Python give y=."
+        )
 
     @property
     def num_features(self) -> int:

@@ -17,6 +17,7 @@ from hopline.data.arrays import as_tensor, numpy_dtype
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.manifest import is_part
+from hopline.data.paths import default_name
 
 X, Y = ("feat", "feats", "features", "x"), ("label", "labels", "y")
 """What features and labels are called by DGL's datasets and examples."""
@@ -69,7 +70,7 @@ def from_dgl(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
             "y": _first(columns, Y),
             "splits": {name: as_tensor(mask).reshape(-1).bool() for name, mask in masks.items()},
             "tables": {name: rows if rows.ndim > 1 else rows.reshape(-1, 1) for name, rows in columns.items()},
-            "name": parts.name,
+            "name": default_name(arguments.get("folder"), parts.name),
             "meta": {"origin": f"DGL partition {config.name} of {parts.count} parts"},
         }
         return from_edges(parts.edges(), **(given | arguments))

@@ -15,6 +15,7 @@ import torch
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split, split_name
+from hopline.data.paths import default_name
 from hopline.tables import SparseTable
 
 _SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
@@ -43,7 +44,7 @@ def from_npz(
         raise ValueError(f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph.")
     name = str(meta.get("name", path.stem))
     given: dict[str, Any] = {
-        "name": name,
+        "name": default_name(arguments.get("folder"), name),
         "x": _features(arrays),
         "y": arrays.get("y"),
         "edge": {ours: arrays[theirs] for theirs, ours in _EDGE_NAMES.items() if theirs in arrays},

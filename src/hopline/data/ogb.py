@@ -15,7 +15,7 @@ import numpy as np
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.paths import is_ogb_folder
+from hopline.data.paths import default_name, is_ogb_folder
 from hopline.data.text import read_csv
 
 SYMMETRIZED = ("ogbn_products", "ogbn_proteins")
@@ -32,7 +32,7 @@ def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
     if not is_ogb_folder(root):
         raise ValueError(f"{root} is not an OGB folder: it needs raw/edge.csv.gz or raw/data.npz, and split/.")
     given: dict[str, Any] = {
-        "name": root.name.replace("_", "-"),
+        "name": default_name(arguments.get("folder"), root.name.replace("_", "-")),
         "splits": _splits(root / "split"),
         "symmetrize": root.name in SYMMETRIZED,
         "meta": {"origin": f"OGB folder {root.name}"},

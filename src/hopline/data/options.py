@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
@@ -63,3 +65,21 @@ class Columns:
     """Names of the columns of an edge file in CSV that has no first line of names."""
     delimiter: str = ","
     """What separates the columns of a CSV file."""
+
+
+def check_shares(shares: Any) -> None:
+    """Refuse what cannot be the shares of train, valid and test nodes in a split."""
+    example = "such as 0.6,0.2,0.2"
+    if not isinstance(shares, tuple | list) or not all(isinstance(share, numbers.Real) for share in shares):
+        raise ValueError(
+            f"The shares of a split are three numbers, {example} for train, valid and test, not {shares!r}."
+        )
+    given = ",".join(f"{share:g}" for share in shares)
+    if len(shares) != 3:
+        raise ValueError(f"A split has three shares, {example} for train, valid and test, not {given or 'none'}.")
+    if not all(share >= 0 for share in shares):
+        raise ValueError(f"The shares of a split are {given}, and none may be below 0: give shares {example}.")
+    if math.fsum(shares) > 1 + 1e-9:  # 0.7 + 0.2 + 0.1 is not 1 in floating point
+        raise ValueError(f"The shares of a split are {given}, more than 1 together: give shares {example}.")
+    if shares[0] == 0:
+        raise ValueError(f"The shares of a split are {given}, which leaves no training nodes: give shares {example}.")

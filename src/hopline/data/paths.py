@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -17,6 +18,11 @@ def existing(folder: Path) -> Path:
     """The folder, or its backup if a writer was killed between the two renames that swap them."""
     backup = backup_of(folder)
     return backup if not folder.exists() and (backup / MANIFEST).is_file() else folder
+
+
+def default_name(folder: str | os.PathLike[str] | None, source: str) -> str:
+    """What a dataset is called if nobody says: as the folder it is written to, or in memory as its source."""
+    return source if folder is None else Path(os.path.abspath(Path(folder).expanduser())).name
 
 
 def is_dataset(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.nodes import split_name
+from hopline.data.paths import default_name
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -25,7 +26,7 @@ _EDGE_NAMES = {
 _NOT_TABLES = ("edge_index", "adj_t", "x", "y", "batch", "ptr", "num_nodes")
 
 
-def from_pyg(data: Data, *, name: str = "pyg", **arguments: Any) -> Dataset:
+def from_pyg(data: Data, **arguments: Any) -> Dataset:
     """A dataset from a PyG `Data`: features, labels, masks (also [N, k], with split=), edge arrays, the rest.
 
     `arguments` are those of `from_edges`.
@@ -51,6 +52,7 @@ def from_pyg(data: Data, *, name: str = "pyg", **arguments: Any) -> Dataset:
         elif value.dim() and value.size(0) == num_nodes:
             tables[key] = value
     given: dict[str, Any] = {
+        "name": default_name(arguments.get("folder"), "pyg"),
         "x": data.x,
         "y": data.y,
         "tables": tables,
@@ -59,7 +61,7 @@ def from_pyg(data: Data, *, name: str = "pyg", **arguments: Any) -> Dataset:
         "num_nodes": num_nodes,
         "meta": {"origin": "torch_geometric"},
     }
-    return from_edges(index, name=name, **(given | arguments))
+    return from_edges(index, **(given | arguments))
 
 
 def _pyg_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
@@ -98,7 +100,7 @@ def to_pyg(dataset: Dataset) -> Data:
     return data
 
 
-def from_scipy(adjacency: Any, *, name: str = "scipy", **arguments: Any) -> Dataset:
+def from_scipy(adjacency: Any, **arguments: Any) -> Dataset:
     """A dataset from a SciPy sparse matrix whose entry (i, j) is the edge from i to j.
 
     Values other than one become the edge array "weight"; `arguments` are those of `from_edges`.
@@ -107,5 +109,6 @@ def from_scipy(adjacency: Any, *, name: str = "scipy", **arguments: Any) -> Data
         raise ValueError("from_scipy takes a square sparse matrix: make one with scipy.sparse.csr_array.")
     coo = adjacency.tocoo()
     edge = {} if bool((coo.data == 1).all()) else {"weight": torch.as_tensor(coo.data)}
-    given: dict[str, Any] = {"num_nodes": coo.shape[0], "edge": edge, "meta": {"origin": "scipy"}}
-    return from_edges(np.stack([coo.row, coo.col]), name=name, **(given | arguments))
+    name = default_name(arguments.get("folder"), "scipy")
+    given: dict[str, Any] = {"name": name, "num_nodes": coo.shape[0], "edge": edge, "meta": {"origin": "scipy"}}
+    return from_edges(np.stack([coo.row, coo.col]), **(given | arguments))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +17,17 @@ from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.nodes import split_name
 from hopline.data.options import Columns
-from hopline.data.text import Chunk, columns_of, read_file
+from hopline.data.paths import default_name
+from hopline.data.text import Chunk, MissingColumns, columns_of, lacks, read_file
 from hopline.tables import Table
 
 Ids = Literal["number", "map"]
+EDGE_FIELDS = ("src", "dst", "edge")
+"""Fields of `Columns` that name columns of the edge file."""
+NODE_FIELDS = ("id", "label", "split", "features")
+"""Fields of `Columns` that name columns of the node file."""
+SEVERAL = ("edge", "features")
+"""Fields of `Columns` that name more than one."""
 
 
 class _EdgeFile:
@@ -29,9 +39,18 @@ class _EdgeFile:
         self.mapping = mapping
 
     def raw(self, *extra: str) -> Iterator[Chunk]:
+        """Columns of the file in chunks, the ids as whole numbers or as text."""
         c = self.columns
         settings = {} if c.header is None else {"header": c.header}
-        return read_file(self.path, columns=[c.src, c.dst, *extra], delimiter=c.delimiter, **settings)
+        row = 0
+        try:
+            for chunk in read_file(self.path, columns=[c.src, c.dst, *extra], delimiter=c.delimiter, **settings):
+                ids = {name: _checked_ids(chunk[name], f"{self.path}, edge", row) for name in (c.src, c.dst)}
+                yield chunk | ids
+                row += len(chunk[c.src])
+        except MissingColumns as missing:
+            lacking = lacks(self.path, missing.names, missing.found)
+            raise ValueError(f"{lacking}: {_what_to_type(missing, c, EDGE_FIELDS)}.") from None
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         row = 0
@@ -43,11 +62,74 @@ class _EdgeFile:
 
     def _numbers(self, ids: np.ndarray, row: int) -> np.ndarray:
         if self.mapping is not None:
-            return self.mapping.positions(ids, f"{self.path}, edge {row} +")
-        if ids.dtype.kind not in "iu":
-            bad = ids[0] if ids.dtype.kind == "U" else ids[int(np.argmax(ids != np.round(ids)))]
-            raise ValueError(f"{self.path} has node id {bad!r} after edge {row}: give whole numbers, or ids='map'.")
+            return self.mapping.positions(ids, f"{self.path}, edge", row)
+        if ids.dtype.kind == "U":
+            # One text makes a column one of texts, so the first of them need not be the one.
+            at = next((i for i, text in enumerate(ids) if not re.fullmatch("-?[0-9]+", text)), 0)
+            raise ValueError(
+                f"{self.path}, edge {row + at}: node id {str(ids[at])!r} is not a number: number the nodes from 0, or "
+                "let ids=map do it."
+            )
+        return ids
+
+
+def _checked_ids(ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
+    """Ids as int64 or as text; an empty one and a fraction are refused by their row."""
+    if ids.dtype.kind in "iu":
         return ids.astype(np.int64)
+    is_text = ids.dtype.kind == "U"
+    wrong = np.flatnonzero(ids == "" if is_text else ids != np.round(ids))  # an empty cell is NaN, not equal to itself
+    if wrong.size:
+        bad = ids[wrong[0]]
+        what = "there is no node id" if is_text or np.isnan(bad) else f"node id {bad} is not a whole number"
+        raise ValueError(f"{where} {first + wrong[0]}: {what}: correct the file.")
+    return ids if is_text else ids.astype(np.int64)
+
+
+def _what_to_type(missing: MissingColumns, columns: Columns, fields: Sequence[str]) -> str:
+    """How to name the columns that a file has, instead of those that it does not have.
+
+    fields: those of `Columns` that are about this file.
+    """
+    found = missing.found
+    separator = next((c for c in ";\t| " if len(found) == 1 and c in found[0]), None)
+    if separator is not None:
+        typed = "$'\\t'" if separator == "\t" else repr(separator)  # as a shell reads it
+        return f"if {separator!r} separates its columns, type columns.delimiter={typed}"
+    header = ""
+    if fields == EDGE_FIELDS and not {columns.src, columns.dst} & set(found):
+        wanted = [columns.src, columns.dst, *columns.edge]
+        header = "columns.header=" + ",".join([*wanted, *(f"column{i}" for i in range(len(wanted), len(found)))])
+        if all(re.fullmatch("-?[0-9.]+", name) for name in found):
+            return f"its first line holds no names, so type {header}"
+
+    named = {field: _as_tuple(getattr(columns, field)) for field in fields}
+    free = [column for column in found if not any(column in names for names in named.values())]
+    guesses: dict[str, str] = {}
+    for name in missing.names:
+        first = free[:1] if name in (columns.src, columns.dst, columns.id) else []
+        close = [] if name == "id" else _close(name, free)  # two letters are like those of too many words
+        guesses[name] = [*close, *first, "NAME"][0]
+        free = [column for column in free if column != guesses[name]]
+    mended = {
+        field: tuple(guesses.get(name, name) for name in names)
+        for field, names in named.items()
+        if any(name in guesses for name in names)
+    }
+    words = [shlex.quote(f"columns.{field}={','.join(names)}") for field, names in mended.items()]
+    in_python = [f"{field}={names if field in SEVERAL else names[0]!r}" for field, names in mended.items()]
+    otherwise = f", or {header} if its first line holds no names" if header else ""
+    return f"type {' '.join(words)} (in Python Columns({', '.join(in_python)})){otherwise}"
+
+
+def _close(name: str, columns: Sequence[str]) -> list[str]:
+    """The column that is spelt most like a name, if one is at all."""
+    by_lower = {column.lower(): column for column in columns}
+    return [by_lower[close] for close in difflib.get_close_matches(name.lower(), by_lower, n=1)]
+
+
+def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value or ()
 
 
 def _edge_array(values: np.ndarray, name: str, path: Path) -> np.ndarray:
@@ -67,14 +149,18 @@ class IdMap:
         if repeated.size:
             raise ValueError(f"The node file has id {self.sorted[repeated[0]]!s} twice: give each node one row.")
 
-    def positions(self, ids: np.ndarray, where: str) -> np.ndarray:
-        """The node number of each id."""
+    def positions(self, ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
+        """The node number of each id; `where` and the number of a row, counted from `first`, say which is wrong."""
         if (ids.dtype.kind == "U") != (self.ids.dtype.kind == "U"):
-            raise ValueError(f"{where} 0: ids are numbers in one place and text in another: write them all alike.")
+            raise ValueError(
+                f"{where} {first}: ids are numbers in one place and text in another: write them all alike."
+            )
         at = np.searchsorted(self.sorted, ids).clip(max=max(0, self.sorted.size - 1))
         wrong = np.flatnonzero(self.sorted[at] != ids) if self.sorted.size else np.arange(ids.size)
         if wrong.size:
-            raise ValueError(f"{where} {wrong[0]}: node {ids[wrong[0]]!s} is not in the node file: add a row for it.")
+            raise ValueError(
+                f"{where} {first + wrong[0]}: node {ids[wrong[0]]!s} is not in the node file: add a row for it."
+            )
         return self.order[at]
 
     def table(self) -> torch.Tensor:
@@ -109,11 +195,15 @@ def from_csv(
     if ids not in ("number", "map"):
         raise ValueError(f"ids is {ids!r}: choose 'number' or 'map'.")
     source = _EdgeFile(Path(edges).expanduser(), columns or Columns())
-    given: dict[str, Any] = {"name": source.path.name.split(".")[0], "meta": {"origin": source.path.name}}
+    given: dict[str, Any] = {
+        "name": default_name(arguments.get("folder"), source.path.name.split(".")[0]),
+        "meta": {"origin": source.path.name},
+    }
     known = None
     if nodes is not None:
         node_part, known = _read_nodes(Path(nodes).expanduser(), source.columns, ids)
-        given |= node_part
+        meta = {"origin": f"{source.path.name} and {Path(nodes).name}", **node_part.pop("meta")}
+        given |= {**node_part, "meta": meta}
     if ids == "map":
         mapping = IdMap(known if known is not None else _distinct(source))
         source = _EdgeFile(source.path, source.columns, mapping)
@@ -142,15 +232,19 @@ def _distinct(source: _EdgeFile) -> np.ndarray:
 def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any], np.ndarray | None]:
     """(arguments for `from_edges`, ids) of a node file."""
     names = columns_of(path, delimiter=columns.delimiter)
+    _check_node_columns(path, names, columns, ids)
     special = [columns.id, columns.label, columns.split]
     features = columns.features if columns.features is not None else [n for n in names if n not in special]
     wanted = [*features, *(n for n in special if n in names)]
     chunks = list(read_file(path, columns=wanted, delimiter=columns.delimiter))
     whole = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in wanted} if chunks else {}
     given: dict[str, Any] = {"num_nodes": len(whole[wanted[0]]) if whole else 0}
-    for name in features:
-        if whole[name].dtype.kind == "U":
-            raise ValueError(f"{path}: column {name!r} holds text: name the feature columns, or remove it.")
+    if texts := [name for name in features if whole[name].dtype.kind == "U"]:
+        numbers = ",".join(name for name in features if name not in texts)
+        raise ValueError(
+            f"{path}: column {' and '.join(map(repr, texts))} holds text, and features are numbers: say what it is "
+            f"with columns.id=, columns.label= or columns.split=, or name the features with columns.features={numbers}."
+        )
     if features:
         parts = [whole[n].astype(np.float32) for n in features]
         given["x"] = np.concatenate([p if p.ndim == 2 else p[:, None] for p in parts], axis=1)
@@ -160,12 +254,28 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
         meta = {"classes": classes} if classes else {}
     if columns.split in whole:
         given["splits"] = _split_masks(whole[columns.split], path)
-    given["meta"] = {"origin": path.name, **meta}
-    if columns.id in whole and ids == "number":
-        _reorder(given, whole[columns.id], path)
-    if columns.id not in whole and ids == "map":
-        raise ValueError(f"{path} has no column {columns.id!r}: ids='map' needs the node ids; name their column.")
-    return given, whole.get(columns.id)
+    given["meta"] = meta
+    if columns.id not in whole:
+        return given, None
+    known = _checked_ids(whole[columns.id], f"{path}, row")
+    if ids == "number":
+        _reorder(given, known, path)
+    return given, known
+
+
+def _check_node_columns(path: Path, names: list[str], columns: Columns, ids: Ids) -> None:
+    """Refuse a node file without a column that was named, or that ids=map needs."""
+    usual = Columns()
+    asked = [name for f in ("id", "label", "split") if (name := getattr(columns, f)) != getattr(usual, f)]
+    asked += columns.features or ()
+    why = ""
+    if ids == "map" and columns.id not in names:
+        asked = [columns.id, *(name for name in asked if name != columns.id)]
+        why = "ids=map needs the ids of the nodes, and "
+    missing = [name for name in asked if name not in names]
+    if missing:
+        advice = _what_to_type(MissingColumns(path, missing, names), columns, NODE_FIELDS)
+        raise ValueError(f"{why}{lacks(path, missing, names)}: {advice}.")
 
 
 def _labels(values: np.ndarray) -> tuple[np.ndarray, list[str]]:
@@ -193,7 +303,7 @@ def _reorder(given: dict[str, Any], ids: np.ndarray, path: Path) -> None:
     """Put the rows of a node file in the order of its ids, which must be 0 .. N - 1."""
     order = np.argsort(ids, kind="stable")
     if ids.dtype.kind not in "iu" or not np.array_equal(ids[order], np.arange(ids.size)):
-        raise ValueError(f"{path}: the ids are not the numbers 0 to {ids.size - 1}, each once: use ids='map'.")
+        raise ValueError(f"{path}: the ids are not the numbers 0 to {ids.size - 1}, each once: use ids=map.")
     for key in ("x", "y"):
         if key in given:
             given[key] = given[key][order]

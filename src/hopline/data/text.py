@@ -19,6 +19,25 @@ Chunk = dict[str, np.ndarray]
 CHUNK_ROWS = 1 << 20
 
 
+class MissingColumns(ValueError):
+    """A file does not have some columns that were asked for."""
+
+    def __init__(self, path: Path, names: Sequence[str], found: Sequence[str]) -> None:
+        self.names = names
+        """Those that the file does not have."""
+        self.found = found
+        """Those that it has."""
+        hint = nearest(names[0], found)
+        super().__init__(f"{lacks(path, names, found)}: name the right one.{hint}")
+
+
+def lacks(path: Path, names: Sequence[str], found: Sequence[str]) -> str:
+    """Say which columns a file does not have, and which it has."""
+    missing = " and ".join(map(repr, names))
+    has = ", ".join([*found[:20], *["..."] * (len(found) > 20)]) if found else "none"
+    return f"{path} has no column {missing}, only {has}"
+
+
 def read_csv(
     path: Path,
     *,
@@ -83,10 +102,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _choose(path: Path, found: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    for name in wanted or ():
-        if name not in found:
-            names = ", ".join(list(found)[:20])
-            raise ValueError(f"{path} has no column {name!r}, only {names}: name the right one.{nearest(name, found)}")
+    if missing := [name for name in wanted or () if name not in found]:
+        raise MissingColumns(path, missing, list(found))
     return list(found if wanted is None else dict.fromkeys(wanted))
 
 

@@ -1,0 +1,68 @@
+"""Random splits of the labelled nodes, for graphs that come without one.
+
+Every draw is a hash of (seed, node id), so a seed gives the same split on every machine, and what is
+drawn anew when a run is resumed is what the run began with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hopline.data.dataset import Dataset
+from hopline.data.options import check_shares
+from hopline.ops import derive_key
+from hopline.ops.random import draw
+
+SPLITS = ("train", "valid", "test")
+"""The splits in the order of their shares."""
+PURPOSE = 1 << 40
+"""Second part of the key, so that a split is independent of all that runs draw by (seed, epoch)."""
+
+
+def random_split(data: Dataset, shares: Sequence[float] = (0.6, 0.2, 0.2), *, seed: int = 0) -> Dataset:
+    """The same dataset with a random split of its labelled nodes, in place of all splits that it has.
+
+    shares: of train, valid and test. If they add up to 1, every labelled node is in one of the three; if to less, the
+    other nodes are in none. A small class may miss from a part: classes are not looked at.
+    """
+    ids, sentence = draw_split(data.labels, shares, seed)
+    return replace(data, splits=ids, alternatives=(), meta={**data.meta, "split": sentence})
+
+
+def draw_split(y: Tensor | None, shares: Sequence[float], seed: int = 0) -> tuple[dict[str, Tensor], str]:
+    """(sorted node ids of each split that has some, a sentence for `meta`) of a random split.
+
+    y: labels as a `Dataset` holds them.
+    """
+    check_shares(shares)
+    labelled = torch.empty(0, dtype=torch.int64) if y is None else _labelled_nodes(y)
+    count = labelled.numel()
+    if not count:
+        raise ValueError(
+            "A split is drawn from labelled nodes, and there are none: convert with nodes=FILE that has a label column "
+            "(columns.label=NAME if it is called otherwise), or in Python give y=."
+        )
+    bounds = [round(share * count) for share in itertools.accumulate(shares, initial=0)]
+    if bounds[1] == 0:
+        raise ValueError(
+            f"A share of {shares[0]:g} of {count} labelled nodes is no training node: give a larger first share, or "
+            "more labels."
+        )
+
+    shuffled = labelled[torch.argsort(draw(derive_key(seed, PURPOSE), labelled, 0), stable=True)]
+    parts = zip(SPLITS, itertools.pairwise(bounds), strict=True)
+    ids = {name: shuffled[start:stop].sort().values for name, (start, stop) in parts if stop > start}
+    described = ", ".join(f"{share:g} {name}" for name, share in zip(SPLITS, shares, strict=True))
+    return ids, f"drawn at random with seed {seed} from {count} labelled nodes: {described}"
+
+
+def _labelled_nodes(y: Tensor) -> Tensor:
+    """[n] int64: ids of the nodes that have a label, ascending, on the host."""
+    if y.dim() == 2:  # the multi-label task, in which a row of zeros is a label too
+        return torch.arange(y.size(0))
+    return (y >= 0).nonzero().view(-1).cpu()
