@@ -60,8 +60,6 @@ from hopline.work import Job, Method, TrainStep, Unit, Work, in_groups, units_fr
 from hopline.world import World
 
 GivenBudget = Budget | str | Mapping[str, str] | None
-STAGES = ("sample", "gather", "move", "forward", "backward", "step", "optimizer")
-"""Spans that can be the slowest stage; `wait` is the training thread waiting for the first three."""
 
 
 def _checked_method(method: Method | None) -> Method:
@@ -300,7 +298,7 @@ class Trainer:
             lr=float(self.optimizer.param_groups[0]["lr"]),
             seconds=seconds,
             seeds_per_s=at.seeds / seconds,
-            slowest_stage=max(work or STAGES, key=lambda name: work.get(name, 0.0)),
+            slowest_stage=max(work, key=lambda name: work[name], default=""),
             stages=stages,
             work=work,
             counters=counters.last_epoch(),
