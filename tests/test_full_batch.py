@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,12 @@ def test_training_is_the_same_in_every_way(settings: dict[str, Any], tmp_path: P
         assert other["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
 
 
-def test_auto_says_what_it_takes(capsys: pytest.CaptureFixture[str]):
+def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="hopline")
     for norm, taken in ((None, "aggregation=sweep"), ("batch", "aggregation=sequential")):
         hl.Trainer(model_of("gcn", norm=norm), DATA, hl.FullBatch(**SETTINGS), epochs=1)
-        assert taken in capsys.readouterr().out
+        assert taken in caplog.text
+        caplog.clear()
 
 
 def test_batch_norms_are_those_of_all_rows():

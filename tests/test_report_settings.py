@@ -22,7 +22,7 @@ def of_trainer(method: dict[str, Any], **settings: Any) -> dict[str, Any]:
 def test_a_run_with_defaults_has_changed_nothing():
     changed, others = split_settings(to_dict(RunConfig()))
     assert changed == {}
-    assert others["method.fanouts"] == [15, 10, 5]
+    assert others["method.fanouts"] == "auto"
     assert others["budget"] is None
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import hopline as hl
 from hopline.budget import Budget
-from hopline.explain import Setup
+from hopline.explain import Explanation, Setup, explain
 from hopline.guard import Guard
 from hopline.report_html import render
 from hopline.watch import MOST_POINTS, WatchBudget, setup_of
@@ -150,10 +150,24 @@ def test_the_pipeline_explains_itself(tmp_path: Path, caplog: pytest.LogCaptureF
         assert found["stages"]["sample"] > 0
         assert found["achieved"] == pytest.approx(epoch.seconds / found["serial_s"])
     assert end["seconds"] == pytest.approx((run.history[1].seconds + run.history[2].seconds) / 2)
-    assert said(caplog, "bottleneck:") == ([f"bottleneck: {end['sentence']}"] if end["advice"] else [])
+    assert not said(caplog, "bottleneck:"), "there is nothing to gain in a second"
     page = (tmp_path / "report.html").read_text()
     assert "<h2>Pipeline</h2>" in page
     assert "Memory budget" not in page
+
+
+@pytest.mark.parametrize("advice", ["", "set method.workers=7"])
+def test_a_bottleneck_is_said_where_something_can_be_done(
+    advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def found(*timed: Any) -> Explanation | None:
+        real = explain(*timed)
+        return real and dataclasses.replace(real, sentence=f"gather: {advice}", advice=advice)
+
+    monkeypatch.setattr("hopline.watch.explain", found)
+    monkeypatch.setattr("hopline.watch.LONG_S", 0.0)
+    fit(small(), epochs=2)
+    assert said(caplog, "bottleneck") == ([f"bottleneck: gather: {advice}"] if advice else [])
 
 
 def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Path):

@@ -10,7 +10,17 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.batch_unit import BatchUnit
     from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
     from hopline.collective import CollectiveLoader, CollectiveSampler
-    from hopline.data import Dataset, from_edges, from_npz, from_pyg, from_scipy, random_split, verify
+    from hopline.data import (
+        Columns,
+        Dataset,
+        from_csv,
+        from_edges,
+        from_npz,
+        from_pyg,
+        from_scipy,
+        random_split,
+        verify,
+    )
     from hopline.data import open_dataset as open
     from hopline.full_batch import FullBatch
     from hopline.graph import Graph
@@ -42,6 +52,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.collective": ("CollectiveLoader", "CollectiveSampler"),
         "hopline.data": (
             "Dataset",
+            "from_csv",
             "from_edges",
             "from_npz",
             "from_pyg",
@@ -75,6 +86,7 @@ __all__ = [
     "Callback",
     "CollectiveLoader",
     "CollectiveSampler",
+    "Columns",
     "Counters",
     "Dataset",
     "EarlyStop",
@@ -104,6 +116,7 @@ __all__ = [
     "TrainSettings",
     "Trainer",
     "Unit",
+    "from_csv",
     "from_edges",
     "from_npz",
     "from_pyg",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 300
 """Steps of an epoch that the report keeps bytes of; of more, the largest of each stretch."""
+LONG_S = 10.0
+"""Seconds of training from which on a bottleneck is worth a line: of a shorter run there is nothing to gain."""
 SUMMED = ("split", "pieces", "resampled", "cut", "edges_cut", "over", "oom")
 
 
@@ -128,7 +130,7 @@ class WatchPipeline(Callback):
         if not timed or (found := _together(timed).explained(setup_of(trainer))) is None:
             return
         self._log({"event": "explain"}, found, trainer)
-        if found.advice:
+        if found.advice and sum(epoch.seconds for epoch in run.history) >= LONG_S:
             trainer.say(f"bottleneck: {found.sentence}")
         if advice := _about_evaluation(trainer, run):
             trainer.say(advice)

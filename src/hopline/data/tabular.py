@@ -19,6 +19,7 @@ from hopline.data.nodes import split_name
 from hopline.data.options import Columns
 from hopline.data.paths import default_name
 from hopline.data.text import Chunk, MissingColumns, columns_of, lacks, read_file
+from hopline.log import logger
 from hopline.tables import Table
 
 Ids = Literal["number", "map"]
@@ -249,7 +250,12 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
         parts = [whole[n].astype(np.float32) for n in features]
         given["x"] = np.concatenate([p if p.ndim == 2 else p[:, None] for p in parts], axis=1)
     meta: dict[str, Any] = {}
-    if columns.label in whole:
+    if columns.label not in whole:
+        logger.warning(
+            f"{path} has no column {columns.label!r}, so nodes get no labels and all columns are features: name the "
+            f"column of labels with columns.label={features[-1] if features else 'NAME'}"
+        )
+    else:
         given["y"], classes = _labels(whole[columns.label])
         meta = {"classes": classes} if classes else {}
     if columns.split in whole:
