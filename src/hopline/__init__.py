@@ -51,6 +51,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.callbacks": ("Callback", "EarlyStop", "EpochEnd", "Evaluation", "Run", "StepEnd"),
         "hopline.collective": ("CollectiveLoader", "CollectiveSampler"),
         "hopline.data": (
+            "Columns",
             "Dataset",
             "from_csv",
             "from_edges",
