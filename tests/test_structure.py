@@ -20,7 +20,7 @@ ONLY_IN = {
     "numba": ("ops/cpu",),
     "llvmlite": ("ops/cpu",),
     "triton": ("ops/gpu",),
-    "torch_geometric": ("nn/", "data/", "models.py"),
+    "torch_geometric": ("nn/", "data/", "models.py", "pyg_loader.py"),
     "typer": ("cli.py",),
     "pickle": (),
 }

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.loader import Loader
     from hopline.methods import Sampled
     from hopline.placement_settings import Placement
+    from hopline.pyg_loader import NeighborLoader
     from hopline.sampling import NeighborSampler
     from hopline.settings import Schedule, TrainSettings
     from hopline.shard_data import ShardedData, open_sharded
@@ -68,6 +69,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.loader": ("Loader",),
         "hopline.methods": ("Sampled",),
         "hopline.placement_settings": ("Placement",),
+        "hopline.pyg_loader": ("NeighborLoader",),
         "hopline.sampling": ("NeighborSampler",),
         "hopline.settings": ("Schedule", "TrainSettings"),
         "hopline.shard_data": ("ShardedData", "open_sharded"),
@@ -99,6 +101,7 @@ __all__ = [
     "Job",
     "Loader",
     "Method",
+    "NeighborLoader",
     "NeighborSampler",
     "Part",
     "Placement",

@@ -107,7 +107,7 @@ class Loader:
         """Whether batches stay on the host although they are for a GPU."""
         return self.waits_on_host and not self.on_gpu and self.device.type != "cpu"
 
-    def _moved(self, mover: Mover, prepared: Batch | Moved) -> Batch:
+    def _moved(self, mover: Mover, prepared: Batch | Moved[Batch]) -> Batch:
         """The batch where steps are. Without room for it there it stays, if there is a budget whose guard copes."""
         batch = prepared
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,21 @@ def seed_batches(
         yield order[start : min(start + batch_size, stop)]
 
 
+class Subgraph(NamedTuple):
+    """Seeds and the sample around them as one graph: every node once, in the order in which it was reached."""
+
+    node_ids: Tensor
+    """[num_nodes] int64 global ids, the seeds first."""
+    edge_index: Tensor
+    """[2, num_edges] int64 local ids, sources first, hop after hop; within a hop sorted by destination."""
+    edge_ids: Tensor
+    """[num_edges] int64: each edge's position in the graph's `indices`."""
+    num_nodes: list[int]
+    """Nodes that each hop reached first; the seeds are hop 0."""
+    num_edges: list[int]
+    """Edges that each hop drew."""
+
+
 class NeighborSampler:
     """Seeds to blocks: each layer's destinations get up to `fanout` in-edges each; usable from many threads.
 
@@ -57,9 +74,7 @@ class NeighborSampler:
         id_map = self._id_map(seeds.device)
         hops: list[Block] = []
         try:
-            id_map.add(seeds)
-            if id_map.size != seeds.numel():
-                raise ValueError("the seeds of a batch must be distinct: pass each node id once")
+            _add_seeds(id_map, seeds)
             dst_ids = id_map.ids()
             for fanout in self.fanouts:
                 hops.append(self._hop(id_map, dst_ids, fanout, key))
@@ -67,6 +82,40 @@ class NeighborSampler:
         finally:
             id_map.clear()
         return tuple(reversed(hops))
+
+    def sample_subgraph(self, seeds: Tensor, key: int | Tensor) -> Subgraph:
+        """One graph for all layers, as PyG's NeighborLoader samples: a node's in-edges are drawn once, at the hop
+        after the one that reached it."""
+        seeds = _beside(self.graph, seeds)
+        check_ids(seeds, self.graph.num_nodes)
+        graph, id_map = self.graph, self._id_map(seeds.device)
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        edge_ids: list[Tensor] = []
+        num_known = [0]  # nodes that were known when each hop began
+        try:
+            _add_seeds(id_map, seeds)
+            for fanout in self.fanouts:
+                first, stop = num_known[-1], id_map.size
+                num_known.append(stop)
+                new_ids = id_map.ids()[first:]
+                found = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, fanout, key, self.replace)
+                local_ids = torch.arange(first, stop, device=seeds.device)
+                num_found = found.edge_ids.numel()
+                targets.append(torch.repeat_interleave(local_ids, found.indptr.diff(), output_size=num_found))
+                sources.append(id_map.add(found.ids))
+                edge_ids.append(found.edge_ids)
+            node_ids = id_map.ids()
+        finally:
+            id_map.clear()
+        num_known.append(node_ids.numel())
+        return Subgraph(
+            node_ids=node_ids,
+            edge_index=torch.stack([torch.cat(sources).long(), torch.cat(targets)]),
+            edge_ids=torch.cat(edge_ids),
+            num_nodes=[after - before for before, after in itertools.pairwise(num_known)],
+            num_edges=[ids.numel() for ids in edge_ids],
+        )
 
     def _hop(self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor) -> Block:
         graph = self.graph
@@ -82,6 +131,12 @@ class NeighborSampler:
         if device not in maps:
             maps[device] = ops.new_id_map(self.graph.num_nodes, device)
         return maps[device]
+
+
+def _add_seeds(id_map: ops.AnyIdMap, seeds: Tensor) -> None:
+    id_map.add(seeds)
+    if id_map.size != seeds.numel():
+        raise ValueError("the seeds of a batch must be distinct: pass each node id once")
 
 
 def _beside(graph: Graph, nodes: Tensor) -> Tensor:

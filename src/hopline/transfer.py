@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hopline import trace
-from hopline.batch import Batch
 from hopline.recording import stream_for
 from hopline.rescue import free_memory
 
@@ -20,6 +19,17 @@ ALIGNED = 256
 """Tensors begin at multiples of that many bytes in a buffer."""
 ROOM = 1 << 16
 """Bytes of a buffer beyond those of the batch's tensors, for what lies between them."""
+
+
+class Movable(Protocol):
+    """What can be moved: a `hopline.batch.Batch`, for example."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self: ...
+
+
+B = TypeVar("B", bound=Movable)
 
 
 class Copies(Protocol):
@@ -83,10 +93,10 @@ class _Slot:
 
 
 @dataclass(frozen=True, eq=False)
-class Moved:
+class Moved(Generic[B]):
     """A batch whose tensors are still on their way: `Mover.ready` gives the batch."""
 
-    batch: Batch
+    batch: B
     tensors: list[Tensor]
     event: Any
 
@@ -105,7 +115,7 @@ class Mover:
         for _ in range(max(1, look_ahead)):
             self._slots.put(_Slot())
 
-    def move(self, batch: Batch) -> Batch | Moved:
+    def move(self, batch: B) -> B | Moved[B]:
         """Begin to move a batch; without room on the device it stays, until the steps before it are done."""
         if self.copies is None:
             return batch.to(self.device)
@@ -118,7 +128,7 @@ class Mover:
         finally:
             self._slots.put(slot)
 
-    def _move(self, batch: Batch, slot: _Slot, copies: Copies) -> Moved:
+    def _move(self, batch: B, slot: _Slot, copies: Copies) -> Moved[B]:
         if slot.event is not None:
             slot.event.synchronize()  # or else the bytes of an earlier batch would change on their way
         needed = batch.num_bytes + ROOM
@@ -132,9 +142,9 @@ class Mover:
         trace.count("bytes.h2d", sum(t.nbytes for t in staged.tensors))
         return Moved(moved, staged.tensors, slot.event)
 
-    def ready(self, moved: Batch | Moved) -> Batch:
+    def ready(self, moved: B | Moved[B]) -> B:
         """The batch, for the stream that is current: its work waits for the copies, the host does not."""
-        if isinstance(moved, Batch):
+        if not isinstance(moved, Moved):
             if self.copies is not None:
                 free_memory(self.device)
             return moved.to(self.device)

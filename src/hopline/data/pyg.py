@@ -93,11 +93,19 @@ def to_pyg(dataset: Dataset) -> Data:
         data[f"edge_{name}"] = array.clone()
     if dataset.y is not None:
         data.y = dataset.y.clone()
+    for name, mask in split_masks(dataset).items():
+        data[name] = mask
+    return data
+
+
+def split_masks(dataset: Dataset) -> dict[str, Tensor]:
+    """[num_nodes] bool of each split, by PyG's names: "train_mask", "val_mask", "test_mask"."""
+    masks = {}
     for name, ids in dataset.splits.items():
         mask = torch.zeros(dataset.num_nodes, dtype=torch.bool)
         mask[ids] = True
-        data["val_mask" if name == "valid" else f"{name}_mask"] = mask
-    return data
+        masks["val_mask" if name == "valid" else f"{name}_mask"] = mask
+    return masks
 
 
 def from_scipy(adjacency: Any, **arguments: Any) -> Dataset:
