@@ -112,7 +112,7 @@ class Run:
         for split, value, how in (("valid", self.valid, ""), ("test", self.test, " (exact: over every edge)")):
             name = f"{split} {self.metric}".strip()
             rows.append((name, f"none: the dataset has no {split} split" if math.isnan(value) else f"{value:.4f}{how}"))
-        rows.append(("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.time_by_part().items())))
+        rows.append(("time", ", ".join(f"{name} {_seconds(s)}" for name, s in self.time_by_part().items())))
         sizes = {"host": "{} on the host", "device": "{} on the GPU"}
         rows.append(("peak memory", ", ".join(sizes[p].format(format_size(n)) for p, n in self.peak_bytes.items())))
         if self.folder is not None:
@@ -129,6 +129,11 @@ class Run:
         evaluated_s = sum(evaluation.seconds for evaluation in self.evaluations)
         rest_s = max(0.0, self.seconds - trained_s - evaluated_s)
         return {"total": self.seconds, "training": trained_s, "evaluation": evaluated_s, "rest": rest_s}
+
+
+def _seconds(seconds: float) -> str:
+    """Seconds to three digits or so."""
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 class Callback:
@@ -301,10 +306,10 @@ class ShowProgress(Callback):
         """The columns of one epoch, each of the same width on every line."""
         last, evaluation = trainer.settings.epochs, self.results.get(epoch.epoch)
         parts = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"loss {epoch.loss:.4f}"]
-        seconds = f"{epoch.seconds:.1f} s"
+        seconds = _seconds(epoch.seconds)
         if evaluation is not None:
             parts += [f"valid {name} {value:.4f}" for name, value in evaluation.metrics.items()]
-            seconds += f" + {evaluation.seconds:.1f} s evaluation"
+            seconds += f" + {_seconds(evaluation.seconds)} evaluation"
         return "  ".join([*parts, seconds, f"{epoch.seeds_per_s:,.0f} seeds/s"])
 
     def _close(self) -> None:
