@@ -73,10 +73,13 @@ format: $(INSTALLED)
 	touch $@
 
 # PyG's own loader needs pyg-lib, which is not on PyPI, or torch-sparse, which is compiled here (about ten minutes).
-.venv-pyg/.installed: constraints.txt
-	$(PYTHON) -m venv .venv-pyg
+# hopline is installed beside it: benchmarks/pyg_script.py runs one script with either loader, and
+# .venv-pyg/bin/python -m pytest tests/test_pyg_loader.py compares their batches.
+.venv-pyg/.installed: pyproject.toml constraints.txt
+	test -x .venv-pyg/bin/python || $(PYTHON) -m venv .venv-pyg
 	.venv-pyg/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  torch torch-geometric scipy setuptools wheel ninja
+	  torch scipy setuptools wheel ninja pytest
+	.venv-pyg/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	.venv-pyg/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
 	  torch-scatter torch-sparse
 	-.venv-pyg/bin/python -m pip install --quiet --disable-pip-version-check pyg-lib

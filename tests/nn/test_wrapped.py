@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,6 +79,7 @@ def test_fabric_and_compiled_models_are_taken_out():
         assert torch.equal(hl.infer.exact(wrapped, data), hl.infer.exact(model, data))
 
 
+@patch.dict(os.environ)  # which Fabric adds to
 def test_a_model_of_lightning_fabric():
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     model = sage(small())
