@@ -715,7 +715,7 @@ def infer_exactly(model_name: str, device: str = "cpu") -> Result:
 def _loaded(method: hl.Sampled, device: str) -> Iterable[Tensor]:
     """Every whole number in two epochs of batches."""
     data = make_data("dense")
-    data = place(data, device=device, fanouts=method.fanouts)
+    data = place(data, device=device, fanouts=method.fanout_per_layer)
     loader = method.loader(data, seed=3, device=device)
     for _ in range(2):
         for batch in loader:

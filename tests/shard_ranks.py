@@ -81,7 +81,7 @@ def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
     loader = method.loader(shard, "train", seed=5, world=world)
     assert isinstance(loader, CollectiveLoader)
     whole = hl.Sampled(fanouts=(3, 2), batch_size=4 * world.size).loader(data, "train", seed=5)
-    oracle = NeighborSampler(data.graph, method.fanouts)
+    oracle = NeighborSampler(data.graph, method.fanout_per_layer)
     sizes = []
     assert len(loader) == len(whole)
     for _ in range(2):

@@ -142,10 +142,13 @@ def test_without_threads():
 def test_a_verdict_is_short_and_advises_only_what_can_be_done():
     """Whatever the stages and the machine."""
     flags = ("planned", "sampled", "on_gpu", "drawn_on_gpu", "bf16", "gpu_free")
-    timed = [SLOW, QUICK, {"sample": 1.0, "forward": 1.0}, {"move": 40.0, "wait": 10.0}]
+    timed: list[dict[str, float]] = [SLOW, QUICK, {"sample": 1.0, "forward": 1.0}, {"move": 40.0, "wait": 10.0}]
     timed += [{"forward": 1.0, name: 9.0} for name in ("exchange", "checkpoint", "divide", "gather")]
-    for stages, workers, *values in itertools.product(timed, (0, 1, 16), *[(False, True)] * len(flags)):
-        setup = with_changes(workers=workers, most_workers=16, **dict(zip(flags, values, strict=True)))
+    setups = [
+        with_changes(workers=workers, most_workers=16, **dict(zip(flags, values, strict=True)))
+        for workers, *values in itertools.product((0, 1, 16), *[(False, True)] * len(flags))
+    ]
+    for stages, setup in itertools.product(timed, setups):
         found = explained(setup, **stages)
         assert len(f"bottleneck: {found.sentence}") <= 100, found.sentence
         assert found.sentence.endswith(found.advice)

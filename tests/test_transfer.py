@@ -87,7 +87,7 @@ def test_batches_arrive_as_they_were(look_ahead: int) -> None:
 def test_from_several_threads() -> None:
     mover, sent = Mover(ELSEWHERE, 2, EagerCopies()), batches(20)
     with ThreadPoolExecutor(4) as pool:
-        for found, expected in zip(pool.map(mover.move, sent), sent, strict=True):
+        for found, expected in zip(pool.map(lambda batch: mover.move(batch), sent), sent, strict=True):
             assert_same_batches(mover.ready(found), expected)
 
 
@@ -166,7 +166,7 @@ def test_on_the_cpu_batches_stay() -> None:
 def test_on_a_gpu_equal_to_the_blocking_path() -> None:
     mover, sent = Mover("cuda:0", 2), batches(40)
     with ThreadPoolExecutor(3) as pool:
-        for moved, expected in zip(pool.map(mover.move, sent), sent, strict=True):
+        for moved, expected in zip(pool.map(lambda batch: mover.move(batch), sent), sent, strict=True):
             found, blocking = mover.ready(moved), expected.to("cuda:0")
             assert_same_batches(found, blocking)
             assert found.seeds.device == blocking.seeds.device
