@@ -9,7 +9,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from hopline.data import text
+from hopline.data import from_npz, text
 from hopline.data.options import Columns
 from hopline.data.tabular import IdMap, from_csv, from_parquet, original_ids
 
@@ -196,7 +196,26 @@ def test_a_node_file_with_other_columns_says_what_to_type(
 def test_the_origin_names_both_files(edges: Path, tmp_path: Path) -> None:
     (tmp_path / "n.csv").write_text("id,f,label\n0,1,cat\n1,2,dog\n2,3,cat\n3,4,\n")
     assert from_csv(edges).meta == {"origin": "edges.csv"}
-    assert from_csv(edges, tmp_path / "n.csv").meta == {"origin": "edges.csv and n.csv", "classes": ["cat", "dog"]}
+    meta = dict(from_csv(edges, tmp_path / "n.csv").meta)
+    assert "split_shares=" in meta.pop("split")
+    assert meta == {"origin": "edges.csv and n.csv", "classes": ["cat", "dog"]}
+
+
+def test_without_a_split_column_nodes_are_split_as_those_of_an_npz(tmp_path: Path) -> None:
+    labels = np.arange(200) % 3
+    labels[::7] = -1
+    rows = [f"{node},{node / 7:.3f},{'' if label < 0 else label}" for node, label in enumerate(labels)]
+    order = np.random.default_rng(0).permutation(200)
+    (tmp_path / "n.csv").write_text("\n".join(["id,f,label", *(rows[i] for i in order)]))
+    (tmp_path / "e.csv").write_text("src,dst\n0,1\n1,2\n")
+    np.savez(tmp_path / "g.npz", edge_index=np.array([[0, 1], [1, 2]]), y=labels, x=np.zeros((200, 1), np.float32))
+    tables, arrays = from_csv(tmp_path / "e.csv", tmp_path / "n.csv"), from_npz(tmp_path / "g.npz")
+    assert {name: len(ids) for name, ids in tables.splits.items()} == {"train": 60, "valid": 90, "test": 21}
+    for name, ids in arrays.splits.items():
+        assert tables.splits[name].tolist() == ids.tolist()
+    assert tables.meta["split"] == arrays.meta["split"]
+    drawn = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", split_shares=(0.5, 0.25, 0.25))
+    assert len(drawn.splits["train"]) == round(171 / 2)
 
 
 def test_text_where_numbers_belong_is_refused(edges: Path, tmp_path: Path) -> None:

@@ -126,11 +126,24 @@ def _count(mask: Tensor, num_nodes: int) -> int:
     return mask.size(1) if mask.size(0) == num_nodes else mask.size(0)
 
 
+def usual_split(
+    y: Any, task: Task | None, per_class: tuple[int, int] = (20, 30), seed: int = 0
+) -> tuple[dict[str, Tensor], str] | None:
+    """(splits, a sentence for `meta`) of a labelled graph whose file has none; None without a class per node."""
+    labels, _ = normalize_labels(y, task)
+    if labels is None or labels.dim() != 1 or not bool((labels >= 0).any()):
+        return None
+    train, valid = per_class
+    sentence = f"{train} train and {valid} valid nodes per class by seed {seed}, the rest test"
+    splits = per_class_split(labels, num_train=train, num_valid=valid, seed=seed)
+    return splits, f"{sentence} (others: split_shares=0.6,0.2,0.2)"
+
+
 def per_class_split(y: Tensor, *, num_train: int = 20, num_valid: int = 30, seed: int = 0) -> dict[str, Tensor]:
     """A seeded split with so many training and validation nodes per class; other labelled nodes are test."""
     order = torch.argsort(draw(derive_key(seed), torch.arange(y.numel()), 0), stable=True)
     order = order[y[order] >= 0]
-    labels = y[order]
+    labels = y[order].unique(return_inverse=True)[1]  # numbered anew: what is no class is refused later
     by_class = torch.argsort(labels, stable=True)
     counts = torch.bincount(labels)
     first = counts.cumsum(0) - counts

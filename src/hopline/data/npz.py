@@ -14,7 +14,7 @@ import torch
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split, split_name
+from hopline.data.nodes import KNOWN_TASKS, split_name, usual_split
 from hopline.data.paths import default_name
 from hopline.tables import SparseTable
 
@@ -57,14 +57,9 @@ def from_npz(
     others = {k: v for k, v in arrays.items() if k not in {*_NODE_KEYS, *_EDGE_NAMES} and not k.endswith("_mask")}
     num_nodes = given["num_nodes"]
     given["tables"] = {k: v for k, v in others.items() if v.ndim and v.shape[0] == num_nodes and v.dtype.kind in "fiub"}
-    labels, _ = normalize_labels(given["y"], given["task"])
-    if not given["splits"] and labels is not None and labels.dim() == 1 and split_per_class:
-        train, valid = split_per_class
-        given["splits"] = per_class_split(labels, num_train=train, num_valid=valid, seed=seed)
-        drawn = (
-            f"none published; {train} train and {valid} valid nodes per class, drawn with seed {seed}, the rest test"
-        )
-        given["meta"] = {**given.get("meta", {}), "split": drawn}
+    drawn = usual_split(given["y"], given["task"], split_per_class, seed) if split_per_class else None
+    if not given["splits"] and drawn is not None:
+        given["splits"], given["meta"]["split"] = drawn
     return from_edges(arrays["edge_index"], **(given | arguments))
 
 

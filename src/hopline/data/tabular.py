@@ -15,7 +15,7 @@ import torch
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.nodes import split_name
+from hopline.data.nodes import split_name, usual_split
 from hopline.data.options import Columns
 from hopline.data.paths import default_name
 from hopline.data.text import Chunk, MissingColumns, columns_of, lacks, read_file
@@ -190,8 +190,10 @@ def from_csv(
 ) -> Dataset:
     """A dataset from an edge file and, optionally, a node file; each may be CSV, `.csv.gz` or Parquet.
 
-    `ids="map"` accepts any whole numbers or texts as ids, kept in the table "node_ids" (see `original_ids`).
-    `arguments` are those of `from_edges`, among them `folder` for edge files larger than memory.
+    A node file with labels and without a split column gets 20 training and 30 validation nodes per class, as an `.npz`
+    file does; `split_shares=` draws others. `ids="map"` accepts any whole numbers or texts as ids, kept in the table
+    "node_ids" (see `original_ids`). `arguments` are those of `from_edges`, among them `folder` for edge files larger
+    than memory.
     """
     if ids not in ("number", "map"):
         raise ValueError(f"ids is {ids!r}: choose 'number' or 'map'.")
@@ -204,6 +206,8 @@ def from_csv(
     if nodes is not None:
         node_part, known = _read_nodes(Path(nodes).expanduser(), source.columns, ids)
         meta = {"origin": f"{source.path.name} and {Path(nodes).name}", **node_part.pop("meta")}
+        if "splits" not in node_part and (drawn := usual_split(node_part.get("y"), None)):
+            node_part["splits"], meta["split"] = drawn
         given |= {**node_part, "meta": meta}
     if ids == "map":
         mapping = IdMap(known if known is not None else _distinct(source))
