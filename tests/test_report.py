@@ -100,7 +100,8 @@ def fail(folder: Path, error: BaseException) -> None:
     ("error", "status"),
     [
         (RuntimeError("no\nmemory"), "failed: RuntimeError: no memory"),
-        (KeyboardInterrupt(), "failed: KeyboardInterrupt"),
+        (KeyboardInterrupt(), "interrupted"),
+        (KeyboardInterrupt("SIGINT"), "interrupted: SIGINT"),
     ],
 )
 def test_a_failure_is_noted_and_everything_written(tmp_path: Path, error: BaseException, status: str):
@@ -109,7 +110,10 @@ def test_a_failure_is_noted_and_everything_written(tmp_path: Path, error: BaseEx
     assert (tmp_path / "run.log").read_text().endswith(f" {status}\n")
     assert records(tmp_path)[-1]["status"] == status
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
-    assert f'<p class="notice failed">{status.removeprefix("failed: ")}</p>' in (tmp_path / "report.html").read_text()
+    state, _, problem = status.partition(": ")
+    page = (tmp_path / "report.html").read_text()
+    assert f">{state}</span>" in page
+    assert (f'<p class="notice failed">{problem}</p>' in page) == bool(problem)
 
 
 def test_close_works_once(tmp_path: Path):

@@ -108,12 +108,15 @@ class Run:
 
     def __str__(self) -> str:
         """The result as a table: metrics, time by part, memory, where the run lies."""
-        rows = [("best epoch", f"{self.best_epoch} of {self.epochs}")]
+        # Without validation no epoch is known to be the best.
+        rows = [("epochs", str(self.epochs))]
+        if not math.isnan(self.valid):
+            rows = [("best epoch", f"{self.best_epoch} of {self.epochs}")]
         for split, value, how in (("valid", self.valid, ""), ("test", self.test, " (exact: over every edge)")):
             name = f"{split} {self.metric}".strip()
             rows.append((name, f"none: the dataset has no {split} split" if math.isnan(value) else f"{value:.4f}{how}"))
         rows.append(("time", ", ".join(f"{name} {_seconds(s)}" for name, s in self.time_by_part().items())))
-        sizes = {"host": "{} on the host", "device": "{} on the GPU"}
+        sizes = {"host": "{} on the host (with Python and torch)", "device": "{} on the GPU"}
         rows.append(("peak memory", ", ".join(sizes[p].format(format_size(n)) for p, n in self.peak_bytes.items())))
         if self.folder is not None:
             rows.append(("run folder", f"{self.folder} (open report.html)"))
@@ -264,7 +267,7 @@ class ShowProgress(Callback):
         ranks = f", {trainer.world.size} ranks" if trainer.world.size > 1 else ""
         model = f"{type(trainer.model).__name__}, {parameters:,} parameters"
         self._print(trainer, f"{model}, {changed(trainer.method)}, {trainer.device}{ranks}")
-        if not ops.kernel_cache().exists():
+        if ops.is_first_time():
             self._print(trainer, "compiling kernels: once on this machine, some ten seconds")
 
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:

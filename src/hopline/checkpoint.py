@@ -247,8 +247,10 @@ class Checkpoints:
         at = trainer.position
         ranks, now = state["position"]["loss_sum"].numel(), self.world.size
         change = "" if now == ranks else f"; now {now} rank{'s' * (now > 1)}, before {ranks}"
-        done = f"{at.seeds:,} of {trainer.num_seeds:,} seeds done"
-        trainer.say(f"going on from {self.path}: epoch {at.epoch}, {done}{change}")
+        done = f"epoch {at.epoch}, {at.seeds:,} of {trainer.num_seeds:,} seeds done"
+        if at.epoch > self.settings.epochs:
+            done = f"all {run.epochs} epochs were trained"
+        trainer.say(f"going on from {self.path}: {done}{change}")
 
     @contextmanager
     def between_steps(self) -> Generator[None, None, None]:

@@ -199,6 +199,8 @@ def convert(
 
     data = run.convert(source, folder, config)
     print(f"{data!r}\nwritten to {folder}")
+    if "split" in data.meta:
+        print(f"split: {data.meta['split']}")
     return
 
 
@@ -294,14 +296,18 @@ class _Ended(Exception):
 
     def __init__(self, signal: Interrupted) -> None:
         self.number = signal.number
-        super().__init__(f"interrupted by {signal}. To resume, type the same command with resume=true")
+        super().__init__(f"interrupted by {signal.name}. To resume, type the same command with resume=true")
 
 
-def _print_keys(command: str, wanted: list[str]) -> None:
-    """Every setting on a line of its own, by groups; of a group that is named, with all that there is to say."""
+def _print_keys(command: str, name: str | None, wanted: list[str]) -> None:
+    """Every setting on a line of its own, by groups; of a group that is named, with all that there is to say.
+
+    name: a recipe, whose values are shown in place of the defaults.
+    """
     if command not in SETTINGS:
         raise ValueError(f"hopline {command} has no settings: --keys is for {', '.join(SETTINGS)}")
-    found = settings_of(SETTINGS[command])
+    recipe = RECIPES.get(name or "") if SETTINGS[command] is RunConfig else None
+    found = settings_of(SETTINGS[command], None if recipe is None else recipe())
     titles = list(dict.fromkeys(setting.group for setting in found))
     for name in wanted:
         if not any(_is_in(name, title) for title in titles):
@@ -337,7 +343,8 @@ def main() -> None:
     try:
         _check_command(arguments)
         if "--keys" in arguments and arguments[0] in _commands():
-            _print_keys(arguments[0], arguments[arguments.index("--keys") + 1 :])
+            at = arguments.index("--keys")
+            _print_keys(arguments[0], arguments[1] if at > 1 else None, arguments[at + 1 :])
             sys.exit(0)
         status = app(arguments, standalone_mode=False) or 0
     except typer.Exit as done:
@@ -371,7 +378,9 @@ def _sentence(error: BaseException) -> tuple[str, int]:
     if isinstance(error, StageError) and error.__cause__ is not None:
         error = error.__cause__
     if hasattr(error, "format_message"):  # typer's own errors
-        return str(error.format_message()), 2  # type: ignore[attr-defined]
+        option = str(getattr(error, "option_name", "")).lstrip("-")
+        hint = f" Settings are key=value: type {option}=VALUE." if option else ""
+        return f"{error.format_message()}.{hint}" if hint else str(error.format_message()), 2  # type: ignore[attr-defined]
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}: check the path, its permissions and the free space", 2

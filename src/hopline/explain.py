@@ -141,6 +141,7 @@ class _Facts:
         if self.rest >= 0.5:
             what = "launch overhead" if setup.on_gpu else "work around the steps"
             advice = "set a larger method.batch_size" if setup.sampled else "use fewer or faster callbacks"
+            advice = "raise budget=" if setup.planned else advice
             return REST, f"{what}, {self.rest:.0%} of an epoch", advice
         return self._trained_too_slowly()
 
@@ -152,20 +153,20 @@ class _Facts:
 
     def _prepared_too_slowly(self) -> tuple[str, str, str]:
         setup, worst = self.setup, self._worst(PREPARED)
-        waits = f"waited for {min(self.waited, 0.99):.0%} of the time"
+        share = f"{min(self.waited, 0.99):.0%} of the time"
         trained_s = sum(s for name, s in self.alone.items() if name in TRAINED)
         prepared_s = sum(s for name, s in self.alone.items() if name in PREPARED)
         spans_s = sum(self.spans.get(name, 0.0) for name in PREPARED)
         if self.idle >= 0.3 and setup.look_ahead < 2 * setup.workers:
             advice = "raise budget=" if setup.planned else f"set method.look_ahead={2 * setup.workers}"
-            return "look_ahead", f"prefetch too short, batches {waits}", advice
+            return "look_ahead", f"prefetch too short, training waits {share}", advice
         if spans_s > 2 * prepared_s:
-            return "cores", f"too few cores ({setup.num_cores}), batches {waits}", self._less_work(worst)
+            return "cores", f"too few cores ({setup.num_cores}), training waits {share}", self._less_work(worst)
         if setup.workers < setup.most_workers:
             needed = -(-prepared_s // max(trained_s, 1e-9))
             workers = int(min(setup.most_workers, max(setup.workers + 1, needed)))
-            return worst, f"{worst}, {waits}", f"set method.workers={workers}"
-        return worst, f"{worst}, {waits}", self._less_work(worst)
+            return worst, f"{worst}, waited for {share}", f"set method.workers={workers}"
+        return worst, f"{worst}, waited for {share}", self._less_work(worst)
 
     def _prepared_in_line(self) -> tuple[str, str, str]:
         setup, worst = self.setup, self._worst(PREPARED)

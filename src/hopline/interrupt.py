@@ -17,8 +17,8 @@ class Interrupted(KeyboardInterrupt):
     """A signal ended the run, after its checkpoint was written."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__(signal.Signals(number).name)
+        self.number, self.name = number, signal.Signals(number).name
+        super().__init__(f"{self.name}: resume=True continues from the last checkpoint")
 
 
 class Signals:

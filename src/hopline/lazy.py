@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -26,7 +26,7 @@ def on_first_use(
 
     def get(name: str) -> Any:
         if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_meant(name, home)}")
         path, original = home[name]
         module = importlib.import_module(path)
         value = module if original is None else getattr(module, original)
@@ -35,3 +35,13 @@ def on_first_use(
         return value
 
     return get, lambda: sorted(home)
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    """A hint for a misspelt name; none for the many that Python and its tools look for, which begin with "_"."""
+    if name.startswith("_"):
+        return ""
+    from hopline.spec import nearest
+
+    hint = nearest(name, names)
+    return f".{hint}" if hint else ""

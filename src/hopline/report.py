@@ -122,6 +122,8 @@ class Report:
         if kind is not None:
             reason = " ".join(str(error).split())
             status = f"failed: {kind.__name__}{f': {reason}' if reason else ''}"
+            if issubclass(kind, KeyboardInterrupt):
+                status = f"interrupted{f': {reason}' if reason else ''}"
             self.note(status)
         self.close(status)
 

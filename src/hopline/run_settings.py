@@ -172,6 +172,12 @@ def load_config(folder: Path) -> RunConfig:
         raise ValueError(f"{folder} is not a run folder: there is no config.json in it") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it or train again") from error
+    config = stored.get("config") if isinstance(stored, dict) else None
+    if isinstance(config, dict) and "train" in config:
+        raise ValueError(
+            f"{folder} is a run of hl.Trainer in Python, whose model only that program can build: there, load the "
+            f"weights with model.load_state_dict(torch.load('{folder}/best.pt')) and predict with hl.infer.exact"
+        )
     try:
         return from_dict(RunConfig, stored["config"])
     except (KeyError, TypeError, ValueError) as error:

@@ -73,7 +73,8 @@ class TrainSettings:
     device: str = "cpu"
     """Where the model trains."""
     resume: bool = False
-    """Go on from the checkpoint in the run folder, as if nothing had happened; begin where there is none."""
+    """Go on from the checkpoint in the run folder (without out=, that of the newest run with these settings), as if
+    nothing had happened; begin where there is none."""
     checkpoint_s: float = 60.0
     """Seconds from one checkpoint to the next within an epoch; one is written at the end of every epoch too."""
     show: bool = True

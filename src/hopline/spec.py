@@ -243,7 +243,8 @@ def override(obj: T, assignments: Sequence[str]) -> T:
     """Return the settings with `key=value` texts applied: `override(run, ["method.fanouts=10,10"])`."""
     items = []
     for text in assignments:
-        key, equals, value = map(str.strip, text.partition("="))
+        key, equals, value = text.partition("=")
+        key, value = key.strip(), value.strip() or value  # a space or a tab can be meant
         if not equals or not key:
             example = next(iter(_settable(type(obj))))
             raise ValueError(f"Cannot read '{text}': write key=value, such as {example}=VALUE.")
@@ -364,25 +365,29 @@ class Setting(typing.NamedTuple):
     sentence: str
 
 
-def settings_of(cls: type) -> list[Setting]:
-    """Every dotted key of a settings class with what help says about it, group by group: its own settings first."""
-    found = list(_walk(cls))
+def settings_of(cls: type, values: Any = None) -> list[Setting]:
+    """Every dotted key of a settings class with what help says about it, group by group: its own settings first.
+
+    values: an object of the class, whose settings are shown in place of the defaults.
+    """
+    found = list(_walk(cls, values=values))
     groups = dict.fromkeys([_title(owner) for owner in cls.__mro__] + [setting.group for setting in found])
     return [setting for group in groups for setting in found if setting.group == group]
 
 
-def _walk(cls: type, prefix: str = "", group: str = "") -> Iterator[Setting]:
+def _walk(cls: type, prefix: str = "", group: str = "", values: Any = None) -> Iterator[Setting]:
     sentences, defaults, inner = _sentences(cls), _defaults(cls), []
+    defaults |= {name: getattr(values, name) for name in _settable(cls)} if isinstance(values, cls) else {}
     for name, hint in _settable(cls).items():
         default, kinds = _shown(defaults[name]) if name in defaults else None, _kinds(hint)
         plain = group or _owner(cls, name)
         for kind, nested in kinds.items():
             title = f"{prefix}{name}={kind}" if len(kinds) > 1 else f"{prefix}{name}"
-            inner.append((nested, f"{prefix}{name}.", title))
+            inner.append((nested, f"{prefix}{name}.", title, defaults.get(name)))
         if not kinds or default is None or default not in kinds or len(kinds) > 1:  # else only its fields can be set
             yield Setting(prefix + name, plain, _describe(hint), default, sentences.get(name, ""))
-    for nested, inner_prefix, title in inner:
-        yield from _walk(nested, inner_prefix, title)
+    for nested, inner_prefix, title, value in inner:
+        yield from _walk(nested, inner_prefix, title, value)
 
 
 def _owner(cls: type, name: str) -> str:

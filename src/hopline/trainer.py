@@ -127,6 +127,8 @@ class Trainer:
         self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric
         self._report: Report | None = None
+        if isinstance(callbacks, Callback):
+            raise ValueError(f"callbacks must be a list: write callbacks=[{type(callbacks).__name__}(...)]")
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ValueError(f"callbacks must be objects of classes derived from hl.Callback, not {callback!r}")

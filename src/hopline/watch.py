@@ -56,7 +56,7 @@ class WatchBudget(Callback):
             self.report.log({"event": "budget", "epoch": epoch.epoch, **record})
         self.records.append(record)
         if record["oom"] or record["over"]:  # the rest is as planned, and can wait for the end
-            trainer.say(f"epoch {epoch.epoch}: {_said(record)}")
+            trainer.say(f"epoch {epoch.epoch}: {_gone_wrong(record)}")
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         if not self.records:
@@ -80,6 +80,16 @@ def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     return record | {"limit_bytes": -limit, "promised_bytes": promised, "peak_bytes": peak} | counts
 
 
+def _gone_wrong(record: dict[str, Any]) -> str:
+    """What was not as planned in an epoch."""
+    words = []
+    if record["oom"]:
+        words.append(f"memory ran out in {record['oom']} steps, which went on in smaller pieces")
+    if record["over"]:
+        words.append(f"{record['over']} steps were over the limit")
+    return ", ".join(words)
+
+
 def _said(record: dict[str, Any]) -> str:
     """What was done to keep to the budget, in one line."""
     words = []
@@ -89,10 +99,6 @@ def _said(record: dict[str, Any]) -> str:
         words.append(f"{record['resampled']} samples drawn anew")
     if record["cut"]:
         words.append(f"{record['edges_cut']:,} edges cut from {_batches(record['cut'])}")
-    if record["oom"]:
-        words.append(f"memory ran out in {record['oom']} steps, which went on in smaller pieces")
-    if record["over"]:
-        words.append(f"{record['over']} steps over the limit")
     sizes = [format_size(record[name]) for name in ("promised_bytes", "peak_bytes", "limit_bytes")]
     return f"{', '.join(words)}; a step took up to {sizes[1]}, promised {sizes[0]}, allowed {sizes[2]}"
 

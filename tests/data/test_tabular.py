@@ -12,6 +12,8 @@ import torch
 from hopline.data import from_npz, text
 from hopline.data.options import Columns
 from hopline.data.tabular import IdMap, from_csv, from_parquet, original_ids
+from hopline.run_settings import ConvertConfig
+from hopline.spec import override
 
 NODES = "id,a,b,label,split\n2,0.2,1,1,test\n0,0.0,5,0,train\n1,0.1,3,,\n3,0.3,7,1,val\n"
 
@@ -150,7 +152,7 @@ def test_a_node_without_an_id_is_refused(edges: Path, tmp_path: Path) -> None:
         ("src,dst", Columns(edge=("w",)), ["type columns.edge=NAME (in Python Columns(edge=('NAME',)))"]),
         ("0,1,0.5", Columns(), ["its first line holds no names, so type columns.header=src,dst,column2."]),
         ("src;dst", Columns(), ["if ';' separates its columns, type columns.delimiter=';'."]),
-        ("src\tdst", Columns(), ["type columns.delimiter=$'\\t'."]),
+        ("src\tdst", Columns(), ["type columns.delimiter=tab."]),
     ],
 )
 def test_an_edge_file_with_other_columns_says_what_to_type(
@@ -253,3 +255,45 @@ def test_a_label_that_cannot_be_a_class_is_named(tmp_path: Path) -> None:
     (tmp_path / "nodes.csv").write_text("id,f,label\n0,1.0,0\n1,2.0,99999999999\n")
     with pytest.raises(ValueError, match="A label is 99999999999: labels number the classes"):
         from_csv(tmp_path / "edges.csv", tmp_path / "nodes.csv")
+
+
+def test_a_column_of_ids_by_another_name_is_no_feature(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "e.csv").write_text("src,dst\n0,1\n1,2\n")
+    (tmp_path / "n.csv").write_text("node_id,f,label\n2,0.5,1\n0,0.1,0\n1,0.2,0\n")
+    with pytest.raises(ValueError, match=r"'node_id' holds each node number once: .*columns\.id=node_id"):
+        from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
+    data = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(id="node_id"))
+    assert data.labels.tolist() == [0, 0, 1]
+    kept = from_csv(tmp_path / "e.csv", tmp_path / "n.csv", columns=Columns(features=("node_id", "f")))
+    assert kept.labels.tolist() == [1, 0, 0]
+    assert "its rows are nodes 0, 1, 2, ..." in caplog.text
+
+
+def test_a_node_file_without_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("src,dst\n0,1\n")
+    (tmp_path / "n.csv").write_text("0,0.5,1\n1,0.1,0\n")
+    with pytest.raises(ValueError, match=r"the first line of .*n\.csv must name its columns, and it holds '0'"):
+        from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
+
+
+def test_classes_that_never_occur_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "e.csv").write_text("src,dst\n0,1\n")
+    (tmp_path / "n.csv").write_text("id,f,label\n0,0.5,100\n1,0.1,300\n2,0.3,\n")
+    from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
+    assert "so 300 makes 301 classes, of which 2 occur" in caplog.text
+
+
+def test_an_id_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text("src,dst\n0,1\n")
+    (tmp_path / "n.csv").write_text("id,f\n0,0.5\n1,0.1\n1,0.3\n")
+    with pytest.raises(ValueError, match="id 1 twice"):
+        from_csv(tmp_path / "e.csv", tmp_path / "n.csv")
+
+
+@pytest.mark.parametrize("delimiter", ["tab", "\t", "\\t"])
+def test_tabs_can_be_typed(tmp_path: Path, delimiter: str) -> None:
+    (tmp_path / "e.tsv").write_text("0\t1\n1\t2\n")
+    config = override(ConvertConfig(), [f"columns.delimiter={delimiter}", "columns.header=src,dst"])
+    assert from_csv(tmp_path / "e.tsv", columns=config.columns).num_edges == 2
+    with pytest.raises(ValueError, match=r"columns\.delimiter must be one character, or tab, not ',,'"):
+        Columns(delimiter=",,")

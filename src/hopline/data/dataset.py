@@ -78,7 +78,7 @@ class Dataset:
         if "x" not in self.tables:
             raise ValueError(
                 f"Dataset {self.name!r} has no features: convert it with nodes=FILE that has some, or in Python set "
-                "tables['x'] = TensorTable(rows)."
+                "tables['x'] = TensorTable(rows), or learn embeddings by features=one_hot model.linear=true."
             )
         return self.tables["x"]
 

@@ -64,7 +64,16 @@ class Columns:
     header: tuple[str, ...] | None = None
     """Names of the columns of an edge file in CSV that has no first line of names."""
     delimiter: str = ","
-    """What separates the columns of a CSV file."""
+    """What separates the columns of text files: a character, or `tab`."""
+
+    @property
+    def separator(self) -> str:
+        """The character that is meant by `delimiter`."""
+        return {"tab": "\t", "\\t": "\t"}.get(self.delimiter, self.delimiter)
+
+    def __post_init__(self) -> None:
+        if len(self.separator) != 1:
+            raise ValueError(f"columns.delimiter must be one character, or tab, not {self.delimiter!r}")
 
 
 def check_shares(shares: Any) -> None:

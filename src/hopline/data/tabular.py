@@ -45,7 +45,7 @@ class _EdgeFile:
         settings = {} if c.header is None else {"header": c.header}
         row = 0
         try:
-            for chunk in read_file(self.path, columns=[c.src, c.dst, *extra], delimiter=c.delimiter, **settings):
+            for chunk in read_file(self.path, columns=[c.src, c.dst, *extra], delimiter=c.separator, **settings):
                 ids = {name: _checked_ids(chunk[name], f"{self.path}, edge", row) for name in (c.src, c.dst)}
                 yield chunk | ids
                 row += len(chunk[c.src])
@@ -95,7 +95,7 @@ def _what_to_type(missing: MissingColumns, columns: Columns, fields: Sequence[st
     found = missing.found
     separator = next((c for c in ";\t| " if len(found) == 1 and c in found[0]), None)
     if separator is not None:
-        typed = "$'\\t'" if separator == "\t" else repr(separator)  # as a shell reads it
+        typed = "tab" if separator == "\t" else repr(separator)  # as a shell reads it
         return f"if {separator!r} separates its columns, type columns.delimiter={typed}"
     header = ""
     if fields == EDGE_FIELDS and not {columns.src, columns.dst} & set(found):
@@ -236,12 +236,17 @@ def _distinct(source: _EdgeFile) -> np.ndarray:
 
 def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any], np.ndarray | None]:
     """(arguments for `from_edges`, ids) of a node file."""
-    names = columns_of(path, delimiter=columns.delimiter)
+    names = columns_of(path, delimiter=columns.separator)
     _check_node_columns(path, names, columns, ids)
+    if numbers := [name for name in names if _is_number(name)]:
+        raise ValueError(
+            f"the first line of {path} must name its columns, and it holds {numbers[0]!r}: add a line such as "
+            "id,age,score,label."
+        )
     special = [columns.id, columns.label, columns.split]
     features = columns.features if columns.features is not None else [n for n in names if n not in special]
     wanted = [*features, *(n for n in special if n in names)]
-    chunks = list(read_file(path, columns=wanted, delimiter=columns.delimiter))
+    chunks = list(read_file(path, columns=wanted, delimiter=columns.separator))
     whole = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in wanted} if chunks else {}
     given: dict[str, Any] = {"num_nodes": len(whole[wanted[0]]) if whole else 0}
     if texts := [name for name in features if whole[name].dtype.kind == "U"]:
@@ -250,6 +255,8 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
             f"{path}: column {' and '.join(map(repr, texts))} holds text, and features are numbers: say what it is "
             f"with columns.id=, columns.label= or columns.split=, or name the features with columns.features={numbers}."
         )
+    if columns.id not in whole:
+        _check_rows_are_nodes(path, {name: whole[name] for name in features}, columns)
     if features:
         parts = [whole[n].astype(np.float32) for n in features]
         given["x"] = np.concatenate([p if p.ndim == 2 else p[:, None] for p in parts], axis=1)
@@ -261,6 +268,7 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
         )
     else:
         given["y"], classes = _labels(whole[columns.label])
+        _tell_unused_classes(given["y"], path)
         meta = {"classes": classes} if classes else {}
     if columns.split in whole:
         given["splits"] = _split_masks(whole[columns.split], path)
@@ -271,6 +279,26 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
     if ids == "number":
         _reorder(given, known, path)
     return given, known
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_rows_are_nodes(path: Path, features: dict[str, np.ndarray], columns: Columns) -> None:
+    """Refuse a column of ids by another name: its rows would become nodes 0, 1, 2, ... in the order of the file."""
+    for name, values in features.items():
+        is_numbered = values.dtype.kind in "iu" and values.ndim == 1 and values.size > 1 and columns.features is None
+        if is_numbered and np.array_equal(np.sort(values), np.arange(values.size)):
+            raise ValueError(
+                f"{path} has no column {columns.id!r}, and {name!r} holds each node number once: if it holds the ids, "
+                f"type columns.id={name}; if it is a feature, name all of them with columns.features=."
+            )
+    logger.warning(f"{path} has no column {columns.id!r}, so its rows are nodes 0, 1, 2, ... (else columns.id=NAME)")
 
 
 def _check_node_columns(path: Path, names: list[str], columns: Columns, ids: Ids) -> None:
@@ -296,6 +324,16 @@ def _labels(values: np.ndarray) -> tuple[np.ndarray, list[str]]:
     return np.where(values == "", -1, np.searchsorted(classes, values) if classes else -1), classes
 
 
+def _tell_unused_classes(labels: np.ndarray, path: Path) -> None:
+    """Numbers are class numbers as they stand: 100 and 200 make 201 classes, which is seldom meant."""
+    used = np.unique(labels[np.isfinite(labels) & (labels >= 0)]) if labels.dtype.kind in "iuf" else np.empty(0)
+    if used.size and used[-1] + 1 > used.size:
+        logger.warning(
+            f"{path}: labels are class numbers from 0, so {used[-1]:.0f} makes {used[-1] + 1:.0f} classes, of which "
+            f"{used.size} occur: write labels as words, or number them from 0"
+        )
+
+
 def _split_masks(values: np.ndarray, path: Path) -> dict[str, np.ndarray]:
     if values.dtype.kind != "U":
         raise ValueError(f"{path}: the split column must hold train, valid, test or nothing.")
@@ -313,6 +351,7 @@ def _reorder(given: dict[str, Any], ids: np.ndarray, path: Path) -> None:
     """Put the rows of a node file in the order of its ids, which must be 0 .. N - 1."""
     order = np.argsort(ids, kind="stable")
     if ids.dtype.kind not in "iu" or not np.array_equal(ids[order], np.arange(ids.size)):
+        _ = IdMap(ids)  # which refuses an id that is there twice, by name
         raise ValueError(f"{path}: the ids are not the numbers 0 to {ids.size - 1}, each once: use ids=map.")
     for key in ("x", "y"):
         if key in given:

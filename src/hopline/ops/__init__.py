@@ -33,6 +33,7 @@ __all__ = [
     "gather_rows",
     "group_edges",
     "is_cold",
+    "is_first_time",
     "kernel_cache",
     "keyed_dropout",
     "keyed_dropout_stored",
@@ -208,6 +209,16 @@ def own_threads(threads: int) -> Generator[None, None, None]:
 def kernel_cache() -> Path:
     """The folder in which Numba keeps this package's compiled kernels."""
     return Path(str(cpu._take.stats.cache_path))
+
+
+_had_cache = kernel_cache().exists()
+
+
+def is_first_time() -> bool:
+    """Whether kernels are compiled in this process, since no earlier one has kept them; asked again, no."""
+    global _had_cache
+    first, _had_cache = not _had_cache, True
+    return first
 
 
 def _gpu(module: str) -> Any:
