@@ -52,7 +52,7 @@ def test_a_step_that_takes_more_goes_in_pieces():
     plan = plan_of(step_bytes=7000.0).check()
     assert plan.pieces == 3
     assert plan.peak_bytes("device") == 4000
-    assert plan.whole == "batches of 64 seeds, in pieces; about 27 would go uncut"
+    assert plan.whole == "batches of 64 seeds, in pieces; about 27 would fit in one piece"
 
 
 def test_what_is_missing_is_named_with_what_takes_most():

@@ -229,7 +229,7 @@ class Plan:
         if self.step_bytes <= self.limit_bytes:
             return f"{self.covers.format(self.count)}, uncut"
         most = max(0, int(self.count * self.limit_bytes / self.step_bytes))
-        return f"{self.covers.format(self.count)}, in pieces; about {most} would go uncut"
+        return f"{self.covers.format(self.count)}, in pieces; about {most} would fit in one piece"
 
     def peak_bytes(self, place: Place) -> int:
         """What will be taken at most."""
