@@ -211,3 +211,10 @@ def test_the_trainer_calls_its_callbacks_in_their_order():
 
 def test_peak_memory_is_in_bytes():
     assert psutil.Process().memory_info().rss * 0.9 < peak_memory_bytes() < psutil.virtual_memory().total
+
+
+def test_that_kernels_are_compiled_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hopline.ops._had_cache", False)
+    for times in (1, 0):
+        fit(small(), epochs=1, show=True)
+        assert capsys.readouterr().out.count("compiling kernels: once on this machine") == times

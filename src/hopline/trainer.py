@@ -234,7 +234,10 @@ class Trainer:
             if self.evaluations.ended_after is None:
                 self.checkpoints.write(self, run)
         self.evaluations.finish()
-        run.reason = self.stop_reason or f"all {self.settings.epochs} epochs are trained"
+        num_epochs = self.settings.epochs
+        run.reason = self.stop_reason or (
+            f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"
+        )
         run.finished = True
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, int]:

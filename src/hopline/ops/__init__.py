@@ -211,7 +211,7 @@ def kernel_cache() -> Path:
     return Path(str(cpu._take.stats.cache_path))
 
 
-_had_cache = kernel_cache().exists()
+_had_cache = any(kernel_cache().glob("*.nbi"))  # Python keeps its own files there too
 
 
 def is_first_time() -> bool:
