@@ -46,7 +46,7 @@ def test_trains_exactly_the_epochs_and_evaluates_on_time(epochs: int, every: int
     assert [e.epoch for e in run.history] == list(range(1, epochs + 1))
     assert evaluated(run) == expected
     assert evaluated(run, "test") == [run.best_epoch]
-    assert run.reason == f"all {epochs} epochs are trained"
+    assert run.reason == ("1 epoch is trained" if epochs == 1 else f"all {epochs} epochs are trained")
 
 
 def test_fewer_epochs_than_between_evaluations_leave_weights(tmp_path: Path):
