@@ -135,7 +135,7 @@ class Run:
 
 
 def _seconds(seconds: float) -> str:
-    """Seconds to three digits or so."""
+    """Seconds to three digits or so, always in this unit: epochs are compared downwards."""
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
@@ -378,7 +378,8 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
     """The largest memory of this process so far, by place."""
     found = {"host": peak_memory_bytes()}
     if device.type == "cuda":
-        # Reserved, not allocated: it is what others cannot use, and measuring steps for a budget does not reset it.
+        # Reserved, not allocated: it is what others cannot use. Measuring steps for a budget resets the peak to what is
+        # reserved then, and torch seldom gives that back.
         found["device"] = torch.cuda.max_memory_reserved(device)
     return found
 

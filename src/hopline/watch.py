@@ -55,8 +55,8 @@ class WatchBudget(Callback):
         if self.report is not None:
             self.report.log({"event": "budget", "epoch": epoch.epoch, **record})
         self.records.append(record)
-        if record["oom"] or record["over"]:  # the rest is as planned, and can wait for the end
-            trainer.say(f"epoch {epoch.epoch}: {_gone_wrong(record)}")
+        if problems := _happened(record, ("oom", "over")):  # the rest is as planned, and can wait for the end
+            trainer.say(f"epoch {epoch.epoch}: {problems}")
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         if not self.records:
@@ -64,8 +64,9 @@ class WatchBudget(Callback):
         sums = {name: sum(record[name] for record in self.records) for name in SUMMED}
         largest = {name: max(record[name] for record in self.records) for name in ("promised_bytes", "peak_bytes")}
         total = self.records[-1] | sums | largest
-        if any(total[name] for name in ("split", "cut", "resampled")):
-            trainer.say(f"budget: {_said(total)}")
+        if words := _happened(total, ("split", "resampled", "cut")):
+            step, predicted, limit = (format_size(total[f"{name}_bytes"]) for name in ("peak", "promised", "limit"))
+            trainer.say(f"budget: {words}; a step took up to {step}, promised {predicted}, allowed {limit}")
 
 
 def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
@@ -80,27 +81,16 @@ def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     return record | {"limit_bytes": -limit, "promised_bytes": promised, "peak_bytes": peak} | counts
 
 
-def _gone_wrong(record: dict[str, Any]) -> str:
-    """What was not as planned in an epoch."""
-    words = []
-    if record["oom"]:
-        words.append(f"memory ran out in {record['oom']} steps, which went on in smaller pieces")
-    if record["over"]:
-        words.append(f"{record['over']} steps were over the limit")
-    return ", ".join(words)
-
-
-def _said(record: dict[str, Any]) -> str:
-    """What was done to keep to the budget, in one line."""
-    words = []
-    if record["split"]:
-        words.append(f"{_batches(record['split'])} split into {record['pieces']} pieces")
-    if record["resampled"]:
-        words.append(f"{record['resampled']} samples drawn anew")
-    if record["cut"]:
-        words.append(f"{record['edges_cut']:,} edges cut from {_batches(record['cut'])}")
-    sizes = [format_size(record[name]) for name in ("promised_bytes", "peak_bytes", "limit_bytes")]
-    return f"{', '.join(words)}; a step took up to {sizes[1]}, promised {sizes[0]}, allowed {sizes[2]}"
+def _happened(record: dict[str, Any], names: tuple[str, ...]) -> str:
+    """What was done to the batches of an epoch or a run, in words: those of the counts that are not 0."""
+    words = {
+        "split": f"{_batches(record['split'])} split into {record['pieces']} pieces",
+        "resampled": f"{record['resampled']} samples drawn anew",
+        "cut": f"{record['edges_cut']:,} edges cut from {_batches(record['cut'])}",
+        "oom": f"memory ran out in {record['oom']} steps, which went on in smaller pieces",
+        "over": f"{record['over']} steps were over the limit",
+    }
+    return ", ".join(words[name] for name in names if record[name])
 
 
 def _batches(number: int) -> str:
