@@ -43,6 +43,7 @@ app = typer.Typer(
 INTERRUPTED = 130
 """The exit status of a command that was ended by Ctrl-C."""
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value settings, for example model.hidden=64")]
+# Declared for the help text alone: `main` answers --keys before typer asks for a source.
 ShowKeys = Annotated[
     bool, typer.Option("--keys", help="List all settings with their defaults; --keys GROUP describes those of a group.")
 ]
@@ -309,13 +310,13 @@ def _print_keys(command: str, name: str | None, wanted: list[str]) -> None:
     recipe = RECIPES.get(name or "") if SETTINGS[command] is RunConfig else None
     found = settings_of(SETTINGS[command], None if recipe is None else recipe())
     titles = list(dict.fromkeys(setting.group for setting in found))
-    for name in wanted:
-        if not any(_is_in(name, title) for title in titles):
-            hint = nearest(name, titles)
-            raise ValueError(f"there is no group {name!r} of settings.{hint} Groups: {', '.join(titles)}.")
+    for group in wanted:
+        if not any(_is_in(group, title) for title in titles):
+            hint = nearest(group, titles)
+            raise ValueError(f"there is no group {group!r} of settings.{hint} Groups: {', '.join(titles)}.")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for title in titles:
-        if wanted and not any(_is_in(name, title) for name in wanted):
+        if wanted and not any(_is_in(group, title) for group in wanted):
             continue
         print(f"\n{title}")
         for setting in (s for s in found if s.group == title):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_world_size
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
@@ -102,7 +101,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def num_wrapped_ranks(model: nn.Module) -> int:
     """The ranks that DDP trains a model on; 1 for a model that it does not wrap."""
-    return get_world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
+    return torch.distributed.get_world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
 
 
 def _refuse_gradients(walk: nn.Module, arguments: tuple[Any, ...]) -> None:
