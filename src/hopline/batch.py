@@ -179,6 +179,8 @@ class Block:
     """Key of this step's random draws, on the device [1] where a captured step changes it; None in evaluation."""
     scale_sums: bool = False
     """Whether sums over sampled edges are scaled up to the expectation of the full sum."""
+    in_graph_order: bool = True
+    """Whether a destination's edges come in the graph's order; sampled ones do not."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"

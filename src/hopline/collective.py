@@ -40,6 +40,7 @@ class _Hop(NamedTuple):
     """The edges of one layer, as they come back."""
 
     num_dst: int
+    fanout: int
     indptr: Tensor
     src_idx: Tensor
     rest: list[Tensor]
@@ -84,7 +85,7 @@ class CollectiveSampler:
             question = of_seeds
             for fanout in self.fanouts:
                 indptr, (sources, *rest) = self._ask(question, fanout, key)
-                hops.append(_Hop(places.numel(), indptr, id_map.add(sources), rest))
+                hops.append(_Hop(places.numel(), fanout, indptr, id_map.add(sources), rest))
                 places = id_map.ids()
                 question = Question(self.channel, self.shard.ptr, places)
         finally:
@@ -111,7 +112,8 @@ class CollectiveSampler:
     def _block(self, hop: _Hop, src_ids: Tensor, graph: Graph, key: int) -> Block:
         edge_ids = hop.rest[0] if self.edge_ids else None
         edge = dict(zip(self.shard.edge, hop.rest[1:] if self.edge_ids else hop.rest, strict=True))
-        return Block(src_ids, hop.num_dst, (Part(hop.indptr, hop.src_idx, edge, edge_ids),), graph, key)
+        part = Part(hop.indptr, hop.src_idx, edge, edge_ids)
+        return Block(src_ids, hop.num_dst, (part,), graph, key, in_graph_order=hop.fanout < 0)
 
     def _graph(self, question: Question) -> tuple[Tensor, PartialGraph]:
         """The ids of some nodes, and what is known of them."""

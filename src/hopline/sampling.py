@@ -123,7 +123,7 @@ class NeighborSampler:
         src_idx = id_map.add(found.ids)
         edge = {name: ops.gather_rows(array, found.edge_ids) for name, array in graph.edge.items()}
         part = Part(found.indptr, src_idx, edge, found.edge_ids if self.edge_ids else None)
-        return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key)
+        return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key, in_graph_order=fanout < 0)
 
     def _id_map(self, device: torch.device) -> ops.AnyIdMap:
         """A map of this thread's own: threads that prepare batches share no state."""

@@ -66,6 +66,7 @@ class TreeBlock(Block):
 
     tree: Tree
     hop: int
+    in_graph_order = False
 
     def to(self, device: torch.device, non_blocking: bool = False) -> TreeBlock:
         return TreeBlock(self.tree.to(device, non_blocking), self.hop, self.graph, self.key, self.scale_sums)

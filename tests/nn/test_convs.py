@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hopline.batch import Rows
 from hopline.graph import Graph
-from hopline.nn.convs import convolve, edge_arguments, find_convention, takes_x0
+from hopline.nn.convs import convolve, edge_arguments, find_way, takes_x0
 from hopline.tables import TensorTable
 from tests.grids import parametrize_pairwise
 from tests.helpers import (
@@ -182,7 +182,7 @@ def test_the_conv_itself_is_left_as_it_was() -> None:
 )
 def test_the_way_a_conv_is_called(name: str, convention: str) -> None:
     block = batch_of(random_graph(), None, (3,)).blocks[0]
-    assert find_convention(conv_of(name, 4, 3), 4, block, None) == convention
+    assert find_way(conv_of(name, 4, 3), 4, block, None).convention == convention
 
 
 def test_edge_arguments_are_those_the_conv_takes() -> None:

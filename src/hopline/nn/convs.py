@@ -2,32 +2,51 @@
 
 A conv is called in the first of these ways that a probe on a tiny graph shows to be equal to the conv on the whole
 graph: fused; with a pair (source rows, destination rows); square, with the output cut to the destinations. A conv
-that equals itself in none of them (several hops in one layer, a norm over the nodes present) is refused by name.
+that equals itself in none of them (several hops in one layer, a norm over the nodes present, padding to the largest
+degree present) is refused by name.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
+import itertools
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch_geometric.nn import CGConv, GENConv
 
-from hopline.batch import Block, Handle, Part, as_tensor
+from hopline.batch import Block, Handle, as_tensor
 from hopline.graph import Graph
 from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
 from hopline.nn.fused import fused, is_fused
+from hopline.nn.probe import (
+    BATCHES,
+    PaddedTree,
+    block_of,
+    has_cache,
+    probe_graph,
+    random_rows,
+    reordered,
+    tree_of,
+    trial_of,
+    without_caches,
+)
 from hopline.nn.rows import typed
 from hopline.tree import TreeBlock
 
 Convention = Literal["fused", "pair", "square"]
 
+CALLS: tuple[Convention, ...] = ("pair", "square")
+"""Those in which the conv's own code runs."""
 EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type"}
 """Argument of a PyG conv -> name of the graph's edge array."""
 
@@ -40,7 +59,28 @@ class RunsConvs(Block, ABC):
         """The conv's output for the block's destinations."""
 
 
-_conventions: WeakKeyDictionary[nn.Module, Convention] = WeakKeyDictionary()
+class SeesMore(ValueError):
+    """A conv whose output at a node depends on more than the node and its in-edges: no block has all that it needs."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a conv is called on blocks of one layout."""
+
+    convention: Convention
+    without_loops: bool = False
+    """Whether it leaves out edges from a node to itself, which it does not recognise in a tree."""
+    with_edges: bool = False
+    """Whether a destination with two edges is put before the others. Some aggregations fail where there are no edges,
+    and quantiles where the first node has none, or where a node without comes after a single edge."""
+    by_order: bool = False
+    """Whether its output depends on the order of a node's in-edges."""
+    has_cache: bool = False
+    """Whether it was built with cached=True."""
+
+
+_ways: WeakKeyDictionary[nn.Module, dict[type[Block], Way]] = WeakKeyDictionary()
+"""What was found out about convs, by the layout of the blocks."""
 
 
 def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
@@ -51,32 +91,65 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
     """
     if isinstance(block, RunsConvs):
         return block.convolve(conv, h, x0)
-    convention = _conventions.get(conv)
-    if convention is None or is_fused(conv) != (convention == "fused"):
-        convention = _conventions[conv] = find_convention(conv, h.shape[1], block, x0)
-    if block.scale_sums and convention != "fused":
+    way = way_of(conv, h.shape[1], block, x0)
+    if block.scale_sums and way.convention != "fused":
         raise ValueError(
             f"scale_sums=true needs convs that sum plain rows (SAGEConv, GINConv, GraphConv); {_name(conv)} does not: "
             "set method.scale_sums=false"
         )
+    if way.by_order and not block.in_graph_order:
+        raise ValueError(
+            f"the output of {_name(conv)} depends on the order of a node's in-edges, which sampling does not keep: "
+            "set fanouts to -1 at every layer, or use an aggregation such as mean or max"
+        )
     if is_fused_attention(conv) and is_on_gpu(block):
         return attention(conv, h, block, layer)
-    return _call(conv, convention, h, block, x0)
+    with without_caches(conv) if way.has_cache else nullcontext():
+        return _call(conv, way, h, block, x0)
 
 
-def _call(conv: nn.Module, convention: Convention, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
-    if convention == "fused":
+def way_of(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> Way:
+    """How the conv is called on such blocks, found out when it is first asked for. width: of its input rows."""
+    known, layout = _ways.setdefault(conv, {}), _layout(conv, block)
+    way = known.get(layout)
+    if way is None or is_fused(conv) != (way.convention == "fused"):
+        way = known[layout] = find_way(conv, width, block, x0)
+    return way
+
+
+def _layout(conv: nn.Module, block: Block) -> type[Block]:
+    """The class of the blocks that it is tried on. Kernels of fused convs know the empty slots of a GPU's trees."""
+    if not isinstance(block, TreeBlock):
+        return Block
+    return PaddedTree if block.on_gpu and not is_fused(conv) else TreeBlock
+
+
+def _call(conv: nn.Module, way: Way, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
+    if way.convention == "fused":
         return fused(conv, h, block, x0 if takes_x0(conv) else None)
     dtype = next((p.dtype for p in conv.parameters()), None) or as_tensor(h).dtype
     rows, num_dst = typed(h, dtype), block.num_dst
-    edge_index, edge = _edges_of(block, without_loops=bool(getattr(conv, "add_self_loops", False)))
+    edge_index, edge = _edges_of(block, way.without_loops)
     edges = edge_arguments(conv, edge, dtype)
-    if convention == "pair":
-        # On a GPU edges out of a tree's empty slots lead to one row more, which is cut off again.
-        own = rows[:num_dst] if not _is_padded(block) else torch.cat([rows[:num_dst], rows[:1]])
-        return conv((rows, own), edge_index, **edges)[:num_dst]
     first = (_padded(x0, rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
-    return conv(rows, *first, edge_index, **edges)[:num_dst]
+    own = rows[:num_dst]
+    if way.convention == "pair" and _is_padded(block):  # edges out of empty slots lead to one row more
+        own = torch.cat([own, rows[:1]])
+    if way.with_edges:
+        edges = {name: torch.cat([_two_rows(values), values]) for name, values in edges.items()}
+        shift = edge_index.new_tensor([[0], [1]] if way.convention == "pair" else [[1], [1]])
+        edge_index = torch.cat([edge_index.new_zeros(2, 2), edge_index + shift], dim=1)
+        own = torch.cat([rows[:1], own])
+        if way.convention == "square":
+            rows, first = torch.cat([rows[:1], rows]), tuple(torch.cat([x[:1], x]) for x in first)
+    x = (rows, own) if way.convention == "pair" else rows
+    start = int(way.with_edges)
+    return conv(x, *first, edge_index, **edges)[start : start + num_dst]
+
+
+def _two_rows(like: Tensor) -> Tensor:
+    """Rows of an edge array that every conv can compute with: numbers 1, type 0."""
+    return like.new_full((2, *like.shape[1:]), int(like.is_floating_point()))
 
 
 def _is_padded(block: Block) -> bool:
@@ -119,59 +192,99 @@ def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dty
     found = {}
     for argument, name in EDGE_ARGUMENTS.items():
         wanted = argument in parameters and name in edge
-        if argument == "edge_attr" and getattr(conv, "edge_dim", 0) is None:
-            wanted = False  # the conv was built without edge features
-        if wanted:
+        if wanted and not (argument == "edge_attr" and _lacks_edge_features(conv, edge[name])):
             rows = edge[name]
             found[argument] = rows.to(dtype) if rows.is_floating_point() or name == "weight" else rows
     return found
 
 
-def find_convention(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> Convention:
-    """The first way of calling that equals the conv on a whole (tiny, random) graph."""
+def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
+    """Whether a conv was built without edge features; with PyG alone its user would not pass them."""
+    if any(getattr(conv, name, 0) is None for name in ("edge_dim", "in_edge_channels")):
+        return True
+    if isinstance(conv, CGConv):
+        return conv.dim == 0
+    # It does not say, but without a layer of its own for them it adds them to its messages.
+    return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
+
+
+def find_way(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> Way:
+    """The first way of calling that equals the conv on a whole graph, for blocks that differ in what else they have."""
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
     initialise(conv, width, block, x0)
-    trial = fresh_copy(conv).cpu().double().eval()
-    options = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
-    graph = _tiny_graph(block, options)
-    x = torch.randn(graph.num_nodes, width, **options)
-    start = None if x0 is None else torch.randn(graph.num_nodes, x0.size(1), **options)
-    whole = _block(graph, graph.num_nodes)
-    few = _block(graph, 4)
-    with torch.no_grad():
-        try:
-            edges = edge_arguments(trial, whole.edge, torch.float64)
-            first = (start,) if takes_x0(trial) else ()
-            expected = trial(x, *first, whole.edge_index, **edges)[:4]
-        except Exception as error:
-            raise ValueError(f"{_name(conv)} cannot be called as conv(x, edge_index): {error}") from error
-        choices: list[Convention] = ["fused"] if is_fused(conv) else ["pair", "square"]
-        for convention in choices:
+    graph, layout = probe_graph(block.edge), _layout(conv, block)
+    x = random_rows(graph.num_nodes, width)
+    start = None if x0 is None else random_rows(graph.num_nodes, x0.size(1))
+    expected = whole_output(conv, x, graph, start)
+    trial = trial_of(conv)  # one for all blocks: what it keeps from one shows on the next
+    is_tree = issubclass(layout, TreeBlock)
+
+    def is_right(way: Way, graph: Graph) -> bool:
+        for nodes in BATCHES:
+            one = tree_of(graph, nodes, layout) if issubclass(layout, TreeBlock) else block_of(graph, nodes)
             try:
-                rows = x[few.src_ids]
-                found = _call(trial, convention, rows, few, None if start is None else start[:4])
-            except Exception:  # not a way this conv can be called
-                continue
-            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-8, atol=1e-10):
-                return convention
-    raise ValueError(
+                with without_caches(trial):
+                    ids = one.dst_ids
+                    found = _call(trial, way, x[one.src_ids], one, None if start is None else start[ids])
+            except Exception:  # not a way in which this conv can be called
+                return False
+            if found.shape != expected[ids].shape or not torch.allclose(found, expected[ids], 1e-8, 1e-10, True):
+                return False
+        return True
+
+    cached = has_cache(conv)
+    if is_fused(conv):
+        ways = [Way("fused", has_cache=cached)]
+    else:
+        choices = itertools.product((False, True), CALLS, (False, True) if is_tree else (False,))
+        ways = [Way(call, without_loops, with_edges, has_cache=cached) for with_edges, call, without_loops in choices]
+    with torch.no_grad():
+        for way in ways:
+            if is_right(way, graph):
+                # Of fused ones GCN goes by the last of a node's loops, but takes it from the graph.
+                by_order = way.convention != "fused" and not is_right(way, reordered(graph))
+                return replace(way, by_order=by_order)
+    if is_tree:
+        way_of(conv, width, block_of(graph, (0,)), x0)  # refused there if it cannot run on blocks either
+        raise ValueError(
+            f"{_name(conv)} cannot run on trees, in which every edge has a source of its own: set layout=block"
+        )
+    raise SeesMore(
         f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "
-        "in-neighbours' rows (several hops in one layer, or a norm by degrees or nodes that are present); "
-        "convs such as SAGEConv, GCNConv, GATConv, GINConv, PNAConv and TransformerConv can"
+        "in-edges (several hops in one layer, a norm by degrees or nodes that are present, padding to the largest "
+        "degree present, or what is kept of an earlier call); convs such as SAGEConv, GCNConv, GATConv, GINConv, "
+        "PNAConv and TransformerConv can, and method=full_batch runs most others"
     )
 
 
-def fresh_copy(conv: nn.Module) -> nn.Module:
-    """A copy that remembers no graph it was run on."""
-    try:
-        trial = copy.deepcopy(conv)
-    except RuntimeError as error:  # torch does not copy what is in the middle of a computation
-        raise ValueError(f"{_name(conv)} keeps tensors of an earlier call: build it anew ({error})") from error
-    for name in ("_cached_edge_index", "_cached_adj_t", "_cached_x"):
-        if getattr(trial, name, None) is not None:
-            setattr(trial, name, None)
-    return trial
+def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) -> Tensor:
+    """The conv's output at all nodes of a graph, as plain PyG computes it, in float64 and in evaluation mode."""
+    trial = trial_of(conv)
+    first = (x0,) if takes_x0(conv) else ()
+    edges = edge_arguments(trial, graph.edge, torch.float64)
+    with torch.no_grad():
+        try:
+            out = trial(x, *first, graph.edge_index(), **edges)
+        except Exception as error:
+            raise ValueError(
+                f"{_name(conv)} cannot be called as conv({', '.join(['x', 'edge_index', *edges])}) with rows of width "
+                f"{x.size(1)}: {_reason(conv, error, edges)}"
+            ) from error
+    if not isinstance(out, Tensor) or out.size(0) != x.size(0):
+        kind = f"shape {list(out.shape)}" if isinstance(out, Tensor) else f"type {type(out).__name__}"
+        raise ValueError(f"{_name(conv)} puts out {kind}: a conv must put out one tensor, with a row per node")
+    if not out.isfinite().any():
+        raise ValueError(f"{_name(conv)} puts out nothing but inf and nan for ordinary rows")
+    return out
+
+
+def _reason(conv: nn.Module, error: Exception, edges: Mapping[str, Tensor]) -> str:
+    """Why a call failed, and what the conv takes that the graph has not; of an assertion without words, its line."""
+    words = " ".join(str(error).split()) or f"it stops at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+    taken = [name for name in EDGE_ARGUMENTS if name in _arguments(type(conv)) and name not in edges]
+    arrays = " and ".join(f"{name} (edge array {EDGE_ARGUMENTS[name]!r})" for name in taken)
+    return f"{words}; it can take {arrays}, which the graph does not have" if taken else words
 
 
 def initialise(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> None:
@@ -180,41 +293,14 @@ def initialise(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> 
         return
     mode = conv.training
     conv.eval()
-    device = next(conv.parameters()).device
-    graph = _tiny_graph(block, {})
-    first = (torch.zeros(graph.num_nodes, x0.size(1), device=device),) if takes_x0(conv) and x0 is not None else ()
-    whole = _block(graph, graph.num_nodes).to(device)
+    like = next(conv.parameters())
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    graph = probe_graph(block.edge)
+    first = (torch.zeros(graph.num_nodes, x0.size(1), **options),) if takes_x0(conv) and x0 is not None else ()
+    edges = {name: rows.to(like.device) for name, rows in edge_arguments(conv, graph.edge, like.dtype).items()}
     with torch.no_grad():
-        conv(
-            torch.zeros(graph.num_nodes, width, device=device),
-            *first,
-            whole.edge_index,
-            **edge_arguments(conv, whole.edge, torch.float32),
-        )
+        conv(torch.zeros(graph.num_nodes, width, **options), *first, graph.edge_index().to(like.device), **edges)
     conv.train(mode)
-
-
-def _tiny_graph(block: Block, options: dict[str, Any]) -> Graph:
-    """12 nodes, 3 in-edges each from different other nodes, with the same kinds of edge arrays as the block's graph."""
-    num_nodes = 12
-    sources = (torch.arange(num_nodes)[:, None] + torch.tensor([1, 4, 6])) % num_nodes
-    edge = {}
-    for name, rows in block.edge.items():
-        shape = (sources.numel(), *rows.shape[1:])
-        if rows.is_floating_point():
-            edge[name] = torch.rand(shape, **options)
-        else:
-            edge[name] = torch.zeros(shape, dtype=rows.dtype)
-    return Graph(torch.arange(0, 3 * num_nodes + 1, 3), sources.reshape(-1), edge)
-
-
-def _block(graph: Graph, num_dst: int) -> Block:
-    """The first nodes of a tiny graph with their in-edges; ids are positions."""
-    stop = int(graph.indptr[num_dst])
-    edge = {name: rows[:stop] for name, rows in graph.edge.items()}
-    part = Part(graph.indptr[: num_dst + 1], graph.indices[:stop].int(), edge)
-    num_src = max(num_dst, int(part.src_idx.max()) + 1)  # not all nodes, or a norm over those present would pass
-    return Block(torch.arange(num_src), num_dst, (part,), graph)
 
 
 def _name(conv: nn.Module) -> str:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from hopline.batch import Handle
 from hopline.graph import Graph
-from hopline.nn.convs import RunsConvs, edge_arguments, fresh_copy, initialise, takes_x0
+from hopline.nn.convs import RunsConvs, edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.edges import Edges, gcn_edges, loop_attributes, to_keep
 from hopline.nn.overrides import Mode, on_shard
+from hopline.nn.probe import probe_graph, random_rows, trial_of, without_caches
 from hopline.nn.replay import CannotSplit
 from hopline.nn.rows import typed
 from hopline.sharded import ShardLayout, slab_layout
@@ -138,36 +139,65 @@ def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlo
         edges = block.looped if add_loops else block.edges
         arguments = {"edge_weight": block.norm(add_loops, bool(getattr(conv, "improved", False)), dtype)}
     first = (x0,) if takes_x0(conv) else ()
-    with on_shard(conv, edges, block.transport, block.mode, block.depth, block.chunk_bytes):
+    with (
+        without_caches(conv),
+        on_shard(conv, edges, block.transport, block.mode, block.depth, block.chunk_bytes),
+    ):
         return conv(rows, *first, block, **arguments)
 
 
 def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None) -> Rule:
     """How the conv's edges are made, by comparing it with plain PyG on a tiny graph, outputs and gradients."""
-    trial = fresh_copy(conv).cpu().double().eval()
-    graph = tiny_graph(block)
+    trial = trial_of(conv)
+    graph = probe_graph(block.edge)
     x = random_rows(graph.num_nodes, width)
     start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
-    try:
-        arguments = edge_arguments(trial, graph.edge, torch.float64)
+    whole_output(conv, x, graph, *(start or (None,)))  # refuses what plain PyG cannot run either
+    arguments = edge_arguments(trial, graph.edge, torch.float64)
+    with without_caches(trial):
         expected = _tried(trial, x, lambda h: trial(h, *start, graph.edge_index(), **arguments))
-    except Exception as error:
-        raise ValueError(f"{_name(conv)} cannot be called as conv(x, edge_index): {error}") from error
-    small = ShardBlock.of(slab_layout(graph, torch.tensor([0, 5, 8, 12])), mode=block.mode, chunk_bytes=1 << 10)
+    small = _small_block(graph, block.mode)
     reason = "it does something to its edges that is neither self-loops nor the norm of GCNConv"
     for rule in get_args(Rule):
         try:
             found = _tried(trial, x, lambda h, rule=rule: run_by_rule(trial, rule, h, small, *start))
             if _is_same(found, expected):
+                if not isinstance(block.transport, LocalTransport):
+                    _check_row_wise(trial, rule, graph, block.mode, x, *start)
                 with torch.random.fork_rng([]):  # what it does in training may be more than in evaluation
                     run_by_rule(trial.train(conv.training), rule, x, small, *start)
                 return rule
         except CannotSplit as error:
             reason = str(error)
+            if isinstance(error, MixesRows):
+                break
         except Exception as error:  # not a way in which this conv can run
             if rule == "plain":
                 reason = f"it works on edge_index itself, which no shard has whole ({type(error).__name__}: {error})"
     raise ValueError(f"{_name(conv)} cannot run over shards in mode {block.mode}: {reason}. {RUN}")
+
+
+class MixesRows(CannotSplit):
+    """A conv looks at rows of other nodes outside of its messages, and a rank has only its own."""
+
+
+def _small_block(graph: Graph, mode: Mode) -> ShardBlock:
+    """Three virtual shards."""
+    ptr = torch.tensor([0, 5, 8, graph.num_nodes])
+    return ShardBlock.of(slab_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
+
+
+def _check_row_wise(
+    trial: nn.Module, rule: Rule, graph: Graph, mode: Mode, x: Tensor, x0: Tensor | None = None
+) -> None:
+    """Refuse a conv that is not the same when there are three more nodes, without edges."""
+    longer = Graph(nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges), graph.indices, graph.edge)
+    more_x, more_x0 = torch.cat([x, 1 + x[:3]]), None if x0 is None else torch.cat([x0, 1 + x0[:3]])
+    with torch.no_grad():
+        expected = run_by_rule(trial, rule, x, _small_block(graph, mode), x0)
+        found = run_by_rule(trial, rule, more_x, _small_block(longer, mode), more_x0)[: x.size(0)]
+    if not torch.allclose(found, expected, 1e-7, 1e-9, equal_nan=True):
+        raise MixesRows("its output at a node depends on rows of nodes that send it nothing, and a rank has its own")
 
 
 def _tried(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
@@ -185,26 +215,6 @@ def _is_same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     pairs = [(zero if a is None else a, zero if b is None else b) for a, b in zip(found, expected, strict=True)]
     same_shapes = found[0] is not None and expected[0] is not None and found[0].shape == expected[0].shape
     return same_shapes and all(torch.allclose(a, b, 1e-7, 1e-9, equal_nan=True) for a, b in pairs)
-
-
-def random_rows(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def tiny_graph(block: ShardBlock) -> Graph:
-    """12 nodes with from 0 to 5 in-edges, some double and some from the node itself, and the block's edge arrays."""
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.tensor([3, 1, 2, 5, 0, 3, 2, 4, 1, 3, 0, 4])
-    num_edges = int(counts.sum())
-    sources = torch.randint(0, 11, (num_edges,), generator=generator)
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    sources[:6], sources[6], sources[7] = torch.tensor([0, 7, 7, 3, 2, 6]), 3, 3  # loops at 0, 2 and two at 3; a double
-    edge = {}
-    for name, rows in block.edge_rows.items():
-        shape = (num_edges, *rows.shape[1:])
-        random = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
-        edge[name] = random if rows.is_floating_point() else torch.zeros(shape, dtype=rows.dtype)
-    return Graph(indptr, sources, edge)
 
 
 def _name(conv: nn.Module) -> str:

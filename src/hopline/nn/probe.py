@@ -1,0 +1,158 @@
+"""A tiny graph on which convs and whole models are tried before they are trusted.
+
+It has what goes wrong elsewhere: uneven degrees and a hub, nodes without in-edges and one without any edge, loops,
+several of one node, and double edges. What is tried on it is a copy in float64, beside plain PyG on the whole graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops
+from hopline.batch import Block, Part
+from hopline.graph import Graph
+from hopline.ops.slots import Slots
+from hopline.tree import Tree, TreeBlock
+
+SOURCES = (
+    (0, 7, 7),  # a loop and a double edge
+    (5,),
+    (2, 6),
+    (3, 1, 3, 9, 7),  # the hub, with two loops
+    (),
+    (1, 6, 0),
+    (3, 8),
+    (6, 5, 9, 0),
+    (8,),  # nothing but a loop
+    (0, 4, 11),
+    (),  # isolated
+    (9, 2, 1, 3),
+)
+"""The sources of each node's in-edges."""
+BATCHES = ((3, 0, 5), (1, 2), (8, 10), (4,), tuple(reversed(range(len(SOURCES)))))
+"""Nodes that are computed together. The batches differ in what else is in them: the hub or only nodes of low degree; a
+last node beyond all edges; no edges at all; every node, in another order."""
+
+
+def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
+    """The graph, with the same kinds of edge arrays as another."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([len(sources) for sources in SOURCES])
+    indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    indices = torch.tensor([source for sources in SOURCES for source in sources])
+    arrays = {}
+    for name, rows in edge.items():
+        shape = (indices.numel(), *rows.shape[1:])
+        if rows.is_floating_point():
+            arrays[name] = 0.1 + 0.8 * torch.rand(shape, generator=generator, dtype=torch.float64)
+        elif name == "weight":
+            arrays[name] = torch.randint(1, 4, shape, generator=generator, dtype=rows.dtype)
+        else:  # the one type or value that every conv knows
+            arrays[name] = torch.zeros(shape, dtype=rows.dtype)
+    return Graph(indptr, indices, arrays)
+
+
+def random_rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
+    """All in-edges of some nodes, which are its first sources."""
+    indptr, positions = ops.row_positions(graph.indptr, torch.tensor(nodes))
+    sources = graph.indices[positions].tolist()
+    src_ids = list(dict.fromkeys([*nodes, *sources]))
+    src_idx = torch.tensor([src_ids.index(source) for source in sources], dtype=torch.int32)
+    part = Part(indptr, src_idx, {name: rows[positions] for name, rows in graph.edge.items()})
+    return Block(torch.tensor(src_ids), len(nodes), (part,), graph)
+
+
+def reordered(graph: Graph) -> Graph:
+    """The same graph, the in-edges of each node in the reverse of their order."""
+    stops = torch.repeat_interleave(graph.indptr[1:] + graph.indptr[:-1] - 1, graph.in_degrees())
+    order = stops - torch.arange(graph.num_edges)
+    return Graph(graph.indptr, graph.indices[order], {name: rows[order] for name, rows in graph.edge.items()})
+
+
+class PaddedTree(TreeBlock):
+    """A tree as convs see it on a GPU: with an edge out of every slot, also the empty ones."""
+
+    on_gpu = True  # type: ignore[assignment]
+
+
+def tree_of(graph: Graph, nodes: Sequence[int], kind: type[TreeBlock] = TreeBlock) -> TreeBlock:
+    """All in-edges of some nodes in the tree layout, in which every edge has a source of its own."""
+    fanout = int(graph.in_degrees().max())
+    slots = torch.full((len(nodes), fanout), -1)
+    edge_ids = torch.zeros_like(slots)
+    counts = torch.zeros(len(nodes), dtype=torch.int32)
+    for i, node in enumerate(nodes):
+        first, stop = int(graph.indptr[node]), int(graph.indptr[node + 1])
+        counts[i] = stop - first
+        slots[i, : stop - first] = graph.indices[first:stop]
+        edge_ids[i, : stop - first] = torch.arange(first, stop)
+    tree = Tree(
+        Slots(len(nodes), (fanout,)), torch.cat([torch.tensor(nodes), slots.view(-1)]), counts, edge_ids.view(-1)
+    )
+    return kind(tree, 0, graph)
+
+
+def trial_of(module: nn.Module) -> nn.Module:
+    """A copy to try: in float64, on the host, in evaluation mode.
+
+    Weights that are not finite any more, in a run that diverges, would hide what the module does: they are replaced.
+    """
+    trial = fresh_copy(module).cpu().double().eval()
+    with torch.no_grad():
+        for weight in trial.parameters():
+            if not weight.isfinite().all():
+                weight.copy_(random_rows(*weight.shape))
+    return trial
+
+
+def fresh_copy(module: nn.Module) -> nn.Module:
+    """A copy that remembers no graph it was run on."""
+    try:
+        trial = copy.deepcopy(module)
+    except RuntimeError as error:  # torch does not copy what is in the middle of a computation
+        raise ValueError(
+            f"{type(module).__name__} keeps tensors of an earlier call: build it anew ({error})"
+        ) from error
+    for m in trial.modules():
+        vars(m).update(_empty_caches(m))
+    return trial
+
+
+def has_cache(module: nn.Module) -> bool:
+    """Whether a conv keeps what it computes of the first graph that it sees, as PyG's do with cached=True."""
+    return any(vars(m).get("cached") is True for m in module.modules())
+
+
+@contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """Within, convs with cached=True compute everything anew: every block has other edges.
+
+    What they had kept is there again afterwards.
+    """
+    before = [(m, {**_caches(m), "cached": True}) for m in module.modules() if vars(m).get("cached") is True]
+    for m, _ in before:
+        vars(m).update(_empty_caches(m), cached=False)
+    try:
+        yield
+    finally:
+        for m, values in before:
+            vars(m).update(values)
+
+
+def _caches(module: nn.Module) -> dict[str, Any]:
+    """What PyG's convs keep, by the name of the attribute."""
+    return {name: value for name, value in vars(module).items() if name.startswith("_cached")}
+
+
+def _empty_caches(module: nn.Module) -> dict[str, Any]:
+    return dict.fromkeys(_caches(module))
