@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from torch import Tensor
 from torch_geometric.nn import GATConv, GATv2Conv, GENConv, SAGEConv, TransformerConv
 
 import hopline as hl
 from hopline import infer, layerwise
+from hopline.data.dataset import Dataset
 from hopline.layerwise import AHEAD
 from hopline.meter import TensorMeter
+from hopline.nn import GNN
 from hopline.pipeline import Pipeline, StageError
-from tests.helpers import GNN_OPTIONS, gnn_of
+from hopline.tables import TensorTable
+from tests.helpers import GNN_OPTIONS, assert_close, gnn_of, randn, random_graph
 from tests.runs import sage, small
 
 
@@ -181,3 +185,26 @@ def test_on_a_gpu_a_chunk_may_have_all_nodes_as_sources_but_not_in_their_order(n
     for options in ({"chunk_edges": 1000}, {"chunk_bytes": 100_000}):
         found = infer.exact(model.cuda(), there, device="cuda", **options)  # type: ignore[arg-type]
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: pyg.TAGConv(a, b, K=2),
+        lambda a, b: pyg.SGConv(a, b, K=2, cached=True),
+        lambda a, b: pyg.SAGEConv(a, b, aggr="lstm"),
+    ],
+    ids=["tag", "sg-cached", "lstm"],
+)
+def test_a_conv_that_sees_more_than_a_nodes_edges_is_run_on_the_whole_graph(make: Any) -> None:
+    torch.manual_seed(0)
+    graph, x = random_graph(loops=True), randn(50, 4)
+    data = Dataset(name="ugly", graph=graph, tables={"x": TensorTable(x)})
+    model = GNN([make(4, 6), pyg.SAGEConv(6, 5), make(5, 3)]).double().eval()
+    hidden = model.convs[0](x, graph.edge_index()).relu()
+    for conv in model.convs[0], model.convs[2]:
+        vars(conv).update({name: None for name in vars(conv) if name.startswith("_cached")})
+    hidden = model.convs[1](hidden, graph.edge_index()).relu()
+    expected = model.convs[2](hidden, graph.edge_index())
+    assert_close(infer.exact(model, data, chunk_edges=20), expected)
+    assert_close(infer.exact(model, data, torch.tensor([7, 0, 49])), expected[[7, 0, 49]])

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hopline import ops, trace
 from hopline.batch import Batch, Rows
 from hopline.batch_unit import autocast
+from hopline.data.dataset import Dataset
 from hopline.exchange import Channel
 from hopline.full_batch import FullBatch
 from hopline.historical import Historical
@@ -20,6 +21,7 @@ from hopline.history import HistoricalWork, partition_together
 from hopline.lossy import LossyTransport, codecs_of
 from hopline.nn.global_norm import over_all_ranks
 from hopline.nn.gnn import GNN
+from hopline.nn.row_wise import described, mixing_in_training
 from hopline.nn.shard_block import ShardBlock
 from hopline.nn.trimmed import trimmed_blocks
 from hopline.nn.whole import Whole
@@ -47,41 +49,47 @@ def bind(method: FullBatch, job: Job) -> Work:
             f"{type(model.module).__name__} is not made of layers, of which each goes over all shards: use "
             "hl.nn.GNN, or a PyG model such as GCN"
         )
-    model.check_blocks()
+    about = (job.data.num_features, _edge_arrays(job.data))
+    model.check_blocks(*about)
     changed = [name for name, neutral in EXACT.items() if getattr(method, name) != neutral]
     if changed and job.world.size == 1:
         raise ValueError(
             f"{changed[0]}= is about rows that travel between ranks: set devices=2 or more, or leave it out"
         )
-    norms = _batch_norms(model)
-    if method.trim and norms:
+    if job.world.size > 1 and (found := mixing_in_training(model, *about, over_ranks=True)) is not None:
         raise ValueError(
-            f"{type(norms[0]).__name__} takes its statistics from all rows, of which trim=true leaves some out: "
-            "set trim=false, or norm=layer"
+            f"{described(found)} mixes rows in training, and a rank has only its own: use BatchNorm or "
+            "LayerNorm(..., mode='node'), or devices=1"
         )
-    chosen = _choose_aggregation(method, job, norms)
+    mixing = mixing_in_training(model, *about)
+    if method.trim and mixing is not None:
+        raise ValueError(
+            f"{described(mixing)} looks at all rows at once, as batch norms do, and trim=true leaves some out: set "
+            "trim=false, or norm=layer"
+        )
+    chosen = _choose_aggregation(method, job, None if mixing is None else described(mixing))
     if chosen == "sweep":
         return SweepWork(job, model, method)
     return (StaleWork if method.stale else ShardedWork)(job, model, method, chosen)
 
 
 def _choose_aggregation(
-    method: FullBatch, job: Job, norms: list[nn.Module]
+    method: FullBatch, job: Job, mixing: str | None
 ) -> Literal["sweep", "sequential", "stored", "one_shot"]:
     """The aggregation, "auto" replaced and said."""
     several = job.world.size > 1 or isinstance(job.data, ShardedData)
     if method.aggregation == "auto":
-        reasons = {"several ranks": several, "batch norms need all rows at once": norms}
+        reasons = {"several ranks": several, f"{mixing} needs all rows at once": mixing is not None}
         reason = next((text for text, holds in reasons.items() if holds), "one process")
         chosen = "sweep" if reason == "one process" else "stored" if method.stale else "sequential"
         job.say(f"full batch by aggregation={chosen} ({reason}), {_num_shards(method, job)} shards")
         return chosen
     if method.aggregation == "sweep" and several:
         raise ValueError("aggregation=sweep is for one process: set aggregation=sequential, or devices=1")
-    if method.aggregation == "sweep" and norms:
+    if method.aggregation == "sweep" and mixing is not None:
         raise ValueError(
-            f"{type(norms[0]).__name__} takes its statistics from all rows, and a sweep has some of "
-            "them at a time: set aggregation=sequential, or norm=layer"
+            f"{mixing} looks at all rows at once, as batch norms do, and a sweep has some of them at a time: set "
+            "aggregation=sequential, or norm=layer"
         )
     return method.aggregation
 
@@ -90,8 +98,8 @@ def _num_shards(method: FullBatch, job: Job) -> int:
     return job.world.size if job.world.size > 1 else method.num_shards
 
 
-def _batch_norms(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+def _edge_arrays(data: Dataset) -> Mapping[str, Tensor]:
+    return data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
 
 
 class SweepWork:

@@ -126,5 +126,5 @@ class Historical(Method):
             )
         if job.data.graph.device.type != "cpu":
             raise ValueError("method=historical makes its batches on the host: give it a graph that is there")
-        job.model.check_blocks()
+        job.model.check_blocks(job.data.num_features, job.data.graph.edge)
         return HistoricalWork(job, job.model, self)

@@ -84,7 +84,7 @@ def exact_rows(
                     f"{type(walk.module).__name__} has no layers to go on from: leave out folder=, or use hl.nn.GNN"
                 )
             return _whole(walk, data, torch.device(device)).__getitem__
-        walk.check_blocks()
+        walk.check_blocks(data.num_features, data.graph.edge)
         files = None
         if folder is not None:
             if keep is not None:

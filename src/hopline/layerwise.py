@@ -16,10 +16,14 @@ from hopline.data.dataset import Dataset
 from hopline.kept import Kept, kept_of
 from hopline.layer_files import LayerFiles
 from hopline.meter import free_bytes, meter_of, numbered
+from hopline.nn.convs import SeesMore, way_of
 from hopline.nn.gnn import GNN, State
+from hopline.nn.replay import CannotSplit
+from hopline.nn.shard_block import ShardBlock
 from hopline.pipeline import Pipeline, Stage
 from hopline.progress import Progress, progress
 from hopline.sampling import NeighborSampler, full_block, in_neighborhood, whole_block
+from hopline.sharded import slab_layout
 from hopline.tables import TensorTable
 
 CHUNK_EDGES = 1 << 20
@@ -83,6 +87,8 @@ class Layerwise:
 
     by_graph_alone = True
     """Whether what nodes need depends on the graph alone, and so can be known from the last time."""
+    has_all_edges = True
+    """Whether `data.graph` is the whole graph, so that a conv can be run on all of it at once."""
 
     def __init__(
         self,
@@ -100,6 +106,8 @@ class Layerwise:
         self.chunk_bytes, self.files = chunk_bytes, files
         self.sampler = NeighborSampler(data.graph, (-1,))
         self.kept: Kept | None = None
+        self.everywhere = False
+        """Whether every layer is computed at all nodes."""
         self._whole: Block | None = None
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
@@ -108,7 +116,16 @@ class Layerwise:
 
     def outputs(self, ids: Tensor | None, show: bool) -> Readable:
         """The output rows by node id, as they were kept; those of nodes that were not asked for are undefined."""
-        needed = self._needed_again(ids)
+        self.everywhere = ids is None
+        try:
+            return self._outputs(self._needed_again(ids), show)
+        except SeesMore:  # found out when the width of its rows was known
+            if self.everywhere or not self.has_all_edges or self.files is not None:
+                raise
+        self.everywhere, self.kept = True, None
+        return self._outputs(self.needed(None), show)
+
+    def _outputs(self, needed: list[Tensor], show: bool) -> Readable:
         total = sum(nodes.numel() for nodes in needed[1:])
         first = 0 if self.files is None else self.files.layer
         with progress("inference", total, "rows", enabled=show, brief=True) as bar:
@@ -191,10 +208,11 @@ class Layerwise:
 
     def _layer(self, l: int, nodes: Tensor, tables: Tables, bar: Progress) -> Tables:
         """The tables after a layer: blocks are made ahead, and rows written behind where that takes a while."""
+        sees_more = self._sees_more(l, tables)
         edges = None if self.files is None else self.files.chunk_edges
-        edges = edges or self._edges_of_a_chunk(l, nodes, tables)
+        edges = edges or (self.chunk_edges if sees_more else self._edges_of_a_chunk(l, nodes, tables))
         cut = partial(self.chunks, nodes, edges)
-        chunks = cut() if self.kept is None else self.kept.in_chunks(nodes, cut)
+        chunks = [nodes] if sees_more else cut() if self.kept is None else self.kept.in_chunks(nodes, cut)
         new = self._new_tables(l)
         done = 0 if self.files is None else self.files.begin(l, edges)
         bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
@@ -211,7 +229,7 @@ class Layerwise:
         far = self.files is not None or self.device.type != "cpu"  # else writing is a copy within memory
         behind = Pipeline([Stage("infer.write", write)], workers=int(far and len(chunks) > 1), look_ahead=BEHIND)
         with (
-            closing(self._computed(l, chunks[done:], tables)) as states,
+            closing((self._over_shards if sees_more else self._computed)(l, chunks[done:], tables)) as states,
             closing(behind.run(states)) as written,
         ):
             for count in written:
@@ -219,6 +237,42 @@ class Layerwise:
         if self.files is not None:
             self.files.layer_done()
         return new.finished()
+
+    def _sees_more(self, l: int, tables: Tables) -> bool:
+        """Whether a layer's conv must be run on the whole graph; refused where some rows were not computed."""
+        initial_width = None if tables.x0 is None else tables.x0.shape[1]
+        conv = self.model.convs[l]
+        try:
+            way_of(conv, tables.h.shape[1], self.data.graph.edge, initial_width=initial_width)
+        except SeesMore:
+            if not self.everywhere or not self.has_all_edges:
+                raise
+            return True
+        return False
+
+    def _over_shards(self, l: int, chunks: list[Tensor], tables: Tables) -> Generator[tuple[Tensor, State], None, None]:
+        """All nodes and their rows after a layer whose conv looks further than a node's in-edges.
+
+        It runs as in full batch: with messages in chunks where its aggregation can be put together from these.
+        """
+        graph = self.data.graph.to("cpu")
+        layout = slab_layout(graph, torch.tensor([0, graph.num_nodes]))
+        for nodes in chunks:
+            found = [
+                None if table is None else read_on(self.device, table, nodes)
+                for table in (tables.h, tables.x0, tables.jk)
+            ]
+            state = State(*found)  # type: ignore[arg-type]
+            with trace.span("infer.layer", self.device):
+                try:
+                    after = self.model.layer(l, state, ShardBlock.of(layout).to(self.device))
+                except CannotSplit:
+                    after = self.model.layer(l, state, ShardBlock.of(layout, mode="one_shot").to(self.device))
+                if l == self.model.num_layers - 1:
+                    after = State(self.model.decode(after))
+            if self.keep is not None and l < self.model.num_layers - 1:
+                self.keep(l, nodes, as_tensor(after.h))
+            yield nodes, after
 
     def _computed(self, l: int, chunks: list[Tensor], tables: Tables) -> Generator[tuple[Tensor, State], None, None]:
         """Each chunk and its rows after the layer."""

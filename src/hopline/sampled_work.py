@@ -35,10 +35,11 @@ def bind(method: Sampled, job: Job) -> Work:
         )
     if method.scale_sums and isinstance(job.model, Whole):
         raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
-    job.model.check_blocks()
     if isinstance(job.data, ShardedData):
         shard, ids = job.data.shard, job.train_ids
+        job.model.check_blocks(shard.num_features, shard.edge)
         return SampledWork(job, method.loader(shard, ids, seed=job.seed, device=job.device, world=job.world))
+    job.model.check_blocks(job.data.num_features, job.data.graph.edge)
     loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model)
     loader.rank, loader.size, loader.num_cores = job.world.rank, job.world.size, job.world.num_cores
     if loader.layout == "tree" and loader.on_gpu:

@@ -162,6 +162,7 @@ class _OverShards(Layerwise):
     """Nodes are numbered by their places, so that the chunks of a layer go through one shard after the other."""
 
     by_graph_alone = False
+    has_all_edges = False
 
     def __init__(
         self,
@@ -253,7 +254,7 @@ def exact_rows(
     walk = as_walkable(model)
     if not isinstance(walk, GNN):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
-    walk.check_blocks()
+    walk.check_blocks(data.num_features, data.shard(0).edge)
     files = None
     if folder is not None:
         about = f"{data.name} ({data.num_shards} shards of the cut {data.cut})"

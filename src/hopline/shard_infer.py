@@ -73,7 +73,7 @@ def exact(
     walk = as_walkable(model)
     if not isinstance(walk, GNN):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
-    walk.check_blocks()
+    walk.check_blocks(shard.num_features, shard.edge)
     with evaluating(walk):
         work = _OnShard(walk, shard, channel, chunk_edges, torch.device(device), most)
         rows = torch.arange(shard.num_own) if rows is None else rows
@@ -93,6 +93,7 @@ class _OnShard(Layerwise):
     """The own nodes are 0 .. num_own - 1, and behind them come those of others that edges lead from, by owner."""
 
     by_graph_alone = False
+    has_all_edges = False
 
     def __init__(
         self,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
+from torch_geometric.nn import aggr
+from torch_geometric.utils import add_self_loops
 
 from hopline.batch import Rows
 from hopline.graph import Graph
-from hopline.nn.convs import convolve, edge_arguments, find_way, takes_x0
+from hopline.nn.convs import SeesMore, convolve, edge_arguments, takes_x0, way_of
+from hopline.nn.probe import BATCHES, PaddedTree, block_of, probe_graph, tree_of
 from hopline.tables import TensorTable
+from hopline.tree import TreeBlock
 from tests.grids import parametrize_pairwise
 from tests.helpers import (
     CONVS,
@@ -182,7 +188,7 @@ def test_the_conv_itself_is_left_as_it_was() -> None:
 )
 def test_the_way_a_conv_is_called(name: str, convention: str) -> None:
     block = batch_of(random_graph(), None, (3,)).blocks[0]
-    assert find_way(conv_of(name, 4, 3), 4, block, None).convention == convention
+    assert way_of(conv_of(name, 4, 3), 4, block.edge).convention == convention
 
 
 def test_edge_arguments_are_those_the_conv_takes() -> None:
@@ -258,3 +264,134 @@ def test_int32_edges_are_a_trap_in_stock_pyg_that_blocks_avoid() -> None:
     assert_close(ours.grad, right_grad)
     if torch.allclose(right_grad, narrow_grad):
         pytest.skip("this version of torch and PyG has the right gradient for int32 too")
+
+
+# ---- what the probe finds
+
+
+class LoopsUpToTheLargestId(pyg.SAGEConv):
+    """A conv of a user's own that does not say how many nodes there are."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, add_self_loops(edge_index)[0])
+
+
+class KeepsItsEdges(pyg.SAGEConv):
+    """A conv that goes on with the first edges that it is given."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+        self.kept = edge_index if self.kept is None else self.kept
+        return super().forward((x, x), self.kept)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pyg.SAGEConv(4, 3, aggr="lstm"),
+        lambda: pyg.SAGEConv(4, 3, aggr=aggr.GRUAggregation(4, 4)),
+        lambda: pyg.EGConv(4, 3, num_heads=1, num_bases=2, aggregators=["sum"]),
+        lambda: pyg.SGConv(4, 3, cached=True),
+        lambda: LoopsUpToTheLargestId(4, 3),
+        lambda: KeepsItsEdges(4, 3),
+    ],
+    ids=["lstm", "gru", "eg", "sg-cached", "own-loops", "own-cache"],
+)
+def test_a_conv_whose_output_depends_on_what_else_is_in_the_batch_is_refused(make: Any) -> None:
+    with pytest.raises(SeesMore, match="cannot run on sampled blocks"):
+        way_of(make(), 4, {})
+
+
+@pytest.mark.parametrize("kind", ["block", "tree"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pyg.SAGEConv(4, 3, aggr="median"),
+        lambda: pyg.SimpleConv(aggr.QuantileAggregation([0.1, 0.9])),
+        lambda: pyg.FeaStConv(4, 3, heads=2, add_self_loops=False),
+    ],
+    ids=["median", "quantiles", "feast"],
+)
+def test_a_node_without_in_edges_has_the_output_that_it_has_in_the_whole_graph(make: Any, kind: str) -> None:
+    torch.manual_seed(0)
+    graph, x, conv = probe_graph({}), randn(12, 4), make().double()
+    expected = conv(x, graph.edge_index())
+    for nodes in BATCHES:
+        block = tree_of(graph, nodes) if kind == "tree" else block_of(graph, nodes)
+        assert_close(convolve(conv, x[block.src_ids], block), expected[torch.tensor(nodes)])
+
+
+@pytest.mark.parametrize("layout", [TreeBlock, PaddedTree])
+def test_trees_keep_the_loops_of_convs_that_add_none(layout: type[TreeBlock]) -> None:
+    edge = {"weight": torch.rand(3), "attr": torch.rand(3, 2)}
+    adds = pyg.GATConv(4, 3)
+    assert way_of(adds, 4, edge, layout).without_loops
+    for conv, initial in [(pyg.PDNConv(4, 3, 2, 4, normalize=False), None), (pyg.FAConv(4, normalize=False), 4)]:
+        assert conv.add_self_loops
+        assert not way_of(conv, 4, edge, layout, initial).without_loops
+
+
+def test_an_aggregation_by_the_order_of_edges_is_refused_where_sampling_changes_it() -> None:
+    graph, x = random_graph(), randn(50, 4)
+    most = int(graph.in_degrees().max())
+    conv = pyg.SAGEConv(4, 3, aggr=aggr.MLPAggregation(4, 4, most, num_layers=1)).double()
+    whole = batch_of(graph, None, (-1,), SEEDS).blocks[0]
+    assert_close(convolve(conv, x[whole.src_ids], whole), conv(x, graph.edge_index())[SEEDS])
+    sampled = batch_of(graph, None, (most,), SEEDS).blocks[0]
+    with pytest.raises(ValueError, match="depends on the order of a node's in-edges"):
+        convolve(conv, x[sampled.src_ids], sampled)
+
+
+@pytest.mark.parametrize("make", [pyg.SAGEConv, pyg.GCNConv, pyg.GATConv, pyg.TransformerConv])
+def test_a_conv_in_float64_gets_its_input_width_too(make: type) -> None:
+    conv = make(-1, 3).double()
+    block = batch_of(random_graph(), None, (3,)).blocks[0]
+    assert convolve(conv, randn(block.num_src, 4), block).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: pyg.RGCNConv(4, 3, 2), "assert edge_type is not None.*edge_type"),
+        (lambda: pyg.GINEConv(mlp(4, 3, 3)), "edge_attr .edge array 'attr'., which the graph does not have"),
+        (lambda: pyg.WLConv(), "assert"),
+        (lambda: pyg.PointNetConv(), "missing 1 required positional argument"),
+        (lambda: pyg.GATConv(9, 3), r"rows of width 4: mat1 and mat2 shapes"),
+    ],
+    ids=["rgcn", "gine", "wl", "pointnet", "width"],
+)
+def test_a_refusal_gives_its_reason(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        way_of(make(), 4, {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: pyg.GENConv(4, 3), lambda: pyg.GeneralConv(4, 3), lambda: pyg.CGConv(4)],
+    ids=["gen", "general", "cg"],
+)
+def test_a_conv_built_without_edge_features_is_not_given_any(make: Any) -> None:
+    torch.manual_seed(0)
+    graph, x, conv = random_graph(attr=2), randn(50, 4), make().double().eval()
+    block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
+    assert_close(convolve(conv, x[block.src_ids], block), conv(x, graph.edge_index())[SEEDS])
+
+
+def test_a_conv_that_puts_out_no_tensor_is_refused() -> None:
+    class Pair(pyg.SAGEConv):
+        def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x, edge_index), x
+
+    with pytest.raises(ValueError, match="Pair puts out type tuple: a conv must put out one tensor"):
+        way_of(Pair(4, 3), 4, {})
+
+
+def test_a_cached_conv_leaves_and_uses_no_cache() -> None:
+    graph, x = random_graph(), randn(50, 4)
+    torch.manual_seed(0)
+    conv = pyg.ClusterGCNConv(4, 3).double()
+    conv.cached, conv._cached_edge_index = True, "the user's"
+    block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
+    convolve(conv, x[block.src_ids], block)
+    assert (conv.cached, conv._cached_edge_index) == (True, "the user's")

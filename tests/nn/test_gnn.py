@@ -161,7 +161,7 @@ def test_a_pyg_gcn_uses_the_graphs_edge_weights(weight: bool) -> None:
 def test_a_pyg_model_with_a_norm_over_all_nodes_is_refused(norm: str) -> None:
     walk = as_walkable(pyg.models.GraphSAGE(6, 8, 2, 3, norm=norm))
     with pytest.raises(ValueError, match="averages over all nodes"):
-        walk.check_blocks()
+        walk.check_blocks(6, {})
 
 
 # ---- dropout
@@ -245,7 +245,7 @@ def test_a_conv_of_several_hops_is_refused_by_name(conv: nn.Module) -> None:
 @pytest.mark.parametrize("norm", [pyg.GraphNorm(8), pyg.PairNorm(), pyg.LayerNorm(8, mode="graph")])
 def test_norms_over_all_nodes_are_refused_by_name(norm: nn.Module) -> None:
     with pytest.raises(ValueError, match=type(norm).__name__):
-        GNN(sage(6, 8, 3), norm=[norm]).check_blocks()
+        GNN(sage(6, 8, 3), norm=[norm]).check_blocks(6, {})
 
 
 # ---- names and widths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from torch import Tensor
 
 from hopline.launch import run
 from hopline.launch_settings import LaunchSettings
@@ -56,7 +57,7 @@ def test_a_conv_of_several_hops_is_refused_by_name() -> None:
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 2, "random"))
     (block,) = trimmed_blocks(ShardBlock.of(layout), torch.isin(layout.own_ids, SEEDS), 1)
-    with pytest.raises(ValueError, match=r"TAGConv goes over several hops in one layer.*trim=false"):
+    with pytest.raises(ValueError, match=r"TAGConv looks further than a node.s in-edges.*trim=false"):
         block.convolve(pyg.TAGConv(4, 3, K=2).double(), randn(60, 4))
     assert block.convolve(pyg.TAGConv(4, 3, K=1).double(), randn(60, 4)).shape == (60, 3)
 
@@ -69,3 +70,15 @@ def test_blocks_go_to_a_device_with_one_whole_graph() -> None:
     assert moved.transport.layout is moved.layout
     assert moved.layout.degrees.device.type == "meta"
     assert blocks[0].whole is blocks[1].whole  # type: ignore[attr-defined]
+
+
+def test_a_conv_with_a_mean_over_all_nodes_is_refused_by_name() -> None:
+    class Centred(pyg.SAGEConv):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x - x.mean(0), edge_index)
+
+    _, graph, _ = case("gcn")
+    layout = virtual_layout(graph, make_partition(graph, 2, "random"))
+    (block,) = trimmed_blocks(ShardBlock.of(layout), torch.isin(layout.own_ids, SEEDS), 1)
+    with pytest.raises(ValueError, match=r"Centred looks further .*a mean over all nodes.*trim=false"):
+        block.convolve(Centred(4, 3).double(), randn(layout.num_own, 4))

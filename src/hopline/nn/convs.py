@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import CGConv, GENConv
 
-from hopline.batch import Block, Handle, as_tensor
+from hopline.batch import Block, Handle
 from hopline.graph import Graph
 from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
-from hopline.nn.fused import fused, is_fused
+from hopline.nn.fused import dtype_of, fused, is_fused
 from hopline.nn.probe import (
     BATCHES,
     PaddedTree,
@@ -91,7 +91,10 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
     """
     if isinstance(block, RunsConvs):
         return block.convolve(conv, h, x0)
-    way = way_of(conv, h.shape[1], block, x0)
+    layout = layout_of(conv, block)
+    way = _known_way(conv, layout)
+    if way is None:  # only then are the edge arrays looked at, which a tree has to gather
+        way = way_of(conv, h.shape[1], block.edge, layout, None if x0 is None else x0.size(1))
     if block.scale_sums and way.convention != "fused":
         raise ValueError(
             f"scale_sums=true needs convs that sum plain rows (SAGEConv, GINConv, GraphConv); {_name(conv)} does not: "
@@ -108,16 +111,30 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
         return _call(conv, way, h, block, x0)
 
 
-def way_of(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> Way:
-    """How the conv is called on such blocks, found out when it is first asked for. width: of its input rows."""
-    known, layout = _ways.setdefault(conv, {}), _layout(conv, block)
-    way = known.get(layout)
-    if way is None or is_fused(conv) != (way.convention == "fused"):
-        way = known[layout] = find_way(conv, width, block, x0)
+def way_of(
+    conv: nn.Module,
+    width: int,
+    edge: Mapping[str, Tensor],
+    layout: type[Block] = Block,
+    initial_width: int | None = None,
+) -> Way:
+    """How the conv is called on blocks of a layout, found out when it is first asked for.
+
+    width, initial_width: of its input rows and of the initial rows, where a model has them. edge: the edge arrays.
+    """
+    way = _known_way(conv, layout)
+    if way is None:
+        way = _ways.setdefault(conv, {})[layout] = find_way(conv, width, edge, layout, initial_width)
     return way
 
 
-def _layout(conv: nn.Module, block: Block) -> type[Block]:
+def _known_way(conv: nn.Module, layout: type[Block]) -> Way | None:
+    way = _ways.get(conv, {}).get(layout)
+    # Hooks that were added or removed since decide whether a conv is fused.
+    return way if way is not None and is_fused(conv) == (way.convention == "fused") else None
+
+
+def layout_of(conv: nn.Module, block: Block) -> type[Block]:
     """The class of the blocks that it is tried on. Kernels of fused convs know the empty slots of a GPU's trees."""
     if not isinstance(block, TreeBlock):
         return Block
@@ -127,7 +144,7 @@ def _layout(conv: nn.Module, block: Block) -> type[Block]:
 def _call(conv: nn.Module, way: Way, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
     if way.convention == "fused":
         return fused(conv, h, block, x0 if takes_x0(conv) else None)
-    dtype = next((p.dtype for p in conv.parameters()), None) or as_tensor(h).dtype
+    dtype = dtype_of(conv, h)
     rows, num_dst = typed(h, dtype), block.num_dst
     edge_index, edge = _edges_of(block, way.without_loops)
     edges = edge_arguments(conv, edge, dtype)
@@ -208,14 +225,16 @@ def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
     return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
 
 
-def find_way(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> Way:
+def find_way(
+    conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: type[Block], initial_width: int | None
+) -> Way:
     """The first way of calling that equals the conv on a whole graph, for blocks that differ in what else they have."""
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
-    initialise(conv, width, block, x0)
-    graph, layout = probe_graph(block.edge), _layout(conv, block)
+    initialise(conv, width, edge, initial_width)
+    graph = probe_graph(edge)
     x = random_rows(graph.num_nodes, width)
-    start = None if x0 is None else random_rows(graph.num_nodes, x0.size(1))
+    start = None if initial_width is None else random_rows(graph.num_nodes, initial_width)
     expected = whole_output(conv, x, graph, start)
     trial = trial_of(conv)  # one for all blocks: what it keeps from one shows on the next
     is_tree = issubclass(layout, TreeBlock)
@@ -246,7 +265,7 @@ def find_way(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> Wa
                 by_order = way.convention != "fused" and not is_right(way, reordered(graph))
                 return replace(way, by_order=by_order)
     if is_tree:
-        way_of(conv, width, block_of(graph, (0,)), x0)  # refused there if it cannot run on blocks either
+        way_of(conv, width, edge, Block, initial_width)  # refused there if it cannot run on blocks either
         raise ValueError(
             f"{_name(conv)} cannot run on trees, in which every edge has a source of its own: set layout=block"
         )
@@ -287,7 +306,7 @@ def _reason(conv: nn.Module, error: Exception, edges: Mapping[str, Tensor]) -> s
     return f"{words}; it can take {arrays}, which the graph does not have" if taken else words
 
 
-def initialise(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> None:
+def initialise(conv: nn.Module, width: int, edge: Mapping[str, Tensor], initial_width: int | None) -> None:
     """Give a conv built with in_channels=-1 its parameters."""
     if not any(is_lazy(p) for p in conv.parameters()):
         return
@@ -295,8 +314,9 @@ def initialise(conv: nn.Module, width: int, block: Block, x0: Tensor | None) -> 
     conv.eval()
     like = next(conv.parameters())
     options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-    graph = probe_graph(block.edge)
-    first = (torch.zeros(graph.num_nodes, x0.size(1), **options),) if takes_x0(conv) and x0 is not None else ()
+    graph = probe_graph(edge)
+    needs_x0 = takes_x0(conv) and initial_width is not None
+    first = (torch.zeros(graph.num_nodes, initial_width, **options),) if needs_x0 else ()  # type: ignore[arg-type]
     edges = {name: rows.to(like.device) for name, rows in edge_arguments(conv, graph.edge, like.dtype).items()}
     with torch.no_grad():
         conv(torch.zeros(graph.num_nodes, width, **options), *first, graph.edge_index().to(like.device), **edges)

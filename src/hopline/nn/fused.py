@@ -56,7 +56,7 @@ def reads_rows(conv: Any) -> bool:
 def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
     """`conv` on a block: [num_dst, ...]."""
     how = REDUCE[type(conv.aggr_module)]
-    dtype = _dtype_of(conv, h)
+    dtype = dtype_of(conv, h)
     if type(conv) in PLAIN:
         return _plain(conv, h, block, how, dtype)
 
@@ -113,7 +113,7 @@ def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
     return block.num_edges * before + block.num_dst * per_row < project_first
 
 
-def _dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:
+def dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:
     """What a conv computes in: that of its parameters, or of its rows where it has none."""
     known = next((p.dtype for p in conv.parameters()), None)
     given = h.dtype if isinstance(h, Tensor) else h.table.dtype if isinstance(h, Rows) else torch.float32
@@ -187,7 +187,7 @@ def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, 
     """That part of it on a block, and how it was reduced, as `ReducedRows` have both; None where it has none there."""
     if isinstance(block, TreeBlock) or input_reduction(conv) is None:
         return None
-    dtype = _dtype_of(conv, h)
+    dtype = dtype_of(conv, h)
     with torch.no_grad():
         if type(conv) is GCNConv:
             first = _reduces_first(conv, h, block)

@@ -6,7 +6,7 @@ over them. The maths is stated once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ from hopline.nn.fused import (
     reads_rows,
     reduced_input,
 )
-from hopline.nn.norm import check_norm, empty_rows_left_out, make_norm, running_statistics
+from hopline.nn.norm import empty_rows_left_out, make_norm, running_statistics
+from hopline.nn.row_wise import check_row_wise
 from hopline.nn.rows import typed
 
 INPUT = -1
@@ -207,10 +208,12 @@ class GNN(nn.Module):
             ]
         return [p for module in ends or [self.convs[-1]] for p in module.parameters()]
 
-    def check_blocks(self) -> None:
-        """Refuse, by name, what would not mean the same on a block."""
-        for norm in self.norms:
-            check_norm(norm)
+    def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
+        """Refuse, by name, what between the convs would not mean the same on a block; convs are tried when they run.
+
+        num_features, edge: the width of the input rows, and the edge arrays of the graph.
+        """
+        check_row_wise(self, num_features, edge)
 
     def encode(self, x: Rows | Tensor, ids: Tensor, key: int | Tensor | None) -> State:
         """Input rows to the first layer's state. ids: [n] what their draws are keyed by; key: of this step's draws."""
@@ -295,7 +298,8 @@ class GNN(nn.Module):
         """Outputs for the batch's seeds: [num_seeds, ...]."""
         if len(batch.blocks) != self.num_layers:
             raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
-        state = self.encode(batch.input_rows, batch.input_keys, batch.key)
+        with empty_rows_left_out([] if self.encoder is None else [self.encoder], batch.blocks[0]):
+            state = self.encode(batch.input_rows, batch.input_keys, batch.key)
         for l, block in enumerate(batch.blocks):
             state = self.layer(l, state, block)
         out = self.decode(state)

@@ -1,4 +1,4 @@
-"""Which normalisation layers mean the same on a block as on the whole graph."""
+"""Norms by name, and the statistics of batch norms: of which rows they are taken."""
 
 from __future__ import annotations
 
@@ -14,29 +14,6 @@ from torch_geometric.nn import norm as pyg_norm
 
 from hopline.batch import Block
 from hopline.tree import TreeBlock
-
-_OVER_NODES = (
-    pyg_norm.GraphNorm,
-    pyg_norm.PairNorm,
-    pyg_norm.InstanceNorm,
-    pyg_norm.GraphSizeNorm,
-    pyg_norm.MeanSubtractionNorm,
-)
-
-
-def check_norm(norm: nn.Module) -> None:
-    """Refuse a norm whose result for a node depends on which other nodes are present."""
-    over_nodes = isinstance(norm, _OVER_NODES)
-    if isinstance(norm, pyg_norm.LayerNorm) and norm.mode == "graph":
-        raise ValueError(
-            "LayerNorm(mode='graph') averages over all nodes, and a batch has only some: "
-            "use LayerNorm(..., mode='node')"
-        )
-    if over_nodes:
-        raise ValueError(
-            f"{type(norm).__name__} averages over all nodes, and a batch has only some: use BatchNorm or "
-            "LayerNorm(..., mode='node')"
-        )
 
 
 def make_norm(name: str, width: int) -> nn.Module:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hopline import ops
 from hopline.batch import Block, Part
 from hopline.graph import Graph
 from hopline.ops.slots import Slots
 from hopline.tree import Tree, TreeBlock
+
+Module = TypeVar("Module", bound=nn.Module)
 
 SOURCES = (
     (0, 7, 7),  # a loop and a double edge
@@ -102,7 +105,7 @@ def tree_of(graph: Graph, nodes: Sequence[int], kind: type[TreeBlock] = TreeBloc
     return kind(tree, 0, graph)
 
 
-def trial_of(module: nn.Module) -> nn.Module:
+def trial_of(module: Module) -> Module:
     """A copy to try: in float64, on the host, in evaluation mode.
 
     Weights that are not finite any more, in a run that diverges, would hide what the module does: they are replaced.
@@ -110,12 +113,12 @@ def trial_of(module: nn.Module) -> nn.Module:
     trial = fresh_copy(module).cpu().double().eval()
     with torch.no_grad():
         for weight in trial.parameters():
-            if not weight.isfinite().all():
+            if not is_lazy(weight) and not weight.isfinite().all():
                 weight.copy_(random_rows(*weight.shape))
     return trial
 
 
-def fresh_copy(module: nn.Module) -> nn.Module:
+def fresh_copy(module: Module) -> Module:
     """A copy that remembers no graph it was run on."""
     try:
         trial = copy.deepcopy(module)

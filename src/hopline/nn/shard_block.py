@@ -20,6 +20,7 @@ from hopline.batch import Handle
 from hopline.graph import Graph
 from hopline.nn.convs import RunsConvs, edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.edges import Edges, gcn_edges, loop_attributes, to_keep
+from hopline.nn.fused import dtype_of
 from hopline.nn.overrides import Mode, on_shard
 from hopline.nn.probe import probe_graph, random_rows, trial_of, without_caches
 from hopline.nn.replay import CannotSplit
@@ -118,14 +119,14 @@ def run_conv(conv: nn.Module, h: Handle | Tensor, block: ShardBlock, x0: Tensor 
     known = _rules.setdefault(conv, {})
     way: tuple[Mode, bool] = (block.mode, conv.training)
     if way not in known:
-        initialise(conv, h.shape[1], block, x0)
+        initialise(conv, h.shape[1], block.edge, None if x0 is None else x0.size(1))
         with torch.inference_mode(False):  # the probe takes gradients
             known[way] = find_rule(conv, h.shape[1], block, x0)
     return run_by_rule(conv, known[way], h, block, x0)
 
 
 def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
-    rows = typed(h, next((p.dtype for p in conv.parameters()), h.dtype if isinstance(h, Tensor) else torch.float32))
+    rows = typed(h, dtype_of(conv, h))
     dtype = rows.dtype
     edges, arguments = block.edges, edge_arguments(conv, block.edge_rows, dtype)
     if rule == "loops":
@@ -174,7 +175,7 @@ def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None)
         except Exception as error:  # not a way in which this conv can run
             if rule == "plain":
                 reason = f"it works on edge_index itself, which no shard has whole ({type(error).__name__}: {error})"
-    raise ValueError(f"{_name(conv)} cannot run over shards in mode {block.mode}: {reason}. {RUN}")
+    raise CannotSplit(f"{_name(conv)} cannot run over shards in mode {block.mode}: {reason}. {RUN}")
 
 
 class MixesRows(CannotSplit):

@@ -54,7 +54,7 @@ class TrimmedBlock(ShardBlock):
 
     def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
         if conv not in _one_hop:
-            initialise(conv, h.shape[1], self, x0)
+            initialise(conv, h.shape[1], self.edge, None if x0 is None else x0.size(1))
             with torch.inference_mode(False):
                 check_one_hop(conv, h.shape[1], self, x0)
             _one_hop.add(conv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Whole(nn.Module):
     def keeps_handle(self, table: Readable) -> bool:
         return False
 
-    def check_blocks(self) -> None:
+    def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
         """Nothing to refuse: the module sees what PyG's own loaders would give it."""
 
     def forward(self, batch: Batch) -> Tensor:

@@ -1,0 +1,209 @@
+"""Whether what a model does between its convs gives each node's row by itself.
+
+A batch, a chunk of inference, a part of a sweep and a rank have some rows each. A norm that averages over the rows that
+are there means something else on each of them. So modules of unknown types are tried: on the rows of a tiny graph and
+on some of these rows, which must come out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from hopline.batch import Handle
+from hopline.nn.convs import RunsConvs, SeesMore, convolve, edge_arguments, takes_x0, whole_output
+from hopline.nn.norm import OwnStatistics
+from hopline.nn.probe import BATCHES, block_of, probe_graph, random_rows, trial_of
+
+if TYPE_CHECKING:  # a GNN checks itself by what is here
+    from hopline.nn.gnn import GNN, State
+
+Module = Callable[..., Any]
+"""A module, or the function of an activation."""
+KNOWN_TYPES = (
+    nn.Identity, nn.Linear, pyg.Linear, nn.LayerNorm, nn.Dropout, pyg.JumpingKnowledge,
+    nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SELU, nn.SiLU, nn.Tanh, nn.Sigmoid,
+)  # fmt: skip
+"""Modules that give each row by itself; exact types only."""
+KNOWN_IN_EVALUATION = (*KNOWN_TYPES, nn.BatchNorm1d, pyg.BatchNorm)
+"""In evaluation also those, by their running statistics."""
+KNOWN_FUNCTIONS = {None, torch.relu, torch.tanh, torch.sigmoid} | {
+    getattr(nn.functional, name) for name in ("relu", "leaky_relu", "elu", "gelu", "selu", "silu", "tanh", "sigmoid")
+}
+SOME = torch.tensor([3, 0, 5, 4, 10])
+"""Of the tiny graph's nodes, those whose rows are computed without the others."""
+
+
+def check_row_wise(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> None:
+    """Refuse a module between a model's convs that in evaluation depends on which other nodes are present.
+
+    num_features, edge: the width of the input rows and the edge arrays of the graph that the model is for.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(
+                "SyncBatchNorm would wait for ranks that have no rows: use BatchNorm1d; method=full_batch takes its "
+                "statistics over all ranks"
+            )
+    found = mixing_module(model, num_features, edge)
+    if found is not None:
+        raise ValueError(
+            f"{described(found)} averages over all nodes, and a batch has only some: use BatchNorm or "
+            "LayerNorm(..., mode='node')"
+        )
+
+
+def mixing_module(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
+    """The first module between convs that mixes rows in evaluation; None if each row comes by itself."""
+    if all(_is_known(module, KNOWN_IN_EVALUATION) for module in _between(model)):
+        return None
+    with torch.random.fork_rng([]):  # layers without their widths yet draw parameters
+        return _found(trial_of(model), num_features, edge)
+
+
+def mixing_in_training(
+    model: GNN, num_features: int, edge: Mapping[str, Tensor], *, over_ranks: bool = False
+) -> Module | None:
+    """The first module that mixes rows in training, as batch norms do; convs count, unless ranks exchange their rows.
+
+    over_ranks: batch norms do not count, since their statistics are summed over ranks.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if norms and not over_ranks:
+        return norms[0]
+    known = KNOWN_IN_EVALUATION if over_ranks else KNOWN_TYPES
+    trial = trial_of(model).train()
+    statistics = OwnStatistics(_fixed) if over_ranks else nullcontext()
+    with NoDropout(), statistics, torch.random.fork_rng([]):
+        if not all(_is_known(module, known) for module in _between(model)):
+            found = _found(trial, num_features, edge)
+            if found is not None:
+                return found
+        return None if over_ranks else _mixing_conv(trial, num_features, edge)
+
+
+def described(module: Module) -> str:
+    """The type of a module, with those inside; the name of a function."""
+    if not isinstance(module, nn.Module):
+        return getattr(module, "__name__", repr(module))
+    inside = ", ".join(type(child).__name__ for child in module.children())
+    is_container = isinstance(module, nn.Sequential | nn.ModuleList)
+    return f"{type(module).__name__}({inside})" if is_container else type(module).__name__
+
+
+def _between(model: GNN) -> Iterable[Any]:
+    ends = (model.encoder, getattr(model, "jk", None), getattr(model, "lin", None))
+    return [*model.norms, model.act, *(module for module in ends if module is not None)]
+
+
+def _is_known(module: Any, known: tuple[type, ...]) -> bool:
+    if not isinstance(module, nn.Module):
+        return module in KNOWN_FUNCTIONS
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if type(module) is nn.Sequential:
+        return all(_is_known(child, known) for child in module)
+    if type(module) is pyg.LayerNorm:
+        return module.mode == "node"
+    if isinstance(module, nn.BatchNorm1d | pyg.BatchNorm) and getattr(module, "module", module).running_mean is None:
+        return False  # it takes those of the rows that are there
+    return type(module) in known
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Given(RunsConvs):
+    """A block whose conv has run: what is left of a layer is what comes between this conv and the next."""
+
+    output: Tensor
+
+    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+        return self.output
+
+
+def _found(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
+    """The first module between convs of which some rows do not come out as among all rows."""
+    graph = probe_graph(edge)
+    ids = torch.arange(graph.num_nodes)
+    with torch.no_grad():
+        try:
+            x = random_rows(graph.num_nodes, num_features)
+            state = trial.encode(x, ids, None)
+        except Exception:  # an embedding takes whole numbers
+            x = torch.zeros(graph.num_nodes, num_features, dtype=torch.int64)
+            state = trial.encode(x, ids, None)
+        if not _same(state, trial.encode(x[SOME], ids[SOME], None)):
+            return trial.encoder
+        for l in range(trial.num_layers):
+            out = whole_output(trial.convs[l], trial._typed(state.h), graph, state.x0)
+            before = replace(state, h=trial._typed(state.h))
+            is_norm = type(trial.norms[l]) is not nn.Identity
+            suspect: Any = trial.norms[l] if is_norm else trial.act
+            try:
+                state = trial.layer(l, before, _Given(ids, ids.numel(), (), output=out))
+                of_some = trial.layer(l, _some(before), _Given(SOME, SOME.numel(), (), output=out[SOME]))
+            except Exception as error:
+                raise ValueError(f"layer {l} cannot run with {described(suspect)}: {error}") from error
+            if not _same(state, of_some):
+                return suspect
+        found, expected = trial.decode(_some(state)), trial.decode(state)[SOME]
+    if not torch.allclose(found, expected, 1e-8, 1e-10, equal_nan=True):
+        return getattr(trial, "lin", None) or trial.jk
+    return None
+
+
+def _some(state: State) -> State:
+    rows = {name: getattr(state, name) for name in ("h", "x0", "jk")}
+    return replace(state, **{name: None if found is None else found[SOME] for name, found in rows.items()})
+
+
+def _same(state: State, of_some: State) -> bool:
+    expected = _some(state)
+    pairs = [(getattr(of_some, name), getattr(expected, name)) for name in ("h", "x0", "jk")]
+    return all(a is None or torch.allclose(a, b, 1e-8, 1e-10, equal_nan=True) for a, b in pairs)
+
+
+def _mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
+    """The first conv whose output on a block is not that on the whole graph, as those with norms inside in training."""
+    graph = probe_graph(edge)
+    x, x0 = random_rows(graph.num_nodes, num_features), None
+    with torch.no_grad():
+        state = trial.encode(x, torch.arange(graph.num_nodes), None)
+        h, x0 = trial._typed(state.h), state.x0
+        for conv in trial.convs:
+            first = (x0,) if takes_x0(conv) else ()
+            out = conv(h, *first, graph.edge_index(), **edge_arguments(conv, graph.edge, torch.float64))
+            for nodes in BATCHES[:2]:
+                block = block_of(graph, nodes)
+                try:
+                    found = convolve(conv, h[block.src_ids], block, None if x0 is None else x0[block.dst_ids])
+                except SeesMore:
+                    return conv
+                if not torch.allclose(found, out[block.dst_ids], 1e-8, 1e-10, equal_nan=True):
+                    return conv
+            h = out
+    return None
+
+
+def _fixed(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics that do not depend on the rows: what is left is what batch norms do not do."""
+    return rows.new_zeros(rows.size(1)), rows.new_ones(rows.size(1)), rows.new_tensor(2.0)
+
+
+class NoDropout(TorchFunctionMode):
+    """Within, dropout leaves rows as they are, so that training is the same each time."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "").endswith("dropout"):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
