@@ -90,8 +90,8 @@ def _required_edge_arguments(module: nn.Module) -> list[str]:
     if unknown:
         raise ValueError(
             f"{class_name}.forward needs {', '.join(unknown)} besides x and edge_index, and is only given "
-            f"{', '.join(EDGE_ARGUMENTS)} where the graph has them: give {unknown[0]} a default, if need be in a module "
-            f"around it with forward(x, edge_index)"
+            f"{', '.join(EDGE_ARGUMENTS)} where the graph has them: give {unknown[0]} a default, if need be in a "
+            "module around it with forward(x, edge_index)"
         )
     return required
 
@@ -113,8 +113,8 @@ def _caches_set_aside(module: nn.Module) -> Iterator[None]:
 
 
 def _caches(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """(conv, name, value) of all that convs keep of a graph."""
-    parts = list(module.modules())
+    """(conv, name, value) of all that convs with a setting `cached` keep of a graph."""
+    parts = [part for part in module.modules() if "cached" in vars(part)]
     return [(part, name, value) for part in parts for name, value in vars(part).items() if name.startswith("_cached_")]
 
 
