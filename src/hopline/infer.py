@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
 
 from hopline import metrics
 from hopline.batch import Batch
@@ -23,7 +22,7 @@ from hopline.layerwise import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
 from hopline.local import LocalInference, run_whole, whole_bytes
 from hopline.log import logger
 from hopline.nn.whole import Whole, as_walkable
-from hopline.nn.whole_probe import find_reach, initialise
+from hopline.nn.whole_probe import find_hops, find_reach, initialise
 from hopline.progress import progress
 from hopline.sampling import check_ids
 from hopline.spec import format_size
@@ -31,8 +30,6 @@ from hopline.validate import checked_bytes
 
 WHOLE_BYTES = 2 << 30
 """A model without layers is run on the whole graph up to this size of its edge matrix."""
-MOST_TRIED_HOPS = 4
-"""The largest number of hops that is tried to say which one to type."""
 ReadRows = Callable[[Tensor], Tensor]
 """From node ids to their rows."""
 
@@ -105,6 +102,8 @@ def exact_rows(
             initialise(walk, data.x, data.graph.edge)
             limits = {"chunk_edges": chunk_edges, "chunk_bytes": most}
             part_hops = part_hops_of(walk, data, hops, [name for name, limit in limits.items() if limit is not None])
+            if part_hops is None and show:
+                logger.info(describe_whole(walk, data))
             return whole_rows(walk, data, ids, part_hops, device=torch.device(device), show=show, **limits)
         if hops is not None:
             raise ValueError(
@@ -203,16 +202,14 @@ def whole_rows(
     """A function from some of `ids` to a module's outputs, on parts of so many hops or on the whole graph at once."""
     if part_hops is None:
         if is_too_large(data):
-            enough = _enough_hops(walk, data)
+            enough = find_hops(walk, data.x, data.graph.edge)
             raise ValueError(
                 f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is "
                 f"too large for it: {'' if enough is None else f'give hops={enough}, '}build it as "
                 "hl.nn.GNN([...convs...]), or set inference=sampled"
             )
-        if show:
-            logger.info(describe_whole(walk, data))
         return run_whole(walk, data, device).__getitem__
-    seeds = torch.arange(data.num_nodes) if ids is None else torch.unique(ids.cpu())
+    seeds = torch.arange(data.num_nodes) if ids is None else torch.unique(ids.cpu().long())
     local = LocalInference(walk, data, part_hops, device, chunk_edges=chunk_edges, chunk_bytes=chunk_bytes)
     has_limit = chunk_edges is not None or chunk_bytes is not None
     if not has_limit and not is_too_large(data) and local.is_dearer_than_whole(seeds):
@@ -220,7 +217,7 @@ def whole_rows(
     rows = local.rows(seeds, show)
 
     def read(some: Tensor) -> Tensor:
-        return rows[torch.searchsorted(seeds, some.cpu())]
+        return rows[torch.searchsorted(seeds, some.cpu().long())]
 
     return read
 
@@ -232,7 +229,7 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
     """
     name = type(walk.module).__name__
     if hops is None and limits:
-        enough = _enough_hops(walk, data)
+        enough = find_hops(walk, data.x, data.graph.edge)
         raise ValueError(
             f"{limits[0]}= needs the number of hops around a node that {name} reads, since it has no layers to compute "
             f"one by one: {f'add hops={enough}' if enough is not None else 'leave it out'}, or build it as "
@@ -244,7 +241,7 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
         raise ValueError(f"hops must be a number from 0, not {hops!r}")
     reach = find_reach(walk, hops, data.x, data.graph.edge)
     if reach.part_hops is None:
-        enough = _enough_hops(walk, data)
+        enough = find_hops(walk, data.x, data.graph.edge)
         instead = "" if enough is None or enough <= hops else f"hops={enough}, or "
         raise ValueError(
             f"{name} with hops={hops} would not give its outputs on the whole graph: {reach.reason or reach.refusal}. "
@@ -253,17 +250,10 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
     return reach.part_hops
 
 
-def _enough_hops(walk: Whole, data: Dataset) -> int | None:
-    """A number of hops around a node that gives a module's outputs on the whole graph, if there is one."""
-    num_convs = sum(isinstance(part, MessagePassing) for part in walk.module.modules())
-    tried = (num_convs, *range(MOST_TRIED_HOPS + 1))
-    return next((h for h in tried if find_reach(walk, h, data.x, data.graph.edge).part_hops is not None), None)
-
-
 def describe_whole(walk: Whole, data: Dataset) -> str:
     """What one forward pass over the whole graph takes, in a sentence."""
     return (
-        f"exact inference runs {type(walk.module).__name__} on the whole graph at once, which takes up to "
+        f"exact inference runs {type(walk.module).__name__} on the whole graph at once, which takes about "
         f"{format_size(whole_bytes(walk, data))}"
     )
 

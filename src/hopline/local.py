@@ -32,7 +32,10 @@ CPU = torch.device("cpu")
 
 
 def whole_bytes(walk: Whole, data: Dataset) -> int:
-    """Bytes that a module takes at most on the whole graph, by the widths of its parameters."""
+    """Bytes that a module takes on the whole graph, by the widths of its parameters.
+
+    More than it takes for convs; too little for a module that compares all pairs of nodes.
+    """
     bound = costs_of(walk, data.x, 1).forward_only()
     return int(bound.bound(Sizes((data.num_nodes, data.num_nodes), (data.num_edges,))))
 

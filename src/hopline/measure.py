@@ -72,7 +72,8 @@ class Measure:
                 scores = replayed()
             elif batches is None and isinstance(job.model, Whole):
                 # On the whole graph nothing comes in chunks: `check_whole` has seen that it fits.
-                options = {"device": job.device, "chunk_bytes": None if self.part_hops is None else self.chunk_bytes}
+                limit_bytes = None if self.part_hops is None else self.chunk_bytes
+                options = {"device": job.device, "chunk_bytes": limit_bytes, "show": self.show}
                 with infer.evaluating(job.model):
                     scores = infer.whole_rows(job.model, data, ids, self.part_hops, **options)(ids)
             elif batches is None:

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch_geometric.nn import MessagePassing
 
 from hopline.batch import Batch, Block, Part, Readable
 from hopline.graph import Graph
@@ -76,6 +77,13 @@ def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             known[key] = _find(walk.module, hops, x, edge)
     return known[key]
+
+
+def find_hops(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> int | None:
+    """A number of hops around a node that is enough for a module, if there is one: that of its convs, if it will do."""
+    num_convs = sum(isinstance(part, MessagePassing) for part in walk.module.modules())
+    tried = (num_convs, *range(FURTHER + 1))
+    return next((hops for hops in tried if find_reach(walk, hops, x, edge).part_hops is not None), None)
 
 
 def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
