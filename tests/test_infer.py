@@ -65,7 +65,7 @@ def test_a_module_without_layers_runs_on_the_whole_graph():
 
 def test_a_module_without_layers_on_too_large_a_graph_says_what_to_write(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(infer, "WHOLE_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"Plain has no layers .* build it as hl.nn.GNN\(\[...convs...\]\), or set"):
+    with pytest.raises(ValueError, match=r"Plain has no layers .* give hops=1, build it as hl.nn.GNN\(.*\), or set"):
         infer.exact(Plain(small()), small())
 
 

@@ -1,4 +1,7 @@
-"""Inference: exact, layer by layer over the whole graph or over what some nodes need; or sampled."""
+"""Inference: exact, layer by layer over the whole graph or over what some nodes need; or sampled.
+
+A module that is not made of layers is run on the hops around the nodes (`hops=`), or on the whole graph at once.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from hopline import metrics
-from hopline.batch import Batch, Block, Part
+from hopline.batch import Batch
 from hopline.data.dataset import Dataset
 from hopline.guard import Guard
 from hopline.layer_files import LayerFiles, fingerprint
 from hopline.layerwise import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
+from hopline.local import LocalInference, run_whole, whole_bytes
+from hopline.log import logger
 from hopline.nn.whole import Whole, as_walkable
+from hopline.nn.whole_probe import find_hops, find_reach, initialise
 from hopline.progress import progress
 from hopline.sampling import check_ids
+from hopline.spec import format_size
 from hopline.validate import checked_bytes
 
 WHOLE_BYTES = 2 << 30
@@ -32,6 +39,7 @@ def exact(
     data: Dataset,
     ids: Tensor | None = None,
     *,
+    hops: int | None = None,
     chunk_edges: int | None = None,
     chunk_bytes: int | str | None = None,
     device: torch.device | str = "cpu",
@@ -46,11 +54,16 @@ def exact(
     are kept in tables, on the host or on a device with room. keep: is given the rows of every layer but the last, which
     are then computed at all nodes. folder: keeps the hidden rows there, and the same call goes on from them if it was
     killed.
+
+    A module that is not made of layers is run on the whole graph at once. With `hops`, the number of hops around a node
+    that its output depends on, it is run on those hops around chunks of `ids` instead; a trial on a tiny graph refuses
+    too few of them.
     """
     read = exact_rows(
         model,
         data,
         ids,
+        hops=hops,
         chunk_edges=chunk_edges,
         chunk_bytes=chunk_bytes,
         device=device,
@@ -66,6 +79,7 @@ def exact_rows(
     data: Dataset,
     ids: Tensor | None = None,
     *,
+    hops: int | None = None,
     chunk_edges: int | None = None,
     chunk_bytes: int | str | None = None,
     device: torch.device | str = "cpu",
@@ -83,7 +97,18 @@ def exact_rows(
                 raise ValueError(
                     f"{type(walk.module).__name__} has no layers to go on from: leave out folder=, or use hl.nn.GNN"
                 )
-            return _whole(walk, data, torch.device(device)).__getitem__
+            if keep is not None:
+                raise ValueError(f"{type(walk.module).__name__} has no layers whose rows keep= could be given")
+            initialise(walk, data.x, data.graph.edge)
+            limits = {"chunk_edges": chunk_edges, "chunk_bytes": most}
+            part_hops = part_hops_of(walk, data, hops, [name for name, limit in limits.items() if limit is not None])
+            if part_hops is None and show:
+                logger.info(describe_whole(walk, data))
+            return whole_rows(walk, data, ids, part_hops, device=torch.device(device), show=show, **limits)
+        if hops is not None:
+            raise ValueError(
+                f"hops= is for a module that is not made of layers, and {type(model).__name__} is: leave it out"
+            )
         walk.check_blocks(data.num_features, data.graph.edge)
         files = None
         if folder is not None:
@@ -160,14 +185,79 @@ def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
     return {data.metric: metrics.METRICS[data.metric](scores.float(), labels)}
 
 
-def _whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
-    graph = data.graph
-    edge_bytes = graph.num_edges * data.num_features * 4
-    if edge_bytes > WHOLE_BYTES:
+# ---- modules that are not made of layers
+
+
+def whole_rows(
+    walk: Whole,
+    data: Dataset,
+    ids: Tensor | None,
+    part_hops: int | None,
+    *,
+    device: torch.device,
+    show: bool = False,
+    chunk_edges: int | None = None,
+    chunk_bytes: int | None = None,
+) -> ReadRows:
+    """A function from some of `ids` to a module's outputs, on parts of so many hops or on the whole graph at once."""
+    if part_hops is None:
+        if is_too_large(data):
+            enough = find_hops(walk, data.x, data.graph.edge)
+            raise ValueError(
+                f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is "
+                f"too large for it: {'' if enough is None else f'give hops={enough}, '}build it as "
+                "hl.nn.GNN([...convs...]), or set inference=sampled"
+            )
+        return run_whole(walk, data, device).__getitem__
+    seeds = torch.arange(data.num_nodes) if ids is None else torch.unique(ids.cpu().long())
+    local = LocalInference(walk, data, part_hops, device, chunk_edges=chunk_edges, chunk_bytes=chunk_bytes)
+    has_limit = chunk_edges is not None or chunk_bytes is not None
+    if not has_limit and not is_too_large(data) and local.is_dearer_than_whole(seeds):
+        return run_whole(walk, data, device).__getitem__
+    rows = local.rows(seeds, show)
+
+    def read(some: Tensor) -> Tensor:
+        return rows[torch.searchsorted(seeds, some.cpu().long())]
+
+    return read
+
+
+def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
+    """Hops of the parts that a module is run on, if it reads `hops` hops around a node; None for the whole graph.
+
+    Refuses hops that are too few, and limits on the size of parts where there are none.
+    """
+    name = type(walk.module).__name__
+    if hops is None and limits:
+        enough = find_hops(walk, data.x, data.graph.edge)
         raise ValueError(
-            f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is too "
-            "large for it: build it as hl.nn.GNN([...convs...]), or set inference=sampled"
+            f"{limits[0]}= needs the number of hops around a node that {name} reads, since it has no layers to compute "
+            f"one by one: {f'add hops={enough}' if enough is not None else 'leave it out'}, or build it as "
+            "hl.nn.GNN([...convs...])"
         )
-    part = Part(graph.indptr, graph.indices, graph.edge).to(device)
-    block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (part,), graph)
-    return walk.on_block(read_on(device, data.x, block.src_ids), block).cpu()
+    if hops is None:
+        return None
+    if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
+        raise ValueError(f"hops must be a number from 0, not {hops!r}")
+    reach = find_reach(walk, hops, data.x, data.graph.edge)
+    if reach.part_hops is None:
+        enough = find_hops(walk, data.x, data.graph.edge)
+        instead = "" if enough is None or enough <= hops else f"hops={enough}, or "
+        raise ValueError(
+            f"{name} with hops={hops} would not give its outputs on the whole graph: {reach.reason or reach.refusal}. "
+            f"Give {instead}no hops=, which runs it on the whole graph at once"
+        )
+    return reach.part_hops
+
+
+def describe_whole(walk: Whole, data: Dataset) -> str:
+    """What one forward pass over the whole graph takes, in a sentence."""
+    return (
+        f"exact inference runs {type(walk.module).__name__} on the whole graph at once, which takes about "
+        f"{format_size(whole_bytes(walk, data))}"
+    )
+
+
+def is_too_large(data: Dataset) -> bool:
+    """Whether a row of features per edge would take more than a module is run on at once."""
+    return data.graph.num_edges * data.num_features * 4 > WHOLE_BYTES

@@ -16,9 +16,11 @@ from hopline import infer, launch, shard_by_shard, shard_infer
 from hopline.data.dataset import Dataset
 from hopline.exchange import Channel
 from hopline.launch_settings import LaunchSettings
+from hopline.measure import hops_of
 from hopline.meter import find_device
 from hopline.methods import Sampled
 from hopline.models import make_model
+from hopline.nn.whole import as_walkable
 from hopline.run import load_weights, open_data
 from hopline.run_settings import InferConfig, RunConfig, load_config
 from hopline.shard_by_shard import AllShards
@@ -117,9 +119,13 @@ def _pieces(
         return
     options: dict[str, Any] = {"chunk_bytes": config.chunk_bytes, "device": world.device, "folder": config.folder}
     if isinstance(data, AllShards):
+        if config.hops is not None:
+            raise ValueError("hops= is for a dataset that is not cut: leave it out, or give data= the one that was cut")
         read = shard_by_shard.exact_rows(model, data, ids, show=True, **options)
     else:
-        read = infer.exact_rows(model, data, ids, show=True, **options)
+        walk = as_walkable(model)
+        hops = hops_of(walk, data, settings.method) if config.hops is None else config.hops
+        read = infer.exact_rows(walk, data, ids, hops=hops, show=True, **options)
     for some in every.split(PIECE):
         yield _wanted(read(some), data, config)
 

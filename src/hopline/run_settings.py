@@ -101,13 +101,16 @@ class InferConfig(LaunchSettings):
     """What the chunks of a layer may take beside the hidden rows, such as 2GiB; about a million edges by default."""
     folder: Path | None = None
     """Where hidden rows are kept as mapped files; the same command goes on from them if it was killed."""
+    hops: int | None = None
+    """Hops around a node that a model with forward(x, edge_index) alone reads; those of the run's fan-outs by default,
+    or the whole graph at once where these are too few."""
     out: Path | None = None
     """The .npy file to write; RUN/predictions.npy by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checked_bytes(self.chunk_bytes)
-        for name in ("chunk_bytes", "folder"):
+        for name in ("chunk_bytes", "folder", "hops"):
             if self.inference == "sampled" and getattr(self, name) is not None:
                 raise ValueError(f"{name}= is about exact inference: leave it out, or set inference=exact")
 

@@ -17,6 +17,7 @@ from hopline.guard import Guard
 from hopline.loader import Loader
 from hopline.methods import Sampled
 from hopline.nn.whole import Whole, as_walkable, tell_calls, unwrapped
+from hopline.nn.whole_probe import check_batches
 from hopline.shard_data import ShardedData
 from hopline.shards import Shard
 from hopline.work import Job, Unit, Work
@@ -40,6 +41,8 @@ def bind(method: Sampled, job: Job) -> Work:
         job.model.check_blocks(shard.num_features, shard.edge)
         return SampledWork(job, method.loader(shard, ids, seed=job.seed, device=job.device, world=job.world))
     job.model.check_blocks(job.data.num_features, job.data.graph.edge)
+    if isinstance(job.model, Whole) and "x" in job.data.tables:
+        check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
     loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model)
     loader.rank, loader.size, loader.num_cores = job.world.rank, job.world.size, job.world.num_cores
     if loader.layout == "tree" and loader.on_gpu:

@@ -40,11 +40,12 @@ from hopline.full_batch import FullBatch
 from hopline.historical import Historical
 from hopline.keep import capped, keep_to
 from hopline.log import logger
-from hopline.measure import Measure, TestStep, own_threads
+from hopline.measure import Measure, TestStep, check_whole, own_threads, part_hops_of, whole_lines
 from hopline.meter import find_device
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
-from hopline.nn.whole import as_walkable, num_wrapped_ranks, unwrapped
+from hopline.nn.whole import Whole, as_walkable, num_wrapped_ranks, unwrapped
+from hopline.nn.whole_probe import initialise
 from hopline.placement import describe, place
 from hopline.placement_settings import Placement
 from hopline.plan import Outline, Plan
@@ -143,6 +144,9 @@ class Trainer:
         self.budget = None if budget is None else Budget.of(budget)
         self.plan: Plan | None = None
         self.work = self._bound(train_step, placement or Placement())
+        self.part_hops = part_hops_of(self.job, self.method)
+        if self._evaluates_exactly:
+            check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
         if self.settings.evaluate == "async":
             check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
         self.stop_reason: str | None = None
@@ -206,6 +210,8 @@ class Trainer:
         if self.device.type == "cuda" and not isinstance(self.data, ShardedData):
             self.say(describe(self.data))
         for line in [] if self.plan is None else self.plan.lines():
+            self.say(line)
+        for line in whole_lines(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly):
             self.say(line)
         self.call("on_fit_start")
         self.checkpoints.resume(self, run)
@@ -320,8 +326,15 @@ class Trainer:
     def chunks(self) -> dict[str, Any]:
         """How exact evaluation keeps to a plan."""
         if self.plan is None:
-            return {}
-        return {"chunk_bytes": self.plan.chunk_bytes, "rows_on_disk": self.plan.hidden_at == "disk"}
+            return {"part_hops": self.part_hops}
+        on_disk = self.plan.hidden_at == "disk"
+        return {"part_hops": self.part_hops, "chunk_bytes": self.plan.chunk_bytes, "rows_on_disk": on_disk}
+
+    @property
+    def _evaluates_exactly(self) -> bool:
+        """Whether the run will compute outputs over every edge, if only for the test at its end."""
+        exact = self.settings.inference == "exact"
+        return self.test_step is None and (self.has("test") or (exact and self.has("valid")))
 
     def evaluated_weights(self) -> Mapping[str, Tensor]:
         """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
@@ -421,7 +434,11 @@ class Trainer:
     def _initialise(self) -> None:
         """A forward pass gives lazily built layers their parameters; ranks begin with the first one's weights."""
         if any(isinstance(p, nn.UninitializedParameter) for p in self.model.parameters()):
-            infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
+            if isinstance(self.job.model, Whole):
+                with infer.evaluating(self.job.model):
+                    initialise(self.job.model, self.data.x, self.data.graph.edge)
+            else:
+                infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
         self.world.broadcast_tensors(self.model.state_dict().values())
 
     def _place(self, placement: Placement) -> None:

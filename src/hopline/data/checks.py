@@ -23,6 +23,11 @@ SHOWN_BYTES = 1 << 28
 """Smaller work is over before a progress bar could be read."""
 CHECKED_SPLITS = ("train", "valid", "test")
 """Splits whose nodes must have labels; a split under another name may be for prediction alone."""
+REGRESSION = (
+    "for real-valued targets leave out y, and give the Trainer train_step= and test_step= with a loss over "
+    "targets[batch.seeds] and targets[ids]"
+)
+"""What to do with labels that are no classes."""
 
 
 def _pieces(array: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -86,7 +91,7 @@ def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
             value = piece[row][bad[row]].reshape(-1)[0].item()
             raise ValueError(
                 f"{where} holds label {value} at node {start + row}: it must be {allowed}; "
-                "correct the labels or num_classes and convert again."
+                f"correct the labels or num_classes and convert again{f'; {REGRESSION}' * (task == 'multi')}."
             )
 
 
@@ -164,9 +169,17 @@ def check_training(data: Dataset, splits: Iterable[str]) -> None:
         if ids is None or not ids.numel():
             continue
         check_ids(ids, data.num_nodes, f"Split {name!r}")
-        if data.y is None or data.y.dim() > 1:
+        if data.y is None:
             continue
         labels = data.y[ids.to(data.y.device)].cpu()
+        if data.y.dim() > 1:
+            wrong = ids[((labels != 0) & (labels != 1)).any(-1)]
+            if wrong.numel():
+                raise ValueError(
+                    f"node {int(wrong[0])} of split {name!r} has labels other than 0 and 1 in the multi-label task: "
+                    f"correct them; {REGRESSION}"
+                )
+            continue
         wrong = ids[(labels < 0) | (labels >= data.num_classes)]
         if wrong.numel():
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hopline.data.arrays import as_tensor
-from hopline.data.checks import check_dataset
+from hopline.data.checks import REGRESSION, check_dataset
 from hopline.data.manifest import TASKS, Task, is_part
 from hopline.graph import Graph
 from hopline.spec import format_size
@@ -215,7 +215,8 @@ def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -
         if y.dim() != 2 or y.size(1) != num_classes:
             raise ValueError(f"Multi-label y must be [{num_nodes}, {num_classes}], not {list(y.shape)}.")
     elif y.dim() != 1 or y.dtype != torch.int64:
-        raise ValueError(f"y must be a 1-D int64 tensor in the {task} task, not {list(y.shape)} {y.dtype}.")
+        hint = f" It takes class numbers; {REGRESSION}." if y.is_floating_point() else ""
+        raise ValueError(f"y must be a 1-D int64 tensor in the {task} task, not {list(y.shape)} {y.dtype}.{hint}")
 
 
 def _shape(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hopline.data.arrays import as_tensor
-from hopline.data.checks import check_nodes
+from hopline.data.checks import REGRESSION, check_nodes
 from hopline.data.dataset import as_table
 from hopline.data.manifest import Task
 from hopline.ops import derive_key
@@ -173,7 +173,9 @@ def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
         if labels.dtype.is_floating_point:
             labels = labels.nan_to_num(nan=-1.0)
             if not bool((labels == labels.round()).all()):
-                raise ValueError("Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes.")
+                raise ValueError(
+                    f"Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes; {REGRESSION}."
+                )
         return labels.long(), task or "single"
     if task not in (None, "multi"):
         raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")

@@ -108,13 +108,14 @@ def tree_of(graph: Graph, nodes: Sequence[int], kind: type[TreeBlock] = TreeBloc
 def trial_of(module: Module) -> Module:
     """A copy to try: in float64, on the host, in evaluation mode.
 
-    Weights that are not finite any more, in a run that diverges, would hide what the module does: they are replaced.
+    Its weights are others: some are zero before training, and not finite in a run that diverges, which would hide what
+    the module does.
     """
     trial = fresh_copy(module).cpu().double().eval()
     with torch.no_grad():
         for weight in trial.parameters():
-            if not is_lazy(weight) and not weight.isfinite().all():
-                weight.copy_(random_rows(*weight.shape))
+            if not is_lazy(weight):
+                weight.copy_(weight.nan_to_num(0, 0, 0) + 0.1 * random_rows(*weight.shape))
     return trial
 
 
@@ -144,7 +145,8 @@ def without_caches(module: nn.Module) -> Iterator[None]:
 
     What they had kept is there again afterwards.
     """
-    before = [(m, {**_caches(m), "cached": True}) for m in module.modules() if vars(m).get("cached") is True]
+    # A conv reads what it keeps also where `cached` is off.
+    before = [(m, {**_caches(m), "cached": vars(m)["cached"]}) for m in module.modules() if "cached" in vars(m)]
     for m, _ in before:
         vars(m).update(_empty_caches(m), cached=False)
     try:

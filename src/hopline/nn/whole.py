@@ -13,38 +13,91 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline.batch import Batch, Block, Readable, as_tensor
-from hopline.nn.convs import edge_arguments
+from hopline.nn.convs import EDGE_ARGUMENTS, edge_arguments
 from hopline.nn.gnn import GNN
+from hopline.nn.probe import without_caches
 from hopline.nn.rows import typed
 
 
 class Whole(nn.Module):
-    """Any module with `forward(x, edge_index, ...)` on a batch, untrimmed: every layer sees every sampled edge."""
+    """Any module with `forward(x, edge_index, ...)` on a batch, untrimmed: every layer sees every sampled edge.
+
+    What convs of the module cached of a graph (`cached=True`) is set aside while it runs here and put back afterwards,
+    so that no graph is computed with the cache of another one.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        names = list(inspect.signature(module.forward).parameters)
-        if names[1:2] != ["edge_index"]:
-            raise ValueError(
-                f"{type(module).__name__}.forward takes ({', '.join(names)}): write forward(x, edge_index, ...), "
-                "or use hl.nn.GNN([...convs...])"
-            )
         self.module = module
+        self.required_edge_arguments = _required_edge_arguments(module)
 
     def keeps_handle(self, table: Readable) -> bool:
         return False
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Nothing to refuse: the module sees what PyG's own loaders would give it."""
+        """Refuse what cannot mean the same on a batch; `whole_probe` tries the rest."""
+        self._refuse_caches()
+
+    def _refuse_caches(self) -> None:
+        """Refuse convs that would compute every batch with the edges of the first one."""
+        for name, part in self.module.named_modules():
+            if getattr(part, "cached", False):
+                where = f"{name} of {type(self.module).__name__}" if name else "it"
+                raise ValueError(
+                    f"{type(part).__name__}(cached=True) keeps the edges of the first batch for all others ({where}): "
+                    "build it with cached=False to train or predict in batches"
+                )
 
     def forward(self, batch: Batch) -> Tensor:
         """Outputs for the batch's seeds: [num_seeds, ...]."""
+        self._refuse_caches()
         return self.on_block(as_tensor(batch.input_rows), batch.union())[: batch.num_seeds]
 
     def on_block(self, x: Tensor, block: Block) -> Tensor:
         """Outputs for all nodes of a square block."""
+        name = type(self.module).__name__
+        for argument in self.required_edge_arguments:
+            if EDGE_ARGUMENTS[argument] not in block.edge:
+                raise ValueError(
+                    f"{name}.forward needs {argument}, and the graph has no edge array {EDGE_ARGUMENTS[argument]!r}: "
+                    f"give the dataset one, or give the argument a default ({argument}=None)"
+                )
         dtype = next(self.module.parameters(), x).dtype
-        return self.module(typed(x, dtype), block.edge_index, **edge_arguments(self.module, block.edge, dtype))
+        arguments = edge_arguments(self.module, block.edge, dtype)
+        with without_caches(self.module):
+            out = self.module(typed(x, dtype), block.edge_index, **arguments)
+        if not isinstance(out, Tensor):
+            raise ValueError(
+                f"{name}.forward returned a {type(out).__name__}: return one tensor with a row per node, if need be "
+                f"from a module around it whose forward(x, edge_index) picks it out of what {name} returns"
+            )
+        if out.dim() == 0 or out.size(0) != x.size(0):
+            raise ValueError(
+                f"{name}.forward returned {list(out.shape)} for {x.size(0)} nodes: return a row per node, since a "
+                "loss is over nodes"
+            )
+        return out
+
+
+def _required_edge_arguments(module: nn.Module) -> list[str]:
+    """Edge arguments without a default; a module that must be given more than x and edges is refused."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    names, class_name = [p.name for p in parameters], type(module).__name__
+    if names[1:2] != ["edge_index"]:
+        raise ValueError(
+            f"{class_name}.forward takes ({', '.join(names)}): write forward(x, edge_index, ...), "
+            "or use hl.nn.GNN([...convs...])"
+        )
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters[2:] if p.default is p.empty and p.kind not in optional]
+    unknown = [name for name in required if name not in EDGE_ARGUMENTS]
+    if unknown:
+        raise ValueError(
+            f"{class_name}.forward needs {', '.join(unknown)} besides x and edge_index, and is only given "
+            f"{', '.join(EDGE_ARGUMENTS)} where the graph has them: give {unknown[0]} a default, if need be in a "
+            "module around it with forward(x, edge_index)"
+        )
+    return required
 
 
 def depth_of(model: nn.Module) -> int:
