@@ -17,10 +17,10 @@ from torch_geometric.nn import aggr
 
 from hopline.data.dataset import Dataset
 from hopline.nn import GNN
-from tests.conv_table.graph import ATTR_WIDTH, NUM_CLASSES, NUM_FEATURES, NUM_TYPES, dataset
+from tests.conv_table import own
+from tests.conv_table.graph import ATTR_WIDTH, HIDDEN, NUM_CLASSES, NUM_FEATURES, NUM_TYPES, dataset
 from tests.helpers import mlp
 
-HIDDEN = 4
 ARGUMENTS = {"weight": "edge_weight", "attr": "edge_attr", "type": "edge_type"}
 """Edge array of a graph -> argument of PyG's convs."""
 
@@ -51,6 +51,12 @@ class Case:
         takes = [ARGUMENTS[name] for name in self.uses]
         ignores = [f"{ARGUMENTS[name]} in the graph only" for name in self.edge if name not in self.uses]
         return " + ".join([f"{self.kind}({self.options})", *takes, *ignores])
+
+    @property
+    def exists(self) -> bool:
+        """Whether the installed PyG has the class; those of users and of torch are always there."""
+        pyg_has = any(hasattr(module, self.kind) for module in (pyg.conv, pyg.norm, pyg.models))
+        return pyg_has or self.kind.startswith(("a ", "torch."))
 
     def data(self) -> Dataset:
         return dataset(*self.edge)
@@ -151,7 +157,7 @@ def heads(kind: str, **options: Any) -> dict[str, Any]:
         return make(a, b, heads=2, concat=False, **options)
 
     more = "".join(f", {name}={value!r}" for name, value in options.items())
-    return {"kind": kind, "build": build, "text": f"heads=2, concat=False in the last layer{more}"}
+    return {"kind": kind, "build": build, "text": f"heads=2{more}"}
 
 
 WEIGHTED = {"uses": "weight"}
@@ -171,6 +177,8 @@ CONVS = [
     conv("SAGEConv", project=True),
     conv("SAGEConv", normalize=True),
     conv("SAGEConv", root_weight=False),
+    conv("SAGEConv", lambda a, b: pyg.SAGEConv((a, a), b), text="in_channels=(in, in)"),
+    conv("SAGEConv", flow="target_to_source"),
     sage("SoftmaxAggregation(learn=True)", lambda a: aggr.SoftmaxAggregation(learn=True)),
     sage("PowerMeanAggregation(learn=True)", lambda a: aggr.PowerMeanAggregation(learn=True)),
     sage("QuantileAggregation(0.3)", lambda a: aggr.QuantileAggregation(0.3)),
@@ -311,22 +319,34 @@ CONVS = [
     conv("EdgeConv", lambda a, b: pyg.EdgeConv(mlp(2 * a, 5, b), aggr="mean"), text="aggr='mean'"),
     conv("PNAConv", pna, text=""),
     conv("PNAConv", lambda a, b: pna(a, b, edge_dim=2), text="edge_dim=2", uses="attr"),
-    conv("PNAConv", lambda a, b: pna(a, b, towers=2, divide_input=True) if b == HIDDEN else pna(a, b), text="towers=2, divide_input=True in the first layer"),
+    conv("PNAConv", lambda a, b: pna(a, b, towers=2, divide_input=True) if b == HIDDEN else pna(a, b), text="towers=2, divide_input=True"),
     conv("PNAConv", lambda a, b: pna(a, b, train_norm=True, pre_layers=2, post_layers=2), text="train_norm=True, pre_layers=2, post_layers=2"),
     # ---- types of edges
     conv("RGCNConv", num_relations=NUM_TYPES, uses="type"),
     conv("RGCNConv", num_relations=NUM_TYPES, num_bases=2, aggr="sum", uses="type"),
     conv("RGCNConv", num_relations=NUM_TYPES, aggr="max", root_weight=False, uses="type"),
     conv("FastRGCNConv", num_relations=NUM_TYPES, uses="type"),
-    conv("RGCNConv", text="num_relations=3, on a graph without edge_type", num_relations=NUM_TYPES, needs="edge_type"),
+    conv("RGCNConv", num_relations=NUM_TYPES, needs="edge_type"),
     # ---- convs around convs
     conv("GPSConv", lambda a, b: pyg.GPSConv(a, pyg.SAGEConv(a, a), norm=None), keeps_width=True, text="conv=SAGEConv, norm=None"),
     conv("AntiSymmetricConv", lambda a, b: pyg.AntiSymmetricConv(a), keeps_width=True, text=""),
     conv("AntiSymmetricConv", lambda a, b: pyg.AntiSymmetricConv(a, pyg.SAGEConv(a, a), num_iters=2), keeps_width=True, text="phi=SAGEConv, num_iters=2"),
     conv("DirGNNConv", lambda a, b: pyg.DirGNNConv(pyg.SAGEConv(a, b)), text="conv=SAGEConv"),
+    # ---- convs that users write
+    conv("a conv of your own", own.Weighted, text="edge_attr as weights of a sum", uses="attr"),
+    conv("a conv of your own", own.ByHand, text="a torch.nn.Module with index_add"),
+    conv("a conv of your own", own.Loops, text="add_self_loops(edge_index) without num_nodes"),
+    conv("a conv of your own", own.CountedLoops, text="add_self_loops(edge_index, num_nodes=x.size(0))"),
+    conv("a conv of your own", own.Centred, text="rows less their mean over all nodes"),
+    conv("a conv of your own", own.CentredMessages, text="messages less their mean over all edges"),
+    conv("a conv of your own", own.OutDegrees, text="rows by the out-degree of their node"),
+    conv("a conv of your own", own.PerNode, text="a sum divided by the number of nodes"),
+    conv("a conv of your own", own.FirstEdge, text="the first edge of each node only"),
+    conv("a conv of your own", own.Remembers, text="keeps the edges of its first call"),
+    conv("a conv of your own", own.TwoHops, text="two rounds of propagate"),
     # ---- other inputs
-    conv("GINEConv", lambda a, b: pyg.GINEConv(mlp(a, 5, b)), text="on a graph without edge_attr", needs="edge_attr"),
-    conv("NNConv", nnconv, text="nn=mlp, on a graph without edge_attr", needs="edge_attr"),
+    conv("GINEConv", lambda a, b: pyg.GINEConv(mlp(a, 5, b)), text="", needs="edge_attr"),
+    conv("NNConv", nnconv, text="nn=mlp", needs="edge_attr"),
     conv("DNAConv", lambda a, b: pyg.DNAConv(a), keeps_width=True, text="", needs="rows of all earlier layers"),
     conv("PANConv", filter_size=2, needs="a model that takes (x, M), which it returns"),
     conv("SignedConv", first_aggr=True, needs="positive and negative edges apart"),

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from hopline.data.dataset import Dataset
 from hopline.nn import GNN
-from tests.conv_table.cases import ARGUMENTS, HIDDEN, Case, conv, degrees
-from tests.conv_table.graph import ATTR_WIDTH, NUM_CLASSES, NUM_FEATURES, NUM_NODES
+from tests.conv_table import own
+from tests.conv_table.cases import ARGUMENTS, Case, conv, degrees
+from tests.conv_table.graph import ATTR_WIDTH, HIDDEN, NUM_CLASSES, NUM_FEATURES, NUM_NODES
 from tests.helpers import mlp
 
 # ---- norms and jumping knowledge
@@ -55,20 +56,6 @@ def _inputs(data: Dataset) -> tuple[Tensor, Tensor]:
     return data.x.read(torch.arange(data.num_nodes)), data.graph.edge_index()
 
 
-class Centred(nn.Module):
-    """A norm that somebody wrote: rows less their mean over all nodes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(dim=0)
-
-
-class Scaled(nn.Module):
-    """A norm that somebody wrote: each row by its own length."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / (1 + x.norm(dim=1, keepdim=True))
-
-
 NORMS = [
     norm("BatchNorm", "", pyg.BatchNorm),
     norm("BatchNorm", "track_running_stats=False", lambda c: pyg.BatchNorm(c, track_running_stats=False)),
@@ -91,8 +78,8 @@ NORMS = [
     norm("MessageNorm", "", lambda c: pyg.MessageNorm(), needs="messages beside rows: it is part of GENConv"),
     norm("HeteroBatchNorm", "num_types=2", lambda c: pyg.HeteroBatchNorm(c, 2), needs="types of nodes"),
     norm("HeteroLayerNorm", "num_types=2", lambda c: pyg.HeteroLayerNorm(c, 2), needs="types of nodes"),
-    norm("a norm of your own", "rows less their mean over all nodes", lambda c: Centred()),
-    norm("a norm of your own", "each row by its own length", lambda c: Scaled()),
+    norm("a norm of your own", "rows less their mean over all nodes", lambda c: own.CentredNorm()),
+    norm("a norm of your own", "each row by its own length", lambda c: own.ScaledNorm()),
     *(jumping(f"'{mode}'", mode) for mode in ("cat", "max", "lstm", "last")),
 ]
 """Every class of `torch_geometric.nn.norm`, and others."""
@@ -123,41 +110,6 @@ def _call(uses: tuple[str, ...]) -> Callable[[nn.Module, Dataset], Tensor]:
         return model(*_inputs(data), **{ARGUMENTS[name]: data.graph.edge[name] for name in uses})
 
     return plain
-
-
-class Own(nn.Module):
-    """A module that somebody wrote, with `forward(x, edge_index)`."""
-
-    def __init__(self, make_conv: Callable[[int, int], nn.Module]) -> None:
-        super().__init__()
-        self.conv1 = make_conv(NUM_FEATURES, HIDDEN)
-        self.conv2 = make_conv(HIDDEN, NUM_CLASSES)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
-
-
-class OwnPooling(Own):
-    """The same, with the mean over all nodes added to each."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h = self.conv1(x, edge_index).relu()
-        return self.conv2(h + h.mean(dim=0), edge_index)
-
-
-class OwnTuple(Own):
-    """The same, with more than one output."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        h = self.conv1(x, edge_index).relu()
-        return self.conv2(h, edge_index), h
-
-
-class OwnArgument(Own):
-    """The same, with a further argument that must be given."""
-
-    def forward(self, x: Tensor, edge_index: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
-        return scale * super().forward(x, edge_index)
 
 
 def _encoder() -> nn.Module:
@@ -199,15 +151,15 @@ MODELS = [
     basic("EdgeCNN"),
     basic("EdgeCNN", norm="batch_norm"),
     basic("EdgeCNN", **NODE_NORM, jk="max"),
-    module("a module of your own", "two SAGEConv", lambda: Own(pyg.SAGEConv)),
-    module("a module of your own", "two GATConv", lambda: Own(pyg.GATConv)),
-    module("a module of your own", "two GCNConv", lambda: Own(pyg.GCNConv)),
-    module("a module of your own", "two GCNConv(cached=True)", lambda: Own(lambda a, b: pyg.GCNConv(a, b, cached=True))),
-    module("a module of your own", "SAGEConv and a mean over all nodes", lambda: OwnPooling(pyg.SAGEConv)),
-    module("a module of your own", "forward returns a tuple", lambda: OwnTuple(pyg.SAGEConv), needs="one output"),
-    module("a module of your own", "forward(x, edge_index, scale)", lambda: OwnArgument(pyg.SAGEConv), needs="`scale`"),
-    conv("DeepGCNLayer", lambda a, b: pyg.DeepGCNLayer(pyg.SAGEConv(a, a), pyg.LayerNorm(a, mode="node"), nn.ReLU()), keeps_width=True, text="SAGEConv, LayerNorm(mode='node'), as a conv of hl.nn.GNN"),
-    conv("GroupAddRev", lambda a, b: pyg.GroupAddRev(pyg.SAGEConv(a // 2, a // 2), num_groups=2), keeps_width=True, text="SAGEConv, as a conv of hl.nn.GNN"),
+    module("a module of your own", "two SAGEConv", lambda: own.Module(pyg.SAGEConv)),
+    module("a module of your own", "two GATConv", lambda: own.Module(pyg.GATConv)),
+    module("a module of your own", "two GCNConv", lambda: own.Module(pyg.GCNConv)),
+    module("a module of your own", "two GCNConv(cached=True)", lambda: own.Module(lambda a, b: pyg.GCNConv(a, b, cached=True))),
+    module("a module of your own", "SAGEConv and a mean over all nodes", lambda: own.Pooling(pyg.SAGEConv)),
+    module("a module of your own", "forward returns a tuple", lambda: own.Tuple(pyg.SAGEConv), needs="one output"),
+    module("a module of your own", "forward(x, edge_index, scale)", lambda: own.Argument(pyg.SAGEConv), needs="`scale`"),
+    conv("DeepGCNLayer", lambda a, b: pyg.DeepGCNLayer(pyg.SAGEConv(a, a), pyg.LayerNorm(a, mode="node"), nn.ReLU()), keeps_width=True, text="SAGEConv, LayerNorm(mode='node')"),
+    conv("GroupAddRev", lambda a, b: pyg.GroupAddRev(pyg.SAGEConv(a // 2, a // 2), num_groups=2, disable=True), keeps_width=True, text="SAGEConv, num_groups=2, disable=True"),
     module("GraphUNet", "depth=1", lambda: pyg.GraphUNet(NUM_FEATURES, HIDDEN, NUM_CLASSES, 1)),
     module("RECT_L", "", lambda: pyg.models.RECT_L(NUM_FEATURES, HIDDEN)),
     module("PMLP", "num_layers=2, norm=False", lambda: pyg.PMLP(NUM_FEATURES, HIDDEN, NUM_CLASSES, 2, norm=False)),

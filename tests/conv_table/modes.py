@@ -30,7 +30,7 @@ from hopline.batch import Batch
 from hopline.batch_unit import supervised
 from hopline.work import Method
 from tests.conv_table.cases import Case
-from tests.conv_table.graph import BATCH_SIZE, HUB, NUM_CLASSES, SEEDS, SOME_IDS, max_degree
+from tests.conv_table.graph import BATCH_SIZE, HUB, NUM_CLASSES, NUM_PARTS, SEEDS, SOME_IDS, max_degree
 from tests.helpers import randn
 
 TOLERANCE = 1e-8
@@ -97,7 +97,7 @@ class Expected:
     @cached_property
     def frozen_training(self) -> Training:
         """The same with batch norms by their running statistics."""
-        return self._train(frozen=True)
+        return self._train(frozen=True) if batch_norms(make_model(self.case)) else self.training
 
     def _train(self, frozen: bool) -> Training:
         model = make_model(self.case).train()
@@ -204,14 +204,14 @@ def sampled(case: Case, expected: Expected, device: str, layout: Literal["block"
 def historical(case: Case, expected: Expected, device: str) -> None:
     """Parts one by one, with exact tables of rows and of gradients."""
     method = hl.Historical(
-        num_parts=8, parts_per_batch=1, partition="range", groups="fixed", compensate=True
+        num_parts=NUM_PARTS, parts_per_batch=1, partition="range", groups="fixed", compensate=True
     )
     _train(case, expected, method, device, frozen=True)
 
 
 def full_batch(case: Case, expected: Expected, device: str, **settings: Any) -> None:
     """All shards of the graph; the last has no edges."""
-    method = hl.FullBatch(num_shards=8, partition="range", **settings)
+    method = hl.FullBatch(num_shards=NUM_PARTS, partition="range", **settings)
     _train(case, expected, method, device, frozen=False)
 
 

@@ -63,7 +63,7 @@ def _gpu_paragraph(cpu: Record, gpu: Record | None) -> str:
     if gpu is None:
         return "The tables are those of the CPU; `pytest -m gpu tests/conv_table` compares a GPU with them.\n"
     rows = [
-        f"| {_title(case)} | {mode} | {verdict.word} | {there.word}: {_reason(case, there.why)} |"
+        f"| {_title(case)} | {mode} | {verdict.word} | {there.word}: {_escaped(there.why)} |"
         for section, cases in SECTIONS.items()
         for case in cases
         for mode, verdict in (cpu.row(section, case) or {}).items()
@@ -108,7 +108,7 @@ def _table_of_equal(noun: str, rows: list[tuple[Case, Row]]) -> str:
     by_kind: dict[str, list[Case]] = {}
     for case, _ in rows:
         by_kind.setdefault(case.kind, []).append(case)
-    lines = [f"| {kind} | {', '.join(map(_built_with, cases))} |" for kind, cases in by_kind.items()]
+    lines = [f"| {kind} | {'; '.join(map(_built_with, cases))} |" for kind, cases in by_kind.items()]
     return "\n".join([f"| {noun} | built with |", "|---|---|", *lines]) + "\n"
 
 
@@ -117,17 +117,17 @@ def _table_by_mode(noun: str, rows: list[tuple[Case, Row]]) -> str:
     reasons: dict[str, int] = {}
     lines = []
     for case, row in rows:
-        cells = [_cell(case, row[mode], reasons) for mode in MODES]
+        cells = [_cell(row[mode], reasons) for mode in MODES]
         lines.append(f"| {_title(case)} | {' | '.join(cells)} |")
     head = f"| {noun} | {' | '.join(MODES)} |"
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join([head, "|---" * (1 + len(MODES)) + "|", *lines, "", *notes]) + "\n"
 
 
-def _cell(case: Case, verdict: Verdict, reasons: dict[str, int]) -> str:
+def _cell(verdict: Verdict, reasons: dict[str, int]) -> str:
     if verdict.word == "equal":
         return "equal"
-    number = reasons.setdefault(_reason(case, verdict.why), len(reasons) + 1)
+    number = reasons.setdefault(_escaped(verdict.why), len(reasons) + 1)
     return f"{verdict.word} [{number}]"
 
 
@@ -135,7 +135,7 @@ def _table_of_reasons(noun: str, what: str, rows: list[tuple[Case, Row]]) -> str
     """A line per case; all modes have the same verdict, if not always the same reason."""
     lines = []
     for case, row in rows:
-        reasons = dict.fromkeys(_reason(case, verdict.why) for verdict in row.values())
+        reasons = dict.fromkeys(_escaped(verdict.why) for verdict in row.values())
         lines.append(f"| {_title(case)} | {'; '.join(reasons)} |")
     return "\n".join([f"| {noun} | {what} |", "|---|---|", *lines]) + "\n"
 
@@ -147,25 +147,16 @@ def _title(case: Case) -> str:
 
 
 def _built_with(case: Case) -> str:
-    takes = [f"with {ARGUMENTS[name]}" for name in case.uses]
+    takes = [f"with {_listed(ARGUMENTS[name] for name in case.uses)}"] if case.uses else []
     ignores = [ARGUMENTS[name] for name in case.edge if name not in case.uses]
-    without = [f"on a graph with {_listed(ignores)}, which it does not take"] if ignores else []
-    built = [f"`{case.options}`" if "=" in case.options else case.options] if case.options else []
+    without = [f"on a graph that has {_listed(ignores)}"] if ignores else []
+    built = [f"`{case.options}`" if re.match(r"\w+=", case.options) else case.options] if case.options else []
     return _escaped(" ".join([*built, *takes, *without]) or "defaults")
 
 
 def _listed(names: Iterable[str]) -> str:
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _reason(case: Case, why: str) -> str:
-    """A refusal without what differs from class to class, or names other classes."""
-    text = re.split(r"[;.] [Cc]onvs such as", why)[0]
-    text = re.sub(r" \(\w+Error: .*\)", "", text)
-    text = re.sub(r" in mode \w+", "", text)
-    text = text.removeprefix(f"{case.kind} ")
-    return _escaped(text.rstrip("."))
 
 
 def _escaped(text: str) -> str:
