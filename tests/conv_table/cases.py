@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch_geometric.nn as pyg
@@ -36,7 +36,7 @@ class Case:
     make: Callable[[], nn.Module]
     """A new model. Raises ImportError where PyG needs a library that is not there."""
     plain: Callable[[nn.Module, Dataset], Tensor] | None
-    """The model on the whole graph by PyG alone: [num_nodes, num_classes]. None if PyG needs more than hopline gives."""
+    """The model on the whole graph by PyG alone: [num_nodes, num_classes]. None if PyG needs more."""
     edge: tuple[str, ...] = ()
     """Edge arrays that the graph has."""
     uses: tuple[str, ...] = ()
@@ -78,8 +78,8 @@ def conv(
     text: str | None = None,
     uses: str | Sequence[str] = (),
     ignores: str | Sequence[str] = (),
-    keeps_width: bool = False,
-    encoder: bool | None = None,
+    widths: Literal[0, 1, 2] = 2,
+    encoder: bool = True,
     needs: str = "",
     **options: Any,
 ) -> Case:
@@ -87,19 +87,19 @@ def conv(
 
     build: where the class is not built as `kind(in, out, **options)`. text: what it is built with, as one types it.
     uses, ignores: edge arrays of the graph that the conv reads, and those that it does not take.
-    keeps_width: the output is as wide as the input; then linear layers go before and behind.
+    widths: how many the class is built with: 2, the input's and the output's; 1 or 0 if both are the same, and linear
+    layers go before (unless encoder=False) and behind.
     needs: what PyG needs to call it beside these; nothing runs then.
     """
     uses = (uses,) if isinstance(uses, str) else tuple(uses)
     ignores = (ignores,) if isinstance(ignores, str) else tuple(ignores)
-    make_conv: Build = build or (lambda a, b: getattr(pyg.conv, kind)(a, b, **options))
-    encodes = keeps_width if encoder is None else encoder
+    make_conv: Build = build or (lambda *both: getattr(pyg.conv, kind)(*both[:widths], **options))
 
     def make() -> nn.Module:
-        if not keeps_width:
+        if widths == 2:
             return GNN([make_conv(NUM_FEATURES, HIDDEN), make_conv(HIDDEN, NUM_CLASSES)])
-        width = HIDDEN if encodes else NUM_FEATURES
-        first = nn.Linear(NUM_FEATURES, width) if encodes else None
+        width = HIDDEN if encoder else NUM_FEATURES
+        first = nn.Linear(NUM_FEATURES, width) if encoder else None
         return GNN([make_conv(width, width) for _ in range(2)], encoder=first, head=nn.Linear(width, NUM_CLASSES))
 
     def plain(model: nn.Module, data: Dataset) -> Tensor:
@@ -160,14 +160,12 @@ def heads(kind: str, **options: Any) -> dict[str, Any]:
     return {"kind": kind, "build": build, "text": f"heads=2{more}"}
 
 
-WEIGHTED = {"uses": "weight"}
-
 CONVS = [
     # ---- plain sums, means and maxima
-    conv("SimpleConv", lambda a, b: pyg.SimpleConv(), keeps_width=True),
-    conv("SimpleConv", lambda a, b: pyg.SimpleConv(), keeps_width=True, encoder=False, text="as the first layer"),
-    conv("SimpleConv", lambda a, b: pyg.SimpleConv("mean", "self_loop"), keeps_width=True, text="'mean', combine_root='self_loop'"),
-    conv("SimpleConv", lambda a, b: pyg.SimpleConv("max", "sum"), keeps_width=True, uses="weight", text="'max', combine_root='sum'"),
+    conv("SimpleConv", widths=0),
+    conv("SimpleConv", widths=0, encoder=False, text="as the first layer"),
+    conv("SimpleConv", widths=0, aggr="mean", combine_root="self_loop"),
+    conv("SimpleConv", widths=0, aggr="max", combine_root="sum", uses="weight"),
     conv("SAGEConv"),
     conv("SAGEConv", ignores=("weight", "attr", "type")),
     *(conv("SAGEConv", aggr=name) for name in ("sum", "max", "min", "mul", "var", "std", "softmax", "powermean")),
@@ -194,37 +192,37 @@ CONVS = [
     sage("PatchTransformerAggregation", lambda a: aggr.PatchTransformerAggregation(a, a, 2, 4)),
     sage("DegreeScalerAggregation", lambda a: aggr.DegreeScalerAggregation("mean", "linear", degrees())),
     conv("GraphConv"),
-    *(conv("GraphConv", aggr=name, **WEIGHTED) for name in ("sum", "mean", "max")),
+    *(conv("GraphConv", aggr=name, uses="weight") for name in ("sum", "mean", "max")),
     conv("GINConv", lambda a, b: pyg.GINConv(mlp(a, 5, b)), text=""),
     conv("GINConv", lambda a, b: pyg.GINConv(mlp(a, 5, b), train_eps=True), text="train_eps=True"),
     conv("GINEConv", lambda a, b: pyg.GINEConv(mlp(a, 5, b), edge_dim=2), text="edge_dim=2", uses="attr"),
     conv("LEConv"),
-    conv("LEConv", **WEIGHTED),
+    conv("LEConv", uses="weight"),
     conv("MFConv"),
     conv("MFConv", max_degree=2),
-    conv("WLConvContinuous", lambda a, b: pyg.WLConvContinuous(), keeps_width=True),
-    conv("WLConvContinuous", lambda a, b: pyg.WLConvContinuous(), keeps_width=True, **WEIGHTED),
-    conv("WLConv", lambda a, b: pyg.WLConv(), keeps_width=True, needs="node colours: whole numbers instead of rows"),
+    conv("WLConvContinuous", widths=0),
+    conv("WLConvContinuous", widths=0, uses="weight"),
+    conv("WLConv", widths=0, needs="node colours: whole numbers instead of rows"),
     # ---- norms by degree
     conv("GCNConv"),
-    conv("GCNConv", **WEIGHTED),
-    conv("GCNConv", improved=True, **WEIGHTED),
-    conv("GCNConv", add_self_loops=False, **WEIGHTED),
-    conv("GCNConv", normalize=False, **WEIGHTED),
+    conv("GCNConv", uses="weight"),
+    conv("GCNConv", improved=True, uses="weight"),
+    conv("GCNConv", add_self_loops=False, uses="weight"),
+    conv("GCNConv", normalize=False, uses="weight"),
     conv("GCNConv", cached=True),
-    conv("GCN2Conv", lambda a, b: pyg.GCN2Conv(a, 0.1, 0.5, 1), keeps_width=True, text="alpha=0.1, theta=0.5, layer=1"),
-    conv("GCN2Conv", lambda a, b: pyg.GCN2Conv(a, 0.1, shared_weights=False), keeps_width=True, text="alpha=0.1, shared_weights=False", **WEIGHTED),
-    conv("GCN2Conv", lambda a, b: pyg.GCN2Conv(a, 0.1, add_self_loops=False), keeps_width=True, text="alpha=0.1, add_self_loops=False"),
-    conv("GCN2Conv", lambda a, b: pyg.GCN2Conv(a, 0.1, normalize=False), keeps_width=True, text="alpha=0.1, normalize=False", **WEIGHTED),
-    conv("GCN2Conv", lambda a, b: pyg.GCN2Conv(a, 0.1, cached=True), keeps_width=True, text="alpha=0.1, cached=True"),
-    conv("LGConv", lambda a, b: pyg.LGConv(), keeps_width=True),
-    conv("LGConv", lambda a, b: pyg.LGConv(normalize=False), keeps_width=True, text="normalize=False", **WEIGHTED),
+    conv("GCN2Conv", widths=1, alpha=0.1, theta=0.5, layer=1),
+    conv("GCN2Conv", widths=1, alpha=0.1, shared_weights=False, uses="weight"),
+    conv("GCN2Conv", widths=1, alpha=0.1, add_self_loops=False),
+    conv("GCN2Conv", widths=1, alpha=0.1, normalize=False, uses="weight"),
+    conv("GCN2Conv", widths=1, alpha=0.1, cached=True),
+    conv("LGConv", widths=0),
+    conv("LGConv", widths=0, normalize=False, uses="weight"),
     conv("ClusterGCNConv"),
     conv("ClusterGCNConv", diag_lambda=0.5),
-    conv("FAConv", lambda a, b: pyg.FAConv(a), keeps_width=True, text=""),
-    conv("FAConv", lambda a, b: pyg.FAConv(a, add_self_loops=False), keeps_width=True, text="add_self_loops=False"),
-    conv("FAConv", lambda a, b: pyg.FAConv(a, normalize=False), keeps_width=True, text="normalize=False", **WEIGHTED),
-    conv("FAConv", lambda a, b: pyg.FAConv(a, cached=True), keeps_width=True, text="cached=True"),
+    conv("FAConv", widths=1),
+    conv("FAConv", widths=1, add_self_loops=False),
+    conv("FAConv", widths=1, normalize=False, uses="weight"),
+    conv("FAConv", widths=1, cached=True),
     conv("PDNConv", edge_dim=2, hidden_channels=4, uses="attr"),
     conv("PDNConv", edge_dim=2, hidden_channels=4, add_self_loops=False, uses="attr"),
     conv("PDNConv", edge_dim=2, hidden_channels=4, normalize=False, uses="attr"),
@@ -236,30 +234,30 @@ CONVS = [
     conv("HypergraphConv"),
     # ---- several hops in one layer
     conv("SGConv", K=1),
-    conv("SGConv", K=2, **WEIGHTED),
-    conv("SGConv", K=1, add_self_loops=False, **WEIGHTED),
+    conv("SGConv", K=2, uses="weight"),
+    conv("SGConv", K=1, add_self_loops=False, uses="weight"),
     conv("SGConv", K=1, cached=True),
     conv("SGConv", K=2, cached=True),
     conv("SSGConv", alpha=0.1, K=1),
-    conv("SSGConv", alpha=0.1, K=2, **WEIGHTED),
+    conv("SSGConv", alpha=0.1, K=2, uses="weight"),
     conv("SSGConv", alpha=0.1, K=1, cached=True),
-    conv("APPNP", lambda a, b: pyg.APPNP(1, 0.1), keeps_width=True, text="K=1, alpha=0.1"),
-    conv("APPNP", lambda a, b: pyg.APPNP(1, 0.1), keeps_width=True, text="K=1, alpha=0.1", **WEIGHTED),
-    conv("APPNP", lambda a, b: pyg.APPNP(1, 0.1, normalize=False), keeps_width=True, text="K=1, alpha=0.1, normalize=False", **WEIGHTED),
-    conv("APPNP", lambda a, b: pyg.APPNP(1, 0.1, cached=True), keeps_width=True, text="K=1, alpha=0.1, cached=True"),
-    conv("APPNP", lambda a, b: pyg.APPNP(3, 0.1), keeps_width=True, text="K=3, alpha=0.1"),
+    conv("APPNP", widths=0, K=1, alpha=0.1),
+    conv("APPNP", widths=0, K=1, alpha=0.1, uses="weight"),
+    conv("APPNP", widths=0, K=1, alpha=0.1, normalize=False, uses="weight"),
+    conv("APPNP", widths=0, K=1, alpha=0.1, cached=True),
+    conv("APPNP", widths=0, K=3, alpha=0.1),
     conv("TAGConv", K=1),
-    conv("TAGConv", K=2, **WEIGHTED),
+    conv("TAGConv", K=2, uses="weight"),
     conv("TAGConv", K=2, normalize=False),
     conv("ChebConv", K=1),
     conv("ChebConv", K=2),
-    conv("ChebConv", K=2, normalization=None, **WEIGHTED),
+    conv("ChebConv", K=2, normalization=None, uses="weight"),
     conv("ARMAConv"),
-    conv("ARMAConv", num_stacks=2, num_layers=2, **WEIGHTED),
+    conv("ARMAConv", num_stacks=2, num_layers=2, uses="weight"),
     conv("MixHopConv", powers=[1]),
-    conv("MixHopConv", powers=[2], **WEIGHTED),
-    conv("GatedGraphConv", lambda a, b: pyg.GatedGraphConv(a, 1), keeps_width=True, text="num_layers=1", **WEIGHTED),
-    conv("GatedGraphConv", lambda a, b: pyg.GatedGraphConv(a, 2), keeps_width=True, text="num_layers=2"),
+    conv("MixHopConv", powers=[2], uses="weight"),
+    conv("GatedGraphConv", widths=1, num_layers=1, uses="weight"),
+    conv("GatedGraphConv", widths=1, num_layers=2),
     # ---- attention
     conv("GATConv"),
     conv(**heads("GATConv")),
@@ -280,8 +278,8 @@ CONVS = [
     conv("SuperGATConv"),
     conv(**heads("SuperGATConv", attention_type="SD")),
     conv("SuperGATConv", add_self_loops=False),
-    conv("AGNNConv", lambda a, b: pyg.AGNNConv(), keeps_width=True),
-    conv("AGNNConv", lambda a, b: pyg.AGNNConv(add_self_loops=False), keeps_width=True, text="add_self_loops=False"),
+    conv("AGNNConv", widths=0),
+    conv("AGNNConv", widths=0, add_self_loops=False),
     conv("FeaStConv", heads=2),
     conv("FeaStConv", heads=2, add_self_loops=False),
     conv("RGATConv", num_relations=NUM_TYPES, uses="type"),
@@ -304,14 +302,19 @@ CONVS = [
     conv("GeneralConv", attention=True, l2_normalize=True),
     conv("GeneralConv", attention=True, attention_type="dot_product", skip_linear=True),
     conv("GeneralConv", directed_msg=False, aggr="mean"),
-    conv("CGConv", lambda a, b: pyg.CGConv(a), keeps_width=True, text=""),
-    conv("CGConv", lambda a, b: pyg.CGConv(a), keeps_width=True, text="", ignores="attr"),
-    conv("CGConv", lambda a, b: pyg.CGConv(a, dim=2), keeps_width=True, text="dim=2", uses="attr"),
-    conv("CGConv", lambda a, b: pyg.CGConv(a, batch_norm=True, aggr="mean"), keeps_width=True, text="batch_norm=True, aggr='mean'"),
+    conv("CGConv", widths=1),
+    conv("CGConv", widths=1, ignores="attr"),
+    conv("CGConv", widths=1, dim=2, uses="attr"),
+    conv("CGConv", widths=1, batch_norm=True, aggr="mean"),
     conv("FiLMConv"),
     conv("FiLMConv", num_relations=NUM_TYPES, uses="type"),
     conv("NNConv", nnconv, text="nn=mlp", uses="attr"),
-    conv("NNConv", lambda a, b: nnconv(a, b, aggr="mean", root_weight=False), text="nn=mlp, aggr='mean', root_weight=False", uses="attr"),
+    conv(
+        "NNConv",
+        lambda a, b: nnconv(a, b, aggr="mean", root_weight=False),
+        text="nn=mlp, aggr='mean', root_weight=False",
+        uses="attr",
+    ),
     conv("GMMConv", dim=2, kernel_size=3, uses="attr"),
     conv("GMMConv", dim=2, kernel_size=3, separate_gaussians=True, uses="attr"),
     conv("SplineConv", dim=2, kernel_size=3, uses="attr"),
@@ -319,8 +322,16 @@ CONVS = [
     conv("EdgeConv", lambda a, b: pyg.EdgeConv(mlp(2 * a, 5, b), aggr="mean"), text="aggr='mean'"),
     conv("PNAConv", pna, text=""),
     conv("PNAConv", lambda a, b: pna(a, b, edge_dim=2), text="edge_dim=2", uses="attr"),
-    conv("PNAConv", lambda a, b: pna(a, b, towers=2, divide_input=True) if b == HIDDEN else pna(a, b), text="towers=2, divide_input=True"),
-    conv("PNAConv", lambda a, b: pna(a, b, train_norm=True, pre_layers=2, post_layers=2), text="train_norm=True, pre_layers=2, post_layers=2"),
+    conv(
+        "PNAConv",
+        lambda a, b: pna(a, b, towers=2, divide_input=True) if b == HIDDEN else pna(a, b),
+        text="towers=2, divide_input=True",
+    ),
+    conv(
+        "PNAConv",
+        lambda a, b: pna(a, b, train_norm=True, pre_layers=2, post_layers=2),
+        text="train_norm=True, pre_layers=2, post_layers=2",
+    ),
     # ---- types of edges
     conv("RGCNConv", num_relations=NUM_TYPES, uses="type"),
     conv("RGCNConv", num_relations=NUM_TYPES, num_bases=2, aggr="sum", uses="type"),
@@ -328,9 +339,16 @@ CONVS = [
     conv("FastRGCNConv", num_relations=NUM_TYPES, uses="type"),
     conv("RGCNConv", num_relations=NUM_TYPES, needs="edge_type"),
     # ---- convs around convs
-    conv("GPSConv", lambda a, b: pyg.GPSConv(a, pyg.SAGEConv(a, a), norm=None), keeps_width=True, text="conv=SAGEConv, norm=None"),
-    conv("AntiSymmetricConv", lambda a, b: pyg.AntiSymmetricConv(a), keeps_width=True, text=""),
-    conv("AntiSymmetricConv", lambda a, b: pyg.AntiSymmetricConv(a, pyg.SAGEConv(a, a), num_iters=2), keeps_width=True, text="phi=SAGEConv, num_iters=2"),
+    conv(
+        "GPSConv", lambda a, b: pyg.GPSConv(a, pyg.SAGEConv(a, a), norm=None), widths=1, text="conv=SAGEConv, norm=None"
+    ),
+    conv("AntiSymmetricConv", widths=1),
+    conv(
+        "AntiSymmetricConv",
+        lambda a, b: pyg.AntiSymmetricConv(a, pyg.SAGEConv(a, a), num_iters=2),
+        widths=1,
+        text="phi=SAGEConv, num_iters=2",
+    ),
     conv("DirGNNConv", lambda a, b: pyg.DirGNNConv(pyg.SAGEConv(a, b)), text="conv=SAGEConv"),
     # ---- convs that users write
     conv("a conv of your own", own.Weighted, text="edge_attr as weights of a sum", uses="attr"),
@@ -347,25 +365,64 @@ CONVS = [
     # ---- other inputs
     conv("GINEConv", lambda a, b: pyg.GINEConv(mlp(a, 5, b)), text="", needs="edge_attr"),
     conv("NNConv", nnconv, text="nn=mlp", needs="edge_attr"),
-    conv("DNAConv", lambda a, b: pyg.DNAConv(a), keeps_width=True, text="", needs="rows of all earlier layers"),
+    conv("DNAConv", widths=1, needs="rows of all earlier layers"),
     conv("PANConv", filter_size=2, needs="a model that takes (x, M), which it returns"),
     conv("SignedConv", first_aggr=True, needs="positive and negative edges apart"),
     conv("PointNetConv", lambda a, b: pyg.PointNetConv(mlp(a + 3, 5, b)), text="", needs="positions of nodes"),
     conv("PointTransformerConv", needs="positions of nodes"),
-    conv("PointGNNConv", lambda a, b: pyg.PointGNNConv(mlp(a, 5, 3), mlp(a + 3, 5, a), mlp(a, 5, a)), keeps_width=True, text="", needs="positions of nodes"),
+    conv(
+        "PointGNNConv",
+        lambda a, b: pyg.PointGNNConv(mlp(a, 5, 3), mlp(a + 3, 5, a), mlp(a, 5, a)),
+        widths=1,
+        text="",
+        needs="positions of nodes",
+    ),
     conv("PPFConv", lambda a, b: pyg.PPFConv(mlp(a + 4, 5, b)), text="", needs="positions and normals of nodes"),
     conv("XConv", lambda a, b: pyg.XConv(a, b, 3, 2), text="", needs="positions of nodes, from which it finds edges"),
-    conv("DynamicEdgeConv", lambda a, b: pyg.DynamicEdgeConv(mlp(2 * a, 5, b), 2), text="", needs="no edges: it finds them by distance"),
-    conv("GravNetConv", lambda a, b: pyg.GravNetConv(a, b, 2, 2, 2), text="", needs="no edges: it finds them by distance"),
+    conv(
+        "DynamicEdgeConv",
+        lambda a, b: pyg.DynamicEdgeConv(mlp(2 * a, 5, b), 2),
+        text="",
+        needs="no edges: it finds them by distance",
+    ),
+    conv(
+        "GravNetConv", lambda a, b: pyg.GravNetConv(a, b, 2, 2, 2), text="", needs="no edges: it finds them by distance"
+    ),
     conv("MeshCNNConv", needs="meshes: four edges at every node"),
-    conv("HEATConv", lambda a, b: pyg.HEATConv(a, b, 2, NUM_TYPES, 2, ATTR_WIDTH, 2, concat=False), text="", uses=("attr", "type"), needs="types of nodes"),
-    conv("HGTConv", lambda a, b: pyg.HGTConv(a, b, (["n"], [("n", "to", "n")])), text="", needs="dicts by type of node and edge"),
-    conv("HANConv", lambda a, b: pyg.HANConv(a, b, (["n"], [("n", "to", "n")])), text="", needs="dicts by type of node and edge"),
-    conv("HeteroConv", lambda a, b: pyg.HeteroConv({("n", "to", "n"): pyg.SAGEConv(a, b)}), text="", needs="dicts by type of node and edge"),
-    conv("MessagePassing", lambda a, b: pyg.MessagePassing(), keeps_width=True, text="", needs="a subclass: it has no forward of its own"),
-    conv("FusedGATConv", lambda a, b: pyg.FusedGATConv(a, b, add_self_loops=False), text="add_self_loops=False", needs="the library dgNN, and edges as (csr, csc, perm)"),
+    conv(
+        "HEATConv",
+        lambda a, b: pyg.HEATConv(a, b, 2, NUM_TYPES, 2, ATTR_WIDTH, 2, concat=False),
+        text="",
+        uses=("attr", "type"),
+        needs="types of nodes",
+    ),
+    conv(
+        "HGTConv",
+        lambda a, b: pyg.HGTConv(a, b, (["n"], [("n", "to", "n")])),
+        text="",
+        needs="dicts by type of node and edge",
+    ),
+    conv(
+        "HANConv",
+        lambda a, b: pyg.HANConv(a, b, (["n"], [("n", "to", "n")])),
+        text="",
+        needs="dicts by type of node and edge",
+    ),
+    conv(
+        "HeteroConv",
+        lambda a, b: pyg.HeteroConv({("n", "to", "n"): pyg.SAGEConv(a, b)}),
+        text="",
+        needs="dicts by type of node and edge",
+    ),
+    conv("MessagePassing", widths=0, needs="a subclass: it has no forward of its own"),
+    conv(
+        "FusedGATConv",
+        lambda a, b: pyg.FusedGATConv(a, b, add_self_loops=False),
+        text="add_self_loops=False",
+        needs="the library dgNN, and edges as (csr, csc, perm)",
+    ),
     conv("CuGraphSAGEConv", needs="the library pylibcugraphops, and edges as its EdgeIndex"),
     conv("CuGraphGATConv", needs="the library pylibcugraphops, and edges as its EdgeIndex"),
     conv("CuGraphRGCNConv", num_relations=NUM_TYPES, needs="the library pylibcugraphops, and edges as its EdgeIndex"),
-]  # fmt: skip
+]
 """Every class of `torch_geometric.nn.conv`, most of them with several options."""

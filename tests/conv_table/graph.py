@@ -36,7 +36,7 @@ HUB = 0
 NUM_PARTS = 5
 BATCH_SIZE = 4
 SEEDS = torch.tensor([36, 39, 35, 38, 7, 8, 5, 9, 1, 2, 3, 34, 10, 20, 12, 30, HUB])
-"""Training nodes by batches of four: nodes without in-edges only; nodes with unusual edges; then others; the hub alone."""
+"""Training nodes by batches of four: without in-edges; with unusual edges; two of others; the hub alone."""
 SOME_IDS = torch.tensor([17, HUB, 39, 5, 33])
 
 

@@ -10,13 +10,12 @@ running statistics on both sides.
 
 from __future__ import annotations
 
-import copy
 import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -150,9 +149,7 @@ def freeze_batch_norms(model: nn.Module) -> None:
 # ---- modes
 
 
-def _train(
-    case: Case, expected: Expected, method: Method, device: str, *, frozen: bool, records: bool = True
-) -> None:
+def _train(case: Case, expected: Expected, method: Method, device: str, *, frozen: bool, records: bool = True) -> None:
     """An epoch by a method, and what it adds up to compared with plain PyG.
 
     records: compare the outputs too, which a captured step cannot give.
@@ -203,9 +200,7 @@ def sampled(case: Case, expected: Expected, device: str, layout: Literal["block"
 
 def historical(case: Case, expected: Expected, device: str) -> None:
     """Parts one by one, with exact tables of rows and of gradients."""
-    method = hl.Historical(
-        num_parts=NUM_PARTS, parts_per_batch=1, partition="range", groups="fixed", compensate=True
-    )
+    method = hl.Historical(num_parts=NUM_PARTS, parts_per_batch=1, partition="range", groups="fixed", compensate=True)
     _train(case, expected, method, device, frozen=True)
 
 
@@ -224,8 +219,9 @@ def inference(case: Case, expected: Expected, device: str, model: nn.Module | No
     """All nodes, in small chunks too; a few; a node without in-edges alone; the hub alone. model: a new one if none."""
     model = model or make_model(case).to(device)
     every = torch.arange(expected.data.num_nodes)
+    isolated, hub = torch.tensor([expected.data.num_nodes - 1]), torch.tensor([HUB])
     runs: list[tuple[Tensor | None, int | None]] = [
-        (torch.tensor([39]), None), (None, None), (None, 7), (SOME_IDS, None), (SOME_IDS, 3), (torch.tensor([HUB]), None)
+        (isolated, None), (None, None), (None, 7), (SOME_IDS, None), (SOME_IDS, 3), (hub, None)
     ]  # fmt: skip
     for ids, chunk_edges in runs:
         found = hl.infer.exact(model, expected.data, ids, chunk_edges=chunk_edges, device=device)

@@ -1,9 +1,8 @@
-"""Convs, norms and modules as users write them: right ones, and those whose result depends on what else is in a batch."""
+"""Convs, norms and modules as users write them: right, or with results that depend on what else is in a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +11,14 @@ from torch_geometric.utils import add_self_loops, degree
 
 from tests.conv_table.graph import HIDDEN, NUM_CLASSES, NUM_FEATURES
 
-
 # ---- convs
 
 
 class _Linear(MessagePassing):
     """A sum over in-neighbours, then a linear layer."""
 
-    def __init__(self, in_channels: int, out_channels: int, **options: Any) -> None:
-        super().__init__(**({"aggr": "sum"} | options))
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(aggr="sum")
         self.in_channels, self.out_channels = in_channels, out_channels
         self.lin = nn.Linear(in_channels, out_channels)
 

@@ -24,14 +24,14 @@ in-edges. `make convs` runs all of it and writes this page; `make test` runs a p
 
 | verdict | means |
 |---|---|
-| equal | loss, outputs and the gradients of all parameters, summed over batches, are those of plain PyG on the whole graph |
+| equal | loss, outputs and gradients of all parameters, summed over batches, are those of plain PyG on all edges |
 | refused | an error names the class and says what to do instead |
 | needs | PyG needs something that hopline does not hand to a conv, or that the graph or the machine has not |
-| differs | is not equal in PyG either if trained on batches; hopline says so when the run begins |
+| differs | is not equal if trained on batches, in PyG neither; hopline says so when the run begins |
 
 | column | is |
 |---|---|
-| block | `Sampled(layout="block")` at full fan-out; at smaller ones it is PyG on the sampled edges |
+| block | `Sampled(layout="block")` at full fan-out |
 | tree | `Sampled(layout="tree")`, the default on a GPU, with fan-outs as large as the largest degree |
 | historical | `Historical(compensate=True)` with exact tables |
 | sweep | `FullBatch(aggregation="sweep")`, with and without `trim=True` |

@@ -1,12 +1,13 @@
 """The table of convs, norms and models: complete, as docs/convs.md shows it, and true.
 
 Here every row is run in one mode of those that work on blocks and in one of those that work on shards, another pair
-from row to row. `make convs` runs all cells, `pytest -m gpu` all of them on a GPU.
+from row to row: a third of the table's time. `make convs` runs all cells, `pytest -m gpu` all of them on a GPU.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -65,7 +66,8 @@ def test_every_mode_is_of_blocks_or_of_shards():
 def test_the_record_has_all_rows_and_the_page_shows_it():
     record = recorded()
     for section, cases in SECTIONS.items():
-        assert list(record.sections[section]) == [case.name for case in cases if case.exists], "run make convs"
+        rows = set(record.sections[section])
+        assert {case.name for case in cases if case.exists} <= rows <= {case.name for case in cases}, "run make convs"
     assert page.PAGE.read_text() == page.render(record, read("cuda")), "docs/convs.md is stale: run make convs"
 
 
@@ -79,6 +81,8 @@ def test_no_recorded_cell_is_wrong(device: str):
 def test_cells_are_as_the_page_says(section: str, i: int):
     case = SECTIONS[section][i]
     modes = [BLOCK_MODES[i % len(BLOCK_MODES)], SHARD_MODES[i % len(SHARD_MODES)]]
+    if case.needs:
+        modes = modes[:1]  # nothing is computed, and some of these models take seconds to build
     compare(case, modes, "cpu", recorded(), section)
 
 
@@ -98,30 +102,33 @@ def compare(case: Case, modes: list[str], device: str, record: Record | None, se
         return
     row = record.row(section, case)
     assert row is not None, f"{case.name} is not recorded: run make convs"
-    changed = [f"{mode}: {verdict.word}, not {row[mode].word}" for mode, verdict in verdicts.items() if verdict.word != row[mode].word]
+    changed = [
+        f"{mode}: {verdict.word}, not {row[mode].word}"
+        for mode, verdict in verdicts.items()
+        if verdict.word != row[mode].word
+    ]
     assert not changed, f"{case.name} on {device}: {'; '.join(changed)}. If that is meant, run make convs"
 
 
 # ---- the judge itself
 
 
-def right_case() -> Case:
-    return conv("SAGEConv")
+RIGHT = conv("SAGEConv")
 
 
-def plain_but(case: Case, change) -> Case:
-    """The same case, with other numbers from PyG."""
+def plain_but(change: Callable[[Tensor], Tensor]) -> Case:
+    """A case that is right, with other numbers from PyG."""
 
     def plain(model: nn.Module, data: Dataset) -> Tensor:
-        assert case.plain is not None
-        return change(case.plain(model, data))
+        assert RIGHT.plain is not None
+        return change(RIGHT.plain(model, data))
 
-    return replace(case, plain=plain)
+    return replace(RIGHT, plain=plain)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_difference_of_a_millionth_is_wrong(mode: str):
-    case = plain_but(right_case(), lambda out: out * (1 + 1e-6))
+    case = plain_but(lambda out: out * (1 + 1e-6))
     verdict = judge(case, mode)
     assert verdict.word == "wrong"
     assert "off by" in verdict.why
@@ -129,24 +136,16 @@ def test_a_difference_of_a_millionth_is_wrong(mode: str):
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "inference"])
 def test_a_wrong_gradient_with_right_outputs_is_wrong(mode: str):
-    case = plain_but(right_case(), lambda out: out.detach() + (out - out.detach()) * (1 + 1e-6))
+    case = plain_but(lambda out: out.detach() + (out - out.detach()) * (1 + 1e-6))
     verdict = judge(case, mode)
     assert verdict.word == "wrong"
     assert "gradient" in verdict.why
 
 
-class Broken(pyg.SAGEConv):
-    """Fails with something that no one has made a sentence of, where there are few nodes."""
-
-    def forward(self, x: Tensor, edge_index: Tensor, **options: object) -> Tensor:  # type: ignore[override]
-        raise self.error("no sentence")
-
-    error: type[Exception] = RuntimeError
-
-
 def test_what_plain_pyg_cannot_run_is_no_case():
-    with pytest.raises(RuntimeError, match="no sentence"):
-        judge(conv("SAGEConv", Broken), "block")
+    case = conv("SAGEConv", lambda a, b: pyg.SAGEConv(a + 1, b))
+    with pytest.raises(RuntimeError, match="shapes"):
+        judge(case, "block")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
@@ -169,6 +168,6 @@ def test_a_traceback_is_an_error_also_if_it_is_a_value_error_of_another_library(
 
 
 def test_a_module_that_runs_without_what_pyg_needs_is_wrong():
-    case = replace(right_case(), plain=None, needs="something else")
+    case = replace(RIGHT, plain=None, needs="something else")
     assert judge(case, "block") == Verdict("wrong", "it ran, though PyG needs something else")
     assert all(case.needs or case.plain is not None for case in CONVS)
