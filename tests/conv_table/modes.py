@@ -275,6 +275,8 @@ def _refusal(case: Case, error: ValueError) -> Verdict:
         return Verdict("error", f"ValueError of {raised_in.name}: {text}")
     if text.endswith(":") or len(text) < 40:
         return Verdict("error", f"refused without a reason: {text}")
+    if case.plain is not None and "cannot be called" in text:
+        return Verdict("error", f"refused, though PyG can call it: {text}")
     return Verdict("needs", case.needs) if case.needs else Verdict("refused", text)
 
 

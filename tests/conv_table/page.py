@@ -90,9 +90,9 @@ def _render_section(section: str, record: Record) -> str:
     if groups["some"]:
         text += "\n### Equal in some modes\n\n" + _table_by_mode(noun, groups["some"])
     if groups["refused"]:
-        text += "\n### Refused in every mode\n\n" + _table_of_reasons(noun, "why", groups["refused"])
+        text += "\n### Refused in every mode\n\n" + _table_of_refused(noun, groups["refused"])
     if groups["needs"]:
-        text += "\n### In need of something else\n\n" + _table_of_reasons(noun, "needs", groups["needs"])
+        text += "\n### In need of something else\n\n" + _table_of_needs(noun, groups["needs"])
     return text
 
 
@@ -120,8 +120,7 @@ def _table_by_mode(noun: str, rows: list[tuple[Case, Row]]) -> str:
         cells = [_cell(row[mode], reasons) for mode in MODES]
         lines.append(f"| {_title(case)} | {' | '.join(cells)} |")
     head = f"| {noun} | {' | '.join(MODES)} |"
-    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([head, "|---" * (1 + len(MODES)) + "|", *lines, "", *notes]) + "\n"
+    return "\n".join([head, "|---" * (1 + len(MODES)) + "|", *lines, "", *_notes(reasons)]) + "\n"
 
 
 def _cell(verdict: Verdict, reasons: dict[str, int]) -> str:
@@ -131,13 +130,23 @@ def _cell(verdict: Verdict, reasons: dict[str, int]) -> str:
     return f"{verdict.word} [{number}]"
 
 
-def _table_of_reasons(noun: str, what: str, rows: list[tuple[Case, Row]]) -> str:
-    """A line per case; all modes have the same verdict, if not always the same reason."""
+def _table_of_refused(noun: str, rows: list[tuple[Case, Row]]) -> str:
+    """A line per case; reasons, of which modes may have different ones, are numbered below."""
+    reasons: dict[str, int] = {}
     lines = []
     for case, row in rows:
-        reasons = dict.fromkeys(_escaped(verdict.why) for verdict in row.values())
-        lines.append(f"| {_title(case)} | {'; '.join(reasons)} |")
-    return "\n".join([f"| {noun} | {what} |", "|---|---|", *lines]) + "\n"
+        cells = dict.fromkeys(_cell(verdict, reasons) for verdict in row.values())
+        lines.append(f"| {_title(case)} | {', '.join(cell.removeprefix('refused ') for cell in cells)} |")
+    return "\n".join([f"| {noun} | why |", "|---|---|", *lines, "", *_notes(reasons)]) + "\n"
+
+
+def _table_of_needs(noun: str, rows: list[tuple[Case, Row]]) -> str:
+    lines = [f"| {_title(case)} | {_escaped(row['block'].why)} |" for case, row in rows]
+    return "\n".join([f"| {noun} | needs |", "|---|---|", *lines]) + "\n"
+
+
+def _notes(reasons: dict[str, int]) -> list[str]:
+    return [f"{number}. {reason}" for reason, number in reasons.items()]
 
 
 def _title(case: Case) -> str:

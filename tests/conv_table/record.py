@@ -90,7 +90,7 @@ def _short(name: str, why: str) -> str:
     text = re.split(r"[;.] [Cc]onvs such as", why)[0]
     text = re.sub(r" \(\w+Error: .*\)", "", text)
     text = re.sub(r" in mode \w+", "", text)
-    text = re.sub(r": \w+ needs all edges", ": its aggregation needs all edges", text)
+    text = re.sub(r": (the aggregate of )?\w+ needs all edges", ": its aggregation needs all edges", text)
     kind = name.split("(")[0]
     names = [kind, *(own.__name__ for own in (*OWN_CONVS, *OWN_MODULES))]
     text = re.sub(rf"\b({'|'.join(map(re.escape, names))})\b(?!\()", "it", text)
