@@ -9,7 +9,7 @@ PROCESS_TESTS := tests/test_launch.py tests/test_interrupt.py tests/test_world.p
   tests/test_evaluation_process.py tests/test_collective.py tests/test_handles.py tests/data/test_writer.py \
   tests/equivalence/test_4_ranks.py tests/equivalence/test_5_ranks.py tests/equivalence/test_8_resumed.py
 
-.PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended planted
+.PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended planted convs
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run the tests"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-slurm  train by sbatch on a Slurm cluster of one node, made for the test (root, Debian)"
 	@echo "make test-interop  JAX, TensorFlow, Paddle and GammaGL beside torch, in an environment of their own (6 GB)"
 	@echo "make planted  plant faults one by one and see that the tests catch them (some minutes; ARGS=--gpu on a GPU)"
+	@echo "make convs   run every conv, norm and model of PyG in every mode, and write docs/convs.md (some minutes)"
 	@echo "make bench-peers  environments of the libraries that benchmarks compare with"
 	@echo "make reproduce-history  published accuracies of historical training, run again (an hour)"
 	@echo "make clean   remove compiled kernels and caches"
@@ -117,6 +118,10 @@ test-faults: $(INSTALLED)
 # Faults planted one by one in a copy: what the tests must catch. ARGS='--only NAME', '--gpu', '--list'.
 planted: $(INSTALLED)
 	$(BIN)/python tests/planted.py --jobs 2 $(ARGS)
+
+# Every cell of docs/convs.md against plain PyG; fails if one is wrong. ARGS='--only GCNConv', '--device cuda --jobs 8'.
+convs: $(INSTALLED)
+	$(BIN)/python -m tests.conv_table --jobs 2 $(ARGS)
 
 reproduce-history: $(INSTALLED)
 	$(BIN)/python benchmarks/reproduce_history.py --data $${HOPLINE_TEST_DATA:-../shared/data}
