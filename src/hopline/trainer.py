@@ -160,6 +160,7 @@ class Trainer:
             module=self.model,
             train_ids=data.train_ids,
             train_step=train_step or supervised(data.task, data.num_classes),
+            usual_loss=self.usual_loss,
             seed=self.settings.seed,
             device=self.device,
             bf16=self.settings.precision == "bf16",

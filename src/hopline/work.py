@@ -49,6 +49,8 @@ class Job:
     train_ids: Tensor
     """[n] int64: nodes to train on."""
     train_step: TrainStep
+    usual_loss: bool = False
+    """Whether `train_step` is the usual loss of the task: a mean over the seeds, which may be computed in parts."""
     seed: int = 0
     device: torch.device = field(default_factory=_cpu)
     bf16: bool = False
