@@ -26,7 +26,8 @@ class ByDegreeWork:
     sampler: hl.NeighborSampler
 
     def units(self, epoch: int) -> Iterator[hl.Unit]:
-        data, generator = self.job.data, torch.Generator().manual_seed(epoch)
+        data, world = self.job.data, self.job.world
+        generator = torch.Generator().manual_seed(epoch * world.size + world.rank)  # each rank draws seeds of its own
         weights = data.graph.in_degrees(self.job.train_ids).double() + 1
         for step in range(self.spec.steps):
             seeds = self.job.train_ids[weights.multinomial(self.spec.batch_size, generator=generator)]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 from hopline import trace
@@ -17,7 +19,7 @@ from hopline.data import planted
 from hopline.full_batch import FullBatch
 from hopline.guard import Guard
 from hopline.historical import Historical
-from hopline.keep import WatchedWork, capped
+from hopline.keep import Watch, WatchedWork, capped
 from hopline.meter import meter_of
 from hopline.methods import Sampled
 from hopline.nn import GNN
@@ -26,7 +28,7 @@ from hopline.placement_settings import Placement
 from hopline.plan import Plan
 from hopline.sampled_work import SampledWork
 from hopline.trainer import Trainer
-from hopline.work import Job, Method, Stateful
+from hopline.work import Job, Method, Stateful, Unit
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 from tests.runs import records
 
@@ -219,3 +221,23 @@ def test_what_a_process_had_on_a_gpu_before_counts():
     assert before is not None
     assert after is not None
     assert after.kept_bytes("device") - before.kept_bytes("device") == pytest.approx(other.nbytes, rel=0.05)
+
+
+class Seven(Unit):
+    size = 7
+
+    def forward_backward(self, total: int) -> Tensor:
+        return torch.zeros(())
+
+
+class OwnWork:
+    """Work that cannot begin in the middle of an epoch."""
+
+    def units(self, epoch: int) -> Iterator[Unit]:
+        yield from (Seven(), Seven(), Seven())
+
+
+def test_work_that_begins_at_the_front_is_watched_too():
+    watched = WatchedWork(OwnWork(), Watch(torch.device("cpu"), 1 << 20, 0.0))  # type: ignore[arg-type]
+    left = list(watched.units(1, done=2, examples=14))
+    assert [(unit.size, unit.total_size) for unit in left] == [(7, None)]

@@ -1,4 +1,4 @@
-"""Which layout a loader takes; its batches are tested in tests/test_methods.py."""
+"""Which layout a loader takes, and how ranks share its seeds; its batches are tested in tests/test_methods.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from hopline.loader import resolve_layout, resolve_workers
 from hopline.nn import GNN
 from hopline.pipeline import Load
 from hopline.placement import place
+from hopline.sampled_work import SampledWork
 from hopline.tables import TensorTable
 from hopline.tree import TreeBlock
 from hopline.tuning import Tuning
+from hopline.world import Seat, World
 from tests.helpers import dataset_of, randn, random_graph
 
 DATA = dataset_of(random_graph(), randn(50, 6))
@@ -40,6 +42,34 @@ def test_auto_takes_trees_where_a_gpu_reads_all():
     assert {layout(), layout(features="pinned", cache="100"), layout(graph="pinned", features="pinned")} == {"tree"}
     assert layout(features="pinned", cache=0) == "tree"
     assert {layout(graph="host"), layout(features="host"), layout((-1,)), layout((50, 50, 50))} == {"block"}
+
+
+@pytest.mark.parametrize("layout", ["block", "tree"])
+def test_ranks_share_the_seeds_of_each_step_as_in_a_trainer(layout: Any):
+    model, method = GNN([SAGEConv(6, 3), SAGEConv(3, 3)]), hl.Sampled(fanouts=(3, 2), batch_size=4, layout=layout)
+    whole = [*replace(method, batch_size=12).loader(DATA, seed=5).epoch(2)]
+
+    worlds = [World(Seat(rank=rank, size=3)) for rank in range(3)]
+    parts = [[*method.loader(DATA, seed=5, world=world).epoch(2)] for world in worlds]
+    assert [len(batches) for batches in parts] == [len(whole)] * 3
+    for step, union in enumerate(whole):
+        shares = [batches[step] for batches in parts]
+        assert torch.equal(torch.cat([share.seeds for share in shares]), union.seeds)
+        assert {share.total_seeds for share in shares} == {union.num_seeds}
+        sources = torch.cat([share.input_ids for share in shares])
+        assert set(sources.tolist()) == set(union.input_ids.tolist())  # the same draws
+
+    for world, batches in zip(worlds, parts, strict=True):
+        trainer = hl.Trainer(model, DATA, method, seed=5, world=world, show=False)
+        assert isinstance(trainer.work, SampledWork)
+        trained = [*trainer.work.loader.epoch(2)]
+        assert [b.seeds.tolist() for b in trained] == [b.seeds.tolist() for b in batches]
+        assert {b.total_seeds for b in trained} == {b.total_seeds for b in batches}
+
+
+def test_without_ranks_a_loader_says_no_total():
+    """It may run on each of several ranks, where the seeds of one are not those of all."""
+    assert {batch.total_seeds for batch in hl.Sampled(fanouts=(3,), batch_size=16).loader(DATA)} == {None}
 
 
 def test_trees_come_where_they_are_asked_for():

@@ -19,6 +19,7 @@ from hopline.nn import GNN, as_walkable
 from hopline.pipeline import StageError
 from hopline.tables import SparseTable, TensorTable
 from hopline.work import Job, Unit
+from hopline.world import Seat, World
 from tests.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
 from tests.runs import small
 
@@ -275,12 +276,13 @@ def test_sums_cannot_be_scaled_in_a_model_that_is_not_made_of_layers() -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_after_a_restart_with_other_ranks_every_seed_has_its_turn_once(sizes: tuple[int, int], drop_last: bool):
     data = small()
-    loader = Sampled(fanouts=(2,), batch_size=7, workers=0, drop_last=drop_last).loader(data)
+    method = Sampled(fanouts=(2,), batch_size=7, workers=0, drop_last=drop_last)
 
     def part(size: int, steps: int | None, done: int, seeds_done: int) -> list[int]:
         """What the ranks of one start see, in so many steps."""
-        seen, loader.size = [], size
-        for loader.rank in range(size):
+        seen = []
+        for rank in range(size):
+            loader = method.loader(data, world=World(Seat(rank=rank, size=size)))
             batches = itertools.islice(loader.epoch(1, done, seeds_done), steps)
             seen += [int(s) for batch in batches for s in batch.seeds]
         return seen

@@ -49,7 +49,7 @@ def test_too_few_columns_are_refused():
         loss_of("single", randn(9, 3), randint(0, 4, 9), 4)
 
 
-def test_a_unit_stands_for_itself_where_there_is_one_rank():
+def test_a_unit_leaves_the_total_of_all_ranks_to_the_trainer():
     class Own(Unit):
         size = 7
 
@@ -58,4 +58,4 @@ def test_a_unit_stands_for_itself_where_there_is_one_rank():
 
     unit = Own()
     unit.commit()
-    assert unit.total_size == 7
+    assert unit.total_size is None

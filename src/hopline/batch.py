@@ -267,7 +267,7 @@ class Batch:
     key: int | Tensor | None = None
     """Key of this step's random draws: (seed, epoch, global step)."""
     total_seeds: int | None = None
-    """Seeds of this step over all ranks; None where nobody asked."""
+    """Seeds of this step over all ranks; None where this rank does not know."""
     output_idx: Tensor | None = None
     """[num_seeds] int64: the seeds among the last block's destinations; None where they are all of them, in order."""
     groups: tuple[Tensor, ...] = ()

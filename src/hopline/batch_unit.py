@@ -41,8 +41,8 @@ class BatchUnit(Unit):
         return self.batch.num_seeds
 
     @property
-    def total_size(self) -> int:
-        return self.batch.num_seeds if self.batch.total_seeds is None else self.batch.total_seeds
+    def total_size(self) -> int | None:
+        return self.batch.total_seeds
 
     def forward_backward(self, total: int) -> Tensor:
         job = self.job

@@ -135,6 +135,10 @@ class SweepUnit(Unit):
     def size(self) -> int:  # type: ignore[override]
         return self.job.train_ids.numel()
 
+    @property
+    def total_size(self) -> int:
+        return self.size  # a sweep is for one process
+
     def forward_backward(self, total: int) -> Tensor:
         needed, layers = self.needed, self.work.model.num_layers
         trace.count("sweep.rows", self.job.data.num_nodes * layers if needed is None else needed.num_rows)

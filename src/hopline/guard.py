@@ -383,8 +383,8 @@ class GuardedUnit(Unit):
         return self.batch.num_seeds
 
     @property
-    def total_size(self) -> int:
-        return BatchUnit(self.job, self.batch).total_size
+    def total_size(self) -> int | None:
+        return self.batch.total_seeds
 
     def forward_backward(self, total: int) -> Tensor:
         if not self.size:

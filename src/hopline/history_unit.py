@@ -81,7 +81,7 @@ class HistoricalUnit(Unit):
     made: HistoricalBatch | None
     """None where the other ranks have a batch at this turn and this one has not."""
     total: int | None = None
-    """Seeds that the batches of all ranks at this turn stand for; those that are in this one by default."""
+    """Seeds that the batches of all ranks at this turn stand for; by default those that are in them."""
     pushed: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -89,8 +89,8 @@ class HistoricalUnit(Unit):
         return 0 if self.made is None else self.made.batch.num_seeds
 
     @property
-    def total_size(self) -> int:
-        return self.size if self.total is None else self.total
+    def total_size(self) -> int | None:
+        return self.total
 
     @property
     def learns(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from hopline.plan import Plan
 from hopline.sampled_work import SampledWork
 from hopline.sampling import NeighborSampler
 from hopline.spec import parse_size
-from hopline.work import Job, Unit, Work
+from hopline.work import Job, Unit, Work, units_from
 
 
 def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
@@ -90,13 +90,9 @@ class WatchedWork:
         return getattr(self.work, name)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        units = self.work.units(epoch, done, examples)
-        try:
+        with closing(units_from(self.work, epoch, done, examples)) as units:
             for unit in units:
                 yield WatchedUnit(unit, self.guard)
-        finally:
-            if isinstance(units, Generator):
-                units.close()
 
 
 @dataclass(eq=False)
@@ -111,7 +107,7 @@ class WatchedUnit(Unit):
         return self.unit.size
 
     @property
-    def total_size(self) -> int:
+    def total_size(self) -> int | None:
         return self.unit.total_size
 
     def forward_backward(self, total: int) -> Tensor:

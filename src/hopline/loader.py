@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hopline import ops, trace
 from hopline.batch import Batch, Block, Readable, Rows
-from hopline.cores import num_cores
 from hopline.data.dataset import Dataset
 from hopline.memory import reuse_freed_memory
 from hopline.nn.gnn import GNN
@@ -26,6 +25,7 @@ from hopline.transfer import Moved, Mover
 from hopline.tree import TreeBlock, TreeRows
 from hopline.tree_sampling import TreeSampler
 from hopline.tuning import Tuning
+from hopline.world import World
 
 if TYPE_CHECKING:
     from hopline.methods import Sampled
@@ -37,7 +37,12 @@ MOST_SLOTS = 1 << 24
 
 
 class Loader:
-    """Batches of a dataset, prepared ahead: sample, gather, move. Iterating gives epoch after epoch."""
+    """Batches of a dataset, prepared ahead: sample, gather, move. Iterating gives epoch after epoch.
+
+    The ranks of a `world` share the seeds of each batch of `batch_size` times their number: every rank gets as many
+    batches, `batch.total_seeds` is the number of seeds over all ranks, and a rank may have none of the last ones.
+    Without a `world` the seeds are all this process's own, and `batch.total_seeds` is None.
+    """
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class Loader:
         seed: int,
         device: torch.device,
         model: GNN | Whole | None,
+        world: World | None = None,
     ) -> None:
         if ids.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
@@ -58,8 +64,10 @@ class Loader:
         self.read_by_gpu = self._is_read_by_gpu()
         self.keeps_handle = self._keeps_handle(model)
         self.model = model
-        self.rank, self.size = 0, 1  # of the ranks that share each step's seeds
-        self.num_cores = num_cores()
+        self.knows_ranks = world is not None
+        world = World.alone(device) if world is None else world
+        self.rank, self.size = world.rank, world.size  # of the ranks that share each step's seeds
+        self.num_cores = world.num_cores
         self.divide: Callable[[Batch], Batch] | None = None  # a budget's part of the preparation
         self.waits_on_host = False  # whether batches for a GPU stay here, for a guard that moves what there is room for
         self.load: Load | None = None  # of the last epoch, if threads prepared it
@@ -152,7 +160,9 @@ class Loader:
             blocks = tuple(block.scaling_sums(True) for block in blocks)
         if not self.on_gpu:
             trace.count("edges.sampled", sum(b.num_edges for b in blocks))
-        return Batch(seeds, blocks, None, None, key=key, total_seeds=all_seeds.numel())
+        # A loader that was told of no ranks may be one of several, each with seeds of its own.
+        total = all_seeds.numel() if self.knows_ranks else None
+        return Batch(seeds, blocks, None, None, key=key, total_seeds=total)
 
     def _gather(self, batch: Batch) -> Batch:
         handles = {name: self._handle(table, batch) for name, table in self.data.tables.items()}

@@ -126,8 +126,9 @@ class Sampled(Method):
         """The batches alone, for a loop of your own: `for batch in Sampled(...).loader(data): ...`.
 
         With `model`, rows that its first layer reads itself are left to it; without, `batch.x` is a tensor.
-        data: a dataset, or a rank's shard of one, where all ranks take their batches together (see `CollectiveLoader`)
-        and `world` names the rank that stopped if one does.
+        data: a dataset, or a rank's shard of one, where all ranks take their batches together (see `CollectiveLoader`).
+        world: the ranks that share the seeds of each step, as in a `Trainer` (docs/own_loop.md); of a shard, whose
+        ranks are known, it names the rank that stopped if one does.
         """
         from hopline.sampled_work import make_loader
 

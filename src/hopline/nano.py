@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops, trace
-from hopline.batch import Block
+from hopline.batch import Batch, Block
 from hopline.batch_unit import autocast
 from hopline.halo import report_ages
 from hopline.history_unit import HistoricalBatch, HistoricalUnit, messages_back
@@ -36,6 +36,7 @@ from hopline.predict import Sizes
 from hopline.rescue import Before, attempt
 from hopline.spec import format_size
 from hopline.sweep import Swept, backward, drawn_again, forward, from_loss, through_layer
+from hopline.sweep_loss import LOSS_COPIES, LossByPiece
 
 if TYPE_CHECKING:
     from hopline.guard import Guard
@@ -73,12 +74,19 @@ class Probe(Swept[NanoPiece]):
         self.work.job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
         with meter_of(self.work.job.device) as meter, autocast(self.work.job), drawn_again(self, l, piece):
             if last:
-                from_loss(self, piece, 1.0, 0.0)
+                from_loss(self, piece, self._loss, 0.0)
             else:
                 through_layer(self, l, piece, 0.0)
         if not last or piece.has_seeds:
             layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
         return meter.peak_bytes
+
+    def _loss(self, batch: Batch, outputs: Tensor) -> Tensor:
+        """What a piece is given: its share of the usual loss, or gradients that come from a loss over all seeds."""
+        job = self.work.job
+        if job.usual_loss:
+            return LossByPiece(job, 1.0, torch.zeros((), device=job.device))(batch, outputs)
+        return (outputs * torch.zeros_like(outputs)).sum()
 
     def pieces(self, l: int) -> Iterable[NanoPiece]:
         return ()
@@ -150,6 +158,7 @@ class Nano(Swept[NanoPiece]):
         num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self._keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
         num_bytes += halo * (sum(hidden) + 4 * most) + own * most if self.made.mixer is not None else 0
+        num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.made.batch.num_seeds
         return num_bytes + OF_A_MAP * self.made.block.num_src + self.guard.beside_bytes()
 
     @property
@@ -252,6 +261,9 @@ class Nano(Swept[NanoPiece]):
 
     def gradient(self, l: int, piece: NanoPiece) -> Tensor:
         return self.totals[l][piece.run]
+
+    def loss_batch(self, seeds: Tensor, y: Tensor | None) -> Batch:
+        return self.made.batch
 
     def went_back(self, l: int, piece: NanoPiece) -> None:
         sizes, learns = Sizes.of_blocks((piece.block,)), l < self.last or piece.has_seeds

@@ -68,6 +68,7 @@ class Outline:
             module=model,
             train_ids=data.train_ids,
             train_step=supervised(data.task, data.num_classes),
+            usual_loss=True,
             seed=settings.seed,
             device=find_device(settings.device),
             bf16=settings.precision == "bf16",

@@ -28,6 +28,7 @@ from hopline.predict import Predictor, Sizes
 from hopline.rescue import free_memory, is_out_of_memory
 from hopline.sampled_forms import SampledForms, drawn
 from hopline.split import can_split
+from hopline.sweep_loss import LOSS_COPIES
 from hopline.work import Job, Method
 
 MOST_SHARDS = 1 << 14
@@ -149,10 +150,11 @@ def _full_batch(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     rows = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # those of a sweep, and their gradients
     fixed = [*outline.kept(), *outline.data_on_host()]
     fixed += _table_items("rows and gradients", method.folder, rows, outline, method.tables)
+    loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
 
     def form(num_shards: int) -> Plan:
         sizes = _part_sizes(data.graph, min(1.0, UNEVEN / num_shards), model.num_layers)
-        step = max(map(outline.predictor(model.num_layers).promise, _by_layer(sizes)))
+        step = max(map(outline.predictor(model.num_layers).promise, _by_layer(sizes))) + loss_bytes
         return Plan(
             method=replace(method, num_shards=num_shards),
             items=(*fixed, Item("prepared shard", "host", _block_bytes(data.graph, sizes.edges[0]))),
@@ -174,6 +176,12 @@ def _full_batch(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
         return plan
 
     return _surely(best, outline, model.num_layers)
+
+
+def _output_bytes(outline: Outline, model: GNN) -> int:
+    """Of all training nodes, whose outputs are there at once for a loss of the user's own."""
+    width = max(_widths(model, outline.data.num_features)[-1], outline.data.num_classes)
+    return outline.train_ids.numel() * width * outline.dtype.itemsize
 
 
 def _by_layer(sizes: Sizes) -> Iterator[Sizes]:

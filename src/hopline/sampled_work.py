@@ -43,8 +43,8 @@ def bind(method: Sampled, job: Job) -> Work:
     job.model.check_blocks(job.data.num_features, job.data.graph.edge)
     if isinstance(job.model, Whole) and "x" in job.data.tables:
         check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
-    loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model)
-    loader.rank, loader.size, loader.num_cores = job.world.rank, job.world.size, job.world.num_cores
+    given = {"seed": job.seed, "device": job.device, "model": job.model, "world": job.world}
+    loader = method.loader(job.data, job.train_ids, **given)
     if loader.layout == "tree" and loader.on_gpu:
         return CapturedWork(job, loader)
     return SampledWork(job, loader)
@@ -79,7 +79,7 @@ def make_loader(
         tell_calls(unwrapped(model))
     walk = None if model is None else as_walkable(model)
     method = method if walk is None else method.for_model(walk)
-    return Loader(data, chosen, method, seed, torch.device(device), walk)
+    return Loader(data, chosen, method, seed, torch.device(device), walk, world)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from hopline.infer import evaluating
 from hopline.nn.gnn import State
 from hopline.nn.regularise import spreads
 from hopline.ops import derive_key
+from hopline.sweep_loss import LossAtOnce, LossByPiece, Objective, batch_of_seeds
 from hopline.world import World
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ class Swept(ABC, Generic[P]):
     def went_back(self, l: int, piece: P) -> None:
         """Layer `l` is done with at a piece."""
 
+    def loss_batch(self, seeds: Tensor, y: Tensor | None) -> Batch:
+        """What a training step is given for the loss of all seeds at once."""
+        return batch_of_seeds(self.work.job, seeds, y, self.key)
+
 
 def forward(over: Swept[P]) -> None:
     """Rows after every layer but the last."""
@@ -122,9 +127,11 @@ def backward(over: Swept[P], scale: float, penalty: float = 0.0) -> Tensor:
     work, last = over.work, over.work.model.num_layers - 1
     summed = torch.zeros((), dtype=torch.promote_types(work.dtype, torch.float32), device=work.job.device)
     over.turn()
+    usual = work.job.usual_loss
+    loss = LossByPiece(work.job, scale, summed) if usual else LossAtOnce(over, scale, summed, outputs_of)
     for piece in over.pieces(last):
         with drawn_again(over, last, piece):
-            summed += from_loss(over, piece, scale, penalty)
+            from_loss(over, piece, loss, penalty)
         over.went_back(last, piece)
     over.gathered(last)
     for l in range(last - 1, -1, -1):
@@ -162,22 +169,24 @@ def through_layer(over: Swept[P], l: int, piece: P, penalty: float) -> None:
         over.add(l - 1, piece, inputs.grad)
 
 
-def from_loss(over: Swept[P], piece: P, scale: float, penalty: float) -> Tensor:
-    """The summed loss of a piece; its gradients are added at the last layer's rows, its inputs, what jumped ahead."""
-    work, model, block, batch = over.work, over.work.model, piece.block, piece.batch
+def from_loss(over: Swept[P], piece: P, objective_of: Objective, penalty: float) -> None:
+    """The last layer at a piece again, and back from the loss.
+
+    Gradients are added to the parameters', at the last layer's rows, at its inputs, and at what jumped ahead.
+    """
+    model, block, batch = over.work.model, piece.block, piece.batch
     last = model.num_layers - 1
     inputs = over.inputs(last - 1, piece).requires_grad_() if last else None
     kept = {l: over.own(l, piece).requires_grad_() for l in range(last)} if model.keeps_jk else {}
-    state, recorded = work.state_of(last, block, block.src_ids, inputs), RecordedBlock(block, keeps_gradients=True)
-    jk = _jumped(work, block, kept) if model.keeps_jk else None
+    state, recorded = _last_input(over, block, inputs, kept), RecordedBlock(block, keeps_gradients=True)
     with spreads(model, penalty > 0) as found:
-        ended = model.layer(last, State(state.h, state.x0, jk), recorded)
-    out, loss = recorded.own[last], torch.zeros((), device=block.src_ids.device)
-    objective = penalty * block.num_dst * torch.stack(found).sum() if found else loss
+        ended = model.layer(last, state, recorded)
+    out, objective = recorded.own[last], torch.zeros((), device=block.src_ids.device)
+    if found:
+        objective = penalty * block.num_dst * torch.stack(found).sum()
     if batch.num_seeds:
-        scores = model.decode(ended)[batch.output_idx]
-        loss = work.job.train_step(_Given(scores), batch) * batch.num_seeds
-        objective = objective + loss * scale
+        outputs = model.decode(ended)[batch.output_idx]
+        objective = objective + objective_of(batch, outputs)
     if objective.requires_grad:
         objective.backward()
     over.add(last, piece, torch.zeros_like(out) if out.grad is None else out.grad, own=True)
@@ -185,7 +194,24 @@ def from_loss(over: Swept[P], piece: P, scale: float, penalty: float) -> Tensor:
         over.add(last - 1, piece, inputs.grad)
     for l, rows in kept.items():
         over.add(l, piece, rows.grad, own=True)
-    return loss.detach()
+
+
+def outputs_of(over: Swept[P], piece: P, batch: Batch) -> Tensor:
+    """What the model puts out at the seeds of a piece."""
+    model, block = over.work.model, piece.block
+    last = model.num_layers - 1
+    with torch.no_grad(), drawn_again(over, last, piece):
+        inputs = over.inputs(last - 1, piece) if last else None
+        kept = {l: over.own(l, piece) for l in range(last)} if model.keeps_jk else {}
+        ended = model.layer(last, _last_input(over, block, inputs, kept), RecordedBlock(block))
+        return model.decode(ended)[batch.output_idx]
+
+
+def _last_input(over: Swept[P], block: Block, inputs: Tensor | None, kept: dict[int, Tensor]) -> State:
+    """What the last layer reads. kept: own rows after the layers before, where they jump ahead."""
+    work = over.work
+    state = work.state_of(work.model.num_layers - 1, block, block.src_ids, inputs)
+    return State(state.h, state.x0, _jumped(work, block, kept) if work.model.keeps_jk else None)
 
 
 def _jumped(work: HistoricalWork, block: Block, kept: dict[int, Tensor]) -> Tensor | None:
@@ -197,17 +223,6 @@ def _jumped(work: HistoricalWork, block: Block, kept: dict[int, Tensor]) -> Tens
         assert encoded is not None
         rows = [encoded, *rows]
     return torch.cat(rows, dim=1) if rows else None
-
-
-class _Given(nn.Module):
-    """A model that puts out what was computed already: for a training step that only looks at the outputs."""
-
-    def __init__(self, scores: Tensor) -> None:
-        super().__init__()
-        self.scores = scores
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.scores
 
 
 # ---- all parts
@@ -260,10 +275,9 @@ class _AllParts(Swept["HistoricalBatch"]):
         self.kept: list[HistoricalBatch] = []
 
     def pieces(self, l: int) -> Iterable[HistoricalBatch]:
-        """With features where the loss may ask for them; few edges are not moved to a GPU again at every layer."""
-        inputs = l == self.last
-        if inputs or self.work.job.data.num_edges > HELD_EDGES:
-            return self.work.all_batches(self.key, inputs=inputs)
+        """Few edges are not moved to a GPU again at every layer."""
+        if self.work.job.data.num_edges > HELD_EDGES:
+            return self.work.all_batches(self.key, inputs=False)
         self.kept = self.kept or list(self.work.all_batches(self.key, inputs=False))
         return self.kept
 

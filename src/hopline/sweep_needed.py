@@ -29,7 +29,7 @@ class NeededPiece:
 
     part: int
     batch: Batch
-    """With seeds, labels and tables after the last layer alone."""
+    """With seeds and labels after the last layer alone."""
     places: Tensor
     """Of all sources, on the host: those of the nodes themselves stand first."""
 
@@ -103,7 +103,7 @@ class _NeededParts(Swept[NeededPiece]):
         for part, block, places in self.needed.blocks(l):
             block = replace(block, key=self.key, graph=batches.graph)
             if l == self.last:
-                batch = batches.batch_of(block, block.dst_ids, self.key)
+                batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
             else:
                 batch = batches.moved(Batch(block.dst_ids, (block,), None, None, key=self.key))
             yield NeededPiece(part, batch, places)

@@ -49,6 +49,7 @@ from hopline.nn.whole_probe import initialise
 from hopline.placement import describe, place
 from hopline.placement_settings import Placement
 from hopline.plan import Outline, Plan
+from hopline.rank_steps import taken_together, total_size
 from hopline.report import Report
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings
@@ -163,6 +164,7 @@ class Trainer:
             module=self.model,
             train_ids=data.train_ids,
             train_step=train_step or supervised(data.task, data.num_classes),
+            usual_loss=self.usual_loss,
             seed=self.settings.seed,
             device=self.device,
             bf16=self.settings.precision == "bf16",
@@ -248,7 +250,7 @@ class Trainer:
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, int]:
         """One optimizer step over some units: (mean loss, seeds)."""
-        total = max(1, sum(unit.total_size for unit in units))
+        total = max(1, total_size(units, self.world))
         for group in self.optimizer.param_groups:  # as zero_grad, which takes ten times as long to say so
             for parameter in group["params"]:
                 parameter.grad = None
@@ -272,7 +274,7 @@ class Trainer:
         at, started = self.position, time.perf_counter() - self.position.seconds
         with (
             self.checkpoints.between_steps(),
-            closing(in_groups(self._units(epoch), self.settings.accumulate)) as groups,
+            closing(self._groups(epoch)) as groups,
         ):
             for group in groups:
                 loss, size = self.step(group)
@@ -419,9 +421,10 @@ class Trainer:
         described = self._describe()
         return checkpoint.identity(self.model, self.data, described["method"], described["train"])
 
-    def _units(self, epoch: int) -> Generator[Unit, None, None]:
-        """The units of the epoch that are not done yet."""
-        return units_from(self.work, epoch, self.position.units, self.position.seeds)
+    def _groups(self, epoch: int) -> Generator[list[Unit], None, None]:
+        """The units of the epoch that are not done yet, by steps."""
+        units = units_from(self.work, epoch, self.position.units, self.position.seeds)
+        return taken_together(in_groups(units, self.settings.accumulate), self.world)
 
     def _test(self, run: Run, keep: KeepWeights) -> None:
         """The best weights, tested."""

@@ -49,6 +49,8 @@ class Job:
     train_ids: Tensor
     """[n] int64: nodes to train on."""
     train_step: TrainStep
+    usual_loss: bool = False
+    """Whether `train_step` is the usual loss of the task: a mean over the seeds, which may be computed in parts."""
     seed: int = 0
     device: torch.device = field(default_factory=_cpu)
     bf16: bool = False
@@ -63,16 +65,22 @@ class Unit(ABC):
     """A piece of work that ends in gradients: a batch, a sweep over parts, a captured graph."""
 
     size: int
-    """How many training examples it covers."""
+    """How many training examples it covers, on this rank."""
 
     @property
-    def total_size(self) -> int:
-        """How many the units of all ranks in this place cover together."""
-        return self.size
+    def total_size(self) -> int | None:
+        """How many the units of all ranks in this place cover together; None: the Trainer sums their sizes.
+
+        A method that knows it saves an exchange a step, and then gives every rank the same number of units.
+        """
+        return None
 
     @abstractmethod
     def forward_backward(self, total: int) -> Tensor:
-        """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss."""
+        """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss.
+
+        total: examples of the whole step, over all its units and all ranks. Gradients are summed over the ranks.
+        """
 
     def commit(self) -> None:  # noqa: B027 - most units have nothing to write
         """Called after the optimizer step: the one place where a unit may write state."""
@@ -84,6 +92,7 @@ class Work(Protocol):
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         """The units of an epoch (counted from 1), in order; the same epoch gives the same units again.
 
+        Over several ranks each yields its own; the gradient is that of the mean over the examples of all of them.
         done, examples: how many units, which trained how many examples over all ranks, had their turn already.
         """
         ...
