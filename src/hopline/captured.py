@@ -83,7 +83,6 @@ class CapturedWork:
         self.batches = DeviceBatches(loader)
         self.steps: dict[int, CapturedStep | None] = {}
         """By their number of seeds; None where it cannot be captured."""
-        self.epochs = 0
         self.look_ahead = self._look_ahead()
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
@@ -91,23 +90,25 @@ class CapturedWork:
         size = loader.method.batch_size
         per_step, left = size * loader.size, loader.ids.numel() - examples
         self.batches.start(epoch, done, examples)
-        self.epochs += 1
         if left >= per_step and per_step not in self.steps:
             self.steps[per_step] = capture(self.job, self.batches, size, loader.rank * size, per_step)
         yield from self._full_steps(left // per_step, size, per_step)
         rest = left % per_step
         if rest and not loader.method.drop_last:
-            yield self._last_step(rest)
+            yield self._last_step(rest, epoch)
 
-    def _last_step(self, rest: int) -> Unit:
-        """The last step of an epoch, which is smaller: worth a graph in the second."""
+    def _last_step(self, rest: int, epoch: int) -> Unit:
+        """The last step of an epoch, which is smaller: worth a graph from the second epoch on.
+
+        The epoch alone decides, and a capture waits for an evaluation beside training that has the turn: the products
+        of a graph may be summed in another order than those of a step that runs as it is, so the weights would depend
+        on how long the evaluation took.
+        """
         loader, job, batches = self.loader, self.job, self.batches
         first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
         size, others = stop - first, list(self.steps.values())
-        if rest not in self.steps and size and self.epochs > 1 and None not in others:
-            with recording.at_once() as free:
-                if free:
-                    self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
+        if rest not in self.steps and size and epoch > 1 and None not in others:
+            self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
         step = self.steps.get(rest)
         return DrawnUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
 
