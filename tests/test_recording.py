@@ -86,6 +86,19 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
     assert resumed == second[1:]
 
 
+def test_gradients_arrive_at_new_nodes_whoever_holds_the_old_ones():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    address, held = parameter.data_ptr(), (parameter * 2).sum()
+    before = torch.autograd.graph.get_gradient_edge(parameter).node
+    captured.renew_accumulators([parameter])
+    assert torch.autograd.graph.get_gradient_edge(parameter).node is not before
+    assert parameter.data_ptr() == address
+    (parameter * 3).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [3.0] * 3
+    held.backward()
+
+
 def outcome_of(data: hl.Dataset, evaluate: str, **options: Any) -> tuple[Any, ...]:
     """A run's losses, metrics and weights: three layers as wide as those whose products a graph may sum otherwise."""
     torch.manual_seed(0)
@@ -186,6 +199,34 @@ def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
     graph.replay()
     assert not failures
     assert float(x[0]) == 2001
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("waits", [False, True], ids=["raises", "waits for the device"])
+def test_a_graph_that_cannot_be_recorded_leaves_nothing_open(waits: bool):
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream, x = recording.stream_to_record("this", torch.device("cuda")), torch.ones(10, device="cuda")
+    expected = pytest.raises(RuntimeError if waits else ZeroDivisionError)
+    with expected, torch.cuda.stream(stream), recording.recorded(graph, stream):
+        x.mul(2)
+        if waits:
+            torch.cuda.synchronize()
+        raise ZeroDivisionError
+
+    assert torch.rand(5, device="cuda").shape == (5,)
+    read = torch.empty(1 << 22, device="cuda")
+    address = read.data_ptr()
+    read.record_stream(other)
+    del read
+    torch.cuda.synchronize()
+    again = torch.empty(1 << 22, device="cuda")
+    assert again.data_ptr() == address, "memory that another stream has read comes back"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), recording.recorded(graph, stream):
+        x += 1
+    graph.replay()
+    assert float(x[0]) == 2
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ cannot be captured runs as it is, on the same batches.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -100,9 +100,8 @@ class CapturedWork:
     def _last_step(self, rest: int, epoch: int) -> Unit:
         """The last step of an epoch, which is smaller: worth a graph from the second epoch on.
 
-        The epoch alone decides, and a capture waits for an evaluation beside training that has the turn: the products
-        of a graph may be summed in another order than those of a step that runs as it is, so the weights would depend
-        on how long the evaluation took.
+        The epoch alone decides: a capture waits for an evaluation beside training that has the turn, so that what is
+        run does not depend on how long that takes, or on where a run was interrupted.
         """
         loader, job, batches = self.loader, self.job, self.batches
         first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
@@ -213,6 +212,7 @@ class CapturedStep:
 
     def capture(self, beside: torch.cuda.CUDAGraph | None) -> None:
         job = self.job
+        renew_accumulators(self.parameters)
         stream = recording.stream_to_record("steps", job.device)
         with recording.turn, _unchanged(job.module, self.batches.state, job.device), _after_this_stream(stream):
             begin = self.batches.state.clone()
@@ -254,6 +254,19 @@ class CapturedStep:
     def _forget_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
+    """Have autograd make new nodes where gradients arrive.
+
+    A node goes by the stream that it was made in, which a capture cannot wait for. It lives as long as any graph that
+    leads to it, and the traceback of a step that failed may hold one.
+    """
+    for parameter in parameters:
+        own = parameter.data
+        # A node is of one type of numbers: with another one in between, the next use makes a new node.
+        parameter.data = own.new_empty(0, dtype=torch.float32 if own.dtype != torch.float32 else torch.float64)
+        parameter.data = own
 
 
 @contextmanager

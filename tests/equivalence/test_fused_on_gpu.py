@@ -33,7 +33,7 @@ from tests.helpers import (
     twin,
 )
 
-pytestmark = GPU_ONLY
+pytestmark = list(GPU_ONLY)
 
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES = 26, 6, 8, 3
 TOLERANCE = 1e-9
@@ -65,8 +65,8 @@ def stack(conv: Callable[[int, int], nn.Module]) -> GNN:
 
 def between(conv: Callable[[int], nn.Module]) -> GNN:
     """Convs that keep the width of their rows."""
-    ends = {"encoder": nn.Linear(NUM_FEATURES, WIDTH), "head": nn.Linear(WIDTH, NUM_CLASSES)}
-    return GNN([conv(1), conv(2)], jk="last", **ends)
+    encoder, head = nn.Linear(NUM_FEATURES, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+    return GNN([conv(1), conv(2)], jk="last", encoder=encoder, head=head)
 
 
 MODELS: dict[str, Callable[[], GNN]] = {
@@ -164,8 +164,9 @@ def test_outputs_are_plain_pygs(name: str, weighted: bool):
     model, most, some = model.to(KERNEL_DEVICE), int(data.graph.in_degrees().max()), torch.tensor([25, 2, 0, 24, 5])
     there = place(data, device=KERNEL_DEVICE)
     for where in (data, there):
-        for options in ({}, {"chunk_edges": 9}):
-            assert_close(hl.infer.exact(model, where, device=KERNEL_DEVICE, **options), expected, TOLERANCE)
+        for chunk_edges in (None, 9):
+            found = hl.infer.exact(model, where, device=KERNEL_DEVICE, chunk_edges=chunk_edges)
+            assert_close(found, expected, TOLERANCE)
         assert_close(hl.infer.exact(model, where, some, device=KERNEL_DEVICE), expected[some], TOLERANCE)
     for how in ("block", "tree"):
         method: Any = dataclasses.replace(METHODS[how](most), shuffle=False)  # type: ignore[type-var]
