@@ -150,6 +150,29 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so(caplog: pytest.LogCap
     assert "steps are not captured in a CUDA graph" in caplog.text
 
 
+@pytest.mark.parametrize("fails_at", [1, 4, 5])  # before the capture, in it, and in a step that is run as it is
+def test_after_a_step_that_failed_the_next_run_with_the_model_is_captured(fails_at: int):
+    data, calls = data_on_gpu(), [0]
+    torch.manual_seed(0)
+    model = MODELS["sage"](data.num_features, data.num_classes)
+
+    def fails(model: nn.Module, batch: hl.Batch) -> Tensor:
+        loss = nn.functional.cross_entropy(model(batch), batch.labels)
+        calls[0] += 1
+        if calls[0] >= fails_at:
+            raise ZeroDivisionError
+        return loss
+
+    method = hl.Sampled(fanouts=(5, 4, 3), batch_size=256, layout="tree")
+    with pytest.raises(ZeroDivisionError) as error:
+        hl.Trainer(model, data, method, device="cuda", show=False, train_step=fails).fit()
+    trainer = hl.Trainer(model, data, method, epochs=2, device="cuda", show=False)
+    trainer.fit()
+    assert error.traceback, "which holds the loss of the step"
+    assert len(trainer.work.steps) == 2  # type: ignore[attr-defined]
+    assert None not in trainer.work.steps.values()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "placement", [{"features": "pinned", "cache": "64KB"}, {"features": "pinned", "graph": "pinned"}]
 )

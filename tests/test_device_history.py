@@ -129,6 +129,21 @@ def test_rows_may_be_freed_while_they_are_converted_for_a_table_of_another_type(
     assert all(bool(other.eq(2).all()) for other in others)
 
 
+@pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
+def test_rows_that_have_waited_are_not_written_over_rows_that_are_being_read(_: int):
+    ours, every = DeviceHistories(1000, DEVICE, where="pinned"), torch.arange(1000)
+    ours.write(0, [slice(0, 1000)], torch.ones(1000, 64, device=DEVICE), ours.mark())
+    later, mark = torch.full((1000, 64), 2.0, device=DEVICE), ours.mark()
+    assert ours.rows(0, every).eq(1).all()  # compiled, and with memory at hand: nothing below waits for the device
+
+    torch.cuda._sleep(100_000_000)  # the computation is behind the stream of the tables
+    read = ours.rows(0, every)
+    ours.write(0, [slice(0, 1000)], later, mark)  # as with lag=1, of the step before
+
+    assert read.eq(1).all()
+    assert ours.rows(0, every).eq(2).all()
+
+
 def test_where_tables_go(tmp_path: Path):
     cpu = torch.device("cpu")
     assert choose_where(1, cpu, "auto", None) == "host"

@@ -126,12 +126,13 @@ class Recorded:
     """In place of a CUDA graph: what it is given is computed at once."""
 
     is_due = True
+    is_settled = False
 
     def __init__(self, trainer: hl.Trainer) -> None:
         self.job, self.ids, self.given = trainer.job, trainer.data.splits["valid"], []
 
     def record(self, stream: object) -> None:
-        self.is_due = False
+        self.is_due, self.is_settled = False, True
 
     def launched(self, weights: Any, after: object, stream: object) -> Launched:
         self.given.append(threading.current_thread().name)
@@ -149,8 +150,10 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
     assert thread.is_ready
     thread._replayed = recorded = Recorded(trainer)  # type: ignore[assignment]
     assert not thread.is_ready
+    assert thread.most_asked == 1, "until it is recorded, so that the same ones are replayed every time"
     thread.prepare()
     assert thread.is_ready
+    assert thread.most_asked == 2
     spans, found = Timers(), []
     with trace.listen(spans):
         for epoch, room in enumerate(rooms, start=1):

@@ -39,6 +39,29 @@ def test_steps_are_torchs_with_clipping(kind: str, device: str):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("_", [pytest.param(0, marks=GPU.marks, id="gpu")])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_were(
+    kind: str, clip_norm: float | None, _: int
+):
+    """Gradients come by turns at more places than the optimizer's kernel remembers."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(30, 20).cuda() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    updates = [Update(m, make_optimizer(kind, [(list(m.parameters()), 0.01)], 0.05), clip_norm, print) for m in modules]
+    updates[1].can_capture = False
+    places = [[torch.empty_like(p) for p in modules[0].parameters()] for _ in range(12)]
+    for turn in range(30):
+        for module, update in zip(modules, updates, strict=True):
+            for p, place in zip(module.parameters(), places[turn % 12], strict=True):
+                p.grad = place.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)))
+            update()
+    assert len(updates[0].graphs) == MOST_CAPTURES
+    for p, q in zip(*(module.parameters() for module in modules), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(monkeypatch: pytest.MonkeyPatch):
     module, done = nn.Linear(2, 1), []
 

@@ -7,7 +7,7 @@ cannot be captured runs as it is, on the same batches.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +83,6 @@ class CapturedWork:
         self.batches = DeviceBatches(loader)
         self.steps: dict[int, CapturedStep | None] = {}
         """By their number of seeds; None where it cannot be captured."""
-        self.epochs = 0
         self.look_ahead = self._look_ahead()
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
@@ -91,23 +90,24 @@ class CapturedWork:
         size = loader.method.batch_size
         per_step, left = size * loader.size, loader.ids.numel() - examples
         self.batches.start(epoch, done, examples)
-        self.epochs += 1
         if left >= per_step and per_step not in self.steps:
             self.steps[per_step] = capture(self.job, self.batches, size, loader.rank * size, per_step)
         yield from self._full_steps(left // per_step, size, per_step)
         rest = left % per_step
         if rest and not loader.method.drop_last:
-            yield self._last_step(rest)
+            yield self._last_step(rest, epoch)
 
-    def _last_step(self, rest: int) -> Unit:
-        """The last step of an epoch, which is smaller: worth a graph in the second."""
+    def _last_step(self, rest: int, epoch: int) -> Unit:
+        """The last step of an epoch, which is smaller: worth a graph from the second epoch on.
+
+        The epoch alone decides: a capture waits for an evaluation beside training that has the turn, so that what is
+        run does not depend on how long that takes, or on where a run was interrupted.
+        """
         loader, job, batches = self.loader, self.job, self.batches
         first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
         size, others = stop - first, list(self.steps.values())
-        if rest not in self.steps and size and self.epochs > 1 and None not in others:
-            with recording.at_once() as free:
-                if free:
-                    self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
+        if rest not in self.steps and size and epoch > 1 and None not in others:
+            self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
         step = self.steps.get(rest)
         return DrawnUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
 
@@ -212,6 +212,7 @@ class CapturedStep:
 
     def capture(self, beside: torch.cuda.CUDAGraph | None) -> None:
         job = self.job
+        renew_accumulators(self.parameters)
         stream = recording.stream_to_record("steps", job.device)
         with recording.turn, _unchanged(job.module, self.batches.state, job.device), _after_this_stream(stream):
             begin = self.batches.state.clone()
@@ -253,6 +254,19 @@ class CapturedStep:
     def _forget_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
+    """Have autograd make new nodes where gradients arrive.
+
+    A node goes by the stream that it was made in, which a capture cannot wait for. It lives as long as any graph that
+    leads to it, and the traceback of a step that failed may hold one.
+    """
+    for parameter in parameters:
+        own = parameter.data
+        # A node is of one type of numbers: with another one in between, the next use makes a new node.
+        parameter.data = own.new_empty(0, dtype=torch.float32 if own.dtype != torch.float32 else torch.float64)
+        parameter.data = own
 
 
 @contextmanager

@@ -162,6 +162,8 @@ class DeviceHistories(Histories):
         self.pool = Pool(pool_size or (POOL_SIZE if pool_size is None else 1), buffer_rows, device)
         self.stream = stream_for("history", device) if self.asynchronous and device.type == "cuda" else None
         self._sums: dict[int, Tensor] = {}
+        self._read: Any = None
+        """When the computation has read what it asked for last, beside the tables' own stream."""
         self._asked: tuple[Tensor, Tensor] | None = None
 
     def _new(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -199,7 +201,9 @@ class DeviceHistories(Histories):
 
     def rows(self, l: int, places: Tensor) -> Tensor:
         self._join()
-        return self._gather(l, places, self._at(places))
+        found = self._gather(l, places, self._at(places))
+        self._read = self.mark()
+        return found
 
     def _at(self, places: Tensor) -> Tensor:
         """Where a kernel reads them, if one does."""
@@ -207,7 +211,9 @@ class DeviceHistories(Histories):
             return places
         if self._asked is not None and self._asked[0] is places:  # by the layer before
             return self._asked[1]
-        at = (places if places.is_pinned() else places.pin_memory()).to(self.device, non_blocking=True)
+        # Ours alone may be read later. Others that lie beside them may look pinned too, and go before they are read.
+        ours = places if pinned.is_registered(places) else torch.empty_like(places, pin_memory=True).copy_(places)
+        at = ours.to(self.device, non_blocking=True)
         if self.stream is None:  # two streams must not share it
             self._asked = places, at
         return at
@@ -235,6 +241,8 @@ class DeviceHistories(Histories):
         table, start = self.table(l, rows), 0
         if self.stream is not None:
             self.stream.wait_event(mark or self.mark())
+            if self._read is not None:  # which may be after the mark of rows that have waited
+                self.stream.wait_event(self._read)
         if self.stream is not None and rows.is_cuda:
             # The caller's own rows, not their copy in the table's type: that copy is made in the stream of the tables,
             # and until then the memory of the rows must not be given to anybody else.

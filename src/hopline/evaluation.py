@@ -284,7 +284,7 @@ class Beside(Evaluations):
         return DeviceRoom(self.layout, self.trainer.device) if self._on_gpu else Room(self.layout)
 
     def _listen(self, *, wait: bool = False) -> None:
-        """Take the process's answers, and keep it busy: it has one to evaluate and the next at hand."""
+        """Take the process's answers, and keep it busy."""
         if self.process is None:
             return
         for answer in self.process.answers(wait=wait):
@@ -292,7 +292,8 @@ class Beside(Evaluations):
             self.results[answer["epoch"]] = answer
         if not self.asked:
             self.process.prepare()
-        for snapshot in self._left()[: 2 - len(self.asked) if self.process.is_ready else 0]:
+        room = self.process.most_asked - len(self.asked) if self.process.is_ready else 0
+        for snapshot in self._left()[: max(0, room)]:
             self.process.ask(snapshot.epoch, snapshot.room)
             self.asked.add(snapshot.epoch)
 

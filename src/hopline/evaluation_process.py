@@ -132,6 +132,9 @@ def without_weights(model: nn.Module) -> nn.Module:
 class EvaluationProcess:
     """One process that evaluates weights in the order in which it is asked to; it ends with this one."""
 
+    most_asked = 2
+    """Evaluations that it may be asked for before it has answered: it has one to do and the next at hand."""
+
     def __init__(self, measure: Measure, data: SentData, model: nn.Module, layout: Layout, seed: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.is_ready = False

@@ -78,6 +78,15 @@ class EvaluationThread:
         """Whether it may be asked for another; else, when it has answered all, somebody is to `prepare` it."""
         return self._replayed is None or not self._replayed.is_due
 
+    @property
+    def most_asked(self) -> int:
+        """Evaluations that it may be asked for before it has answered.
+
+        One, until it is settled whether they are replayed: otherwise it would depend on how long the first one took
+        which of them is the first replay.
+        """
+        return 2 if self._replayed is None or self._replayed.is_settled else 1
+
     def prepare(self) -> None:
         """While it does nothing: what the thread that trains has to do for it."""
         if self._replayed is not None and self._replayed.is_due:

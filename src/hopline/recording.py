@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -33,9 +34,27 @@ def recorded(
 
     beside: a graph that never runs at the same time, whose memory it may use.
     """
-    pool = None if beside is None else beside.pool()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        yield
+    pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    except BaseException:
+        _end_recording(pool, stream)
+        raise
+
+
+def _end_recording(pool: Any, stream: torch.cuda.Stream) -> None:
+    """After a failure: end what torch leaves open of a capture that the device has given up.
+
+    Until then torch reuses no memory that a second stream has read, and draws no random number on the GPU.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+    except RuntimeError:  # the capture came to its end
+        return
+    torch._C._cuda_releasePool(stream.device_index, pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=stream.device)  # the end of any capture is that of the generator's
 
 
 _own = threading.local()

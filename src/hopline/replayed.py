@@ -80,6 +80,11 @@ class Replayed:
         """Whether it is to be recorded before the next time."""
         return self._graph is None and self.times >= BEFORE and self.recordings < MOST_RECORDED
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is recorded, or never will be."""
+        return self._graph is not None or self.recordings >= MOST_RECORDED
+
     def record(self, stream: torch.cuda.Stream) -> None:
         """Make it a graph whose kernels have the stream's priority, if that can be; nobody else may draw meanwhile."""
         self.recordings += 1

@@ -89,12 +89,14 @@ class Update:
 
     def _capture(self, addresses: tuple[int, ...]) -> None:
         graph, stream = torch.cuda.CUDAGraph(), recording.stream_to_record("updates", self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with recording.at_once() as free:
                 if not free:
                     self._run()
                     return
+                if hasattr(self.optimizer, "prepare"):
+                    self.optimizer.prepare()
+                stream.wait_stream(torch.cuda.current_stream(self.device))
                 with torch.cuda.stream(stream), recording.recorded(graph, stream):
                     self._run()
         except Exception as error:

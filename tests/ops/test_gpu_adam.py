@@ -52,3 +52,17 @@ def test_what_the_kernel_cannot_do_is_left_to_torch():
         p.grad = torch.ones_like(p)
         optimizer.step()
     torch.testing.assert_close(p.detach(), before - 0.2, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_finds_the_table_of_gradients_that_were_there_long_ago(monkeypatch: pytest.MonkeyPatch):
+    p = torch.nn.Parameter(randn(5).float().to(KERNEL_DEVICE))
+    optimizer = gpu_adam.Adam([p], lr=torch.tensor(0.1, device=KERNEL_DEVICE), capturable=KERNEL_DEVICE == "cuda")
+    places = [torch.ones_like(p) for _ in range(gpu_adam.MOST_TABLES + 2)]
+    for p.grad in places:
+        optimizer.step()
+    p.grad = places[1]
+    optimizer.prepare()
+    monkeypatch.setattr(gpu_adam, "_is_capturing", lambda tensor: True)
+    assert optimizer._tables() is not None
+    p.grad = places[2]
+    assert optimizer._tables() is None, "what is not there a graph would copy every time"

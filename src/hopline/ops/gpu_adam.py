@@ -99,6 +99,13 @@ class _OneKernel:
             known[key] = _table(rows)
         return known[key]
 
+    def prepare(self) -> None:
+        """Before a graph is captured: have the tables of the gradients that are there, which it cannot copy itself.
+
+        Without them its kernel would be torch's, whose results differ in the last bits.
+        """
+        self._tables()
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         groups = self._tables() if closure is None else None
