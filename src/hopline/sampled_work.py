@@ -38,7 +38,8 @@ def bind(method: Sampled, job: Job) -> Work:
     job.model.check_blocks()
     if isinstance(job.data, ShardedData):
         shard, ids = job.data.shard, job.train_ids
-        return SampledWork(job, method.loader(shard, ids, seed=job.seed, device=job.device, world=job.world))
+        loader = method.loader(shard, ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
+        return SampledWork(job, loader)
     loader = method.loader(job.data, job.train_ids, seed=job.seed, device=job.device, model=job.model)
     loader.rank, loader.size, loader.num_cores = job.world.rank, job.world.size, job.world.num_cores
     if loader.layout == "tree" and loader.on_gpu:
@@ -51,7 +52,8 @@ def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | Collec
     in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
     options = {"seed": job.seed, "device": job.device}
     if isinstance(job.data, ShardedData):
-        return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, **options)
+        one_list = isinstance(job.model, Whole)
+        return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, one_list=one_list, **options)
     return in_order.loader(job.data, ids, model=job.model, **options)
 
 
@@ -67,7 +69,8 @@ def make_loader(
 ) -> Loader | CollectiveLoader:
     """The batches alone; `Sampled.loader` says what the arguments are."""
     if isinstance(data, Shard):
-        return CollectiveLoader(data, ids, method, seed, device, world)
+        one_list = model is not None and isinstance(as_walkable(model), Whole)
+        return CollectiveLoader(data, ids, method, seed, device, world, one_list=one_list)
     if isinstance(ids, str) and ids not in data.splits:
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
     chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
