@@ -66,9 +66,10 @@ def check_questions(channel: Channel, shard: Shard) -> None:
 
 def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tensor) -> None:
     """The draws of one process, for seeds of any owner, for no seeds, and for all neighbours."""
-    for fanouts, again in (((3, 2), False), ((2, 3), True), ((-1, -1), False), ((4, -1, 1), False)):
-        sampler = CollectiveSampler(shard, channel, fanouts, replace=again, edge_ids=True)
-        oracle = NeighborSampler(data.graph, fanouts, replace=again, edge_ids=True)
+    for fanouts, again in (((3, 2), False), ((2, 3), True), ((-1, -1), False), ((4, -1, 1), False), ((2, 2, 2), True)):
+        options = {"replace": again, "edge_ids": True, "one_list": again}
+        sampler = CollectiveSampler(shard, channel, fanouts, **options)
+        oracle = NeighborSampler(data.graph, fanouts, **options)
         for count in (9, 0):
             seeds = randint(0, data.num_nodes, 30, seed=channel.rank).unique()[: count * (channel.rank + 1)]
             blocks, *_ = sampler.sample(place[seeds], KEY)

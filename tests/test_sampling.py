@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hopline.batch import Batch
+from hopline import ops
+from hopline.batch import Batch, Block
 from hopline.graph import Graph
 from hopline.ops import reference
 from hopline.sampling import NeighborSampler, full_block, in_neighborhood, seed_batches
@@ -101,12 +102,33 @@ def test_edge_ids_come_only_where_asked_for() -> None:
     assert block.part.edge_ids is None
 
 
-def test_a_node_reads_prefixes_of_one_list_in_all_layers() -> None:
-    inner, outer = reversed(NeighborSampler(random_graph(), (2, 5)).sample(torch.arange(20), 8))
-    for i in range(20):
+def reads_prefixes(inner: Block, outer: Block) -> bool:
+    """Whether the edges of each seed in the block of a smaller fan-out are the first in that of a larger."""
+    for i in range(inner.num_dst):
         small = [e for e in edges_of(inner) if e[1] == i]
         large = [e for e in edges_of(outer) if e[1] == i]
-        assert large[: len(small)] == small
+        if large[: len(small)] != small:
+            return False
+    return True
+
+
+def test_a_node_reads_prefixes_of_one_list_in_two_layers_next_to_each_other() -> None:
+    blocks = NeighborSampler(random_graph(), (2, 5, 7, 9)).sample(torch.arange(20), 8)
+    assert reads_prefixes(blocks[1], blocks[0])
+    assert reads_prefixes(blocks[3], blocks[2])
+    assert not reads_prefixes(blocks[2], blocks[1])
+    assert not reads_prefixes(blocks[3], blocks[0])
+
+
+def test_one_list_is_read_by_all_layers() -> None:
+    blocks = NeighborSampler(random_graph(), (2, 5, 7, 9), one_list=True).sample(torch.arange(20), 8)
+    assert all(reads_prefixes(inner, outer) for outer, inner in itertools.pairwise(blocks))
+
+
+def test_a_key_in_a_tensor_draws_what_the_number_draws() -> None:
+    for key in (5, -(2**63), 2**63 - 1):
+        for layer in range(6):
+            assert ops.layer_key(torch.tensor([key]), layer).tolist() == [ops.layer_key(key, layer)]  # type: ignore[union-attr]
 
 
 def test_a_sample_does_not_depend_on_the_other_seeds() -> None:

@@ -20,7 +20,7 @@ from hopline.nn.gcn import weights_of
 from hopline.ops.cpu_tree import sample_children
 from hopline.partial import PartialGraph
 from hopline.pipeline import Pipeline, Stage
-from hopline.sampling import check_ids, seed_batches, share_of
+from hopline.sampling import check_ids, hop_keys, seed_batches, share_of
 from hopline.shards import Shard, check_fits, node_ranges
 from hopline.spec import to_dict
 from hopline.tables import SparseTable, Table
@@ -51,7 +51,8 @@ class CollectiveSampler:
     """Seeds to blocks, as `NeighborSampler`, where each rank has one shard of the graph.
 
     Every rank must call `sample` as often as the others, with seeds of its own or none. A node's sample depends on
-    (key, node) alone and is drawn by its owner, so it is the one that a single process with the whole graph draws.
+    (key, pair of layers, node) alone and is drawn by its owner, so it is the one that a single process with the whole
+    graph draws.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class CollectiveSampler:
         *,
         replace: bool = False,
         edge_ids: bool = False,
+        one_list: bool = False,
     ) -> None:
+        """one_list: a node has one neighbour list in all layers, for models that run on the union of the blocks."""
         check_fanouts(fanouts, replace)
         check_fits(shard, channel)
         self.shard, self.channel, self.fanouts = shard, channel, tuple(fanouts)
-        self.replace, self.edge_ids = replace, edge_ids
+        self.replace, self.edge_ids, self.one_list = replace, edge_ids, one_list
         self._id_map = ops.new_id_map(shard.num_nodes, torch.device("cpu"))
         own = shard.layout.parts[0]
         loops = ops.self_loops(own.indptr, own.src_idx).numel()
@@ -83,8 +86,8 @@ class CollectiveSampler:
                 raise ValueError("the seeds of a batch must be distinct: pass each node id once")
             places, of_seeds = seeds, Question(self.channel, self.shard.ptr, seeds)
             question = of_seeds
-            for fanout in self.fanouts:
-                indptr, (sources, *rest) = self._ask(question, fanout, key)
+            for fanout, drawn_by in zip(self.fanouts, hop_keys(key, len(self.fanouts), self.one_list), strict=True):
+                indptr, (sources, *rest) = self._ask(question, fanout, int(drawn_by))
                 hops.append(_Hop(places.numel(), fanout, indptr, id_map.add(sources), rest))
                 places = id_map.ids()
                 question = Question(self.channel, self.shard.ptr, places)
@@ -170,7 +173,7 @@ class CollectiveLoader:
     A step has the seeds that a single process would have for a batch of `batch_size` times the number of ranks, in an
     order drawn from (seed, epoch). Each rank gets an equal share, of nodes that it owns as far as that goes.
     ids: a split, or the same ids on every rank. tables: which to fetch; all by default. channel: one that nothing else
-    uses while batches are taken, instead of one of its own.
+    uses while batches are taken, instead of one of its own. one_list: as in `NeighborSampler`.
     """
 
     def __init__(
@@ -183,12 +186,15 @@ class CollectiveLoader:
         world: World | None = None,
         tables: Sequence[str] | None = None,
         channel: Channel | None = None,
+        one_list: bool = False,
     ) -> None:
         if method.layout == "tree":
             raise ValueError("layout=tree draws every slot by itself, which shards cannot: set layout=block")
         self.shard, self.method, self.seed, self.device = shard, method, seed, torch.device(device)
         self.channel = Channel(world) if channel is None else channel
-        self.sampler = CollectiveSampler(shard, self.channel, method.fanout_per_layer, replace=method.replace)
+        self.sampler = CollectiveSampler(
+            shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
+        )
         self.tables = _chosen(shard.tables, tables)
         self.places = self._find(ids if isinstance(ids, str) else torch.as_tensor(ids))
         settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()

@@ -59,8 +59,13 @@ class Loader:
         self.data, self.ids, self.method, self.seed, self.device = data, ids, method, seed, device
         self.on_gpu = data.graph.indptr.device.type != "cpu"
         self.layout = resolve_layout(method, data, device, model)
-        kind = TreeSampler if self.layout == "tree" else NeighborSampler
-        self.sampler = kind(data.graph, method.fanout_per_layer, replace=method.replace)
+        if self.layout == "tree":
+            self.sampler = TreeSampler(data.graph, method.fanout_per_layer, replace=method.replace)
+        else:
+            one_list = isinstance(model, Whole)
+            self.sampler = NeighborSampler(
+                data.graph, method.fanout_per_layer, replace=method.replace, one_list=one_list
+            )
         self.read_by_gpu = self._is_read_by_gpu()
         self.keeps_handle = self._keeps_handle(model)
         self.model = model

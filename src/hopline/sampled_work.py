@@ -39,7 +39,8 @@ def bind(method: Sampled, job: Job) -> Work:
     if isinstance(job.data, ShardedData):
         shard, ids = job.data.shard, job.train_ids
         job.model.check_blocks(shard.num_features, shard.edge)
-        return SampledWork(job, method.loader(shard, ids, seed=job.seed, device=job.device, world=job.world))
+        loader = method.loader(shard, ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
+        return SampledWork(job, loader)
     job.model.check_blocks(job.data.num_features, job.data.graph.edge)
     if isinstance(job.model, Whole) and "x" in job.data.tables:
         check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
@@ -55,7 +56,8 @@ def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | Collec
     in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
     options = {"seed": job.seed, "device": job.device}
     if isinstance(job.data, ShardedData):
-        return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, **options)
+        one_list = isinstance(job.model, Whole)
+        return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, one_list=one_list, **options)
     return in_order.loader(job.data, ids, model=job.model, **options)
 
 
@@ -71,7 +73,8 @@ def make_loader(
 ) -> Loader | CollectiveLoader:
     """The batches alone; `Sampled.loader` says what the arguments are."""
     if isinstance(data, Shard):
-        return CollectiveLoader(data, ids, method, seed, device, world)
+        one_list = model is not None and isinstance(as_walkable(model), Whole)
+        return CollectiveLoader(data, ids, method, seed, device, world, one_list=one_list)
     if isinstance(ids, str) and ids not in data.splits:
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
     chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)

@@ -55,16 +55,26 @@ class NeighborSampler:
     """Seeds to blocks: each layer's destinations get up to `fanout` in-edges each; usable from many threads.
 
     Blocks are made where the graph is, and on the seeds' GPU if it is in pinned host memory.
-    `fanouts[0]` is at the seeds. A node's sample depends on (key, node) alone, and its sample at a smaller fan-out is
-    part of the one at a larger, so a node that is a destination in several layers has nested neighbour lists.
+    `fanouts[0]` is at the seeds. A node's sample depends on (key, pair of layers, node) alone, and its sample at a
+    smaller fan-out is part of the one at a larger: `ops.layer_key` says why layers come in pairs.
     """
 
-    def __init__(self, graph: Graph, fanouts: Sequence[int], *, replace: bool = False, edge_ids: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        fanouts: Sequence[int],
+        *,
+        replace: bool = False,
+        edge_ids: bool = False,
+        one_list: bool = False,
+    ) -> None:
+        """one_list: a node has one neighbour list in all layers, for models that run on the union of the blocks."""
         check_fanouts(fanouts, replace)
         self.graph = graph
         self.fanouts = tuple(fanouts)
         self.replace = replace
         self.edge_ids = edge_ids
+        self.one_list = one_list
         self._local = threading.local()
 
     def sample(self, seeds: Tensor, key: int | Tensor) -> tuple[Block, ...]:
@@ -76,8 +86,8 @@ class NeighborSampler:
         try:
             _add_seeds(id_map, seeds)
             dst_ids = id_map.ids()
-            for fanout in self.fanouts:
-                hops.append(self._hop(id_map, dst_ids, fanout, key))
+            for fanout, drawn_by in zip(self.fanouts, hop_keys(key, len(self.fanouts), self.one_list), strict=True):
+                hops.append(self._hop(id_map, dst_ids, fanout, key, drawn_by))
                 dst_ids = hops[-1].src_ids
         finally:
             id_map.clear()
@@ -117,9 +127,11 @@ class NeighborSampler:
             num_edges=[ids.numel() for ids in edge_ids],
         )
 
-    def _hop(self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor) -> Block:
+    def _hop(
+        self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor, drawn_by: int | Tensor
+    ) -> Block:
         graph = self.graph
-        found = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, key, self.replace)
+        found = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, drawn_by, self.replace)
         src_idx = id_map.add(found.ids)
         edge = {name: ops.gather_rows(array, found.edge_ids) for name, array in graph.edge.items()}
         part = Part(found.indptr, src_idx, edge, found.edge_ids if self.edge_ids else None)
@@ -131,6 +143,11 @@ class NeighborSampler:
         if device not in maps:
             maps[device] = ops.new_id_map(self.graph.num_nodes, device)
         return maps[device]
+
+
+def hop_keys(key: int | Tensor, num_hops: int, one_list: bool) -> list[int | Tensor]:
+    """The keys by which the hops of a batch draw, the seeds' first. one_list: as in `NeighborSampler`."""
+    return [key if one_list else ops.layer_key(key, layer) for layer in reversed(range(num_hops))]
 
 
 def _add_seeds(id_map: ops.AnyIdMap, seeds: Tensor) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
 
-from hopline.batch import Block
+from hopline import ops
+from hopline.batch import Batch, Block
 from hopline.graph import Graph
+from hopline.nn import GNN
 from hopline.nn.convs import convolve
+from hopline.sampling import NeighborSampler
+from hopline.tree_sampling import TreeSampler
 from tests.grids import parametrize_pairwise
 from tests.helpers import (
     assert_close,
@@ -20,6 +25,7 @@ from tests.helpers import (
     backward,
     batch_of,
     conv_of,
+    generator,
     graph_of,
     randn,
     random_graph,
@@ -115,6 +121,52 @@ def test_one_layer_is_unbiased(kind: str, replacement: bool) -> None:
     assert float(drawn.double().mean()) > 0.4
     assert float((error[drawn] / spread[drawn]).max()) < 5
     assert float(error[~drawn].max()) < 1e-9
+
+
+def hubs_with_leaves(num_copies: int) -> Graph:
+    """Copies of a cycle of six hubs with four leaves each, both directions. Walks hub, leaf, hub weigh most, and a hub
+    that drew its leaf draws it again if both layers read one list."""
+    cycle, leaves = torch.arange(6), torch.arange(6, 30)
+    src = torch.cat([cycle, (cycle + 1) % 6, leaves, (leaves - 6) // 4])
+    dst = torch.cat([(cycle + 1) % 6, cycle, (leaves - 6) // 4, leaves])
+    first = 30 * torch.arange(num_copies)[:, None]
+    return graph_of((first + src).view(-1), (first + dst).view(-1), 30 * num_copies)
+
+
+def linear_gcn_bias(num_layers: int, sample: Callable[[Tensor, int], tuple[Block, ...]], graph: Graph) -> float:
+    """By how many standard errors the mean of sampled outputs is from the exact one, without an activation.
+
+    Copies draw independently of each other, so each is a sample of its own."""
+    model = GNN([pyg.GCNConv(1, 1, bias=False) for _ in range(num_layers)], act=None).double()
+    x = (0.5 + torch.rand(30, 1, generator=generator(1), dtype=torch.float64)).repeat(graph.num_nodes // 30, 1)
+    seeds, exact, errors = torch.arange(graph.num_nodes), x, []
+    with torch.no_grad():
+        for conv in model.convs:
+            torch.nn.init.ones_(conv.lin.weight)  # type: ignore[arg-type]
+            exact = conv(exact, graph.edge_index())
+        for draw in range(16):
+            blocks = sample(seeds, ops.derive_key(3, draw))
+            out = model(Batch(seeds, blocks, x[blocks[0].src_ids.clamp(min=0)], None))
+            errors.append((out - exact).view(-1, 30).sum(1))
+    error = torch.cat(errors)
+    return float(error.mean() / (error.std() / error.numel() ** 0.5))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
+def test_any_number_of_layers_is_unbiased(num_layers: int) -> None:
+    graph = hubs_with_leaves(300)
+    assert abs(linear_gcn_bias(num_layers, NeighborSampler(graph, (1,) * num_layers).sample, graph)) < 4
+
+
+def test_any_number_of_layers_is_unbiased_on_trees() -> None:
+    graph = hubs_with_leaves(300)
+    assert abs(linear_gcn_bias(3, TreeSampler(graph, (1, 1, 1)).sample, graph)) < 4
+
+
+def test_three_layers_that_read_one_list_are_biased() -> None:
+    """What the tests above would have found where all layers draw by one key."""
+    graph = hubs_with_leaves(300)
+    assert linear_gcn_bias(3, NeighborSampler(graph, (1, 1, 1), one_list=True).sample, graph) > 8
 
 
 def test_gcn2_equals_stock() -> None:

@@ -5,9 +5,20 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
+import hopline as hl
 from hopline.batch import Batch
 from hopline.nn import GNN, Whole, as_walkable
-from tests.helpers import assert_close, assert_same_gradients, backward, batch_of, conv_of, randn, random_graph, twin
+from tests.helpers import (
+    assert_close,
+    assert_same_gradients,
+    backward,
+    batch_of,
+    conv_of,
+    dataset_of,
+    randn,
+    random_graph,
+    twin,
+)
 
 GRAPH = random_graph(weight=True, attr=2, loops=True)
 X = randn(50, 6)
@@ -111,3 +122,13 @@ def test_a_gnn_with_a_forward_of_its_own_is_refused():
 
     with pytest.raises(ValueError, match=r"Negated overrides forward.*override encode, layer or decode"):
         as_walkable(Negated([pyg.SAGEConv(8, 3)]))
+
+
+def test_a_module_that_runs_on_all_edges_at_once_has_one_list_per_node() -> None:
+    """Else a batch would have nodes that no kept edge leads from, and PyG's loaders have none."""
+    data = dataset_of(random_graph(), X)
+    loader = hl.Sampled(fanouts=(3, 3, 3), batch_size=5).loader(data, model=TwoHops())
+    for batch in loader.epoch(1):
+        square = batch.union()
+        reached = torch.cat([torch.arange(batch.num_seeds), square.edge_index[0]]).unique()
+        assert torch.equal(reached, torch.arange(square.num_src))

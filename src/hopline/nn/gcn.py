@@ -1,7 +1,8 @@
 """The symmetric degree norm of GCN on a block, unbiased under sampling.
 
 Degrees are the full graph's. A sampled edge is weighted by degree / sampled, so that its expectation is the full
-sum. Self-loops are added exactly and never sampled.
+sum. Self-loops are added exactly and never sampled. So is the mean of several layers the full graph's, but for
+activations (`ops.layer_key` says why); loops that are sampled as edges, by `add_self_loops=False`, are the exception.
 """
 
 from __future__ import annotations

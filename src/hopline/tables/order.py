@@ -42,9 +42,10 @@ def access_probability(
 ) -> Tensor:
     """[num_nodes] float32: how probable it is that a batch reads each node's row, had every draw been independent.
 
-    The analysis of SALIENT++ (Kaler et al., 2023), for samples that nest: a node that joined a batch at hop j draws
-    once, as many as the widest of the fan-outs from there on, and the node at the other end of one of its in-edges is
-    drawn with probability min(1, fan-out / in-degree). A node is missed if all its out-edges miss it.
+    The analysis of SALIENT++ (Kaler et al., 2023), for samples that nest within two layers next to each other: a node
+    that joined a batch at hop j draws once for each such pair from there on, as many as the wider of its fan-outs, and
+    the node at the other end of one of its in-edges is drawn with probability min(1, fan-out / in-degree). A node is
+    missed if all its out-edges miss it.
     """
     device = graph.indices.device
     degrees = graph.in_degrees().to(device).clamp(min=1).float()
@@ -56,13 +57,24 @@ def access_probability(
     for hop in range(1, len(fanouts) + 1):
         used = torch.zeros_like(seeds)
         for j, new in enumerate(joined):
-            used += new * _share(degrees, fanouts[j:hop], replace)
+            missed_by = torch.ones_like(seeds)
+            for pair in _pairs_of_layers(fanouts, j, hop):
+                missed_by *= 1 - _share(degrees, pair, replace)
+            used += new * (1 - missed_by)
         terms = -torch.log1p(-used.clamp(max=1.0))
         missed = add_to_sources(graph, (terms.clamp(max=LARGEST_TERM).double() * scale).round().long())
         now = seeds - (1 - seeds) * torch.expm1(-missed.double() / scale).float()
         joined.append((now - reached).clamp(min=0))
         reached = now
     return reached
+
+
+def _pairs_of_layers(fanouts: Sequence[int], first: int, last: int) -> list[list[int]]:
+    """The fan-outs of the hops from `first` up to `last`, those together for which a node draws once."""
+    pairs: dict[int, list[int]] = {}
+    for hop in range(first, last):
+        pairs.setdefault((len(fanouts) - 1 - hop) // 2, []).append(fanouts[hop])
+    return list(pairs.values())
 
 
 def _share(degrees: Tensor, fanouts: Sequence[int], replace: bool) -> Tensor:
