@@ -13,11 +13,9 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
-from torch_geometric.data import Data
 
 import hopline as hl
 from hopline import infer
-from tests.helpers import randn
 from tests.runs import fit, method, sage, small
 
 
@@ -283,42 +281,3 @@ def test_what_is_said_is_so():
         found = hl.nn.as_walkable(model)(batch)
         wanted = model(features_of(data).double(), given.edge_index)[ids]
         assert torch.allclose(found, wanted, rtol=1e-8) == is_equal
-
-
-# ---- labels
-
-
-FLOATS = {"a column": randn(400), "a matrix of one": randn(400, 1), "a matrix": randn(400, 3)}
-INSTEAD = r"for real-valued targets leave out y, and give the Trainer train_step= and test_step="
-
-
-@pytest.mark.parametrize("shape", FLOATS)
-def test_labels_that_are_no_classes_are_refused_with_what_to_type(shape: str):
-    given = small().to_pyg()
-    with pytest.raises(ValueError, match=INSTEAD):
-        hl.from_pyg(Data(x=given.x, edge_index=given.edge_index, y=FLOATS[shape]))
-
-
-def test_real_numbers_are_not_trained_as_zeros_and_ones():
-    data = dataclasses.replace(small(), y=FLOATS["a matrix"], task="multi", num_classes=3)
-    with pytest.raises(ValueError, match=rf"of split 'train' has labels other than 0 and 1 .*{INSTEAD}"):
-        hl.Trainer(sage(data), data, method(), show=False)
-    with pytest.raises(ValueError, match=INSTEAD):
-        dataclasses.replace(small(), y=FLOATS["a column"])
-
-
-def test_real_valued_targets_are_trained_as_the_refusal_says():
-    given = small().to_pyg()
-    targets, given.y = features_of(small()).sum(-1), None
-    data = hl.from_pyg(given)
-
-    def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
-        return nn.functional.mse_loss(model(batch).view(-1), targets[batch.seeds])
-
-    def test_step(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
-        return {"score": -float(nn.functional.mse_loss(infer.exact(model, data, ids).view(-1), targets[ids]))}
-
-    model = sage(data, outputs=1)
-    result = fit(data, model, train_step=train_step, test_step=test_step, epochs=8)
-    assert result.history[-1].loss < result.history[0].loss / 2
-    assert result.test == pytest.approx(test_step(model, data, data.splits["test"])["score"])
