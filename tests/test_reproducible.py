@@ -96,7 +96,9 @@ def test_no_method_adds_up_in_any_order(name: str, method: Method) -> None:
 
 def test_learned_rows_and_repeated_columns_are_added_up_in_order() -> None:
     rows, ids = randn(5, 3).float().requires_grad_(), torch.tensor([0, 4, 0, 0, 1])
-    stored = SparseTable(torch.tensor([0, 3, 4]), torch.tensor([1, 1, 1, 0]).int(), torch.tensor([1.0, 2.0, 4.0, 8.0]), 2)
+    stored = SparseTable(
+        torch.tensor([0, 3, 4]), torch.tensor([1, 1, 1, 0]).int(), torch.tensor([1.0, 2.0, 4.0, 8.0]), 2
+    )
     with AnyOrder() as seen:
         ops.gather_rows(rows, ids).sum().backward()
         dense = stored.read(torch.tensor([1, 0]))
