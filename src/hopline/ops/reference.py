@@ -169,12 +169,12 @@ def reduce_edges(
     """
     num_dst = indptr.numel() - 1
     dst = _destinations(indptr)
-    messages = rows[src_idx.long()]
+    messages = rows.index_select(0, src_idx.long())  # in threads, rows[src_idx] adds up gradients in any order
     if weight is not None:
         messages = messages * weight.view(-1, *[1] * (messages.dim() - 1))
     out = messages.new_zeros(num_dst, *rows.shape[1:])
     if own is not None:
-        return torch.cat([reduce_edges(rows, indptr, src_idx, reduce, weight), rows[own]], dim=1)
+        return torch.cat([reduce_edges(rows, indptr, src_idx, reduce, weight), rows.index_select(0, own.long())], dim=1)
     if reduce == "max":
         index = dst.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
         return out.scatter_reduce(0, index, messages, "amax", include_self=False)

@@ -59,8 +59,10 @@ class SparseTable(Table):
         indptr, columns, values = self.read_csr(ids)
         row = torch.repeat_interleave(torch.arange(ids.numel(), device=indptr.device), indptr.diff())
         dense = torch.zeros(ids.numel(), self.num_columns, dtype=self.dtype, device=indptr.device)
-        # Repeated entries of one column add up, as they do in every CSR library.
-        return dense.index_put_((row, columns.long()), values, accumulate=True)
+        # Repeated entries of one column add up, as they do in every CSR library, and in their order: index_put adds in
+        # any order where torch has several threads.
+        dense.view(-1).index_add_(0, row * self.num_columns + columns, values)
+        return dense
 
     def __reduce__(self) -> tuple[object, ...]:
         """To other processes goes a handle: they read the same memory."""
