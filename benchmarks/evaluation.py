@@ -6,7 +6,8 @@ Keys: nodes, edges, epochs, rounds, device, on (device or host), data (where gra
 device, host, or host,device), case. Exact evaluation over the whole graph, GraphSAGE
 (3 layers of 128), batches of 1024 with fan-outs (10, 5, 5); so many training nodes that an epoch takes about as long as
 an evaluation (even), a third of it (evaluation longer) or three times it (training longer). Both runs of a pair are in
-this process, in turns, median of the rounds; that their metrics and weights are equal to the bit is checked. `larger` is an epoch of the async run over the longer of its two parts, as the blocking run has
+this process, in turns, median of the rounds; that their metrics and weights are equal to the bit is checked. `larger`
+is an epoch of the async run over the longer of its two parts, as the blocking run has
 them, when it has begun: without the first epochs, in which kernels are compiled and steps recorded. `kernels` is the
 time in which the GPU computes in such an epoch, training and evaluation, over the same: no run on one GPU takes less,
 but where kernels of both leave room for each other.
