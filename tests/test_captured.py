@@ -47,6 +47,10 @@ MODELS = {
 }
 
 
+SAME_BITS = ("sage", "sage max", "batch norm")
+"""Those whose kernels add up in the same order every time, in a graph or not."""
+
+
 def trained(
     name: str, *, captured: bool, precision: str = "float32", epochs: int = 3, **options: Any
 ) -> tuple[Any, Any]:
@@ -71,8 +75,10 @@ def test_captured_steps_have_the_losses_of_steps_run_as_they_are(name: str):
     assert len(one.work.steps) == 2
     assert None not in one.work.steps.values(), "a step was not captured"
     losses = [[e.loss for e in run.history] for run in (captured, eager)]
+    if name in SAME_BITS:
+        assert losses[0] == losses[1]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-4)
-    # Later ones drift: products may be summed in another order in a graph, and stock convs add up in any order.
+    # Later ones drift where stock convs and torch's own reductions add up in any order.
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
     assert losses[0][-1] < losses[0][0]
 

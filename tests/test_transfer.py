@@ -162,16 +162,6 @@ def test_on_the_cpu_batches_stay() -> None:
 
 
 @pytest.mark.gpu
-def test_what_only_looks_pinned_is_copied_from_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As memory does that lies beside what is registered: nobody keeps it until it is copied."""
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
-    mover, (sent,) = Mover(ELSEWHERE, 1, LateCopies()), batches(1)
-    expected = replace(sent, seeds=sent.seeds.clone())
-    moved = mover.move(sent)
-    sent.seeds.fill_(-1)  # as another may that is given the memory
-    assert_same_batches(mover.ready(moved), expected)
-
-
 @needs_gpu
 def test_on_a_gpu_equal_to_the_blocking_path() -> None:
     mover, sent = Mover("cuda:0", 2), batches(40)

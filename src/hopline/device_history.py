@@ -211,9 +211,7 @@ class DeviceHistories(Histories):
             return places
         if self._asked is not None and self._asked[0] is places:  # by the layer before
             return self._asked[1]
-        # Ours alone may be read later. Others that lie beside them may look pinned too, and go before they are read.
-        ours = places if pinned.is_registered(places) else torch.empty_like(places, pin_memory=True).copy_(places)
-        at = ours.to(self.device, non_blocking=True)
+        at = (places if places.is_pinned() else places.pin_memory()).to(self.device, non_blocking=True)
         if self.stream is None:  # two streams must not share it
             self._asked = places, at
         return at

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hopline import trace
-from hopline.pinned import is_registered
 from hopline.recording import stream_for
 from hopline.rescue import free_memory
 
@@ -178,8 +177,7 @@ class _Staged(TorchFunctionMode):
 
     def _through_buffer(self, tensor: Tensor) -> Tensor:
         start, stop = self.used, self.used + tensor.nbytes
-        # Ours, which somebody keeps. Another that lies beside one may look pinned too, and go before it is copied.
-        if is_registered(tensor):
+        if tensor.is_pinned():
             moved = self.copies.copy(tensor)
         elif stop > self.buffer.numel():
             moved = tensor.to(self.device)  # waits; the batch has more tensors than it counts

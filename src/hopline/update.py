@@ -94,8 +94,9 @@ class Update:
                 if not free:
                     self._run()
                     return
-                if hasattr(self.optimizer, "prepare"):
-                    self.optimizer.prepare()
+                prepare = getattr(self.optimizer, "prepare", None)  # of our own kernels
+                if prepare is not None:
+                    prepare()
                 stream.wait_stream(torch.cuda.current_stream(self.device))
                 with torch.cuda.stream(stream), recording.recorded(graph, stream):
                     self._run()

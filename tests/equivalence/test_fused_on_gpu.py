@@ -138,7 +138,9 @@ def gradient_by(method: hl.Method, model: GNN, data: hl.Dataset) -> None:
         for group in work.parts.groups_of(1):  # type: ignore[attr-defined]
             HistoricalUnit(work, work.batch(group, None)).forward_backward(num_seeds)  # type: ignore[arg-type, attr-defined]
         return
-    for unit in work.units(2):  # in which a tree's last step is captured too
+    # All before the first is run: to capture a step forgets the gradients that are there. In a second epoch a tree's
+    # last step is captured too.
+    for unit in list(work.units(2)):
         unit.forward_backward(num_seeds)
 
 
