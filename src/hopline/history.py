@@ -219,12 +219,13 @@ class HistoricalWork:
         """Make the tables exact, those of gradients too where there are any."""
         self.prepare()
         self.settle(0)
-        fill(self)
-        if self.method.compensate:
-            weights = [(p, p.grad) for p in self.job.module.parameters()]
-            go_back(self)
-            for p, grad in weights:
-                p.grad = grad
+        with trace.span("refresh"):
+            fill(self)
+            if self.method.compensate:
+                weights = [(p, p.grad) for p in self.job.module.parameters()]
+                go_back(self)
+                for p, grad in weights:
+                    p.grad = grad
 
     @property
     def keep_rows(self) -> KeepRows | None:

@@ -235,7 +235,7 @@ def fill(work: HistoricalWork, key: int | None = None) -> None:
     """
     work.prepare()
     work.job.world.barrier()  # nobody reads any more
-    with trace.span("refresh"), _mode(work, key), torch.no_grad(), work.encoding_once():
+    with _mode(work, key), torch.no_grad(), work.encoding_once():
         forward(_AllParts(work, key))
     work.histories.stamp([_slab(work)], work.histories.step)
     work.job.world.barrier()
@@ -247,7 +247,7 @@ def go_back(work: HistoricalWork, key: int | None = None, scale: float = 1.0, *,
     Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks. Returns the summed loss of
     its nodes. key: as `fill` had it. keep: write the gradients at all rows into the tables of gradients.
     """
-    with trace.span("refresh"), _mode(work, key), torch.enable_grad():
+    with _mode(work, key), torch.enable_grad():
         summed = backward(_AllParts(work, key, keep), scale)
     work.job.world.barrier()
     return summed
@@ -346,9 +346,10 @@ def measure_bias(work: HistoricalWork) -> dict[str, float]:
             for i in range(work.parts.sweep_length):  # all ranks as often as the one with most
                 made = work.batch(groups[i] if i < len(groups) else (), None)
                 work.unit(made).forward_backward(1)
-        fill(exact)
-        with _collected(weights, world) as theirs:
-            go_back(exact)
+        with trace.span("refresh"):
+            fill(exact)
+            with _collected(weights, world) as theirs:
+                go_back(exact)
     for p, grad in zip(weights, before, strict=True):
         p.grad = grad
     own, errors = torch.arange(work.owners.own.start, work.owners.own.stop), {}

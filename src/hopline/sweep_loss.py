@@ -32,7 +32,7 @@ Objective: TypeAlias = "Callable[[Batch, Tensor], Tensor]"
 """(a piece's batch, the outputs of its seeds) -> a scalar whose gradient is the piece's share."""
 
 LOSS_COPIES = 8
-"""Memory assumed for a loss over all seeds at once, in copies of their outputs: these as they come, joined and in order,
+"""Memory assumed for a loss over all seeds at once, in copies of their outputs: these as they come, joined, in order,
 their gradient, and what a loss keeps. Cross entropy with label smoothing takes 5.5. A rule of thumb."""
 
 SEQUENTIAL = "with hl.FullBatch set aggregation=sequential, with hl.Historical leave out budget="

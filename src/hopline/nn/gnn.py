@@ -16,7 +16,7 @@ from torch_geometric.nn import GCNConv, JumpingKnowledge
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline import ops
-from hopline.batch import Batch, Block, DroppedRows, Handle, Readable, Rows, as_tensor
+from hopline.batch import Batch, Block, DroppedRows, Handle, Readable, ReducedRows, Rows, as_tensor
 from hopline.nn.convs import convolve, takes_x0
 from hopline.nn.fused import (
     deferred,
@@ -184,7 +184,7 @@ class GNN(nn.Module):
 
     def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
         """That part of it, of which the layer makes the rest if it is given `ReducedRows`; None where it has none."""
-        return reduced_input(self.convs[0], h, block) if self._reduces_input else None
+        return reduced_input(self.convs[0], self._in_precision(h), block) if self._reduces_input else None
 
     @property
     def _reduces_input(self) -> bool:
@@ -242,6 +242,8 @@ class GNN(nn.Module):
 
     def _layer(self, l: int, state: State, block: Block) -> State:
         dst = block.num_dst
+        if l == 0:
+            state = State(self._in_precision(state.h), state.x0, state.jk)
         x0 = None if state.x0 is None else state.x0[:dst]
         if self._is_plain(l):
             p = self.dropout if self.training else 0.0
@@ -332,8 +334,22 @@ class GNN(nn.Module):
         drop = ops.relu_dropout if with_relu else ops.keyed_dropout
         return drop(h, p, ops.place_key(key, place), ids)
 
+    def _in_precision(self, h: Handle | Tensor) -> Handle | Tensor:
+        """The first layer's input in the model's precision, where its conv has no parameters that would say which."""
+        if any(True for _ in self.convs[0].parameters()):
+            return h
+        if isinstance(h, ReducedRows) and h.beside.dtype == self._dtype:
+            return h
+        if isinstance(h, Rows) and h.table.dtype == self._dtype == torch.float32:
+            return h  # as every conv reads them
+        return self._typed(h)
+
     def _typed(self, rows: Handle | Tensor) -> Tensor:
-        return typed(rows, next((p.dtype for p in self.parameters()), torch.float32))
+        return typed(rows, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.parameters()), torch.float32)
 
 
 def out_width(conv: Any) -> int:
