@@ -77,7 +77,7 @@ def write(record: Record, device: str) -> None:
     for s, (section, rows) in enumerate(record.sections.items()):
         lines.append(f'{"," if s else ""}"{section}": {{')
         for r, (name, row) in enumerate(rows.items()):
-            cells = {mode: [verdict.word, _short(name, verdict.why)] for mode, verdict in row.items()}
+            cells = {mode: [verdict.word, _short(name, verdict)] for mode, verdict in row.items()}
             if all(cell == cells["block"] for cell in cells.values()):
                 cells = {ALL: cells["block"]}
             lines.append(f"{',' if r else ''}{json.dumps(name)}: {json.dumps(cells)}")
@@ -85,9 +85,11 @@ def write(record: Record, device: str) -> None:
     path_of(device).write_text("\n".join([*lines, "}}"]) + "\n")
 
 
-def _short(name: str, why: str) -> str:
+def _short(name: str, verdict: Verdict) -> str:
     """A refusal without what differs from class to class: their names, the list of others, an error inside."""
-    text = re.split(r"[;.] [Cc]onvs such as", why)[0]
+    if verdict.word not in ("refused", "differs"):
+        return verdict.why
+    text = re.split(r"[;.] ([Cc]onvs|Use convs) such as", verdict.why)[0]
     text = re.sub(r" \(\w+Error: .*\)", "", text)
     text = re.sub(r" in mode \w+", "", text)
     text = re.sub(r": (the aggregate of )?\w+ needs all edges", ": its aggregation needs all edges", text)
