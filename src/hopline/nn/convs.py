@@ -13,7 +13,7 @@ import inspect
 import itertools
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -239,18 +239,29 @@ def find_way(
     trial = trial_of(conv)  # one for all blocks: what it keeps from one shows on the next
     is_tree = issubclass(layout, TreeBlock)
 
+    def output(trial: nn.Module, way: Way, graph: Graph, nodes: Sequence[int]) -> Tensor | None:
+        """None where this is not a way in which the conv can be called."""
+        block = tree_of(graph, nodes, layout) if issubclass(layout, TreeBlock) else block_of(graph, nodes)
+        try:
+            with without_caches(trial):
+                return _call(trial, way, x[block.src_ids], block, None if start is None else start[block.dst_ids])
+        except Exception:
+            return None
+
     def is_right(way: Way, graph: Graph) -> bool:
-        for nodes in BATCHES:
-            one = tree_of(graph, nodes, layout) if issubclass(layout, TreeBlock) else block_of(graph, nodes)
-            try:
-                with without_caches(trial):
-                    ids = one.dst_ids
-                    found = _call(trial, way, x[one.src_ids], one, None if start is None else start[ids])
-            except Exception:  # not a way in which this conv can be called
-                return False
-            if found.shape != expected[ids].shape or not torch.allclose(found, expected[ids], 1e-8, 1e-10, True):
-                return False
-        return True
+        found = ((nodes, output(trial, way, graph, nodes)) for nodes in BATCHES)
+        return all(
+            out is not None
+            and out.shape == expected[[*nodes]].shape
+            and torch.allclose(out, expected[[*nodes]], 1e-8, 1e-10, equal_nan=True)
+            for nodes, out in found
+        )
+
+    def trains(way: Way) -> bool:
+        """Whether it can also be called in training, where SuperGATConv draws edges, with few edges or none."""
+        other = trial_of(conv).train()  # whose norms may move
+        with torch.random.fork_rng([]):
+            return all(output(other, way, graph, nodes) is not None for nodes in BATCHES[2:4])
 
     cached = has_cache(conv)
     if is_fused(conv):
@@ -260,7 +271,7 @@ def find_way(
         ways = [Way(call, without_loops, with_edges, has_cache=cached) for with_edges, call, without_loops in choices]
     with torch.no_grad():
         for way in ways:
-            if is_right(way, graph):
+            if is_right(way, graph) and (way.convention == "fused" or trains(way)):
                 # Of fused ones GCN goes by the last of a node's loops, but takes it from the graph.
                 by_order = way.convention != "fused" and not is_right(way, reordered(graph))
                 return replace(way, by_order=by_order)
