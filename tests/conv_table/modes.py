@@ -309,7 +309,7 @@ def _refusal(case: Case, error: ValueError) -> Verdict:
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     if SOURCE not in raised_in.parents:
         return Verdict("error", f"ValueError of {raised_in.name}: {text}")
-    if text.endswith(":") or len(text) < 40:
+    if text.endswith(":") or len(text) < 30:
         return Verdict("error", f"refused without a reason: {text}")
     if case.plain is not None and "cannot be called" in text:
         return Verdict("error", f"refused, though PyG can call it: {text}")
