@@ -163,16 +163,14 @@ def _train(case: Case, expected: Expected, method: Method, device: str, *, froze
     outputs: dict[int, Tensor] = {}
 
     def recorded(model: nn.Module, batch: Batch) -> Tensor:
-        def remember(module: nn.Module, arguments: tuple[Any, ...], rows: Any) -> None:
+        def remembered(batch: Batch) -> Tensor:
+            rows = model(batch)
             if not isinstance(rows, Tensor) or len(rows) != batch.num_seeds:
                 raise Unequal(f"a batch of {batch.num_seeds} seeds has an output that is not a row for each")
             outputs.update(zip(batch.seeds.tolist(), rows.detach().cpu(), strict=True))
+            return rows
 
-        handle = model.register_forward_hook(remember)
-        try:
-            return usual_loss(model, batch)
-        finally:
-            handle.remove()
+        return usual_loss(remembered, batch)  # type: ignore[arg-type]
 
     trainer = hl.Trainer(
         model, expected.data, method, epochs=1, device=device, show=False, train_step=recorded if records else None
@@ -309,7 +307,7 @@ def _refusal(case: Case, error: ValueError) -> Verdict:
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     if SOURCE not in raised_in.parents:
         return Verdict("error", f"ValueError of {raised_in.name}: {text}")
-    if text.endswith(":") or len(text) < 40:
+    if text.endswith(":") or len(text) < 30:
         return Verdict("error", f"refused without a reason: {text}")
     if case.plain is not None and "cannot be called" in text:
         return Verdict("error", f"refused, though PyG can call it: {text}")

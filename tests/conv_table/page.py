@@ -29,6 +29,8 @@ in-edges. `make convs` runs all of it and writes this page; `make test` runs a p
 | needs | PyG needs something that hopline does not hand to a conv, or that the graph or the machine has not |
 | differs | is not equal if trained on batches, in PyG neither; hopline says so when the run begins |
 
+Reasons are hopline's own words, shortened and numbered below each table; the class of the row is "it".
+
 | column | is |
 |---|---|
 | block | `Sampled(layout="block")` at full fan-out |

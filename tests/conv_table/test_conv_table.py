@@ -1,7 +1,7 @@
 """The table of convs, norms and models: complete, as docs/convs.md shows it, and true.
 
-Here every row is run in one mode of those that work on blocks and in one of those that work on shards, another pair
-from row to row: a third of the table's time. `make convs` runs all cells, `pytest -m gpu` all of them on a GPU.
+Here every row is run in one mode, another from row to row, so that the options of a class are spread over the modes.
+`make convs` runs all cells, `pytest -m gpu` all of them on a GPU.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 import torch_geometric
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
+import hopline as hl
 from hopline.data.dataset import Dataset
 from tests.conv_table import page
 from tests.conv_table.cases import CONVS, Case, conv
@@ -23,8 +23,6 @@ from tests.conv_table.modes import MODES, Expected, Verdict, judge
 from tests.conv_table.record import SECTIONS, Record, read
 from tests.grids import GPU_ONLY
 
-BLOCK_MODES = ["inference", "block", "tree", "historical", "sweep"]
-SHARD_MODES = ["sequential", "one-shot", "trimmed"]
 CLASSES = {
     "convs": pyg.conv.__all__,
     "norms": pyg.norm.__all__,
@@ -59,10 +57,6 @@ def test_no_two_rows_have_the_same_name(section: str):
     assert sorted(names) == sorted(set(names))
 
 
-def test_every_mode_is_of_blocks_or_of_shards():
-    assert sorted(BLOCK_MODES + SHARD_MODES) == sorted(MODES)
-
-
 def test_the_record_has_all_rows_and_the_page_shows_it():
     record = recorded()
     for section, cases in SECTIONS.items():
@@ -79,11 +73,7 @@ def test_no_recorded_cell_is_wrong(device: str):
 
 @pytest.mark.parametrize(("section", "i"), ROWS)
 def test_cells_are_as_the_page_says(section: str, i: int):
-    case = SECTIONS[section][i]
-    modes = [BLOCK_MODES[i % len(BLOCK_MODES)], SHARD_MODES[i % len(SHARD_MODES)]]
-    if case.needs:
-        modes = modes[:1]  # nothing is computed, and some of these models take seconds to build
-    compare(case, modes, "cpu", recorded(), section)
+    compare(SECTIONS[section][i], [list(MODES)[i % len(MODES)]], "cpu", recorded(), section)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU_ONLY)])
@@ -149,22 +139,21 @@ def test_what_plain_pyg_cannot_run_is_no_case():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
-def test_a_traceback_is_an_error_also_if_it_is_a_value_error_of_another_library(error: type[Exception]):
-    class FailsOnBatches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(6, 3)
+def test_a_traceback_is_an_error_also_if_it_is_a_value_error_of_another_library(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*_: object) -> None:
+        raise error("something that was not meant for the person who reads it")
 
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            if x.size(0) < 40:
-                raise error("too few nodes to be a graph that this module likes")
-            return self.lin(x)
-
-    case = Case("a module", "", FailsOnBatches, lambda model, data: model(data.x.read(torch.arange(40)), None))
-    assert judge(case, "inference") == Verdict("equal")
-    verdict = judge(case, "block")
+    monkeypatch.setitem(MODES, "failing", fails)
+    verdict = judge(RIGHT, "failing")
     assert verdict.word == "error"
-    assert "too few nodes" in verdict.why
+    assert "not meant" in verdict.why
+
+
+def test_an_error_with_a_sentence_of_hopline_is_a_refusal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(MODES, "refused", lambda *_: hl.FullBatch(num_shards=0))
+    assert judge(RIGHT, "refused") == Verdict("refused", "num_shards must be at least 1, not 0")
 
 
 def test_a_module_that_runs_without_what_pyg_needs_is_wrong():
