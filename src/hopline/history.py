@@ -17,6 +17,7 @@ from torch import Tensor
 from hopline import ops, trace
 from hopline.batch import Batch, Block
 from hopline.device_history import DeviceHistories, Where, choose_where
+from hopline.drift import RowDrift
 from hopline.guard import Guard
 from hopline.halo import HaloBlock, Histories, RecordedBlock
 from hopline.history_batches import HistoricalBatches
@@ -86,6 +87,7 @@ class HistoricalWork:
         self.owners = Owners(job.world, self.shares, self.partition.ptr)
         self.batches = HistoricalBatches(self)
         self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
+        self.drift = RowDrift(self)
         self.guard: Guard | None = None
         """Keeps the steps within a budget, where there is one."""
         self.filled = False
@@ -134,6 +136,7 @@ class HistoricalWork:
         self.filled = True
         epoch_key, given, index, rank = ops.derive_key(self.job.seed, epoch), 0, 0, self.shares.rank
         turns = self.parts.turns_of(epoch)
+        self.drift.begin_epoch()
         num_groups = sum(group != () for turn in turns for group in turn)
         for step, turn in enumerate(turns):
             first, index = index, index + sum(group != () for group in turn)
@@ -151,6 +154,8 @@ class HistoricalWork:
                 yield unit
             else:  # nothing to learn from, but its neighbours read its rows
                 unit.push_only()
+            self.drift.end_step()
+        self.drift.end_epoch()
         if self.method.measure_bias:
             for name, error in measure_bias(self).items():
                 trace.count(f"bias.{name}", error)

@@ -102,7 +102,9 @@ class HistoricalUnit(Unit):
         if made is None or not self.learns:
             self._forward_only()
             return torch.zeros((), device=job.device)
-        report_ages(made.rows.ages(made.block.halo_places))
+        ages = made.rows.ages(made.block.halo_places)
+        report_ages(ages)
+        self.work.drift.saw(ages)
         with autocast(job), trace.span("forward", job.device):
             with spreads(work.model, work.method.lipschitz > 0) as found:
                 # A batch without seeds learns from others' messages only.

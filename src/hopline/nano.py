@@ -332,7 +332,9 @@ class GuardedHistoricalUnit(HistoricalUnit):
         assert made is not None
         nano = self._in_pieces(made, self._needed_bytes(made))
         promised.append(nano.promised_bytes)
-        report_ages(made.rows.ages(made.block.halo_places))
+        ages = made.rows.ages(made.block.halo_places)
+        report_ages(ages)
+        self.work.drift.saw(ages)
         nano.meter = meter
         nano.forward()
         loss = nano.backward(total)

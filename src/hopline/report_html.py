@@ -115,6 +115,8 @@ class RunFiles:
     """What it was promised to take."""
     pipeline: Record
     """Why epochs took as long as they did."""
+    history: Record
+    """How old the rows were that historical training read."""
     end: Record
     close: Record
     num_unreadable: int
@@ -167,6 +169,7 @@ def read_run(folder: Path) -> RunFiles:
         budgets=budgets,
         plan=last.get("plan", {}),
         pipeline=last.get("explain", last.get("pipeline", {})),
+        history=last.get("history", {}),
         end=last.get("end", {}),
         close=last.get("close", {}),
         num_unreadable=num_unreadable,
@@ -282,6 +285,8 @@ def _notices(run: RunFiles) -> Iterable[str]:
         yield "No epoch has been completed, so there are no curves."
     if len(run.epochs) == 1:
         yield "Only one epoch was completed, so there are no curves."
+    if run.history.get("sentence"):
+        yield f"{run.history['sentence']}: {run.history.get('advice', '')}"
     if run.close.get("num_dropped_spans"):
         yield f"trace.json leaves out {run.close['num_dropped_spans']:,} spans beyond its limit."
 

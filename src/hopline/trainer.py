@@ -58,6 +58,7 @@ from hopline.spec import kind_of, to_dict
 from hopline.update import Update, make_optimizer, split_decay
 from hopline.validate import check_names
 from hopline.watch import WatchBudget, WatchPipeline
+from hopline.watch_history import WatchHistory
 from hopline.work import Job, Method, TrainStep, Unit, Work, in_groups, units_from
 from hopline.world import World
 
@@ -403,7 +404,7 @@ class Trainer:
             stack.enter_context(report)
             stack.enter_context(trace.listen(self._report))
             self.active.append(WriteReport(self._report))
-        self.active += [WatchBudget(self._report), WatchPipeline(self._report)]
+        self.active += [WatchBudget(self._report), WatchPipeline(self._report), WatchHistory(self._report)]
         if self.settings.show and self.world.rank == 0:
             self.active.append(ShowProgress())
         keep = KeepWeights(self.out if self.world.rank == 0 else None)
