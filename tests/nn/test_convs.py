@@ -294,13 +294,17 @@ class KeepsItsEdges(pyg.SAGEConv):
         lambda: pyg.EGConv(4, 3, num_heads=1, num_bases=2, aggregators=["sum"]),
         lambda: pyg.SGConv(4, 3, cached=True),
         lambda: LoopsUpToTheLargestId(4, 3),
-        lambda: KeepsItsEdges(4, 3),
     ],
-    ids=["lstm", "gru", "eg", "sg-cached", "own-loops", "own-cache"],
+    ids=["lstm", "gru", "eg", "sg-cached", "own-loops"],
 )
 def test_a_conv_whose_output_depends_on_what_else_is_in_the_batch_is_refused(make: Any) -> None:
     with pytest.raises(SeesMore, match="cannot run on sampled blocks"):
         way_of(make(), 4, {})
+
+
+def test_a_conv_that_keeps_its_first_edges_is_refused() -> None:
+    with pytest.raises(ValueError, match="KeepsItsEdges keeps something of its first call"):
+        way_of(KeepsItsEdges(4, 3), 4, {})
 
 
 @pytest.mark.parametrize("kind", ["block", "tree"])

@@ -248,8 +248,9 @@ def find_way(
         except Exception:
             return None
 
-    def is_right(way: Way, graph: Graph) -> bool:
-        found = ((nodes, output(trial, way, graph, nodes)) for nodes in BATCHES)
+    def is_right(way: Way, graph: Graph, anew: bool = False) -> bool:
+        """anew: with a copy for each block."""
+        found = ((nodes, output(trial_of(conv) if anew else trial, way, graph, nodes)) for nodes in BATCHES)
         return all(
             out is not None
             and out.shape == expected[[*nodes]].shape
@@ -275,6 +276,12 @@ def find_way(
                 # Of fused ones GCN goes by the last of a node's loops, but takes it from the graph.
                 by_order = way.convention != "fused" and not is_right(way, reordered(graph))
                 return replace(way, by_order=by_order)
+        keeps = any(is_right(way, graph, anew=True) and not is_right(way, graph) for way in ways)
+    if keeps:
+        raise ValueError(
+            f"{_name(conv)} keeps something of its first call, such as the edges, and every block has others: let it "
+            "compute that anew in each call"
+        )
     if is_tree:
         way_of(conv, width, edge, Block, initial_width)  # refused there if it cannot run on blocks either
         raise ValueError(
@@ -283,8 +290,8 @@ def find_way(
     raise SeesMore(
         f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "
         "in-edges (several hops in one layer, a norm by degrees or nodes that are present, padding to the largest "
-        "degree present, or what is kept of an earlier call); convs such as SAGEConv, GCNConv, GATConv, GINConv, "
-        "PNAConv and TransformerConv can, and method=full_batch runs most others"
+        "degree present); convs such as SAGEConv, GCNConv, GATConv, GINConv, PNAConv and TransformerConv can, and "
+        "method=full_batch runs most others"
     )
 
 

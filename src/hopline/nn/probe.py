@@ -55,7 +55,7 @@ def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
         if rows.is_floating_point():
             arrays[name] = 0.1 + 0.8 * torch.rand(shape, generator=generator, dtype=torch.float64)
         elif name == "weight":
-            arrays[name] = torch.randint(1, 4, shape, generator=generator, dtype=rows.dtype)
+            arrays[name] = torch.randint(1, 4, shape, generator=generator).to(rows.dtype)
         else:  # the one type or value that every conv knows
             arrays[name] = torch.zeros(shape, dtype=rows.dtype)
     return Graph(indptr, indices, arrays)

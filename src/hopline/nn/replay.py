@@ -191,7 +191,9 @@ def finish(
     def reduce(x: Tensor, index: Any, ptr: Any, dim_size: int, dim: int = -2, reduce: str = "sum") -> Tensor:
         out = reduced[next(wanted)]
         if weight_sum is not None:
-            out = out / (aligned(weight_sum, out) + EPSILON)
+            # In half precision the small number is 0, and a node without edges has no weights.
+            total = torch.where(weight_sum == 0, 1, weight_sum + EPSILON)
+            out = out / aligned(total, out)
         return out / aligned(degrees.clamp(min=1).to(out.dtype), out) if reduce == "mean" else out
 
     no_messages = reduced[calls[0]].new_zeros(0, *reduced[calls[0]].shape[1:])

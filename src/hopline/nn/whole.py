@@ -127,14 +127,21 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
         if walk is not inner and num_wrapped_ranks(model) > 1:
             walk.register_forward_pre_hook(_refuse_gradients)
         return walk
-    if isinstance(model, GNN) and type(model).forward is not GNN.forward:
+    is_patched = "forward" in vars(model)
+    if isinstance(model, GNN) and (type(model).forward is not GNN.forward or is_patched):
         raise ValueError(
             f"{type(model).__name__} overrides forward, which exact inference does not go through: override encode, "
             "layer or decode, or write a torch.nn.Module with forward(x, edge_index)"
         )
+    hooks = [*model._forward_hooks.values(), *model._forward_pre_hooks.values()]
+    if isinstance(model, GNN) and any(hook is not _refuse_gradients for hook in hooks):
+        raise ValueError(
+            f"{type(model).__name__} has forward hooks, which exact inference does not go through: put them on its "
+            "convs, encoder or head"
+        )
     if isinstance(model, GNN | Whole):
         return model
-    own_forward = getattr(type(model), "forward", None) is not BasicGNN.forward
+    own_forward = getattr(type(model), "forward", None) is not BasicGNN.forward or is_patched
     before = [hook for hook in model._forward_pre_hooks.values() if hook is not _refuse_batch]
     plain = not (own_forward or before or model._forward_hooks)
     walk = GNN.from_pyg(model) if isinstance(model, BasicGNN) and plain else Whole(model)
