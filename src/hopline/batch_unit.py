@@ -29,6 +29,21 @@ def supervised(task: str, num_classes: int) -> TrainStep:
     return train_step
 
 
+def checked(train_step: TrainStep) -> TrainStep:
+    """A user's own training step, whose loss is refused by name where nothing could be learnt from it."""
+
+    def step(model: nn.Module, batch: Batch) -> Tensor:
+        loss = train_step(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"train_step returned {found}: return the mean loss of the batch's seeds, as one number")
+        if not loss.requires_grad and torch.is_grad_enabled():
+            raise ValueError("the loss of train_step has no gradient: compute it from model(batch), without detach()")
+        return loss.view(())
+
+    return step
+
+
 @dataclass
 class BatchUnit(Unit):
     """One batch through the job's training step."""

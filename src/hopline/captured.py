@@ -206,7 +206,9 @@ class CapturedStep:
         self.job, self.batches = job, batches
         self.size, self.first, self.per_step = size, first, per_step
         self.parameters = [p for p in job.module.parameters() if p.requires_grad]
-        self.share = torch.ones((), device=job.device)  # of the step's seeds, by which its gradient is weighted
+        precision = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        # Of the step's seeds, by which its gradient is weighted.
+        self.share = torch.ones((), dtype=precision, device=job.device)
         self.total = size
         self.graph = torch.cuda.CUDAGraph()
 

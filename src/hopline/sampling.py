@@ -190,6 +190,8 @@ def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
 
 def check_ids(ids: Tensor, num_nodes: int) -> None:
     """Refuse what is not a list of nodes of the graph."""
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"node ids must be a 1-D int64 tensor, not a {type(ids).__name__}: write torch.tensor([...])")
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"node ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}: "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import checkpoint, infer, ops, trace
-from hopline.batch_unit import supervised
+from hopline.batch_unit import checked, supervised
 from hopline.budget import Budget
 from hopline.callbacks import (
     Callback,
@@ -164,7 +164,7 @@ class Trainer:
             model=as_walkable(self.model),
             module=self.model,
             train_ids=data.train_ids,
-            train_step=train_step or supervised(data.task, data.num_classes),
+            train_step=supervised(data.task, data.num_classes) if train_step is None else checked(train_step),
             usual_loss=self.usual_loss,
             seed=self.settings.seed,
             device=self.device,

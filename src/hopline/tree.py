@@ -69,10 +69,10 @@ class TreeBlock(Block):
     in_graph_order = False
 
     def to(self, device: torch.device, non_blocking: bool = False) -> TreeBlock:
-        return TreeBlock(self.tree.to(device, non_blocking), self.hop, self.graph, self.key, self.scale_sums)
+        return type(self)(self.tree.to(device, non_blocking), self.hop, self.graph, self.key, self.scale_sums)
 
     def scaling_sums(self, wanted: bool) -> TreeBlock:
-        return TreeBlock(self.tree, self.hop, self.graph, self.key, wanted)
+        return type(self)(self.tree, self.hop, self.graph, self.key, wanted)
 
     @property
     def num_src(self) -> int:

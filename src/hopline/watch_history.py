@@ -49,6 +49,7 @@ class WatchHistory(Callback):
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
         self.found: HistoryState | None = None
+        self.drifts, self.age_sum, self.num_rows = list[float](), 0.0, 0.0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self.found = None

@@ -115,6 +115,23 @@ def test_a_pyg_model_with_hooks_is_run_by_its_own_forward():
     assert isinstance(as_walkable(model), Whole)
 
 
+def test_a_gnn_with_hooks_or_a_forward_put_on_it_is_refused():
+    model = GNN([pyg.SAGEConv(6, 3)])
+    model.register_forward_hook(lambda module, given, out: -out)
+    with pytest.raises(ValueError, match="GNN has forward hooks, which exact inference does not go through"):
+        as_walkable(model)
+    patched = GNN([pyg.SAGEConv(6, 3)])
+    patched.forward = lambda batch: torch.zeros(1)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="GNN overrides forward"):
+        as_walkable(patched)
+
+
+def test_a_pyg_model_with_a_forward_put_on_it_runs_as_a_whole():
+    model = pyg.GraphSAGE(6, 8, 2, 3)
+    model.forward = lambda x, edge_index: x[:, :3]  # type: ignore[method-assign]
+    assert isinstance(as_walkable(model), Whole)
+
+
 def test_a_gnn_with_a_forward_of_its_own_is_refused():
     class Negated(GNN):
         def forward(self, batch: Batch) -> Tensor:

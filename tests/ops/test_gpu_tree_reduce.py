@@ -36,10 +36,12 @@ def reduced_in_torch(x: Tensor, slots: Slots, hop: int, nodes: Tensor, how: str,
         ("mean", True, 7),
         ("max", False, 7),
         ("max", True, 32),
-        ("weighted", True, 1),
-        ("weighted", False, 7),
+        ("weighted sum", True, 1),
+        ("weighted sum", False, 7),
+        ("weighted max", True, 7),
+        ("weighted max", False, 32),
     ],
-    how=["sum", "mean", "max", "weighted"],
+    how=["sum", "mean", "max", "weighted sum", "weighted mean", "weighted max"],
     own=[False, True],
     width=[1, 7, 32],
 )
@@ -47,8 +49,10 @@ def test_reducing_and_its_gradient(how: str, own: bool, width: int):
     indptr, indices = csr()
     slots, hop = Slots(6, (3, 2)), 1
     nodes, counts, _ = gpu_tree.sample_tree(*on_device(indptr, indices, torch.arange(6)), slots, 3)
-    weight = randn(slots.up_to(2)).abs().to(DEVICE) if how == "weighted" else None
-    how = "sum" if how == "weighted" else how
+    weight = None
+    if how.startswith("weighted"):
+        how, weight = how.removeprefix("weighted "), randn(slots.up_to(2)).to(DEVICE)
+        weight[::4] = 0  # more ties
     values = randn(slots.up_to(2), width)
     values[values.abs() < 0.4] = 0  # ties, some of them of zeros
     grads, outs = [], []

@@ -31,8 +31,10 @@ from hopline.nn.fused import dtype_of, fused, is_fused
 from hopline.nn.probe import (
     BATCHES,
     PaddedTree,
+    PlainTree,
     block_of,
     has_cache,
+    options_of,
     probe_graph,
     random_rows,
     reordered,
@@ -79,8 +81,8 @@ class Way:
     """Whether it was built with cached=True."""
 
 
-_ways: WeakKeyDictionary[nn.Module, dict[type[Block], Way]] = WeakKeyDictionary()
-"""What was found out about convs, by the layout of the blocks."""
+_ways: WeakKeyDictionary[nn.Module, dict[type[Block], tuple[Any, Way]]] = WeakKeyDictionary()
+"""What was found out about convs by the layout of the blocks, with the settings and edge arrays that it is for."""
 
 
 def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
@@ -92,7 +94,8 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
     if isinstance(block, RunsConvs):
         return block.convolve(conv, h, x0)
     layout = layout_of(conv, block)
-    way = _known_way(conv, layout)
+    names = block.edge if block.graph is None else block.graph.edge
+    way = _known_way(conv, layout, names)
     if way is None:  # only then are the edge arrays looked at, which a tree has to gather
         way = way_of(conv, h.shape[1], block.edge, layout, None if x0 is None else x0.size(1))
     if block.scale_sums and way.convention != "fused":
@@ -122,23 +125,28 @@ def way_of(
 
     width, initial_width: of its input rows and of the initial rows, where a model has them. edge: the edge arrays.
     """
-    way = _known_way(conv, layout)
+    way = _known_way(conv, layout, edge)
     if way is None:
-        way = _ways.setdefault(conv, {})[layout] = find_way(conv, width, edge, layout, initial_width)
+        way = find_way(conv, width, edge, layout, initial_width)
+        _ways.setdefault(conv, {})[layout] = (_about(conv, edge), way)
     return way
 
 
-def _known_way(conv: nn.Module, layout: type[Block]) -> Way | None:
-    way = _ways.get(conv, {}).get(layout)
-    # Hooks that were added or removed since decide whether a conv is fused.
-    return way if way is not None and is_fused(conv) == (way.convention == "fused") else None
+def _known_way(conv: nn.Module, layout: type[Block], edge: Mapping[str, Tensor]) -> Way | None:
+    about, way = _ways.get(conv, {}).get(layout, (None, None))
+    return way if about == _about(conv, edge) else None
+
+
+def _about(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
+    """What the way of a conv depends on and may change; hooks decide whether it is fused."""
+    return options_of(conv), is_fused(conv), frozenset(edge)
 
 
 def layout_of(conv: nn.Module, block: Block) -> type[Block]:
     """The class of the blocks that it is tried on. Kernels of fused convs know the empty slots of a GPU's trees."""
     if not isinstance(block, TreeBlock):
         return Block
-    return PaddedTree if block.on_gpu and not is_fused(conv) else TreeBlock
+    return PaddedTree if block.on_gpu and not is_fused(conv) else PlainTree
 
 
 def _call(conv: nn.Module, way: Way, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:

@@ -210,10 +210,15 @@ def gcn_edges(
     else:
         values = weight.to(dtype)
         if looped is not None:
-            # As PyG: a loop that is there keeps its weight, the last one where there are several.
-            fill = values.new_full((edges.num_dst,), 2.0 if improved else 1.0)
+            # As PyG: a loop that is there keeps its weight, the last one where there are several; by torch's rule for
+            # writing to one place, all of them have its gradient. On a GPU it is left open which of several writes is
+            # the last, so all write the same number.
             at = edges.is_loop().nonzero().view(-1)
-            values = looped.values(values, fill.index_put((edges.destinations()[at],), values[at]))
+            of_loops, dst = values[at], edges.destinations()[at]
+            last = at.new_zeros(edges.num_dst).scatter_reduce(0, dst, at, "amax")
+            same = values.detach()[last[dst]] + (of_loops - of_loops.detach())
+            fill = values.new_full((edges.num_dst,), 2.0 if improved else 1.0)
+            values = looped.values(values, fill.index_put((dst,), same))
         total = values.new_zeros(chosen.num_dst).index_add(0, chosen.destinations(), values)
     inverse = total.pow(-0.5)
     inverse = inverse.masked_fill(inverse == float("inf"), 0)

@@ -52,7 +52,8 @@ class State:
 class GNN(nn.Module):
     """A list of PyG convs; parameter names are those of PyG's own models (`convs.0...`, `norms.0...`, `lin`).
 
-    After every conv but the last: norm, activation, dropout (with jumping knowledge, after the last too).
+    After every conv but the last: norm, activation, dropout (with jumping knowledge, after the last too). After an
+    encoder: activation, dropout.
 
     convs: one per layer. norm: "batch", "layer", None, or a module per conv. act: "relu", ..., a module or None.
     act_first: activation before the norm. dropout: after every activation, drawn from the node's key.
@@ -82,6 +83,12 @@ class GNN(nn.Module):
         head: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        convs = [convs] if isinstance(convs, nn.Module) and not isinstance(convs, nn.ModuleList) else list(convs)
+        for module in (*convs, *(m for m in (encoder, head) if m is not None)):
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"GNN is made of modules, not of {module!r}: write GNN([SAGEConv(in_channels, out_channels), ...])"
+                )
         self.convs = nn.ModuleList(convs)
         if not len(self.convs):
             raise ValueError("GNN needs at least one conv: GNN([SAGEConv(in_channels, out_channels)])")
@@ -91,7 +98,7 @@ class GNN(nn.Module):
         if jk is not None and head is None:
             raise ValueError("jumping knowledge needs head=, for example torch.nn.Linear(hidden, num_classes)")
         self.norms = self._make_norms(norm, with_last=jk is not None)
-        self.act = getattr(torch.nn.functional, act) if isinstance(act, str) else act
+        self.act = _activation(act) if isinstance(act, str) else act
         self.act_first = act_first
         self.dropout = dropout
         self.input_dropout = input_dropout
@@ -118,7 +125,7 @@ class GNN(nn.Module):
         if isinstance(norm, str):
             made = [make_norm(norm, out_width(conv)) for conv in self.convs]
         else:
-            made = [nn.Identity() for _ in self.convs] if norm is None else list(norm)
+            made = [nn.Identity() for _ in self.convs] if norm is None else _listed(norm)
         if len(made) == len(self.convs) - 1:
             made.append(nn.Identity())
         if len(made) != len(self.convs):
@@ -350,6 +357,19 @@ class GNN(nn.Module):
     @property
     def _dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters()), torch.float32)
+
+
+def _listed(norms: Sequence[nn.Module]) -> list[nn.Module]:
+    if isinstance(norms, nn.Module) and not isinstance(norms, nn.ModuleList):
+        raise ValueError(f"norm must be a list with a module per conv: write norm=[{type(norms).__name__}(...), ...]")
+    return list(norms)
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    found: Any = getattr(torch.nn.functional, name, None)
+    if not callable(found):
+        raise ValueError(f"act must be a function of torch.nn.functional such as 'relu' or 'elu', not {name!r}")
+    return found
 
 
 def out_width(conv: Any) -> int:

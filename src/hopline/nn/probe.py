@@ -27,7 +27,7 @@ SOURCES = (
     (0, 7, 7),  # a loop and a double edge
     (5,),
     (2, 6),
-    (3, 1, 3, 9, 7),  # the hub, with two loops
+    (3, 1, 3, 9, 7, 0, 2, 5, 5, 6, 8),  # the hub, with two loops
     (),
     (1, 6, 0),
     (3, 8),
@@ -37,14 +37,14 @@ SOURCES = (
     (9, 2, 1, 3),
     (),  # isolated, and the last one: what goes up to the largest id in an edge leaves it out
 )
-"""The sources of each node's in-edges; of an odd number of edges, so that nothing works by fours."""
+"""The sources of each node's in-edges; an odd number, so that nothing works by fours."""
 BATCHES = ((3, 0, 5), (1, 2), (8, 4, 11), (4, 11), tuple(reversed(range(len(SOURCES)))))
 """Nodes that are computed together. The batches differ in what else is in them: the hub or only nodes of low degree;
 last nodes beyond all edges; no edges at all; every node, in another order."""
 
 
 def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
-    """The graph, with the same kinds of edge arrays as another."""
+    """The graph, with the same kinds of edge arrays as another; whole numbers, such as types, are some of its own."""
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([len(sources) for sources in SOURCES])
     indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -56,7 +56,9 @@ def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
             arrays[name] = 0.1 + 0.8 * torch.rand(shape, generator=generator, dtype=torch.float64)
         elif name == "weight":
             arrays[name] = torch.randint(1, 4, shape, generator=generator).to(rows.dtype)
-        else:  # the one type or value that every conv knows
+        elif rows.size(0):
+            arrays[name] = rows[torch.linspace(0, rows.size(0) - 1, shape[0], device=rows.device).long()].cpu()
+        else:
             arrays[name] = torch.zeros(shape, dtype=rows.dtype)
     return Graph(indptr, indices, arrays)
 
@@ -82,13 +84,19 @@ def reordered(graph: Graph) -> Graph:
     return Graph(graph.indptr, graph.indices[order], {name: rows[order] for name, rows in graph.edge.items()})
 
 
+class PlainTree(TreeBlock):
+    """A tree as convs see it on the host: without edges out of empty slots."""
+
+    on_gpu = False  # type: ignore[assignment]
+
+
 class PaddedTree(TreeBlock):
     """A tree as convs see it on a GPU: with an edge out of every slot, also the empty ones."""
 
     on_gpu = True  # type: ignore[assignment]
 
 
-def tree_of(graph: Graph, nodes: Sequence[int], kind: type[TreeBlock] = TreeBlock) -> TreeBlock:
+def tree_of(graph: Graph, nodes: Sequence[int], kind: type[TreeBlock] = PlainTree) -> TreeBlock:
     """All in-edges of some nodes in the tree layout, in which every edge has a source of its own."""
     fanout = int(graph.in_degrees().max())
     slots = torch.full((len(nodes), fanout), -1)
@@ -122,7 +130,7 @@ def trial_of(module: Module) -> Module:
 def fresh_copy(module: Module) -> Module:
     """A copy that remembers no graph it was run on."""
     try:
-        with without_caches(module):  # what it keeps may be in the middle of a computation
+        with without_caches(module), _detached(module):
             trial = copy.deepcopy(module)
     except RuntimeError as error:  # torch does not copy what is in the middle of a computation
         raise ValueError(
@@ -132,6 +140,25 @@ def fresh_copy(module: Module) -> Module:
         is_cached = {"cached": True} if vars(original).get("cached") is True else {}
         vars(m).update(_empty_caches(m), **is_cached)
     return trial
+
+
+@contextmanager
+def _detached(module: nn.Module) -> Iterator[None]:
+    """Within, tensors that a module computed and kept, such as the weight of `weight_norm`, can be copied."""
+    kept = [(m, k, v) for m in module.modules() for k, v in vars(m).items() if isinstance(v, Tensor) and not v.is_leaf]
+    for m, name, value in kept:
+        vars(m)[name] = value.detach()
+    try:
+        yield
+    finally:
+        for m, name, value in kept:
+            vars(m)[name] = value
+
+
+def options_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The plain settings of a module, on which what was found out about it may depend."""
+    plain = (bool, int, float, str, type(None))
+    return tuple((k, v) for k, v in vars(module).items() if type(v) in plain and k != "training")
 
 
 def has_cache(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from hopline.nn.convs import RunsConvs, edge_arguments, initialise, takes_x0, wh
 from hopline.nn.edges import Edges, gcn_edges, loop_attributes, to_keep
 from hopline.nn.fused import dtype_of
 from hopline.nn.overrides import Mode, on_shard
-from hopline.nn.probe import probe_graph, random_rows, trial_of, without_caches
+from hopline.nn.probe import options_of, probe_graph, random_rows, trial_of, without_caches
 from hopline.nn.replay import CannotSplit
 from hopline.nn.rows import typed
 from hopline.sharded import ShardLayout, slab_layout
@@ -37,7 +37,8 @@ RUN = (
     "min, var, std, softmax and powermean; mode='one_shot' takes any other aggregation"
 )
 
-_rules: WeakKeyDictionary[nn.Module, dict[tuple[Mode, bool], Rule]] = WeakKeyDictionary()
+_rules: WeakKeyDictionary[nn.Module, dict[tuple[Mode, bool], tuple[Any, Rule]]] = WeakKeyDictionary()
+"""What was found out about convs by mode and training, with the settings and edge arrays that it is for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,11 +119,12 @@ def run_conv(conv: nn.Module, h: Handle | Tensor, block: ShardBlock, x0: Tensor 
     """
     known = _rules.setdefault(conv, {})
     way: tuple[Mode, bool] = (block.mode, conv.training)
-    if way not in known:
+    about = (options_of(conv), frozenset(block.edge_rows))
+    if known.get(way, (None, None))[0] != about:
         initialise(conv, h.shape[1], block.edge, None if x0 is None else x0.size(1))
         with torch.inference_mode(False):  # the probe takes gradients
-            known[way] = find_rule(conv, h.shape[1], block, x0)
-    return run_by_rule(conv, known[way], h, block, x0)
+            known[way] = (about, find_rule(conv, h.shape[1], block, x0))
+    return run_by_rule(conv, known[way][1], h, block, x0)
 
 
 def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from hopline.batch import Handle, Part
 from hopline.nn.convs import initialise, takes_x0
 from hopline.nn.edges import Edges, to_keep
-from hopline.nn.probe import probe_graph, random_rows, trial_of
+from hopline.nn.probe import options_of, probe_graph, random_rows, trial_of
 from hopline.nn.shard_block import ShardBlock, find_rule, run_by_rule
 from hopline.sharded import ShardLayout, slab_layout
 from hopline.transports import Transport
 
-_one_hop: WeakSet[nn.Module] = WeakSet()
-"""Convs that are known to look no further than a node's in-neighbours."""
+_one_hop: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Convs that are known to look no further than a node's in-neighbours, with the settings at which they do."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,11 +53,11 @@ class TrimmedBlock(ShardBlock):
         return replace(super().to(device, non_blocking), whole=whole, is_needed=self.is_needed.to(device))
 
     def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
-        if conv not in _one_hop:
+        if _one_hop.get(conv) != options_of(conv):
             initialise(conv, h.shape[1], self.edge, None if x0 is None else x0.size(1))
             with torch.inference_mode(False):
                 check_one_hop(conv, h.shape[1], self, x0)
-            _one_hop.add(conv)
+            _one_hop[conv] = options_of(conv)
         return super().convolve(conv, h, x0)
 
 

@@ -301,7 +301,7 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     if not _in_range(ids.numpy(), rows.size(0)):
         raise IndexError(f"a row id is outside 0 .. {rows.size(0) - 1}")
     if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):
-        return rows.index_select(0, ids.long())  # in threads, rows[ids] adds up gradients in any order
+        return rows.index_select(0, ids.long().to(rows.device))  # in threads, rows[ids] adds up gradients in any order
     out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype)
     row_bytes = rows.element_size() * (rows[:1].numel() if rows.size(0) else 0)
     if out.numel() == 0:

@@ -111,10 +111,17 @@ def _reduce_kernel(
             tl.atomic_add(mine + 2, tl.sum(staged).to(tl.int64), sem="relaxed")
 
 
+@triton.jit
+def _product(value, factor, most, ACC: tl.constexpr):
+    """A weighted value as the maximum was taken of, and stored: equal to it where it is the largest."""
+    return (value.to(ACC) * factor.to(ACC)).to(most.dtype)
+
+
 @triton.jit(do_not_specialize=["num_dst"])
 def _ties_kernel(
-    x, nodes, first_children, counts, out, grad, shares, num_dst,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    x, nodes, first_children, counts, weight, out, grad, shares, num_dst,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """torch's rule: the edges that reach the maximum share its gradient, with the initial 0 if the maximum is 0."""
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -129,6 +136,9 @@ def _ties_kernel(
     for c in range(tl.max(count)):
         pointer = x + (first + c)[:, None] * WIDTH + column[None, :]
         value = tl.load(pointer, mask=ok & (c < count)[:, None], other=float("nan"))
+        if WEIGHTED:
+            factor = tl.load(weight + first + c, mask=inside & (c < count), other=0)
+            value = _product(value, factor[:, None], most, ACC)
         ties += (value == most).to(tl.float32)
     share = tl.load(grad + at, mask=ok, other=0) / tl.maximum(ties, 1)
     target = shares + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -152,7 +162,10 @@ def _spread_kernel(
     from_parent = parent[:, None] * columns + column[None, :]
     if HOW == "max":
         own_value = tl.load(x + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside[:, None] & width_ok)
-        reached = tl.load(most + from_parent, mask=there[:, None] & width_ok, other=float("nan")) == own_value
+        largest = tl.load(most + from_parent, mask=there[:, None] & width_ok, other=float("nan"))
+        if WEIGHTED:
+            own_value = _product(own_value, tl.load(weight + row, mask=there, other=0)[:, None], largest, ACC)
+        reached = largest == own_value
         share = parent[:, None] * WIDTH + column[None, :]
         total = tl.where(reached, tl.load(shares + share, mask=there[:, None] & width_ok, other=0), 0).to(ACC)
     else:
@@ -241,8 +254,8 @@ class _ReduceTree(torch.autograd.Function):
             shares = torch.empty(num_dst, width, dtype=grad.dtype, device=device)
             grid = (triton.cdiv(num_dst, rows), triton.cdiv(width, columns))
             _ties_kernel[grid](
-                x, nodes, slots.first_children(device), counts, most, grad, shares, num_dst,
-                width, grad.size(1), rows, columns,
+                x, nodes, slots.first_children(device), counts, nodes if weight is None else weight, most, grad, shares,
+                num_dst, width, grad.size(1), weight is not None, _accumulator(x.dtype), rows, columns,
             )  # fmt: skip
         out = torch.empty(shape, dtype=grad.dtype, device=device)
         grid = (triton.cdiv(num_src, rows), triton.cdiv(width, columns))

@@ -1,0 +1,90 @@
+"""The tiny graph, and copies of modules to try on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+from hopline.nn.convs import SeesMore, way_of
+from hopline.nn.probe import PlainTree, block_of, options_of, probe_graph, reordered, tree_of, trial_of
+from tests.helpers import randn
+
+
+def test_it_is_ugly() -> None:
+    graph = probe_graph({})
+    src, dst = graph.edge_index()
+    degrees = graph.in_degrees()
+    assert (src == dst).sum() >= 5
+    assert graph.num_edges > torch.unique(torch.stack([src, dst]), dim=1).size(1), "double edges"
+    assert degrees.max() > 10
+    assert (degrees == 0).sum() >= 2
+    last = graph.num_nodes - 1
+    assert not ((src == last) | (dst == last)).any(), "the last node is isolated"
+
+
+def test_a_block_and_a_tree_have_the_edges_of_their_nodes() -> None:
+    graph, nodes = probe_graph({"type": torch.arange(7)}), (3, 0, 11, 8)
+    for block in (block_of(graph, nodes), tree_of(graph, nodes, PlainTree)):
+        src, dst = block.edge_index
+        for i, node in enumerate(nodes):
+            first, stop = int(graph.indptr[node]), int(graph.indptr[node + 1])
+            assert block.src_ids[src[dst == i]].tolist() == graph.indices[first:stop].tolist()
+            assert block.edge["type"][dst == i].tolist() == graph.edge["type"][first:stop].tolist()
+
+
+def test_the_reverse_order_is_of_each_nodes_edges() -> None:
+    graph = probe_graph({"weight": torch.rand(3)})
+    other = reordered(graph)
+    first, stop = int(graph.indptr[3]), int(graph.indptr[4])
+    assert other.indices[first:stop].tolist() == graph.indices[first:stop].flip(0).tolist()
+    assert torch.equal(reordered(other).edge["weight"], graph.edge["weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_edge_arrays_are_of_the_same_kind(dtype: torch.dtype) -> None:
+    found = probe_graph({"weight": torch.ones(5).to(dtype), "attr": torch.full((5, 2), 3).to(dtype)}).edge
+    assert found["weight"].is_floating_point() == dtype.is_floating_point
+    assert found["attr"].shape[1:] == (2,)
+    if dtype == torch.int64:
+        assert (found["attr"] == 3).all(), "whole numbers are those of the graph"
+
+
+def test_a_conv_of_two_hops_is_found_out_through_whole_number_features() -> None:
+    class TwoHops(pyg.MessagePassing):
+        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+            x = self.propagate(edge_index, x=x, edge_attr=edge_attr)
+            return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+        def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+            return x_j * edge_attr
+
+    with pytest.raises(SeesMore, match="TwoHops"):
+        way_of(TwoHops(), 4, {"attr": torch.arange(1, 9)[:, None]})
+
+
+def test_a_copy_has_other_weights_and_leaves_the_module_alone() -> None:
+    conv = pyg.GCNConv(4, 3)
+    with torch.no_grad():
+        conv.lin.weight.fill_(torch.nan)
+    trial = trial_of(conv)
+    assert trial.lin.weight.isfinite().all()
+    assert trial.bias.abs().min() > 0
+    assert conv.lin.weight.isnan().all()
+    assert conv.bias.abs().max() == 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_module_with_computed_weights_can_be_copied() -> None:
+    conv = pyg.GINConv(nn.utils.weight_norm(nn.Linear(4, 3)))
+    conv(randn(5, 4).float(), torch.tensor([[0, 1], [1, 2]]))
+    assert way_of(conv, 4, {}).convention == "fused"
+
+
+def test_what_was_found_out_is_forgotten_when_a_setting_changes() -> None:
+    conv = pyg.GATConv(4, 3)
+    assert way_of(conv, 4, {}, PlainTree).without_loops
+    conv.add_self_loops = False
+    assert not way_of(conv, 4, {}, PlainTree).without_loops
+    assert ("add_self_loops", False) in options_of(conv)
