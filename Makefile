@@ -9,7 +9,7 @@ PROCESS_TESTS := tests/test_launch.py tests/test_interrupt.py tests/test_world.p
   tests/test_evaluation_process.py tests/test_collective.py tests/test_handles.py tests/data/test_writer.py \
   tests/equivalence/test_4_ranks.py tests/equivalence/test_5_ranks.py tests/equivalence/test_8_resumed.py
 
-.PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended planted convs
+.PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended planted convs test-oldest
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run the tests"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-hosts  two hosts of network namespaces, and a link that is cut (root, Linux)"
 	@echo "make test-elastic  two hosts by torchrun --nnodes 1:2, one of which is lost: the other goes on (Linux)"
 	@echo "make test-slurm  train by sbatch on a Slurm cluster of one node, made for the test (root, Debian)"
+	@echo "make test-oldest  the tests with the oldest torch and PyG that are allowed, in an environment of their own (6 GB)"
 	@echo "make test-interop  JAX, TensorFlow, Paddle and GammaGL beside torch, in an environment of their own (6 GB)"
 	@echo "make planted  plant faults one by one and see that the tests catch them (some minutes; ARGS=--gpu on a GPU)"
 	@echo "make convs   run every conv, norm and model of PyG in every mode, and write docs/convs.md (some minutes)"
@@ -65,6 +66,18 @@ check: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The oldest versions that pyproject.toml allows, in an environment of their own (6 GB, since torch comes with CUDA).
+.venv-oldest/.installed: pyproject.toml
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+	  torch==2.8.0 torch-geometric==2.7.0 'numba==0.61.*' 'numpy==1.26.*' 'pymetis==2025.1.*' 'typer==0.15.*' \
+	  'rich==13.7.*' 'psutil==5.9.*' 'pyarrow==15.*' 'scipy==1.11.*' pytest pytest-xdist hypothesis
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+test-oldest: .venv-oldest/.installed
+	OMP_WAIT_POLICY=PASSIVE .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m '$(FAST) and not alone'
 
 # DGL's last release on PyPI: it wants an old torch, so it gets an environment of its own (about 5 GB).
 .venv-dgl/.installed:
