@@ -16,7 +16,7 @@ from hopline.data import planted
 from hopline.historical import Historical
 from hopline.history import HistoricalWork
 from hopline.nn import GNN
-from tests.helpers import dataset_of, randn, random_graph
+from tests.helpers import assert_close, dataset_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=60, num_edges=300)
 DATA = dataset_of(GRAPH, randn(60, 6))
@@ -110,3 +110,16 @@ def test_evaluation_can_leave_the_tables_as_a_refresh_does():
     assert len(found) == 2
     for l, table in work.histories.tables.items():
         torch.testing.assert_close(table, found[l], rtol=1e-9, atol=1e-12)
+
+
+def test_a_head_that_changes_its_input_in_place_has_the_same_gradients():
+    found = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        head = nn.Sequential(nn.ReLU(inplace=inplace), nn.Linear(5, 3))
+        model = GNN([pyg.SAGEConv(6, 4), pyg.SAGEConv(4, 5)], head=head).double()
+        for unit in trainer_of(model, num_parts=4, parts_per_batch=1, compensate=True).work.units(1):
+            unit.forward_backward(10)
+        found.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)

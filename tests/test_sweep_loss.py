@@ -143,11 +143,20 @@ def test_what_is_not_there_before_the_loss_is_refused():
         assert "forward" not in vars(model)
 
 
-def test_a_loss_without_a_gradient_leaves_none():
-    model = gnn_of("plain")
-    found, gradients = step(model, lambda model, batch: model(batch).detach().mean(), aggregation="sweep")
-    assert found == pytest.approx(plain_step(model, lambda m, b: m(b).mean())[0])
-    assert all(grad is None or not grad.any() for grad in gradients)
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda model, batch: model(batch).detach().mean(), r"has no gradient: compute it from model.batch."),
+        (lambda model, batch: model(batch), r"returned a tensor of shape \[\d+, \d+\]: return the mean loss"),
+        (lambda model, batch: (model(batch).mean(), 1), "returned a tuple"),
+        (lambda model, batch: None, "returned a NoneType"),
+    ],
+    ids=["detached", "rows", "tuple", "none"],
+)
+@pytest.mark.parametrize("aggregation", ["sweep", "sequential"])
+def test_a_loss_from_which_nothing_is_learnt_is_refused(loss: Any, words: str, aggregation: Any):
+    with pytest.raises(ValueError, match=words):
+        step(gnn_of("plain"), loss, aggregation=aggregation)
 
 
 def test_a_plan_knows_of_the_outputs_of_all_training_nodes():

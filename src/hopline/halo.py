@@ -239,7 +239,9 @@ class HaloBlock(Block):
         if self.keeps_gradients and h.requires_grad:
             h.retain_grad()
         if l == self.last or self.histories is None or not self.halo_places.numel():
-            return h
+            # What comes next, such as a head with ReLU(inplace=True), may change its input in place. The gradient of
+            # the rows that are kept would then be that of the changed ones.
+            return h.clone() if self.keeps_gradients else h
         halo = self.histories.read(l, self.halo_places, h)
         return torch.cat([h, halo if self.mix is None else self.mix(l, h, halo)])
 

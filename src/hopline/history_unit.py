@@ -152,7 +152,10 @@ def messages_back(work: HistoricalWork, made: HistoricalBatch, later: Later, l: 
     with torch.enable_grad(), _norms_as_in_evaluation(work.model, l + 1):
         out = work.layer_at(l + 1, block, block.src_ids, rows)
     given = made.gradients.read(l + 1, later.dst_places, out)
-    return torch.autograd.grad(out, fresh, given)[0]
+    if not out.requires_grad:  # a layer that lets no gradient through
+        return torch.zeros_like(fresh)
+    (found,) = torch.autograd.grad(out, fresh, given, allow_unused=True)
+    return torch.zeros_like(fresh) if found is None else found
 
 
 def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:

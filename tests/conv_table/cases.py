@@ -414,7 +414,10 @@ CONVS = [
         text="",
         needs="dicts by type of node and edge",
     ),
-    conv("MessagePassing", widths=0, needs="a subclass: it has no forward of its own"),
+    # An instance of the class itself would change the `propagate` that all its subclasses are compiled from.
+    conv(
+        "MessagePassing", lambda a, b: own.WithoutForward(), text="", needs="a subclass: it has no forward of its own"
+    ),
     conv(
         "FusedGATConv",
         lambda a, b: pyg.FusedGATConv(a, b, add_self_loops=False),

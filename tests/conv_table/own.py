@@ -14,6 +14,10 @@ from tests.conv_table.graph import HIDDEN, NUM_CLASSES, NUM_FEATURES
 # ---- convs
 
 
+class WithoutForward(MessagePassing):
+    """As little as a conv can be."""
+
+
 class _Linear(MessagePassing):
     """A sum over in-neighbours, then a linear layer."""
 

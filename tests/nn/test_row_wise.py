@@ -11,8 +11,11 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.nn.gnn import GNN
+from hopline.nn.probe import probe_graph
 from hopline.nn.row_wise import check_row_wise, described, mixing_in_training, mixing_module
-from tests.helpers import mlp
+from hopline.nn.shard_block import ShardBlock, run_conv
+from hopline.sharded import slab_layout
+from tests.helpers import mlp, randn
 
 
 class Centring(nn.Module):
@@ -143,3 +146,26 @@ def test_the_model_itself_is_left_as_it_was() -> None:
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.convs[0].state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Observed(pyg.SAGEConv):
+    """Writes down the size of its messages in training."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def message(self, x_j: Tensor) -> Tensor:
+        if self.training:
+            self.seen += x_j.detach().abs().mean()
+        return x_j
+
+
+def test_a_module_that_changes_its_buffers_needs_all_rows_at_once() -> None:
+    assert isinstance(mixing_in_training(GNN([Observed(6, 3)]), 6, {}), Observed)
+    graph = probe_graph({})
+    layout = slab_layout(graph, torch.tensor([0, 5, 12]))
+    with pytest.raises(ValueError, match=r"Observed cannot run over shards.*changes its buffers in each call"):
+        run_conv(Observed(4, 3).double().train(), randn(12, 4), ShardBlock.of(layout))
+    at_once = ShardBlock.of(layout, mode="one_shot")
+    assert run_conv(Observed(4, 3).double().train(), randn(12, 4), at_once).shape == (12, 3)

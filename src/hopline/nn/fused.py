@@ -214,7 +214,7 @@ def own_rows(h: Handle | Tensor, num_dst: int) -> Rows | Tensor:
 
 def is_linear(module: Any) -> bool:
     """Whether `project` can stand in for the module; exact types only, as above."""
-    return type(module) in (nn.Linear, Linear) and not is_lazy(module.weight)
+    return type(module) in (nn.Linear, Linear) and "forward" not in vars(module) and not is_lazy(module.weight)
 
 
 def project(linear: Any, rows: Rows | Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -369,7 +369,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
     found: Any = getattr(torch.nn.functional, name, None)
     if not callable(found):
         raise ValueError(f"act must be a function of torch.nn.functional such as 'relu' or 'elu', not {name!r}")
-    return found
+    return cast("Callable[[Tensor], Tensor]", found)
 
 
 def out_width(conv: Any) -> int:

@@ -7,6 +7,7 @@ several of one node, and double edges. What is tried on it is a copy in float64,
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -54,6 +55,8 @@ def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
         shape = (indices.numel(), *rows.shape[1:])
         if rows.is_floating_point():
             arrays[name] = 0.1 + 0.8 * torch.rand(shape, generator=generator, dtype=torch.float64)
+            if bool((rows < 0).any()):
+                arrays[name][::3] *= -1
         elif name == "weight":
             arrays[name] = torch.randint(1, 4, shape, generator=generator).to(rows.dtype)
         elif rows.size(0):
@@ -64,6 +67,13 @@ def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
 
 
 def random_rows(*shape: int) -> Tensor:
+    """The same ones for the same shape."""
+    return _drawn(shape).clone()
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn(shape: tuple[int, ...]) -> Tensor:
+    """Kept, since a model's layers and their copies ask for the same shapes again and again."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 

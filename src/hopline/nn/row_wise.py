@@ -72,7 +72,8 @@ def mixing_module(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> 
 def mixing_in_training(
     model: GNN, num_features: int, edge: Mapping[str, Tensor], *, over_ranks: bool = False
 ) -> Module | None:
-    """The first module that mixes rows in training, as batch norms do; convs count, unless ranks exchange their rows.
+    """The first module that mixes rows in training, as batch norms do, or keeps something of them in buffers; convs
+    count, unless ranks exchange their rows.
 
     over_ranks: batch norms do not count, since their statistics are summed over ranks.
     """
@@ -81,13 +82,21 @@ def mixing_in_training(
         return norms[0]
     known = KNOWN_IN_EVALUATION if over_ranks else KNOWN_TYPES
     trial = trial_of(model).train()
+    before = {module: [b.clone() for b in module.buffers(recurse=False)] for module in trial.modules()}
     statistics = OwnStatistics(_fixed) if over_ranks else nullcontext()
     with NoDropout(), statistics, torch.random.fork_rng([]):
         if not all(_is_known(module, known) for module in _between(model)):
             found = _found(trial, num_features, edge)
             if found is not None:
                 return found
-        return None if over_ranks else _mixing_conv(trial, num_features, edge)
+        if over_ranks:
+            return None
+        found = _mixing_conv(trial, num_features, edge)
+    if found is not None:
+        return found
+    # What a module writes down of the rows that it sees would be written once per part, and again in backward.
+    changed = (m for m, old in before.items() if not all(map(torch.equal, old, m.buffers(recurse=False))))
+    return next(changed, None)
 
 
 def described(module: Module) -> str:

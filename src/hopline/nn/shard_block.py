@@ -169,6 +169,11 @@ def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None)
                     _check_row_wise(trial, rule, graph, block.mode, x, *start)
                 with torch.random.fork_rng([]):  # what it does in training may be more than in evaluation
                     run_by_rule(trial.train(conv.training), rule, x, small, *start)
+                    plain = trial_of(conv).train(conv.training)
+                    if any(True for _ in plain.buffers()):
+                        plain(x, *start, graph.edge_index(), **arguments)
+                if not all(map(torch.allclose, trial.buffers(), plain.buffers())):
+                    raise CannotSplit("it changes its buffers in each call of message, which runs once per chunk")
                 return rule
         except CannotSplit as error:
             reason = str(error)
