@@ -31,6 +31,7 @@ def gradients(model: hl.nn.GNN, **settings: Any) -> tuple[float, dict[str, torch
     model.train()
     model.zero_grad()
     (unit,) = work.units(1)
+    assert unit.total_size is not None
     loss = unit.forward_backward(unit.total_size) / unit.total_size
     return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

@@ -30,6 +30,7 @@ def test_the_penalty_is_added_to_what_is_minimised():
     for weight in (0.0, 1.0, 2.0):
         trainer = trainer_of(lipschitz=weight)
         unit = next(iter(trainer.work.units(1)))
+        assert unit.total_size is not None
         loss = unit.forward_backward(unit.total_size)
         gradients.append((loss, [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]))
     (loss, none), (_, one), (same, two) = gradients

@@ -32,6 +32,7 @@ def in_shards(model: hl.nn.GNN, method: hl.FullBatch) -> torch.Tensor:
     work = hl.Trainer(model, DATA, method, epochs=1, show=False).work
     model.train()
     (unit,) = work.units(1)
+    assert unit.total_size is not None
     return unit.forward_backward(unit.total_size) / unit.total_size
 
 

@@ -395,7 +395,7 @@ def test_a_cached_conv_leaves_and_uses_no_cache() -> None:
     graph, x = random_graph(), randn(50, 4)
     torch.manual_seed(0)
     conv = pyg.ClusterGCNConv(4, 3).double()
-    conv.cached, conv._cached_edge_index = True, "the user's"
+    vars(conv).update(cached=True, _cached_edge_index="the user's")
     block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
     convolve(conv, x[block.src_ids], block)
     assert (conv.cached, conv._cached_edge_index) == (True, "the user's")
