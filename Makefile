@@ -71,7 +71,7 @@ format: $(INSTALLED)
 .venv-oldest/.installed: pyproject.toml
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
-	  torch==2.8.0 torch-geometric==2.7.0 'numba==0.61.*' 'numpy==1.26.*' 'pymetis==2025.1.*' 'typer==0.15.*' \
+	  torch==2.8.0 torch-geometric==2.7.0 'numba==0.61.*' 'numpy==1.26.*' pymetis==2025.2.1 'typer==0.15.*' \
 	  'rich==13.7.*' 'psutil==5.9.*' 'pyarrow==15.*' 'scipy==1.11.*' pytest pytest-xdist hypothesis
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@

@@ -19,7 +19,7 @@ def findings() -> dict[str, tuple[str, bool]]:
 def test_a_machine_that_runs_these_tests_is_fine():
     found = findings()
     assert all(fine for _, fine in found.values()), found
-    assert found["torch"][0] == torch.__version__
+    assert found["torch"][0].split("+")[0] == torch.__version__.split("+")[0]  # one of them may leave out "+cu128"
     assert "equal to their definitions" in found["kernels"][0]
     assert {"python", "cores", "memory", "gpu", "kernel cache"} <= found.keys()
 
