@@ -298,3 +298,25 @@ def test_rows_read_by_the_first_conv_are_not_asked_for_otherwise() -> None:
     assert not gnn_of("initial-residual-of-the-input").keeps_handle(TensorTable(X))
     assert gnn_of("plain").keeps_handle(TensorTable(X))
     assert not gnn_of("plain").keeps_handle(TensorTable(X.half()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"convs": pyg.SAGEConv(6, 3)}, r"list of modules, not of SAGEConv.*write GNN\(\[SAGEConv"),
+        ({"convs": [pyg.SAGEConv]}, "list of modules, not of <class"),
+        ({"head": "lin"}, "list of modules, not of 'lin'"),
+        ({"act": "nope"}, "act must be a function of torch.nn.functional"),
+        ({"norm": nn.LayerNorm(8)}, r"write norm=\[LayerNorm"),
+    ],
+    ids=["conv", "class", "head", "act", "norm"],
+)
+def test_arguments_of_a_wrong_kind_are_refused_with_what_to_write(wrong: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"convs": [pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)], **wrong}
+    with pytest.raises((TypeError, ValueError), match=message):
+        GNN(**arguments)
+
+
+def test_convs_and_norms_may_come_in_any_list_of_modules() -> None:
+    norms = nn.Sequential(nn.LayerNorm(8), nn.Identity())
+    assert GNN(nn.Sequential(pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)), norm=norms).num_layers == 2  # type: ignore[arg-type]

@@ -83,13 +83,15 @@ class GNN(nn.Module):
         head: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        convs = [convs] if isinstance(convs, nn.Module) and not isinstance(convs, nn.ModuleList) else list(convs)
-        for module in (*convs, *(m for m in (encoder, head) if m is not None)):
-            if not isinstance(module, nn.Module):
-                raise TypeError(
-                    f"GNN is made of modules, not of {module!r}: write GNN([SAGEConv(in_channels, out_channels), ...])"
-                )
-        self.convs = nn.ModuleList(convs)
+        layers = list(convs) if isinstance(convs, Iterable) else None
+        parts = [*(layers or []), *(module for module in (encoder, head) if module is not None)]
+        wrong = [convs] if layers is None else [part for part in parts if not isinstance(part, nn.Module)]
+        if layers is None or wrong:
+            raise TypeError(
+                f"GNN is made of a list of modules, not of {wrong[0]!r}: write GNN([SAGEConv(in_channels, "
+                "out_channels), ...])"
+            )
+        self.convs = nn.ModuleList(layers)
         if not len(self.convs):
             raise ValueError("GNN needs at least one conv: GNN([SAGEConv(in_channels, out_channels)])")
         for p in (dropout, input_dropout):
@@ -360,7 +362,7 @@ class GNN(nn.Module):
 
 
 def _listed(norms: Sequence[nn.Module]) -> list[nn.Module]:
-    if isinstance(norms, nn.Module) and not isinstance(norms, nn.ModuleList):
+    if not isinstance(norms, Iterable):
         raise ValueError(f"norm must be a list with a module per conv: write norm=[{type(norms).__name__}(...), ...]")
     return list(norms)
 

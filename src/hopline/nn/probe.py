@@ -140,15 +140,14 @@ def trial_of(module: Module) -> Module:
 def fresh_copy(module: Module) -> Module:
     """A copy that remembers no graph it was run on."""
     try:
-        with without_caches(module), _detached(module):
+        with _detached(module):
             trial = copy.deepcopy(module)
     except RuntimeError as error:  # torch does not copy what is in the middle of a computation
         raise ValueError(
             f"{type(module).__name__} keeps tensors of an earlier call: build it anew ({error})"
         ) from error
-    for m, original in zip(trial.modules(), module.modules(), strict=True):
-        is_cached = {"cached": True} if vars(original).get("cached") is True else {}
-        vars(m).update(_empty_caches(m), **is_cached)
+    for m in trial.modules():
+        vars(m).update(_empty_caches(m))
     return trial
 
 
