@@ -17,7 +17,7 @@ from tests.golden import (
     draw_names,
     gpu_key,
 )
-from tests.golden_cases import GPU_CASES, GPU_SAME_RUN, Result
+from tests.golden_cases import GPU_SAME_RUN, Result
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -58,10 +58,9 @@ def test_a_run_on_a_gpu_is_that_of_the_record(name: str):
     "name", ["captured sage", "captured sage, resumed", "float32 captured sage", "bf16 captured sage"]
 )
 def test_steps_of_captured_cases_are_captured(name: str):
-    # One for full batches, and one for the smaller last batch, from the second epoch of a process on.
+    # One for full batches, and one for the smaller last batch, from the second epoch of the run on.
     # Of other models the record says whether they can be captured, under `counts`.
-    is_resumed = GPU_CASES[name].stop_at is not None
-    assert found(name)["counts"]["captured steps"] == (1 if is_resumed else 2)
+    assert found(name)["counts"]["captured steps"] == 2
 
 
 @pytest.mark.parametrize("name", GPU_SAME_RUN)

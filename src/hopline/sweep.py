@@ -247,7 +247,7 @@ def go_back(work: HistoricalWork, key: int | None = None, scale: float = 1.0, *,
     Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks. Returns the summed loss of
     its nodes. key: as `fill` had it. keep: write the gradients at all rows into the tables of gradients.
     """
-    with _mode(work, key), torch.enable_grad():
+    with torch.enable_grad() if key is not None else _evaluating_with_gradients(work.model):
         summed = backward(_AllParts(work, key, keep), scale)
     work.job.world.barrier()
     return summed
@@ -255,6 +255,13 @@ def go_back(work: HistoricalWork, key: int | None = None, scale: float = 1.0, *,
 
 def _mode(work: HistoricalWork, key: int | None) -> AbstractContextManager[None]:
     return evaluating(work.model) if key is None else nullcontext()
+
+
+@contextmanager
+def _evaluating_with_gradients(model: nn.Module) -> Iterator[None]:
+    # cuDNN's recurrent kernels, an LSTM for jumping knowledge, cannot go back in evaluation mode. Torch's own can.
+    with evaluating(model), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 def _slab(work: HistoricalWork) -> slice:
@@ -341,7 +348,7 @@ def measure_bias(work: HistoricalWork) -> dict[str, float]:
     before = [p.grad for p in weights]
     exact = work.exact_twin()
     groups = work.parts.sweep
-    with evaluating(work.model), torch.enable_grad():
+    with _evaluating_with_gradients(work.model):
         with _collected(weights, world) as ours:
             for i in range(work.parts.sweep_length):  # all ranks as often as the one with most
                 made = work.batch(groups[i] if i < len(groups) else (), None)
