@@ -97,6 +97,34 @@ def test_groups_keep_their_ratio():
         scheduler.step(0.0, evaluated=True)
 
 
+def resumed(spec: Schedule, epochs: int, at: int, then: int, values: Sequence[float]) -> list[float]:
+    """The rate of each epoch of a run of `epochs` that was stopped after `at` of them and goes on to `then`."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, found = Scheduler(spec, optimizer, epochs), []
+    for epoch in range(1, then + 1):
+        if epoch == at + 1:
+            state = optimizer.state_dict(), scheduler.state_dict()
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+            scheduler = Scheduler(spec, optimizer, then)
+            optimizer.load_state_dict(state[0])
+            scheduler.load_state_dict(state[1])
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step(values[epoch - 1], evaluated=True)
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("name", ["constant", "cosine", "step", "plateau"])
+def test_a_run_resumed_with_another_number_of_epochs_has_the_rates_of_a_run_of_that_many(name: Any, warmup: int):
+    spec, values = Schedule(name=name, warmup=warmup, every=2, patience=0, floor=0.01), [0.1, 0.3, 0.2, 0.2] * 3
+    for epochs, then in [(6, 12), (6, 7), (12, 6), (6, 6), (12, 9)]:
+        expected = rates(spec, then, values)
+        for at in range(1, min(epochs, then) + 1):
+            found = resumed(spec, epochs, at, then, values)
+            assert found[at:] == pytest.approx(expected[at:], rel=1e-12), f"{epochs} epochs, {at} done, then {then}"
+
+
 @pytest.mark.parametrize("wrong", [{"factor": 1.0}, {"factor": 0.0}, {"every": 0}, {"patience": -1}, {"warmup": -1}])
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ValueError, match="schedule"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -44,9 +45,19 @@ class Scheduler:
         return {"epoch": self.epoch, **{name: part.state_dict() for name, part in self._parts().items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch = state["epoch"]
+        """Go on from a state; where the run now has another number of epochs, with the rates of such a run."""
+        self.epoch, cosine = state["epoch"], self._by_epoch if isinstance(self._by_epoch, CosineAnnealingLR) else None
+        length = 0 if cosine is None else cosine.T_max
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
+        if cosine is None or cosine.T_max == length:
+            return
+        cosine.T_max = length
+        if cosine.last_epoch > 0:  # before, the rate is the warm-up's
+            # Torch makes each rate from the one before, and after the last epoch that is the floor for good.
+            share = (1 + math.cos(math.pi * min(cosine.last_epoch / length, 1))) / 2
+            for group, lr in zip(self.optimizer.param_groups, cosine.base_lrs, strict=True):
+                _set_rate(group, float(self.floor + (lr - self.floor) * share))
 
     def step(self, value: float, *, evaluated: bool) -> None:
         """After an epoch; `value` (higher is better) counts for the plateau where it was just evaluated."""
@@ -59,7 +70,14 @@ class Scheduler:
         elif self._by_epoch is not None:
             self._by_epoch.step()
             for group in self.optimizer.param_groups:  # StepLR knows no floor
-                if isinstance(group["lr"], Tensor):  # where a captured step reads it
+                if isinstance(group["lr"], Tensor):  # on a GPU, which is not waited for
                     group["lr"].clamp_(min=self.floor)
                 else:
                     group["lr"] = max(group["lr"], self.floor)
+
+
+def _set_rate(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], Tensor):  # a captured step reads it where it is
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr

@@ -13,7 +13,8 @@ class Schedule:
     """How the learning rate changes."""
 
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
-    """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs."""
+    """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs.
+    A run that is resumed with another number of epochs goes on with the rates of a run of that many."""
     warmup: int = 0
     """Epochs over which the rate first rises linearly to `lr`."""
     factor: float = 0.5
