@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_geometric.nn import TransformerConv
 
 from hopline import infer, ops, split, trace
+from hopline.batch import Batch
 from hopline.batch_unit import BatchUnit, supervised
 from hopline.budget import Budget
 from hopline.guard import Guard, GuardedUnit
@@ -19,7 +22,7 @@ from hopline.predict import ENOUGH, Predictor, Sizes
 from hopline.sampled_work import SampledWork
 from hopline.sampling import NeighborSampler
 from hopline.trainer import Trainer
-from hopline.work import Job
+from hopline.work import Job, TrainStep
 from tests.helpers import batch_of, dataset_of, gnn_of, gradients, randn, random_graph, stack_of
 
 DATA = dataset_of(random_graph(2000, 16_000), randn(2000, 6))
@@ -30,18 +33,19 @@ def model_of(conv: str = "sage-mean", **options: Any) -> GNN:
     return GNN(stack_of(conv, 6, 32, 3), dropout=0.5, **options).double()
 
 
-def job_of(model: torch.nn.Module) -> Job:
+def job_of(model: torch.nn.Module, loss: TrainStep | None = None) -> Job:
     return Job(
         data=DATA,
         model=as_walkable(model),
         module=model,
         train_ids=DATA.splits["train"],
-        train_step=supervised("single", 3),
+        train_step=supervised("single", 3) if loss is None else loss,
+        usual_loss=loss is None,
     )
 
 
-def guard_of(model: torch.nn.Module, limit: int, **settings: Any) -> Guard:
-    return Guard(job_of(model), Budget(**settings), limit, NeighborSampler(DATA.graph, (5, 5)).sample)
+def guard_of(model: torch.nn.Module, limit: int, loss: TrainStep | None = None, **settings: Any) -> Guard:
+    return Guard(job_of(model, loss), Budget(**settings), limit, NeighborSampler(DATA.graph, (5, 5)).sample)
 
 
 def first_batch(model: GNN) -> Any:
@@ -93,6 +97,47 @@ def test_a_batch_in_pieces_has_the_gradients_of_the_whole_and_keeps_to_the_budge
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=0)
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def weighted(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Class weights, whose mean divides by the weights of all rows, and a penalty on the parameters."""
+    weight = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return torch.nn.functional.cross_entropy(model(batch), batch.labels, weight=weight) + 0.01 * penalty
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["by promise", "after memory ran out"])
+@pytest.mark.parametrize("conv", ["sage-mean", "gcn", "gat"])
+def test_a_loss_of_the_users_own_is_that_of_the_whole_batch(conv: str, fails: bool, monkeypatch: pytest.MonkeyPatch):
+    model = model_of(conv)
+    batch, limit = first_batch(model), int(0.6 * peak_of(model))
+    loss = BatchUnit(job_of(model, weighted), batch).forward_backward(400)
+    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad(set_to_none=True)
+    guard = guard_of(model, 1 << 30 if fails else limit, weighted)
+    if fails:
+        run, tries = BatchUnit.forward_backward, list[int]()
+
+        def out_of_memory_once(unit: BatchUnit, total: float) -> Tensor:
+            result = run(unit, total)  # with gradients, which are to be forgotten
+            tries.append(unit.size)
+            if len(tries) == 1:
+                raise MemoryError
+            return result
+
+        monkeypatch.setattr(BatchUnit, "forward_backward", out_of_memory_once)
+    found = guard.unit(batch).forward_backward(400)
+    assert guard.take_record()["pieces"] > 1
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=0)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def test_a_loss_of_the_users_own_in_pieces_refuses_what_draws_by_itself():
+    model = GNN([TransformerConv(6, 32, dropout=0.5), TransformerConv(32, 3)]).double()
+    guard = guard_of(model, int(0.4 * peak_of(model)), weighted)
+    with pytest.raises(ValueError, match="needs the same outputs twice, and a part of the model draws random numbers"):
+        guard.unit(first_batch(model)).forward_backward(300)
 
 
 def test_fewer_pieces_once_steps_were_measured():

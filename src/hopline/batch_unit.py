@@ -17,16 +17,20 @@ def supervised(task: str, num_classes: int) -> TrainStep:
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
         scores, y = model(batch), batch.labels
-        if task == "multi" or scores.size(-1) == 1:
+        single = scores.size(-1) == 1 and num_classes <= 2  # one score, of the second of two classes
+        if task == "multi" or single:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
         if scores.size(-1) < num_classes:
-            raise ValueError(
-                f"the model puts out {scores.size(-1)} columns for {num_classes} classes: widen its last layer"
-            )
+            raise ValueError(too_narrow(scores.size(-1), num_classes))
         return ops.cross_entropy(scores, y)
 
     return train_step
+
+
+def too_narrow(num_columns: int, num_classes: int) -> str:
+    columns = "1 column" if num_columns == 1 else f"{num_columns} columns"
+    return f"the model puts out {columns} for {num_classes} classes: widen its last layer"
 
 
 def checked(train_step: TrainStep) -> TrainStep:
@@ -56,10 +60,10 @@ class BatchUnit(Unit):
         return self.batch.num_seeds
 
     @property
-    def total_size(self) -> int | None:
+    def total_size(self) -> float | None:
         return self.batch.total_seeds
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         job = self.job
         if not self.size:  # fewer seeds were left than there are ranks
             return torch.zeros((), device=job.device)

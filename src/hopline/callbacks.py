@@ -35,8 +35,8 @@ class StepEnd:
     """Counted from 1 over the whole run."""
     loss: Tensor
     """Mean loss over the step's seeds, a detached scalar (reading it on a GPU waits for the step)."""
-    size: int
-    """Seeds in the step."""
+    size: float
+    """Seeds in the step; with `Historical(compensate=True)` the share of all seeds that its batches stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,9 @@ class CapturedWork:
         self.batches = DeviceBatches(loader)
         self.steps: dict[int, CapturedStep | None] = {}
         """By their number of seeds; None where it cannot be captured."""
+        self.parameters = list(job.module.parameters())
+        self.trained = self._trained_now()
+        """Which parameters have gradients in these steps."""
         self.look_ahead = self._look_ahead()
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
@@ -90,6 +93,8 @@ class CapturedWork:
         size = loader.method.batch_size
         per_step, left = size * loader.size, loader.ids.numel() - examples
         self.batches.start(epoch, done, examples)
+        if self.trained != self._trained_now():
+            self.steps, self.trained = {}, self._trained_now()
         if left >= per_step and per_step not in self.steps:
             self.steps[per_step] = capture(self.job, self.batches, size, loader.rank * size, per_step)
         yield from self._full_steps(left // per_step, size, per_step)
@@ -106,16 +111,25 @@ class CapturedWork:
         loader, job, batches = self.loader, self.job, self.batches
         first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
         size, others = stop - first, list(self.steps.values())
-        if rest not in self.steps and size and epoch > 1 and None not in others:
+        worth = size and epoch > 1 and None not in others and self.trained == self._trained_now()
+        if rest not in self.steps and worth:
             self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
-        step = self.steps.get(rest)
+        step = self._captured(rest)
         return DrawnUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
 
+    def _captured(self, num_seeds: int) -> CapturedStep | None:
+        """The captured step of that size, unless a callback has frozen parameters since, or trains more of them."""
+        return self.steps.get(num_seeds) if self.trained == self._trained_now() else None
+
+    def _trained_now(self) -> list[bool]:
+        return [p.requires_grad for p in self.parameters]
+
     def _full_steps(self, num_steps: int, size: int, per_step: int) -> Iterator[Unit]:
-        ahead, step = self.look_ahead, self.steps.get(per_step)
+        ahead = self.look_ahead
         if ahead is not None:
             ahead.start(num_steps)
         for number in range(num_steps):
+            step = self._captured(per_step)
             first = partial(ahead.before, number) if ahead is not None else None
             if step is not None:
                 yield CapturedUnit(step, size, per_step, first)
@@ -150,7 +164,7 @@ class CapturedUnit(Unit):
     def total_size(self) -> int:
         return self.total
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         if self.before is not None:
             self.before()
         with trace.span("step", self.step.job.device):
@@ -172,7 +186,7 @@ class DrawnUnit(Unit):
     def total_size(self) -> int:
         return self.total
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         if self.before is not None:
             self.before()
         with trace.span("sample", self.job.device):
@@ -240,7 +254,7 @@ class CapturedStep:
         (loss * self.share).backward()
         return loss.detach() * self.size
 
-    def replay(self, total: int) -> Tensor:
+    def replay(self, total: float) -> Tensor:
         """Add this step's share of the gradient; the summed loss of its seeds."""
         if total != self.total:
             self.share.fill_(self.size / total)

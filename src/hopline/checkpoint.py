@@ -40,7 +40,7 @@ class Position:
     epoch: int = 1
     units: int = 0
     """Units of work whose gradients are in the weights."""
-    seeds: int = 0
+    seeds: float = 0
     loss_sum: Tensor | float = 0.0
     """Over these seeds."""
     seconds: float = 0.0
@@ -247,7 +247,7 @@ class Checkpoints:
         at = trainer.position
         ranks, now = state["position"]["loss_sum"].numel(), self.world.size
         change = "" if now == ranks else f"; now {now} rank{'s' * (now > 1)}, before {ranks}"
-        done = f"epoch {at.epoch}, {at.seeds:,} of {trainer.num_seeds:,} seeds done"
+        done = f"epoch {at.epoch}, {round(at.seeds):,} of {trainer.num_seeds:,} seeds done"
         if at.epoch > self.settings.epochs:
             done = f"all {run.epochs} epochs were trained"
         trainer.say(f"going on from {self.path}: {done}{change}")

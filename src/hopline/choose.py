@@ -227,7 +227,7 @@ def _timed(work: Work, job: Job) -> list[float]:
     with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []), own_threads(job):
         for unit in islice(chain.from_iterable(map(_closing, epochs)), 1 + TIMED):
             began = time.perf_counter()
-            unit.forward_backward(max(1, unit.size if unit.total_size is None else unit.total_size))
+            unit.forward_backward((unit.size if unit.total_size is None else unit.total_size) or 1)
             unit.commit()
             job.module.zero_grad(set_to_none=True)
             if job.device.type == "cuda":

@@ -31,6 +31,7 @@ from hopline.sharded import ShardLayout, shard_layouts, virtual_layout
 from hopline.spec import parse_size
 from hopline.stale import Memory, StaleTransport
 from hopline.sweep import fill, go_back
+from hopline.sweep_loss import batch_of_seeds, loss_at
 from hopline.sweep_needed import NeededRows
 from hopline.tables import Table
 from hopline.transports import LocalTransport, P2PTransport, Transport
@@ -139,7 +140,7 @@ class SweepUnit(Unit):
     def total_size(self) -> int:
         return self.size  # a sweep is for one process
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         needed, layers = self.needed, self.work.model.num_layers
         trace.count("sweep.rows", self.job.data.num_nodes * layers if needed is None else needed.num_rows)
         trace.count("sweep.edges", self.job.data.num_edges * layers if needed is None else needed.num_edges)
@@ -233,6 +234,11 @@ class ShardedWork:
 class StaleWork(ShardedWork):
     """As above, where the rows and gradients of others are those of the epoch before: these are in the checkpoints."""
 
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if epoch == 1 and not done:
+            self.memory.known.clear()  # what is there is of a run before
+        yield from super().units(epoch, done, examples)
+
     @property
     def memory(self) -> Memory:
         assert isinstance(self.transport, StaleTransport)
@@ -265,9 +271,11 @@ class ShardedUnit(Unit):
     def total_size(self) -> int:
         return self.work.total
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         job, batch, transport = self.work.job, self.work.batch(self.key), self.work.transport
         transport.begin_step(self.key)
+        if job.world.size > 1 and not job.usual_loss:
+            return self._by_all_ranks(batch, total)
         with autocast(job), over_all_ranks(job.world):
             with trace.span("forward", job.device):
                 # A rank without seeds takes part: others wait for its rows and its gradients.
@@ -276,6 +284,33 @@ class ShardedUnit(Unit):
                 (loss * (max(1, self.size) / total)).backward()
         transport.end_step()
         return loss.detach() * self.size
+
+    def _by_all_ranks(self, batch: Batch, total: float) -> Tensor:
+        """The same, for a loss of the user's own: every rank computes it over the training nodes of all ranks."""
+        work, job = self.work, self.work.job
+        assert work.channel is not None
+        with autocast(job), over_all_ranks(job.world):
+            with trace.span("forward", job.device):
+                outputs = job.model(batch)
+            # Random numbers of the loss are the same on all ranks, and those of the model go on as they would.
+            with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []):
+                torch.manual_seed(self.key)
+                found = loss_at(job, self._of_all_ranks(batch), self._gathered(outputs.detach()), 1 / total)
+            first = int(work.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
+            with trace.span("backward", job.device):
+                (outputs * found.given[first : first + self.size]).sum().backward()
+        found.add_to_parameters(1 / job.world.size)  # gradients are summed over the ranks, and all have these
+        work.transport.end_step()
+        return found.summed * (self.size / work.total)
+
+    def _of_all_ranks(self, batch: Batch) -> Batch:
+        y = None if batch.y is None else self._gathered(batch.y)
+        return batch_of_seeds(self.work.job, self._gathered(batch.seeds), y, self.key)
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, one rank after the other."""
+        assert self.work.channel is not None
+        return self.work.channel.all(rows.cpu()).to(rows.device)
 
 
 def _between_ranks(layout: ShardLayout, method: FullBatch, world: World) -> Transport:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hopline import ops, pinned
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +97,23 @@ class Graph:
         dst = torch.repeat_interleave(torch.arange(self.num_nodes, device=self.device), self.in_degrees())
         return torch.stack([self.indices.to(self.device).long(), dst])
 
-    @cached_property
+    @property
+    def versions(self) -> dict[str, int]:
+        """By the names of its arrays, how often each was changed in place: what is made of them is not kept longer."""
+        arrays = {"indptr": self.indptr, "indices": self.indices}
+        arrays |= {f"edge array {name!r}": array for name, array in self.edge.items()}
+        return {name: version_of(array) for name, array in arrays.items()}
+
+    @property
     def self_loops(self) -> Tensor:
         """Positions, in `indices`, of the edges from a node to itself: int64, usually none."""
-        found = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
-        return found.to(self.device)
+        version = version_of(self.indptr), version_of(self.indices)
+        if self._loops.get("version") != version:
+            found = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
+            self._loops.update(version=version, positions=found.to(self.device))
+        return self._loops["positions"]
+
+    @cached_property
+    def _loops(self) -> dict[str, Any]:
+        """The positions, and the version of the edges that they are of."""
+        return {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hopline import ops, trace
 from hopline.batch import Batch, Block
-from hopline.batch_unit import BatchUnit
+from hopline.batch_unit import BatchUnit, autocast
 from hopline.budget import Budget
 from hopline.meter import NoMeter, meter_of
 from hopline.predict import Predictor, Sizes, costs_of
@@ -31,6 +31,7 @@ from hopline.split import (
     sizes_of,
     with_rows,
 )
+from hopline.sweep_loss import LossAt, batch_of_seeds, loss_at
 from hopline.work import Job, Unit
 
 Redraw = Callable[[Tensor, int], tuple[Block, ...]]
@@ -383,11 +384,63 @@ class GuardedUnit(Unit):
         return self.batch.num_seeds
 
     @property
-    def total_size(self) -> int | None:
+    def total_size(self) -> float | None:
         return self.batch.total_seeds
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         if not self.size:
             return BatchUnit(self.job, self.batch).forward_backward(total)
+        if not self.job.usual_loss:
+            return self._own_loss(total)
         done = self.guard.run(self.batch, lambda piece: BatchUnit(self.job, piece).forward_backward(total))
         return torch.stack([loss for _, loss in done]).sum()
+
+    def _own_loss(self, total: float) -> Tensor:
+        """The same, for a loss of the user's own, which is over all seeds of a batch that goes in pieces."""
+        job, batch = self.job, self.guard.arrange(self.batch)
+        found = self._loss_at_once(batch, total) if batch.groups else None
+
+        def step(piece: Batch) -> Tensor:
+            nonlocal found
+            if piece.num_seeds == batch.num_seeds:
+                return BatchUnit(job, piece).forward_backward(total)
+            if found is None:  # memory ran out for the whole batch
+                found = self._loss_at_once(batch, total)
+            ordered = batch.seeds.sort()
+            at = ordered.indices[torch.searchsorted(ordered.values, piece.seeds.to(batch.seeds.device))]
+            with autocast(job), trace.span("forward", job.device):
+                outputs = job.model(piece)
+            with trace.span("backward", job.device):
+                (outputs * found.given[at.to(outputs.device)]).sum().backward()
+            return torch.zeros_like(found.summed)
+
+        done = self.guard.run(batch, step)
+        if found is None:
+            return done[0][1]
+        found.add_to_parameters()
+        return found.summed
+
+    def _loss_at_once(self, batch: Batch, total: float) -> LossAt:
+        """By a forward pass before the one with gradients, within the limit too."""
+        job = self.job
+        before = _random_state(job.device)
+        with torch.no_grad(), autocast(job), trace.span("forward", job.device):
+            outputs = self.guard.outputs(job.model, batch).to(job.device)
+        if not torch.equal(before, _random_state(job.device)):
+            raise ValueError(
+                "a loss of your own over a batch in pieces needs the same outputs twice, and a part of the model draws "
+                "random numbers by itself, as attention dropout does: set its dropout to 0, or make batch_size smaller"
+            )
+        whole = batch_of_seeds(job, batch.seeds.to(job.device), _to(batch.y, job.device), batch.key)
+        with autocast(job):
+            return loss_at(job, whole, outputs, 1 / total)
+
+
+def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Of the generators that a model on the device draws from."""
+    on_host = torch.get_rng_state()
+    return on_host if device.type == "cpu" else torch.cat([on_host, torch.cuda.get_rng_state(device)])

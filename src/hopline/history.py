@@ -122,6 +122,8 @@ class HistoricalWork:
     # ---- batches
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if epoch == 1 and not done:
+            self._begin()
         self.prepare()
         if done and self._began_with != self.shares.hosts:
             raise ValueError(
@@ -134,19 +136,19 @@ class HistoricalWork:
         ):
             self.refresh()
         self.filled = True
-        epoch_key, given, index, rank = ops.derive_key(self.job.seed, epoch), 0, 0, self.shares.rank
+        epoch_key, given, rank = ops.derive_key(self.job.seed, epoch), 0, self.shares.rank
         turns = self.parts.turns_of(epoch)
         self.drift.begin_epoch()
-        num_groups = sum(group != () for turn in turns for group in turn)
         for step, turn in enumerate(turns):
-            first, index = index, index + sum(group != () for group in turn)
-            size = sum(self._num_seeds(group) for group in turn)
+            size: float = sum(self._num_seeds(group) for group in turn)
             learns = self.method.compensate or size > 0
             given += learns
             if given <= done and (learns or given < done):
                 continue  # it had its turn before the run was interrupted
             if self.method.compensate:
-                size = sum(self._share(i, num_groups) for i in range(first, index))
+                # Each batch gives its part of the full gradient, whatever seeds it has: it stands for an equal share.
+                num_batches = sum(group != () for group in turn)
+                size = num_batches * self.job.train_ids.numel() / self.parts.num_groups
             with trace.span("sample"):
                 made = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
             unit = self.unit(made, size)
@@ -160,20 +162,22 @@ class HistoricalWork:
             for name, error in measure_bias(self).items():
                 trace.count(f"bias.{name}", error)
 
+    def _begin(self) -> None:
+        """Leave nothing of a run before: its rows are of other weights."""
+        if self.filled:
+            self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
+            self.drift, self.filled = RowDrift(self), False
+            self.waiting.clear()
+
     def exact_twin(self) -> HistoricalWork:
         """The same parts with all their edges and tables of its own: what this work is compared with."""
         plain: dict[str, Any] = {"compensate": False, "momentum": 0.0, "mixing": 0.0}
         method = replace(self.method, halo="history", storage="model", folder=None, **plain)
         return HistoricalWork(self.job, self.model, method, self.partition)
 
-    def unit(self, made: HistoricalBatch | None, total: int | None = None) -> HistoricalUnit:
+    def unit(self, made: HistoricalBatch | None, total: float | None = None) -> HistoricalUnit:
         kind = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
         return kind(self, made, total)
-
-    def _share(self, step: int, steps: int) -> int:
-        """Seeds that a batch stands for where each gives its part of the full gradient: an equal share of all."""
-        seeds = self.job.train_ids.numel()
-        return max(1, seeds * (step + 1) // steps - seeds * step // steps)
 
     def _num_seeds(self, group: Group) -> int:
         return int(self._seeds_of_parts[list(group)].sum())

@@ -80,7 +80,7 @@ class HistoricalUnit(Unit):
     work: HistoricalWork
     made: HistoricalBatch | None
     """None where the other ranks have a batch at this turn and this one has not."""
-    total: int | None = None
+    total: float | None = None
     """Seeds that the batches of all ranks at this turn stand for; by default those that are in them."""
     pushed: dict[int, Tensor] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class HistoricalUnit(Unit):
         return 0 if self.made is None else self.made.batch.num_seeds
 
     @property
-    def total_size(self) -> int | None:
+    def total_size(self) -> float | None:
         return self.total
 
     @property
@@ -97,7 +97,7 @@ class HistoricalUnit(Unit):
         """Whether there are seeds, or others' messages."""
         return self.size > 0 or self.work.method.compensate
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         work, job, made = self.work, self.work.job, self.made
         if made is None or not self.learns:
             self._forward_only()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hopline import metrics
 from hopline.batch import Batch
+from hopline.batch_unit import too_narrow
 from hopline.data.dataset import Dataset
 from hopline.guard import Guard
 from hopline.layer_files import LayerFiles, fingerprint
@@ -180,8 +181,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
     """The metric that goes with the dataset's task."""
-    if data.task == "binary" and scores.size(-1) == 1:
+    if data.task != "multi" and scores.size(-1) == 1:  # one score, of the second of two classes
+        if data.num_classes > 2:
+            raise ValueError(too_narrow(1, data.num_classes))
         scores = scores.squeeze(-1)
+        scores = (scores > 0).to(labels.dtype) if data.metric == "accuracy" else scores
     return {data.metric: metrics.METRICS[data.metric](scores.float(), labels)}
 
 

@@ -107,10 +107,10 @@ class WatchedUnit(Unit):
         return self.unit.size
 
     @property
-    def total_size(self) -> int | None:
+    def total_size(self) -> float | None:
         return self.unit.total_size
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         with meter_of(self.watch.device) as meter:
             loss = self.unit.forward_backward(total)
         self.watch.observe(meter.peak_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import psutil
@@ -40,6 +40,8 @@ class Kept:
     """What else the rest depends on."""
     x: weakref.ref[Table]
     x_version: int | None
+    edge_versions: Mapping[str, int]
+    """Of the graph's arrays, whose rows are in the blocks."""
     needed: list[Tensor]
     """Nodes whose rows are needed before each layer, and at the end."""
     room: int
@@ -52,9 +54,9 @@ class Kept:
     sums: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
     """Of chunks in the first layer: what `ReducedRows` need beside the table."""
 
-    def is_of(self, ids: Tensor, about: Hashable, x: Table) -> bool:
+    def is_of(self, graph: Graph, ids: Tensor, about: Hashable, x: Table) -> bool:
         same = self.ids() is ids and self.version == ids._version and self.about == about
-        return same and self.x() is x and self.x_version == x.version
+        return same and self.x() is x and self.x_version == x.version and self.edge_versions == graph.versions
 
     def in_chunks(self, nodes: Tensor, cut: Callable[[], list[Tensor]]) -> list[Tensor]:
         """The nodes as they were cut before, or are cut now."""
@@ -98,9 +100,11 @@ def kept_of(
 ) -> Kept:
     """What was kept of the last inference on a graph, if that was the same but for the weights; else a new one."""
     kept = _kept.get(graph)
-    if kept is not None and kept.is_of(ids, about, x):
+    if kept is not None and kept.is_of(graph, ids, about, x):
         kept.times += 1
     else:
-        kept = Kept(weakref.ref(ids), ids._version, about, weakref.ref(x), x.version, needed(), room_on(device))
+        kept = Kept(
+            weakref.ref(ids), ids._version, about, weakref.ref(x), x.version, graph.versions, needed(), room_on(device)
+        )
         _kept[graph] = kept
     return kept

@@ -282,7 +282,7 @@ class Nano(Swept[NanoPiece]):
         with torch.no_grad(), autocast(self.work.job), trace.span("forward", self.work.job.device):
             forward(self)
 
-    def backward(self, total: int) -> Tensor:
+    def backward(self, total: float) -> Tensor:
         """Add the gradient of the batch's share of the mean loss over `total` examples; returns its summed loss."""
         size, own, method = self.made.batch.num_seeds, self.made.block.num_dst, self.work.method
         self.scale = 1 / total
@@ -300,7 +300,7 @@ class Nano(Swept[NanoPiece]):
 class GuardedHistoricalUnit(HistoricalUnit):
     """One batch within the guard's limit: at once where it fits, else in pieces."""
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         guard, made, loss = self._guard, self.made, None
         if made is None or not self.learns:
             return super().forward_backward(total)
@@ -319,7 +319,7 @@ class GuardedHistoricalUnit(HistoricalUnit):
         guard.note_step(needed, peak_bytes)
         return loss
 
-    def _at_once(self, total: int, meter: Meter, promised: list[float]) -> Tensor:
+    def _at_once(self, total: float, meter: Meter, promised: list[float]) -> Tensor:
         assert self.made is not None
         promised.append(self._needed_bytes(self.made) + self._guard.beside_bytes())
         meter.lap()
@@ -327,7 +327,7 @@ class GuardedHistoricalUnit(HistoricalUnit):
         self._guard.learn(whole_sizes(self.made), meter.lap_bytes)
         return loss
 
-    def _by_pieces(self, total: int, meter: Meter, promised: list[float]) -> Tensor:
+    def _by_pieces(self, total: float, meter: Meter, promised: list[float]) -> Tensor:
         made = self.made
         assert made is not None
         nano = self._in_pieces(made, self._needed_bytes(made))

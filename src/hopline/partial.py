@@ -58,7 +58,7 @@ class PartialGraph(Graph):
             return total, torch.zeros_like(total)
         return without_loops, torch.where(loop.isnan(), fill, loop)
 
-    @cached_property
+    @property
     def self_loops(self) -> Tensor:
         """Not where they are, only whether there are any: one entry, or none."""
         return torch.zeros(int(self.has_loops), dtype=torch.int64)

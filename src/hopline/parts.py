@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,6 +91,12 @@ class Parts:
         """The most that a rank has of them."""
         self._swept = frozenset(self.sweep)
         self._kept: dict[Group, GroupBlocks] = {}
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Batches that all parts make together, over all ranks."""
+        hosts = range(max(self.shares.hosts) + 1)
+        return sum(-(-len(self.shares.parts_of_host(host)) // self.method.parts_per_batch) for host in hosts)
 
     def turns_of(self, epoch: int) -> list[tuple[Group, ...]]:
         """The parts that each rank trains, turn after turn: parts that its host keeps.

@@ -26,7 +26,7 @@ _displays: dict[Console, "_Display"] = {}
 class Progress:
     """What the work reports to; this one stays silent, and is the base of those that show something."""
 
-    def advance(self, n: int = 1, **info: Any) -> None:
+    def advance(self, n: float = 1, **info: Any) -> None:
         """Say that n more units are done, with values to show, such as `loss=0.71`."""
 
     def info(self, **values: Any) -> None:
@@ -120,7 +120,7 @@ class _Lines(Progress):
         self._start_s = self._shown_s = time.monotonic()
         self._lock = threading.Lock()
 
-    def advance(self, n: int = 1, **info: Any) -> None:
+    def advance(self, n: float = 1, **info: Any) -> None:
         with self._lock:
             self._done += n
             self._values |= info
@@ -209,7 +209,7 @@ class _Bar(Progress):
         self._values: dict[str, Any] = {}
         display.enter()
 
-    def advance(self, n: int = 1, **info: Any) -> None:
+    def advance(self, n: float = 1, **info: Any) -> None:
         with _lock:
             if self._open:
                 self._values |= info
@@ -258,8 +258,8 @@ class _ValuesColumn(ProgressColumn):
         return Text(_values(task.fields["values"]), style="cyan")
 
 
-def _amount(done: int, total: int | None, unit: str) -> str:
-    return f"{done:,}{'' if total is None else f'/{total:,}'} {unit}".rstrip()
+def _amount(done: float, total: int | None, unit: str) -> str:
+    return f"{round(done):,}{'' if total is None else f'/{total:,}'} {unit}".rstrip()
 
 
 def _rate(per_second: float, unit: str) -> str:

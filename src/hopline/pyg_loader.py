@@ -31,7 +31,7 @@ from hopline import ops
 from hopline.cores import num_cores
 from hopline.data.dataset import Dataset
 from hopline.data.pyg import split_masks
-from hopline.graph import Graph
+from hopline.graph import Graph, version_of
 from hopline.loader import MOST_WORKERS, resolve_workers
 from hopline.memory import reuse_freed_memory
 from hopline.meter import numbered
@@ -40,7 +40,6 @@ from hopline.pipeline import Load, Pipeline, Stage
 from hopline.sampling import NeighborSampler, Subgraph, check_ids, seed_batches
 from hopline.spec import nearest
 from hopline.tables import Table, TensorTable
-from hopline.tables.base import version_of
 from hopline.tables.build import check_cuda
 from hopline.transfer import Mover
 from hopline.tuning import Tuning

@@ -25,11 +25,11 @@ class NoUnit(Unit):
     device: torch.device
     size: int = 0
 
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         return torch.zeros((), device=self.device)
 
 
-def total_size(units: Sequence[Unit], world: World) -> int:
+def total_size(units: Sequence[Unit], world: World) -> float:
     """Examples of a step over all ranks. Where units do not know it, every rank must ask at the same time."""
     if not any(_is_unknown(unit) for unit in units):
         return sum(unit.total_size or 0 for unit in units)

@@ -148,7 +148,7 @@ class _Graph:
 
     def is_current(self, inference: Replayed) -> bool:
         """Whether all that it reads is where it was, and of the same nodes and features."""
-        same = self.kept.is_of(inference.ids, self.kept.about, inference.data.x)
+        same = self.kept.is_of(inference.data.graph, inference.ids, self.kept.about, inference.data.x)
         return same and inference.addresses(features=self.reads_features) == self.addresses
 
     def replay(self, device: torch.device) -> Tensor:

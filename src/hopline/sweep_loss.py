@@ -1,20 +1,21 @@
-"""The loss of a sweep: a loss of the user's own is computed over all training rows at once.
+"""A loss of the user's own, computed over all seeds at once where the model goes over them in pieces.
 
-A sweep goes back piece by piece, but a loss need not be a sum over pieces: class weights, for one, divide by the
-weights of all rows. So the last layer is computed twice. The first time, without gradients, gives the outputs of all
-seeds, from which one call of the training step makes the loss and its gradient at them:
+A loss need not be a sum over pieces: class weights, for one, divide by the weights of all rows. So a sweep computes its
+last layer twice. The first time, without gradients, gives the outputs of all seeds, from which one call of the training
+step makes the loss and its gradient at them:
 
     outputs = model at the seeds of each piece        no gradients kept
     loss    = train_step(model, all seeds)            the model answers with `outputs`, a leaf
     given   = d loss / d outputs                      small: a row per seed
 
 The second time goes back from `given`, piece by piece: sum(outputs * given) has the gradient `given` at the outputs.
-The usual loss is a mean over the seeds, so that each piece gives its share and nothing is computed twice.
+The usual loss is a mean over the seeds, so that each piece gives its share and nothing is computed twice. A sampled
+batch in pieces does the same with the whole model, and ranks that each have a shard tell each other their outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -35,7 +36,7 @@ LOSS_COPIES = 8
 """Memory assumed for a loss over all seeds at once, in copies of their outputs: these as they come, joined, in order,
 their gradient, and what a loss keeps. Cross entropy with label smoothing takes 5.5. A rule of thumb."""
 
-SEQUENTIAL = "with hl.FullBatch set aggregation=sequential, with hl.Historical leave out budget="
+SEQUENTIAL = "with hl.FullBatch set aggregation=sequential, with other methods leave out budget="
 
 
 class LossByPiece:
@@ -81,19 +82,47 @@ class LossAtOnce:
         """The gradient of the loss at the outputs of each piece. seeds: of the pieces, one after the other."""
         # Both hold the same nodes, each once: the k-th smallest of one is the k-th smallest of the other.
         order = seeds.argsort()[whole.seeds.argsort().argsort()]
-        leaf = torch.cat(outputs)[order].requires_grad_()
-        with answering(job.model, whole, leaf):
-            loss = job.train_step(job.model, whole) * whole.num_seeds
-        if loss.requires_grad:
-            (loss * scale).backward()
-        self.summed += loss.detach()
-        given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        by_piece = torch.empty_like(given)
-        by_piece[order] = given
+        found = loss_at(job, whole, torch.cat(outputs)[order], scale)
+        found.add_to_parameters()
+        self.summed += found.summed
+        by_piece = torch.empty_like(found.given)
+        by_piece[order] = found.given
         return by_piece.split([rows.size(0) for rows in outputs])
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         return (outputs * next(self.given)).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class LossAt:
+    """The loss of a training step at outputs that are known."""
+
+    summed: Tensor
+    """Over the seeds."""
+    given: Tensor
+    """Its gradient at the outputs,"""
+    of_parameters: Sequence[tuple[nn.Parameter, Tensor]]
+    """and at parameters that it reads by itself, as a penalty on them does."""
+
+    def add_to_parameters(self, share: float = 1.0) -> None:
+        """Add these gradients to those that are there."""
+        for parameter, gradient in self.of_parameters:
+            parameter.grad = gradient * share if parameter.grad is None else parameter.grad + gradient * share
+
+
+def loss_at(job: Job, batch: Batch, outputs: Tensor, scale: float) -> LossAt:
+    """The training step's loss where the model has put out these rows for the seeds of a batch.
+
+    scale: of the gradients of the summed loss.
+    """
+    leaf = outputs.detach().requires_grad_()
+    with torch.enable_grad(), answering(job.model, batch, leaf):
+        loss = job.train_step(job.model, batch) * batch.num_seeds
+    parameters = [p for p in job.module.parameters() if p.requires_grad]
+    given, *found = torch.autograd.grad(loss * scale, [leaf, *parameters], allow_unused=True)
+    given = torch.zeros_like(leaf) if given is None else given
+    reads = [(p, gradient) for p, gradient in zip(parameters, found, strict=True) if gradient is not None]
+    return LossAt(loss.detach(), given, reads)
 
 
 @contextmanager
@@ -122,7 +151,7 @@ def answering(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[None]
 # ---- a batch of all seeds
 
 
-def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | None) -> Batch:
+def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor | None) -> Batch:
     """What a training step finds of all seeds at once: ids, labels and their rows of all tables, but no edges."""
     rows = {name: SeedRows(table, seeds) for name, table in job.data.tables.items()}
     x, block = rows.pop("x", None), SeedBlock(seeds, seeds.numel(), (), key=key)

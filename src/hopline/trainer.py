@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import fields, replace
@@ -87,6 +88,13 @@ def _own_module(model: nn.Module, world: World | None) -> nn.Module:
     return unwrapped(model)
 
 
+def _versions_of(data: Dataset) -> dict[str, int | None]:
+    """By the names of a dataset's arrays, how often each was changed in place."""
+    if isinstance(data, ShardedData):
+        return {}
+    return {**data.graph.versions, **{f"table {name!r}": table.version for name, table in data.tables.items()}}
+
+
 class Trainer:
     """Trains a model on a dataset by a method.
 
@@ -129,6 +137,7 @@ class Trainer:
         self.test_step = test_step
         self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric
+        self._given, self._versions = weakref.ref(data), _versions_of(data)  # weak: on a GPU it is needed no more
         self._report: Report | None = None
         if isinstance(callbacks, Callback):
             raise ValueError(f"callbacks must be a list: write callbacks=[{type(callbacks).__name__}(...)]")
@@ -249,12 +258,10 @@ class Trainer:
         )
         run.finished = True
 
-    def step(self, units: Sequence[Unit]) -> tuple[Tensor, int]:
+    def step(self, units: Sequence[Unit]) -> tuple[Tensor, float]:
         """One optimizer step over some units: (mean loss, seeds)."""
-        total = max(1, total_size(units, self.world))
-        for group in self.optimizer.param_groups:  # as zero_grad, which takes ten times as long to say so
-            for parameter in group["params"]:
-                parameter.grad = None
+        total = total_size(units, self.world) or 1
+        self.update.clear()
         if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
         with own_threads(self.job) if self.usual_loss else nullcontext():
@@ -270,6 +277,7 @@ class Trainer:
 
     def _train_epoch(self, epoch: int, run: Run, timers: trace.Timers, counters: trace.Counters) -> EpochEnd | None:
         """Train an epoch, or the rest of it; None if an evaluation that came in has ended the run before."""
+        self._check_unchanged()
         self.job.model.train()
         self.model.train()
         at, started = self.position, time.perf_counter() - self.position.seconds
@@ -318,10 +326,22 @@ class Trainer:
             counters=counters.last_epoch(),
         )
 
+    def _check_unchanged(self) -> None:
+        """Methods and GPUs have copies of the dataset: a change that only some of them see is refused."""
+        data = self._given()
+        found = self._versions if data is None else _versions_of(data)
+        changed = [name for name, version in found.items() if version != self._versions.get(name)]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} of the dataset was changed in place after the Trainer was made, which has copies of it: "
+                "make a new Trainer after the change"
+            )
+
     # ---- evaluation
 
     def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
         """Metrics of a split: over every edge, or over sampled ones."""
+        self._check_unchanged()
         measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **self.chunks)
         return measure(self.job, getattr(self.work, "keep_rows", None))  # of a method that has a use for hidden rows
 
@@ -385,6 +405,10 @@ class Trainer:
 
     def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
         """Open the report and set up the run's own callbacks."""
+        if type(as_walkable(self.model)) is not type(self.job.model):  # which is seen as layers, and no longer is
+            raise ValueError(
+                f"hooks were put on {type(self.model).__name__} after the Trainer was made: put them on before"
+            )
         self.stop_reason, self.num_steps, self.position, self._earlier_s = None, 0, Position(), 0.0
         self.active = [*self.callbacks]
         if self.settings.patience is not None:
@@ -424,7 +448,7 @@ class Trainer:
 
     def _groups(self, epoch: int) -> Generator[list[Unit], None, None]:
         """The units of the epoch that are not done yet, by steps."""
-        units = units_from(self.work, epoch, self.position.units, self.position.seeds)
+        units = units_from(self.work, epoch, self.position.units, round(self.position.seeds))
         return taken_together(in_groups(units, self.settings.accumulate), self.world)
 
     def _test(self, run: Run, keep: KeepWeights) -> None:

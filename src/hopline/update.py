@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,40 +54,70 @@ class Update:
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, say: Callable[[str], None]
     ) -> None:
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.parameters = list(module.parameters())
         self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
+        self._refuse_others()
         self.device = self.parameters[0].device
-        self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}  # by where they read the gradients
-        self.seen: set[tuple[int, ...]] = set()  # where gradients were before
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}  # by all that they have taken down
+        self.seen: set[Hashable] = set()  # what gradients and settings were before
         self.steps = 0
         rate = optimizer.param_groups[0]["lr"]
         self.can_capture = self.device.type == "cuda" and isinstance(rate, Tensor) and rate.device.type == "cuda"
 
+    def _refuse_others(self) -> None:
+        """Neither checkpoints nor the weights that are kept have a parameter that is not the model's."""
+        own = {id(p) for p in self.parameters}
+        for parameter in self._stepped():
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's, so no "
+                    "checkpoint would hold it: make it one of the model's (model.temperature = torch.nn.Parameter(...))"
+                )
+
+    def _stepped(self) -> list[Tensor]:
+        """What the optimizer steps by now: a callback may have added to it."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def clear(self) -> None:
+        """No gradients, of parameters either that the optimizer does not step: backward fills them too."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def __call__(self) -> None:
         with trace.span("optimizer", self.device):
             self.steps += 1
-            addresses = tuple(0 if p.grad is None else p.grad.data_ptr() for p in self.parameters)
-            known, new = self.graphs.get(addresses), addresses not in self.seen
+            if not self.can_capture:
+                self._run()
+                return
+            key = self._key()
+            known, new = self.graphs.get(key), key not in self.seen
             if known is not None:
                 known.replay()
             # The first steps set the optimizer up; gradients that were never there before may move each time.
-            elif not self.can_capture or self.steps <= WARM_UP_STEPS or new or len(self.graphs) == MOST_CAPTURES:
-                self._remember(addresses)
+            elif self.steps <= WARM_UP_STEPS or new or len(self.graphs) == MOST_CAPTURES:
+                self._remember(key)
                 self._run()
             else:
-                self._capture(addresses)
+                self._capture(key)
 
     def _run(self) -> None:
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+            nn.utils.clip_grad_norm_(self._stepped(), self.clip_norm)
         self.optimizer.step()
 
-    def _remember(self, addresses: tuple[int, ...]) -> None:
+    def _key(self) -> Hashable:
+        """What a graph takes down: where gradients are, and settings such as weight decay, which callbacks change."""
+        groups = self.optimizer.param_groups
+        gradients = [0 if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"]]
+        values = [value for group in groups for name, value in group.items() if name != "params"]
+        return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in values)
+
+    def _remember(self, key: Hashable) -> None:
         if len(self.seen) == MOST_SEEN:
             self.seen.clear()
-        self.seen.add(addresses)
+        self.seen.add(key)
 
-    def _capture(self, addresses: tuple[int, ...]) -> None:
+    def _capture(self, key: Hashable) -> None:
         graph, stream = torch.cuda.CUDAGraph(), recording.stream_to_record("updates", self.device)
         try:
             with recording.at_once() as free:
@@ -106,5 +136,5 @@ class Update:
             self._run()
             return
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.graphs[addresses] = graph
+        self.graphs[key] = graph
         graph.replay()

@@ -68,7 +68,7 @@ class Unit(ABC):
     """How many training examples it covers, on this rank."""
 
     @property
-    def total_size(self) -> int | None:
+    def total_size(self) -> float | None:
         """How many the units of all ranks in this place cover together; None: the Trainer sums their sizes.
 
         A method that knows it saves an exchange a step, and then gives every rank the same number of units.
@@ -76,7 +76,7 @@ class Unit(ABC):
         return None
 
     @abstractmethod
-    def forward_backward(self, total: int) -> Tensor:
+    def forward_backward(self, total: float) -> Tensor:
         """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss.
 
         total: examples of the whole step, over all its units and all ranks. Gradients are summed over the ranks.

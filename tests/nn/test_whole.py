@@ -118,7 +118,7 @@ def test_a_pyg_model_with_hooks_is_run_by_its_own_forward():
 def test_a_gnn_with_hooks_or_a_forward_put_on_it_is_refused():
     model = GNN([pyg.SAGEConv(6, 3)])
     model.register_forward_hook(lambda module, given, out: -out)
-    with pytest.raises(ValueError, match="GNN has forward hooks, which exact inference does not go through"):
+    with pytest.raises(ValueError, match="GNN has hooks, which exact inference does not go through"):
         as_walkable(model)
     patched = GNN([pyg.SAGEConv(6, 3)])
     patched.forward = lambda batch: torch.zeros(1)  # type: ignore[method-assign]

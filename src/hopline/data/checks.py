@@ -162,6 +162,17 @@ def _run(todo: dict[str, Callable[[], None]], num_bytes: int) -> list[str]:
     return list(todo)
 
 
+def _check_once(ids: Tensor) -> None:
+    """Methods that train by parts take each node once, so none may be there twice."""
+    ordered = ids.sort().values
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if repeated.numel():
+        raise ValueError(
+            f"node {int(repeated[0])} is in split 'train' more than once: give each node once (ids.unique()), and for "
+            "nodes that count more than others a train_step= with weights"
+        )
+
+
 def check_training(data: Dataset, splits: Iterable[str]) -> None:
     """A node or a label that does not exist is named before training begins."""
     for name in splits:
@@ -169,6 +180,8 @@ def check_training(data: Dataset, splits: Iterable[str]) -> None:
         if ids is None or not ids.numel():
             continue
         check_ids(ids, data.num_nodes, f"Split {name!r}")
+        if name == "train":
+            _check_once(ids)
         if data.y is None:
             continue
         labels = data.y[ids.to(data.y.device)].cpu()

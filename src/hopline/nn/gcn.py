@@ -28,7 +28,8 @@ class Weights(NamedTuple):
     """[num_nodes] float64: weight of the loop that is added at each node."""
 
 
-_cache: WeakKeyDictionary[Graph, dict[tuple[bool, float], Weights]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[Graph, dict[tuple[bool, float], tuple[dict[str, int], Weights]]] = WeakKeyDictionary()
+"""By whether loops are added and what they weigh: the versions of the graph's arrays, and what they weigh by these."""
 
 
 def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -81,10 +82,10 @@ def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[T
     if isinstance(graph, PartialGraph):
         total, loop = graph.weight_sums(ids, add_loops, fill)
         return total + loop, loop
-    known = _cache.setdefault(graph, {})
-    if (add_loops, fill) not in known:
-        known[add_loops, fill] = weights_of(graph, add_loops, fill)
-    weights = known[add_loops, fill]
+    known, versions = _cache.setdefault(graph, {}), graph.versions
+    if (add_loops, fill) not in known or known[add_loops, fill][0] != versions:
+        known[add_loops, fill] = versions, weights_of(graph, add_loops, fill)
+    _, weights = known[add_loops, fill]
     total, loop = (array[ids.to(array.device)].to(ids.device) for array in weights)
     return total + loop, loop
 

@@ -133,20 +133,28 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
             f"{type(model).__name__} overrides forward, which exact inference does not go through: override encode, "
             "layer or decode, or write a torch.nn.Module with forward(x, edge_index)"
         )
-    hooks = [*model._forward_hooks.values(), *model._forward_pre_hooks.values()]
-    if isinstance(model, GNN) and any(hook is not _refuse_gradients for hook in hooks):
+    if isinstance(model, GNN) and has_hooks(model):
         raise ValueError(
-            f"{type(model).__name__} has forward hooks, which exact inference does not go through: put them on its "
-            "convs, encoder or head"
+            f"{type(model).__name__} has hooks, which exact inference does not go through: put them on its convs, "
+            "encoder or head"
         )
     if isinstance(model, GNN | Whole):
         return model
     own_forward = getattr(type(model), "forward", None) is not BasicGNN.forward or is_patched
-    before = [hook for hook in model._forward_pre_hooks.values() if hook is not _refuse_batch]
-    plain = not (own_forward or before or model._forward_hooks)
-    walk = GNN.from_pyg(model) if isinstance(model, BasicGNN) and plain else Whole(model)
+    # Layer by layer neither the model itself is called nor its dropout.
+    if isinstance(model, BasicGNN) and not (own_forward or has_hooks(model) or has_hooks(model.dropout)):
+        walk = GNN.from_pyg(model)
+    else:
+        walk = Whole(model)
     walk.training = model.training
     return walk
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a user listens to a module, or changes what goes in or comes out."""
+    forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    others = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return any(hook not in (_refuse_gradients, _refuse_batch) for hook in forward) or bool(others)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -9,11 +9,6 @@ import torch
 from torch import Tensor
 
 
-def version_of(rows: Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return 0 if rows.is_inference() else rows._version
-
-
 class Tiers(NamedTuple):
     """Where a kernel finds rows: hot[place[id]] where that is a slot, else cold[id]."""
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.tables.base import Table, Tiers, version_of
+from hopline.graph import version_of
+from hopline.tables.base import Table, Tiers
 from hopline.tables.shared import receive, send
 
 
