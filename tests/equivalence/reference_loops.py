@@ -10,6 +10,8 @@ the step's seeds, and does what any PyG script does with them. What hopline comp
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -18,7 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch_geometric.data import Data
 
 Loss: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -56,6 +66,10 @@ class Trained:
     """Of each step, before its update."""
     rates: list[float] = field(default_factory=list)
     """The learning rate of each epoch, at its end."""
+    scores: list[float] = field(default_factory=list)
+    """Of each epoch: higher is better."""
+    best_epoch: int = 0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 def train(
@@ -68,8 +82,9 @@ def train(
     accumulate: int = 1,
     clip_norm: float | None = None,
     schedule: LRScheduler | None = None,
+    validate: Callable[[nn.Module], float] | None = None,
+    patience: float = math.inf,
     after_step: AfterStep | None = None,
-    after_epoch: Callable[[int], None] | None = None,
     outputs: Callable[[nn.Module, Data, Tensor], Tensor] = whole_graph,
     commit: Callable[[], None] | None = None,
     penalty: Callable[[nn.Module, Tensor], Tensor] | None = None,
@@ -77,6 +92,9 @@ def train(
     """Train; a step is `accumulate` batches of an epoch, of which the last may be fewer and smaller.
 
     epochs: by epoch and batch, the ids of nodes; those of them in `data.train_mask` are its seeds.
+    schedule: of the rate, by epochs; a plateau is one of the scores.
+    validate: the score of an epoch; without, the score is minus the epoch's mean loss.
+    patience: epochs without a better score before training stops.
     outputs, commit: how the outputs of all nodes come about, and what is written after a step (`History`).
     penalty: (model, batch) -> what is added to the loss that is differentiated, and not to the one that is reported.
     """
@@ -106,12 +124,16 @@ def train(
             if after_step is not None:
                 after_step(len(trained.losses), model, optimizer)
         trained.rates.append(optimizer.param_groups[0]["lr"])
-        if after_epoch is not None:
-            after_epoch(epoch)
+        score = -epoch_loss / epoch_seeds if validate is None else validate(model)
+        if score > max(trained.scores, default=-math.inf):
+            trained.best_epoch, trained.best_weights = epoch, copy.deepcopy(model.state_dict())
+        trained.scores.append(score)
         if isinstance(schedule, ReduceLROnPlateau):
-            schedule.step(epoch_loss / epoch_seeds)
+            schedule.step(score)
         elif schedule is not None:
             schedule.step()
+        if epoch - trained.best_epoch >= patience:
+            break
     return trained
 
 
@@ -178,6 +200,45 @@ def multi_label(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
 
 def binary(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(out.squeeze(-1), y.to(out.dtype))
+
+
+# ---- schedules
+
+
+class PlateauAfterWarmUp(ReduceLROnPlateau):
+    """Torch's plateau, which `SequentialLR` does not take."""
+
+    def __init__(self, optimizer: Optimizer, warmup: int, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self.warm_up, self.epochs_left = warm_up(optimizer, warmup), warmup
+
+    def step(self, metrics: Any, epoch: int | None = None) -> None:
+        if self.epochs_left:
+            self.epochs_left -= 1
+            self.warm_up.step()
+        else:
+            super().step(metrics)
+
+
+def warm_up(optimizer: Optimizer, epochs: int) -> LinearLR:
+    return LinearLR(optimizer, 1 / (epochs + 1), total_iters=epochs)
+
+
+def make_schedule(name: str, optimizer: Optimizer, epochs: int, warmup: int, floor: float) -> LRScheduler:
+    """Torch's schedule over so many epochs, of which the first few are a warm-up."""
+    if name == "plateau":
+        options: dict[str, Any] = {"mode": "max", "factor": 0.5, "patience": 0, "threshold": 0.0, "min_lr": floor}
+        if warmup:
+            return PlateauAfterWarmUp(optimizer, warmup, **options)
+        return ReduceLROnPlateau(optimizer, **options)
+    made = {
+        "constant": lambda: ConstantLR(optimizer, factor=1.0),
+        "cosine": lambda: CosineAnnealingLR(optimizer, epochs - warmup, eta_min=floor),
+        "step": lambda: StepLR(optimizer, 2, gamma=0.5),
+    }
+    if not warmup:
+        return made[name]()
+    return SequentialLR(optimizer, [warm_up(optimizer, warmup), made[name]()], milestones=[warmup])
 
 
 # ---- evaluation

@@ -251,9 +251,7 @@ SCENARIOS: dict[str, Scenario] = {
     # Each batch divides by the weights of its own seeds, and tables of gradients by those of all.
     "class weights": replace(OWN, loss=plain.class_weights, without=("historical-compensated",)),
     "multi-label": Scenario(data=MULTI_LABEL, dataset={"task": "multi"}, loss=plain.multi_label),
-    "binary": Scenario(
-        model=lambda: sage_gcn(1), data=BINARY, dataset={"task": "binary"}, loss=plain.binary
-    ),
+    "binary": Scenario(model=lambda: sage_gcn(1), data=BINARY, dataset={"task": "binary"}, loss=plain.binary),
     "two classes, one column": Scenario(model=lambda: sage_gcn(1), data=BINARY, loss=plain.binary),
     "accumulation, uneven last batch": Scenario(
         settings={"accumulate": 3}, batch_size=4, without=("historical-compensated",)
