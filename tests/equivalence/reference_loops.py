@@ -1,7 +1,7 @@
 """Training loops in plain torch and PyG: what hopline's methods are compared with.
 
-Nothing here imports hopline. A loop computes the outputs of all nodes over the whole graph in every step, takes those of
-the step's seeds, and does what any PyG script does with them. What hopline computes in parts must come to the same.
+Nothing here imports hopline. In every step a loop computes the outputs of all nodes over the whole graph, takes those
+of the step's seeds, and does what any PyG script does with them. What hopline computes in parts must come to the same.
 
     data      torch_geometric.data.Data: x, y, edge_index, and edge_weight or edge_attr where there is one
     batches   the seeds of each batch, in the order in which hopline had them
