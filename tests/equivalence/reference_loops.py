@@ -109,6 +109,8 @@ def train(
             model.zero_grad()
             for batch, seeds in step:
                 out = outputs(model, data, batch)[seeds]
+                if not seeds.numel():
+                    continue
                 share = loss(model, out, data.y[seeds]) * seeds.numel() / num_seeds
                 extra = 0.0 if penalty is None else penalty(model, batch) * seeds.numel() / num_seeds
                 (share + extra).backward()

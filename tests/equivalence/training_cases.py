@@ -145,7 +145,6 @@ class OwnModule(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "hl.nn.GNN": sage_gcn,
     "pyg.GraphSAGE": lambda: pyg.GraphSAGE(NUM_FEATURES, 8, 2, NUM_CLASSES),
     "pyg.GCN": lambda: pyg.GCN(NUM_FEATURES, 8, 3, NUM_CLASSES),
     "own module": OwnModule,
