@@ -29,8 +29,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
-from torch_geometric.data import Data
 
+Data: TypeAlias = Any
+"""A torch_geometric.data.Data, whose attributes are typed as optional."""
 Loss: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
 AfterStep: TypeAlias = Callable[[int, nn.Module, Optimizer], None]
 """(steps so far, model, optimizer): what a callback changes after a step."""

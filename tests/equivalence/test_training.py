@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hopline as hl
+from hopline import trace
+from hopline.budget import Budget
+from hopline.guard import Guard
 from hopline.nn import regularise
 from hopline.settings import Schedule
 from tests.equivalence import reference_loops as plain
@@ -40,6 +43,7 @@ from tests.equivalence.training_cases import (
     epochs_of,
     gat,
     gcn_graph,
+    halved,
     make,
     plain_twin,
     reference_of,
@@ -90,15 +94,15 @@ def test_models(name: str, way: str) -> None:
 
 
 def hook_gcn(model: Any) -> None:
-    model.convs[1].register_forward_hook(lambda module, given, out: out / 2)
+    model.convs[1].register_forward_hook(halved)
 
 
 def hook_model(model: nn.Module) -> None:
-    model.register_forward_hook(lambda module, given, out: out / 2)
+    model.register_forward_hook(halved)
 
 
 def hook_dropout(model: Any) -> None:
-    model.dropout.register_forward_hook(lambda module, given, out: out / 2)
+    model.dropout.register_forward_hook(halved)
 
 
 HOOKED = {
@@ -288,6 +292,32 @@ def test_compensated_batches_are_in_the_mean_the_full_batch(max_batches: int | N
     torch.testing.assert_close(gradients.mean(0), gradient_of(other), rtol=1e-9, atol=1e-9)
 
 
+# ---- batches in pieces
+
+
+SPLIT_BYTES = {"sampled-block": 24_000, "historical": 100_000, "historical-one-batch": 100_000}
+"""So little that the first batch at least, whose memory is not known yet, comes in pieces."""
+
+
+@pytest.mark.parametrize("way", SPLIT_BYTES)
+@pytest.mark.parametrize("name", ["usual loss", "class weights", "label smoothing", "parameters in the loss"])
+def test_batches_that_a_budget_splits(name: str, way: str) -> None:
+    scenario, steps = SCENARIOS[name], Steps()
+    model, counters = make(scenario.model), trace.Counters()
+    other = plain_twin(model)
+    trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps])
+    work: Any = trainer.work
+    sample = work.loader.sampler.sample if isinstance(trainer.method, hl.Sampled) else None
+    work.guard = Guard(trainer.job, Budget(), SPLIT_BYTES[way], sample)
+    with trace.listen(counters):
+        trainer.fit()
+    counters.next_epoch()
+    assert counters.last_epoch()["budget.batches_split"] > 0
+    epochs = epochs_of(trainer, WAYS[way], trainer.settings.epochs)
+    assert_same(steps.trained, reference_of(scenario, WAYS[way], other, epochs))
+    assert_same_weights(model, other)
+
+
 # ---- fits, optimizers, ids and classes
 
 
@@ -390,3 +420,20 @@ def test_evaluation_beside_training_keeps_the_best_epoch(evaluate: str, way: str
     assert run.test == pytest.approx(plain.accuracy(other, DATA, DATA.test_mask))
     taken = steps.trained.losses[: len(expected.losses)]  # async: further ones were dropped
     assert taken == pytest.approx(expected.losses, abs=1e-9)
+
+
+# ---- the page
+
+
+def test_the_page_for_users_has_the_table_of_scenarios_by_method() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "same_as_pyg.md").read_text()
+    table = page.split("## What is compared")[1].split("\n\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    (_, *columns), _, *body = rows
+    assert [column.strip("`") for column in columns] == list(WAYS)
+    assert [name for name, *_ in body] == list(SCENARIOS)
+    for name, *cells in body:
+        expected = ["-" if way in SCENARIOS[name].without else "=" for way in WAYS]
+        assert cells == expected, name

@@ -22,7 +22,7 @@ FULL = 40
 """A fan-out above every in-degree: trees have no "all"."""
 
 
-def _make_data() -> Data:
+def _make_data() -> plain.Data:
     """A directed graph with loops, double edges, a hub, nodes without in-edges, and one without any edge."""
     graph = random_graph(NUM_NODES, 130, loops=True)
     y = randint(0, NUM_CLASSES, NUM_NODES, seed=9)
@@ -34,10 +34,10 @@ def _make_data() -> Data:
     return data
 
 
-DATA = _make_data()
+DATA: plain.Data = _make_data()
 
 
-def data_with(**attributes: Tensor) -> Data:
+def data_with(**attributes: Tensor) -> plain.Data:
     """The graph with other attributes of its nodes or edges."""
     data = copy.copy(DATA)
     for name, value in attributes.items():
@@ -170,7 +170,7 @@ class Scenario:
     """What is trained, and how."""
 
     model: Callable[[], nn.Module] = sage_gcn
-    data: Data = field(default_factory=lambda: DATA)
+    data: plain.Data = field(default_factory=lambda: DATA)
     dataset: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `hl.from_pyg`."""
     loss: plain.Loss = plain.cross_entropy
@@ -216,23 +216,23 @@ def change_weights(step: int, model: nn.Module, optimizer: Optimizer) -> None:
         next(iter(model.parameters())).zero_()
 
 
-def _halved(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+def halved(module: nn.Module, given: Any, out: Tensor) -> Tensor:
     return out / 2
 
 
-def _shifted(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def shifted(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return (given[0] + 0.5, *given[1:])
 
 
 def hook_convs(model: Any) -> None:
-    model.convs[0].register_forward_hook(_halved)
-    model.convs[1].register_forward_hook(_halved)
+    model.convs[0].register_forward_hook(halved)
+    model.convs[1].register_forward_hook(halved)
 
 
 def hook_inside(model: Any) -> None:
     """On what a fused conv would not call."""
-    model.convs[0].lin_l.register_forward_hook(_halved)
-    model.convs[1].lin.register_forward_pre_hook(_shifted)
+    model.convs[0].lin_l.register_forward_hook(halved)
+    model.convs[1].lin.register_forward_pre_hook(shifted)
 
 
 def hook_gradients(model: Any) -> None:
