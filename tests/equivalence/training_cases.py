@@ -1,0 +1,372 @@
+"""What hopline's methods are compared with the reference loops in: a graph, methods, and scenarios of training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch_geometric.data import Data
+
+import hopline as hl
+from tests.equivalence import reference_loops as plain
+from tests.helpers import randint, randn, random_graph
+
+NUM_NODES, NUM_FEATURES, NUM_CLASSES = 40, 6, 3
+FULL = 40
+"""A fan-out above every in-degree: trees have no "all"."""
+
+
+def _make_data() -> plain.Data:
+    """A directed graph with loops, double edges, a hub, nodes without in-edges, and one without any edge."""
+    graph = random_graph(NUM_NODES, 130, loops=True)
+    y = randint(0, NUM_CLASSES, NUM_NODES, seed=9)
+    data = Data(x=randn(NUM_NODES, NUM_FEATURES), y=y, edge_index=graph.edge_index())
+    ids = torch.arange(NUM_NODES)
+    data.train_mask = (ids % 2 == 1) | (ids < 5)  # the hub is 0, the node without edges 39
+    data.val_mask = ~data.train_mask & (ids < 25)
+    data.test_mask = ~data.train_mask & ~data.val_mask
+    return data
+
+
+DATA: plain.Data = _make_data()
+
+
+def data_with(**attributes: Tensor) -> plain.Data:
+    """The graph with other attributes of its nodes or edges."""
+    data = copy.copy(DATA)
+    for name, value in attributes.items():
+        data[name] = value
+    return data
+
+
+WEIGHTED = data_with(edge_weight=randn(DATA.num_edges, seed=4).abs() + 0.1)
+ATTRIBUTED = data_with(edge_attr=randn(DATA.num_edges, 2, seed=5))
+MULTI_LABEL = data_with(y=torch.stack([randint(0, 2, NUM_NODES, seed=s) for s in (6, 7, 8)], dim=1))
+BINARY = data_with(y=randint(0, 2, NUM_NODES, seed=6))
+
+
+# ---- methods
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method as it is compared, and which reference loop is its own."""
+
+    method: Callable[[int], hl.Method]
+    """By the number of layers."""
+    epochs: int
+    """So many that there are ten steps or more."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    has_history: bool = False
+    """Whether the reference is `History`, and not the whole graph."""
+
+
+def _full_batch(aggregation: Any) -> Way:
+    return Way(lambda layers: hl.FullBatch(num_shards=3, partition="random", aggregation=aggregation), epochs=10)
+
+
+def _sampled(layout: Any, fanout: int) -> Way:
+    return Way(lambda layers: hl.Sampled(fanouts=(fanout,) * layers, batch_size=7, layout=layout, workers=1), epochs=3)
+
+
+def _historical(num_parts: int, parts_per_batch: int, **settings: Any) -> hl.Historical:
+    return hl.Historical(num_parts=num_parts, parts_per_batch=parts_per_batch, partition="random", **settings)
+
+
+WAYS: dict[str, Way] = {
+    "sampled-block": _sampled("block", -1),
+    "sampled-tree": _sampled("tree", FULL),
+    "historical": Way(lambda layers: _historical(8, 2), epochs=3, has_history=True),
+    "historical-one-batch": Way(lambda layers: _historical(3, 3), epochs=10),
+    # All batches of an epoch are one step, with exact tables before it.
+    "historical-compensated": Way(
+        lambda layers: _historical(4, 2, compensate=True, refresh_every=1), epochs=10, settings={"accumulate": 2}
+    ),
+    "sweep": _full_batch("sweep"),
+    "sequential": _full_batch("sequential"),
+    "stored": _full_batch("stored"),
+    "one-shot": _full_batch("one_shot"),
+}
+
+
+# ---- models
+
+
+def sage_gcn(num_outputs: int = NUM_CLASSES) -> nn.Module:
+    return hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 8), pyg.GCNConv(8, num_outputs)])
+
+
+def two_sage() -> nn.Module:
+    return hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 8), pyg.SAGEConv(8, NUM_CLASSES, aggr="max")])
+
+
+def gcn_graph() -> nn.Module:
+    """Convs that take edge weights."""
+    return hl.nn.GNN([pyg.GCNConv(NUM_FEATURES, 8), pyg.GraphConv(8, NUM_CLASSES)])
+
+
+def gat() -> nn.Module:
+    """Convs that take edge attributes."""
+    return hl.nn.GNN([pyg.GATConv(NUM_FEATURES, 4, heads=2, edge_dim=2), pyg.GATv2Conv(8, NUM_CLASSES, edge_dim=2)])
+
+
+def tied_layers() -> nn.Module:
+    """One conv in two places."""
+    shared = pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES)
+    return hl.nn.GNN([shared, shared, pyg.GCNConv(NUM_FEATURES, NUM_CLASSES)])
+
+
+def tied_weights() -> nn.Module:
+    """One parameter in two convs."""
+    first, second = pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES), pyg.SAGEConv(NUM_FEATURES, NUM_FEATURES)
+    assert isinstance(first.lin_l, nn.Module)
+    assert isinstance(second.lin_r, nn.Module)
+    second.lin_r.weight = first.lin_l.weight
+    return hl.nn.GNN([first, second, pyg.GCNConv(NUM_FEATURES, NUM_CLASSES)])
+
+
+class OwnModule(nn.Module):
+    """A module with no layers that hopline could see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = pyg.SAGEConv(NUM_FEATURES, 8), pyg.GCNConv(8, 8)
+        self.head = nn.Linear(16, NUM_CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        first = self.first(x, edge_index).tanh()
+        return self.head(torch.cat([first, self.second(first, edge_index).sigmoid()], dim=1))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "pyg.GraphSAGE": lambda: pyg.GraphSAGE(NUM_FEATURES, 8, 2, NUM_CLASSES),
+    "pyg.GCN": lambda: pyg.GCN(NUM_FEATURES, 8, 3, NUM_CLASSES),
+    "own module": OwnModule,
+}
+
+
+def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return model().double()
+
+
+def plain_twin(model: nn.Module) -> nn.Module:
+    """The same model in plain torch, with weights of its own."""
+    model = copy.deepcopy(model)
+    return plain.Layers(model.convs) if isinstance(model, hl.nn.GNN) else model
+
+
+# ---- scenarios
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is trained, and how."""
+
+    model: Callable[[], nn.Module] = sage_gcn
+    data: plain.Data = field(default_factory=lambda: DATA)
+    dataset: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `hl.from_pyg`."""
+    loss: plain.Loss = plain.cross_entropy
+    own_loss: bool = False
+    """Whether hopline gets the loss as `train_step`; else it is what the task means without one."""
+    optimizer: str = "sgd"
+    lr: float = 0.5
+    weight_decay: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the Trainer that are arguments of the reference loop too."""
+    batch_size: int | None = None
+    """Of `Sampled`, where it matters."""
+    prepare: Callable[[nn.Module], None] | None = None
+    """What is done to the model before training."""
+    after_step: plain.AfterStep | None = None
+    without: tuple[str, ...] = ()
+    """Ways in which it means something else; docs/same_as_pyg.md says what."""
+
+
+def freeze_first(model: Any) -> None:
+    model.convs[0].requires_grad_(False)
+
+
+def unfreeze(step: int, model: Any, optimizer: Optimizer) -> None:
+    """The first conv learns from the fifth step on, and the last no more from the ninth on."""
+    if step == 4:
+        model.convs[0].requires_grad_(True)
+    if step == 8:
+        model.convs[-1].requires_grad_(False)
+
+
+def change_rate(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5 if step % 2 else 1.5
+
+
+@torch.no_grad()
+def change_weights(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+    """Weights that are kept small, and one that is set."""
+    for parameter in model.parameters():
+        parameter.clamp_(-0.3, 0.3)
+    if step == 5:
+        next(iter(model.parameters())).zero_()
+
+
+def halved(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    return out / 2
+
+
+def shifted(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (given[0] + 0.5, *given[1:])
+
+
+def hook_convs(model: Any) -> None:
+    model.convs[0].register_forward_hook(halved)
+    model.convs[1].register_forward_hook(halved)
+
+
+def hook_inside(model: Any) -> None:
+    """On what a fused conv would not call."""
+    model.convs[0].lin_l.register_forward_hook(halved)
+    model.convs[1].lin.register_forward_pre_hook(shifted)
+
+
+def hook_gradients(model: Any) -> None:
+    """A mask on a gradient: half of a weight is never changed."""
+    for conv in (model.convs[0].lin_l, model.convs[1].lin):
+        mask = (torch.arange(conv.weight.size(0)) % 2).double()[:, None]
+        conv.weight.register_hook(lambda gradient, mask=mask: gradient * mask)
+
+
+OWN = Scenario(own_loss=True)
+SCENARIOS: dict[str, Scenario] = {
+    "usual loss": Scenario(),
+    "parameters in the loss": replace(OWN, loss=plain.with_parameters),
+    "label smoothing": replace(OWN, loss=plain.label_smoothing),
+    # Each batch divides by the weights of its own seeds, and tables of gradients by those of all.
+    "class weights": replace(OWN, loss=plain.class_weights, without=("historical-compensated",)),
+    "multi-label": Scenario(data=MULTI_LABEL, dataset={"task": "multi"}, loss=plain.multi_label),
+    "binary": Scenario(model=lambda: sage_gcn(1), data=BINARY, dataset={"task": "binary"}, loss=plain.binary),
+    "two classes, one column": Scenario(model=lambda: sage_gcn(1), data=BINARY, loss=plain.binary),
+    "accumulation, uneven last batch": Scenario(
+        settings={"accumulate": 3}, batch_size=4, without=("historical-compensated",)
+    ),
+    "clipping": Scenario(settings={"clip_norm": 0.05}),
+    "adam, weight decay": Scenario(optimizer="adam", lr=0.05, weight_decay=0.1),
+    "adamw, weight decay": Scenario(optimizer="adamw", lr=0.05, weight_decay=0.1),
+    "frozen": Scenario(prepare=freeze_first),
+    "unfrozen": Scenario(prepare=freeze_first, after_step=unfreeze),
+    "unfrozen, clipping": Scenario(prepare=freeze_first, after_step=unfreeze, settings={"clip_norm": 0.05}),
+    "tied layers": Scenario(model=tied_layers),
+    "tied weights": Scenario(model=tied_weights),
+    "callback changes the rate": Scenario(after_step=change_rate),
+    "callback changes weights": Scenario(after_step=change_weights),
+    "hooks on convs": Scenario(model=two_sage, prepare=hook_convs),
+    "hooks within convs": Scenario(prepare=hook_inside),
+    "hooks on gradients": Scenario(prepare=hook_gradients),
+    "edge weights": Scenario(model=gcn_graph, data=WEIGHTED),
+    "edge attributes": Scenario(model=gat, data=ATTRIBUTED),
+}
+
+
+# ---- training by both
+
+
+class Steps(hl.Callback):
+    """Losses by step and rates by epoch; after a step, what the reference does then too."""
+
+    def __init__(self, after_step: plain.AfterStep | None = None) -> None:
+        self.after_step = after_step
+        self.losses: dict[int, float] = {}
+        self.rates: dict[int, float] = {}
+
+    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        self.losses[step.step] = float(step.loss)
+        if self.after_step is not None:
+            self.after_step(step.step, trainer.model, trainer.optimizer)
+
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+        self.rates[epoch.epoch] = epoch.lr
+
+    @property
+    def trained(self) -> plain.Trained:
+        return plain.Trained(list(self.losses.values()), list(self.rates.values()))
+
+
+def train_step_of(loss: plain.Loss) -> Callable[[nn.Module, hl.Batch], Tensor]:
+    def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        return loss(model, model(batch), batch.labels)
+
+    return train_step
+
+
+def dataset_of(scenario: Scenario, *, evaluated: bool = False) -> hl.Dataset:
+    """hopline's dataset. evaluated: with nodes to validate and test, by which the best epoch is kept."""
+    data = hl.from_pyg(scenario.data, **scenario.dataset)
+    return data if evaluated else replace(data, splits={"train": data.splits["train"]})
+
+
+def trainer_of(scenario: Scenario, way: Way, model: nn.Module, **options: Any) -> hl.Trainer:
+    method = way.method(len(getattr(model, "convs", (None, None))))
+    if isinstance(method, hl.Sampled) and scenario.batch_size is not None:
+        method = replace(method, batch_size=scenario.batch_size)
+    given: dict[str, Any] = {
+        "epochs": way.epochs,
+        "optimizer": scenario.optimizer,
+        "lr": scenario.lr,
+        "weight_decay": scenario.weight_decay,
+        "train_step": train_step_of(scenario.loss) if scenario.own_loss else None,
+        "show": False,
+    }
+    given |= {**way.settings, **scenario.settings, **options}
+    data = given.pop("data", None) or dataset_of(scenario)
+    return hl.Trainer(model, data, method, **given)
+
+
+def epochs_of(trainer: hl.Trainer, way: Way, num_epochs: int) -> list[list[Tensor]]:
+    """By epoch and batch, the nodes that hopline has in it, in its order."""
+    if isinstance(trainer.method, hl.Sampled):
+        loader = trainer.method.loader(trainer.data, seed=trainer.settings.seed, model=trainer.model)
+        return [[batch.seeds for batch in loader.epoch(epoch)] for epoch in range(1, num_epochs + 1)]
+    if way.has_history:
+        parts: Any = trainer.work.parts  # type: ignore[attr-defined]
+        return [[parts.nodes_of(g) for g in parts.groups_of(epoch)] for epoch in range(1, num_epochs + 1)]
+    return [[torch.arange(trainer.data.num_nodes)]] * num_epochs
+
+
+def optimizer_of(scenario: Scenario, model: nn.Module) -> Optimizer:
+    kind: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[scenario.optimizer]
+    return kind(model.parameters(), lr=scenario.lr, weight_decay=scenario.weight_decay)
+
+
+def reference_of(
+    scenario: Scenario, way: Way, model: nn.Module, epochs: list[list[Tensor]], **options: Any
+) -> plain.Trained:
+    """Train a plain model by the reference loop."""
+    given: dict[str, Any] = {"optimizer": optimizer_of(scenario, model), "after_step": scenario.after_step}
+    given |= {**scenario.settings, "loss": scenario.loss}
+    if way.has_history:
+        history = plain.History(model, scenario.data)
+        given |= {"outputs": history.outputs, "commit": history.commit}
+    return plain.train(model, scenario.data, epochs, **(given | options))
+
+
+def assert_same(found: plain.Trained, expected: plain.Trained, tolerance: float = 1e-9) -> None:
+    assert len(found.losses) == len(expected.losses)
+    losses, theirs = (torch.tensor(t.losses, dtype=torch.float64) for t in (found, expected))
+    torch.testing.assert_close(losses, theirs, rtol=tolerance, atol=tolerance, msg=lambda m: f"losses: {m}")
+    rates, theirs = (torch.tensor(t.rates, dtype=torch.float64) for t in (found, expected))
+    torch.testing.assert_close(rates, theirs, rtol=tolerance, atol=tolerance, msg=lambda m: f"rates: {m}")
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module, tolerance: float = 1e-9) -> None:
+    ours, theirs = dict(found.named_parameters()), dict(expected.named_parameters())
+    assert list(ours) == list(theirs)
+    for name in ours:
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
