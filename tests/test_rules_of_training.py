@@ -263,3 +263,41 @@ def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
     trainer.model.register_forward_hook(lambda module, given, out: -out)
     with pytest.raises(ValueError, match="hooks were put on GCN after the Trainer was made: put them on before"):
         trainer.fit()
+
+
+# ---- draws
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        method(),
+        method(layout="tree"),
+        HISTORICAL,
+        hl.FullBatch(num_shards=2, aggregation="sequential"),
+        hl.FullBatch(num_shards=2, aggregation="one_shot"),
+    ],
+    ids=["block", "tree", "historical", "sequential", "one shot"],
+)
+def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.Method):
+    data, found = small(), list[tuple[float, float, float, float]]()
+
+    def distance(model: nn.Module, one: hl.Batch, other: hl.Batch) -> float:
+        return float((model(one) - model(other)).norm().detach())
+
+    def step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        first, second = batch.redrawn(1), batch.redrawn(2)
+        distances = (distance(model, batch, other) for other in (batch, first))
+        found.append((*distances, distance(model, first, second), distance(model, first, batch.redrawn(1))))
+        return nn.functional.cross_entropy(model(batch), batch.labels)
+
+    fit(data, sage(data, dropout=0.5, input_dropout=0.2), how, epochs=1, train_step=step)
+    for same, other, another, again in found:
+        assert (same, again) == (0, 0)
+        assert min(other, another) > 1e-2
+
+
+def test_a_redrawn_batch_of_evaluation_is_the_batch():
+    data = small()
+    batch = dataclasses.replace(next(iter(method().loader(data))), key=None)
+    assert batch.redrawn() is batch

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -210,6 +211,12 @@ class Block:
         """The same block, with or without sums scaled up."""
         return replace(self, scale_sums=wanted)
 
+    def with_key(self, key: int | Tensor | None) -> Self:
+        """The same block, with what was found out about its edges, for other draws."""
+        block = copy.copy(self)
+        object.__setattr__(block, "key", key)
+        return block
+
     @property
     def num_src(self) -> int:
         return self.src_ids.numel()
@@ -337,6 +344,17 @@ class Batch:
             tables={name: move(rows) for name, rows in self.tables.items()},
             output_idx=move(self.output_idx),
         )
+
+    def redrawn(self, number: int = 1) -> Batch:
+        """The same seeds and edges with another dropout, for each number another one.
+
+        Dropout is drawn by step and node, so that it can be drawn again: two calls of a model with one batch have the
+        same. A loss that compares two calls, as R-Drop's does, makes the second one with a redrawn batch.
+        """
+        if self.key is None:
+            return self
+        key = ops.another_key(self.key, number)
+        return replace(self, key=key, blocks=tuple(block.with_key(key) for block in self.blocks))
 
     def union(self) -> Block:
         """All sampled edges as one square block over `input_ids`, for models that are not walked layer by layer.

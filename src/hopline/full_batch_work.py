@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -330,10 +329,8 @@ def _common(job: Job, model: GNN, method: FullBatch) -> bytes:
 
 
 def _with_key(blocks: Sequence[ShardBlock], key: int | None) -> tuple[ShardBlock, ...]:
-    """The same blocks, with what they have worked out, for the draws of another step."""
-    copies = {id(block): copy.copy(block) for block in blocks}
-    for block in copies.values():
-        object.__setattr__(block, "key", key)
+    """Blocks for the draws of another step; those that are one block stay one."""
+    copies = {id(block): block.with_key(key) for block in blocks}
     return tuple(copies[id(block)] for block in blocks)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from torch import Tensor
+from torch import Tensor, nn
 
 from hopline import ops
 from hopline.batch import Batch, Block
@@ -123,29 +123,43 @@ def test_one_layer_is_unbiased(kind: str, replacement: bool) -> None:
     assert float(error[~drawn].max()) < 1e-9
 
 
-def hubs_with_leaves(num_copies: int) -> Graph:
+def hubs_with_leaves(num_copies: int, one_way: bool = False) -> Graph:
     """Copies of a cycle of six hubs with four leaves each, both directions. Walks hub, leaf, hub weigh most, and a hub
-    that drew its leaf draws it again if both layers read one list."""
+    that drew its leaf draws it again if both layers read one list. one_way: the cycle; scaled sums are biased by walks
+    that come back only where some neighbours lead back and others do not."""
     cycle, leaves = torch.arange(6), torch.arange(6, 30)
-    src = torch.cat([cycle, (cycle + 1) % 6, leaves, (leaves - 6) // 4])
-    dst = torch.cat([(cycle + 1) % 6, cycle, (leaves - 6) // 4, leaves])
+    back = cycle[:0] if one_way else cycle
+    src = torch.cat([cycle, (back + 1) % 6, leaves, (leaves - 6) // 4])
+    dst = torch.cat([(cycle + 1) % 6, back, (leaves - 6) // 4, leaves])
     first = 30 * torch.arange(num_copies)[:, None]
     return graph_of((first + src).view(-1), (first + dst).view(-1), 30 * num_copies)
 
 
-def linear_gcn_bias(num_layers: int, sample: Callable[[Tensor, int], tuple[Block, ...]], graph: Graph) -> float:
+CONVS: dict[str, Callable[[], nn.Module]] = {
+    "gcn": lambda: pyg.GCNConv(1, 1, bias=False),
+    "graph": lambda: pyg.GraphConv(1, 1, bias=False),
+    "sage": lambda: pyg.SAGEConv(1, 1, bias=False),
+}
+
+
+def linear_bias(
+    num_layers: int, sample: Callable[[Tensor, int], tuple[Block, ...]], graph: Graph, kind: str = "gcn"
+) -> float:
     """By how many standard errors the mean of sampled outputs is from the exact one, without an activation.
 
     Copies draw independently of each other, so each is a sample of its own."""
-    model = GNN([pyg.GCNConv(1, 1, bias=False) for _ in range(num_layers)], act=None).double()
-    x = (0.5 + torch.rand(30, 1, generator=generator(1), dtype=torch.float64)).repeat(graph.num_nodes // 30, 1)
+    model = GNN([CONVS[kind]() for _ in range(num_layers)], act=None).double()
+    rows = 0.5 + torch.rand(30, 1, generator=generator(1), dtype=torch.float64)
+    rows[6:] += 3  # of leaves: where all rows are alike, plain sums over what was drawn are as well
+    x = rows.repeat(graph.num_nodes // 30, 1)
     seeds, exact, errors = torch.arange(graph.num_nodes), x, []
     with torch.no_grad():
         for conv in model.convs:
-            torch.nn.init.ones_(conv.lin.weight)  # type: ignore[arg-type]
+            for weight in conv.parameters():
+                torch.nn.init.ones_(weight)
             exact = conv(exact, graph.edge_index())
         for draw in range(16):
-            blocks = sample(seeds, ops.derive_key(3, draw))
+            blocks = tuple(block.scaling_sums(kind == "graph") for block in sample(seeds, ops.derive_key(3, draw)))
             out = model(Batch(seeds, blocks, x[blocks[0].src_ids.clamp(min=0)], None))
             errors.append((out - exact).view(-1, 30).sum(1))
     error = torch.cat(errors)
@@ -155,18 +169,32 @@ def linear_gcn_bias(num_layers: int, sample: Callable[[Tensor, int], tuple[Block
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
 def test_any_number_of_layers_is_unbiased(num_layers: int) -> None:
     graph = hubs_with_leaves(300)
-    assert abs(linear_gcn_bias(num_layers, NeighborSampler(graph, (1,) * num_layers).sample, graph)) < 4
+    assert abs(linear_bias(num_layers, NeighborSampler(graph, (1,) * num_layers).sample, graph)) < 4
 
 
-def test_any_number_of_layers_is_unbiased_on_trees() -> None:
+@pytest.mark.parametrize("kind", CONVS)
+def test_any_number_of_layers_is_unbiased_on_trees(kind: str) -> None:
     graph = hubs_with_leaves(300)
-    assert abs(linear_gcn_bias(3, TreeSampler(graph, (1, 1, 1)).sample, graph)) < 4
+    assert abs(linear_bias(3, TreeSampler(graph, (1, 1, 1)).sample, graph, kind)) < 4
+
+
+@pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replace"])
+@pytest.mark.parametrize("kind", ["graph", "sage"])
+def test_sums_that_are_scaled_and_means_are_unbiased(kind: str, replacement: bool) -> None:
+    graph = hubs_with_leaves(300, one_way=True)
+    sampler = NeighborSampler(graph, (2, 2, 2), replace=replacement)
+    assert abs(linear_bias(3, sampler.sample, graph, kind)) < 4
+    assert abs(linear_bias(4, NeighborSampler(graph, (2,) * 4, replace=replacement).sample, graph, kind)) < 4
 
 
 def test_three_layers_that_read_one_list_are_biased() -> None:
     """What the tests above would have found where all layers draw by one key."""
     graph = hubs_with_leaves(300)
-    assert linear_gcn_bias(3, NeighborSampler(graph, (1, 1, 1), one_list=True).sample, graph) > 8
+    assert linear_bias(3, NeighborSampler(graph, (1, 1, 1), one_list=True).sample, graph) > 8
+    graph = hubs_with_leaves(300, one_way=True)
+    for kind in ("graph", "sage"):
+        one_list = NeighborSampler(graph, (2, 2, 2), replace=True, one_list=True)
+        assert linear_bias(3, one_list.sample, graph, kind) > 4, kind
 
 
 def test_gcn2_equals_stock() -> None:

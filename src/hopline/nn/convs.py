@@ -27,7 +27,7 @@ from torch_geometric.nn import CGConv, GENConv
 from hopline.batch import Block, Handle
 from hopline.graph import Graph
 from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
-from hopline.nn.fused import dtype_of, fused, is_fused
+from hopline.nn.fused import NORMALISED, dtype_of, fused, is_fused
 from hopline.nn.probe import (
     BATCHES,
     PaddedTree,
@@ -294,6 +294,12 @@ def find_way(
         way_of(conv, width, edge, Block, initial_width)  # refused there if it cannot run on blocks either
         raise ValueError(
             f"{_name(conv)} cannot run on trees, in which every edge has a source of its own: set layout=block"
+        )
+    if isinstance(conv, NORMALISED) and (conv._forward_hooks or conv._forward_pre_hooks):
+        raise SeesMore(
+            f"{_name(conv)} has hooks, with which PyG's own forward runs, by the degrees of the nodes that are "
+            "present, and a batch has only some: remove the hooks, or use method=full_batch with "
+            "aggregation=sequential"
         )
     raise SeesMore(
         f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "

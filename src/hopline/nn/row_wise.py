@@ -100,12 +100,13 @@ def mixing_in_training(
 
 
 def described(module: Module) -> str:
-    """The type of a module, with those inside; the name of a function."""
+    """The type of a module, with those inside and whether it has hooks; the name of a function."""
     if not isinstance(module, nn.Module):
         return getattr(module, "__name__", repr(module))
     inside = ", ".join(type(child).__name__ for child in module.children())
     is_container = isinstance(module, nn.Sequential | nn.ModuleList)
-    return f"{type(module).__name__}({inside})" if is_container else type(module).__name__
+    hooks = " with hooks" if module._forward_hooks or module._forward_pre_hooks else ""
+    return f"{type(module).__name__}({inside}){hooks}" if is_container else f"{type(module).__name__}{hooks}"
 
 
 def _between(model: GNN) -> Iterable[Any]:

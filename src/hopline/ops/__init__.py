@@ -16,7 +16,7 @@ from torch import Tensor
 from hopline.ops import cpu, cpu_core, cpu_linear, cpu_pages, cpu_reduce, cpu_tree, reference
 from hopline.ops.cpu import IdMap
 from hopline.ops.cpu_core import serial_here, start_threads
-from hopline.ops.random import derive_key, layer_key, permutation, place_key
+from hopline.ops.random import another_key, derive_key, layer_key, permutation, place_key
 from hopline.ops.reference import Children, Neighbors
 from hopline.ops.slots import Slots
 from hopline.ops.sorted_map import SortedIdMap
@@ -27,6 +27,7 @@ __all__ = [
     "IdMap",
     "Neighbors",
     "Slots",
+    "another_key",
     "check_device_errors",
     "cross_entropy",
     "derive_key",

@@ -49,6 +49,17 @@ def place_key(key: int | Tensor, place: int) -> int | Tensor:
     return key[place + 2 : place + 3]
 
 
+AGAIN = 1 << 23
+"""Place of further draws of a step among its keys, apart from all others."""
+
+
+def another_key(key: int | Tensor, number: int) -> int | Tensor:
+    """A key of the same step for further draws, for each number another one."""
+    if isinstance(key, int):
+        return derive_key(key, AGAIN + number)
+    return mix(key + _signed((AGAIN + number + 1) * GOLDEN & _MASK))
+
+
 LAYERS = 1 << 22
 """Place of the draws of neighbours among the keys of a step, apart from all others."""
 
