@@ -71,7 +71,7 @@ class TensorRows:
         self.array, self.shape, self.dtype = array, array.shape, array.dtype
 
     def read(self, ids: Tensor) -> Tensor:
-        return self.array[int(ids[0]) : int(ids[-1]) + 1]
+        return self.array[int(ids[0]) : int(ids[-1]) + 1] if ids.numel() else self.array[:0]
 
 
 def _crc(rows: Table | TensorRows) -> int:
