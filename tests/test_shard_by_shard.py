@@ -137,7 +137,7 @@ def test_a_folder_goes_on_where_it_was_left(shards: Path, tmp_path: Path, monkey
         exact_rows(model, data, chunk_edges=30, folder=tmp_path)
     monkeypatch.setattr(layer_files.LayerFiles, "chunk_done", plain)
     assert torch.equal(exact_rows(model, data, chunk_edges=30, folder=tmp_path)(EVERYTHING), expected)
-    with pytest.raises(ValueError, match=r"another inference \(other weights\): remove it, or choose another"):
+    with pytest.raises(ValueError, match=r"another inference \(other model\): remove it, or choose another"):
         exact_rows(model_of("sage"), data, chunk_edges=30, folder=tmp_path)
 
 

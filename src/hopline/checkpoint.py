@@ -170,13 +170,25 @@ def parse(content: bytes, path: Path) -> dict[str, Any]:
     return state
 
 
-def identity(model: nn.Module, data: Any, method: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for a run to go on from a checkpoint; plain values, compared one by one."""
+def identity(
+    model: nn.Module,
+    data: Any,
+    method: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    contents: Mapping[str, str],
+    structure: str,
+) -> dict[str, Any]:
+    """What must be the same for a run to go on from a checkpoint; plain values, compared one by one.
+
+    contents: of the dataset, by the names of its arrays. structure: of the model, apart from its weights.
+    """
     return {
         "dataset": f"{data.name} ({data.num_nodes} nodes, {data.num_edges} edges, {data.num_features} features)",
         "training nodes": _checksum(data.splits["train"]),
         "model": type(model).__name__,
         "parameters": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
+        "contents": dict(contents),
+        "settings of the model": structure,
         "method": {key: value for key, value in method.items() if key not in ("workers", "look_ahead")},
         **{key: settings[key] for key in ("seed", "optimizer", "lr", "weight_decay", "accumulate", "precision")},
         **{key: settings[key] for key in ("weight_decay_rest", "schedule", "clip_norm", "evaluate_every")},
@@ -186,8 +198,21 @@ def identity(model: nn.Module, data: Any, method: Mapping[str, Any], settings: M
 def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     """Refuse a checkpoint of another run, and name what differs."""
     for key, value in ours.items():
-        if key == "training nodes" and key not in stored:
+        if key in ("training nodes", "contents", "settings of the model") and key not in stored:
             continue  # written before they were compared
+        if key == "contents" and stored[key] != value:
+            theirs = stored[key]
+            name = next(n for n in {**theirs, **value} if theirs.get(n) != value.get(n))
+            change = "is new" if name not in theirs else "is missing" if name not in value else "has changed"
+            raise ValueError(
+                f"{path} is of other data: {name} of the dataset {change}; take the dataset it was made with, or "
+                "another folder with out="
+            )
+        if key == "settings of the model" and stored[key] != value:
+            raise ValueError(
+                f"{path} is of another model: its parameters have the same shapes, and its settings or its code have "
+                "changed; take the model it was made with, or another folder with out="
+            )
         if key == "parameters" and stored.get(key) != value:
             theirs = stored.get(key, {})
             names = [n for n in {**theirs, **value} if theirs.get(n) != value.get(n)]

@@ -21,13 +21,14 @@ from hopline import ops
 from hopline.data.arrays import PIECE_BYTES, as_bytes
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
+from hopline.data.fingerprint import fingerprint
 from hopline.data.names import open_dataset
 from hopline.data.paths import is_dataset
 from hopline.data.store import SHARDS
 from hopline.data.writer import FolderWriter, writing
 from hopline.divide import check_edges
 from hopline.graph import Graph
-from hopline.partition import Partition, describe, graph_hash, make_partition
+from hopline.partition import Partition, describe, make_partition
 from hopline.progress import Progress, progress
 from hopline.run_settings import PartitionConfig
 from hopline.shards import VERSION, node_ranges, shard_name
@@ -98,8 +99,8 @@ def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, 
 
 
 def _cut_id(data: Dataset, partition: Partition) -> str:
-    """What shards of one cut have in common, and no others."""
-    digest = hashlib.blake2b(graph_hash(data.graph).encode(), digest_size=16)
+    """What shards of one cut have in common, and no others: the parts, and all that the dataset holds."""
+    digest = hashlib.blake2b(fingerprint(data).encode(), digest_size=16)
     digest.update(as_bytes(partition.part_of))
     return digest.hexdigest()
 

@@ -5,7 +5,7 @@ A module that is not made of layers is run on the hops around the nodes (`hops=`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,13 @@ from hopline import metrics
 from hopline.batch import Batch
 from hopline.batch_unit import too_narrow
 from hopline.data.dataset import Dataset
+from hopline.data.fingerprint import checksum_of, contents_of
 from hopline.guard import Guard
-from hopline.layer_files import LayerFiles, fingerprint
+from hopline.layer_files import LayerFiles, weights_checksum
 from hopline.layerwise import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
 from hopline.local import LocalInference, run_whole, whole_bytes
 from hopline.log import logger
+from hopline.nn.structure import structure_of
 from hopline.nn.whole import Whole, as_walkable
 from hopline.nn.whole_probe import find_hops, find_reach, initialise
 from hopline.progress import progress
@@ -115,8 +117,7 @@ def exact_rows(
         if folder is not None:
             if keep is not None:
                 raise ValueError("rows that are in folder= already would not come to keep=: give one of them")
-            about = f"{data.name} ({data.num_nodes} nodes, {data.num_edges} edges, {data.num_features} features)"
-            files = LayerFiles(Path(folder), identity(model, about, ids, chunk_edges, most))
+            files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, most))
         work = Layerwise(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=most, files=files)
         return partial(read_on, CPU, work.outputs(ids, show))
 
@@ -130,13 +131,14 @@ def check_wanted(ids: Tensor | None, num_nodes: int) -> None:
 
 
 def identity(
-    model: nn.Module, dataset: str, ids: Tensor | None, chunk_edges: int | None, chunk_bytes: int | None
+    model: nn.Module, contents: Mapping[str, str], ids: Tensor | None, chunk_edges: int | None, chunk_bytes: int | None
 ) -> dict[str, str]:
-    """What must be the same for inference to go on from a folder."""
+    """What must be the same for inference to go on from a folder. contents: of the dataset."""
     return {
-        "dataset": dataset,
-        "weights": fingerprint(model),
-        "nodes": "all" if ids is None else fingerprint(ids),
+        **contents,
+        "model": structure_of(as_walkable(model)),
+        "weights": weights_checksum(model),
+        "nodes": "all" if ids is None else checksum_of(ids),
         "chunks": f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes",
     }
 

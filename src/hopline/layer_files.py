@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hopline.files import remove_unfinished, replacing
 from hopline.handles import _map
@@ -132,10 +132,10 @@ class LayerFiles:
             )
 
 
-def fingerprint(what: nn.Module | Tensor) -> str:
-    """A checksum of a model's weights, or of a tensor."""
+def weights_checksum(model: nn.Module) -> str:
+    """Of a model's parameters and buffers."""
     found = hashlib.sha256()
-    for name, tensor in (what.state_dict() if isinstance(what, nn.Module) else {"": what}).items():
+    for name, tensor in model.state_dict().items():
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -257,8 +257,7 @@ def exact_rows(
     walk.check_blocks(data.num_features, data.shard(0).edge)
     files = None
     if folder is not None:
-        about = f"{data.name} ({data.num_shards} shards of the cut {data.cut})"
-        files = LayerFiles(Path(folder), identity(model, about, ids, chunk_edges, most))
+        files = LayerFiles(Path(folder), identity(model, {"cut of the dataset": data.cut}, ids, chunk_edges, most))
     with evaluating(walk):
         work = _OverShards(walk, data, chunk_edges, torch.device(device), most, files)
         table = work.outputs(None if ids is None else data.place[ids], show)

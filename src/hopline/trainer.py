@@ -34,6 +34,7 @@ from hopline.checkpoint import Checkpoints, Position
 from hopline.choose import plan_within
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
+from hopline.data.fingerprint import contents_of
 from hopline.evaluation import Beside, Blocking, Evaluations, check_beside, evaluates_here, sent_data
 from hopline.explain import PREPARED, TRAINED
 from hopline.files import remove_unfinished
@@ -45,6 +46,7 @@ from hopline.measure import Measure, TestStep, check_whole, own_threads, part_ho
 from hopline.meter import find_device
 from hopline.methods import Sampled
 from hopline.nn.gnn import GNN
+from hopline.nn.structure import structure_of
 from hopline.nn.whole import Whole, as_walkable, num_wrapped_ranks, unwrapped
 from hopline.nn.whole_probe import initialise
 from hopline.placement import describe, place
@@ -137,6 +139,7 @@ class Trainer:
         self.test_step = test_step
         self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric
+        self.contents, self.structure = self._fingerprints(data) if out is not None else ({}, "")
         self._given, self._versions = weakref.ref(data), _versions_of(data)  # weak: on a GPU it is needed no more
         self._report: Report | None = None
         if isinstance(callbacks, Callback):
@@ -444,7 +447,14 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint of this run must agree with."""
         described = self._describe()
-        return checkpoint.identity(self.model, self.data, described["method"], described["train"])
+        return checkpoint.identity(
+            self.model, self.data, described["method"], described["train"], self.contents, self.structure
+        )
+
+    def _fingerprints(self, data: Dataset) -> tuple[dict[str, str], str]:
+        """(of the dataset, of the model), before training, in which a module may count something."""
+        contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
+        return contents, structure_of(self.model)
 
     def _groups(self, epoch: int) -> Generator[list[Unit], None, None]:
         """The units of the epoch that are not done yet, by steps."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from hopline.data.arrays import DTYPES, HEADER_BYTES, PIECE_BYTES, checksum_text, map_npy, npy_header
 from hopline.data.checks import SHOWN_BYTES, check_dataset
 from hopline.data.dataset import Dataset
+from hopline.data.fingerprint import remember
 from hopline.data.manifest import ArrayEntry, Manifest, read_manifest
 from hopline.data.paths import existing
 from hopline.data.writer import FolderWriter
@@ -113,7 +114,9 @@ def _map(folder: Path, name: str, entry: ArrayEntry) -> Tensor:
             raise ValueError(f"{path} is damaged (its header is not the manifest's): {ADVICE}.")
         # Labels and splits are small enough to be private copies, which users may change in place.
         private = name == "y" or name.startswith("split.")
-        return map_npy(path, dtype, entry.shape, copy_on_write=private)
+        array = map_npy(path, dtype, entry.shape, copy_on_write=private)
+        remember(array, entry.checksum)
+        return array
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: {ADVICE}.") from error
     except OSError as error:
