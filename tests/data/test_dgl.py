@@ -143,9 +143,12 @@ def test_the_command_converts_and_cuts_the_same_parts(dgl: Any, tmp_path: Path) 
     )
 
 
-def test_without_original_ids_dgls_own_stay(dgl: Any, tmp_path: Path) -> None:
+def test_without_original_ids_dgls_own_stay_and_are_told(
+    dgl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dgl.load_partition, part_of = partitioned(whole(), tmp_path / "dgl", known=False)
     found = from_dgl(tmp_path / "dgl" / "test.json")
+    assert "do not say which ids nodes had before DGL numbered them anew" in caplog.text
     order = part_of.argsort(stable=True)
     assert torch.equal(found.labels, whole().labels[order])
     assert torch.equal(found.graph.in_degrees(), whole().graph.in_degrees()[order])
@@ -171,4 +174,12 @@ def test_what_cannot_be_read_gets_a_sentence(dgl: Any, tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "dgl.distributed", None)
     with pytest.raises(ValueError, match="is not installed: type `pip install dgl`"):
         from_dgl(config)
+    (tmp_path / "broken" / "dgl").mkdir(parents=True)
+    (tmp_path / "broken" / "dgl" / "__init__.py").write_text("raise OSError('libgraphbolt.so cannot be opened')")
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "dgl")
+        patch.delitem(sys.modules, "dgl.distributed")
+        patch.syspath_prepend(tmp_path / "broken")
+        with pytest.raises(ValueError, match=r"DGL, .*, cannot be imported \(libgraphbolt.so cannot be opened\): mend"):
+            from_dgl(config)
     assert_refused(command("convert", tmp_path / "dgl", tmp_path / "out"), "pip install dgl")

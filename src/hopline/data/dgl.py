@@ -18,6 +18,7 @@ from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.manifest import is_part
 from hopline.data.paths import default_name
+from hopline.log import logger
 
 X, Y = ("feat", "feats", "features", "x"), ("label", "labels", "y")
 """What features and labels are called by DGL's datasets and examples."""
@@ -79,10 +80,13 @@ def from_dgl(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
 def _loader() -> Callable[[str, int], Any]:
     try:
         from dgl.distributed import load_partition  # type: ignore[import-not-found]
-    except ImportError as error:
+    except Exception as error:  # DGL that does not fit the installed torch fails in many ways
+        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "dgl"
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        state = "is not installed: type `pip install dgl`" if missing else f"cannot be imported ({reason}): mend that"
         raise ValueError(
-            "DGL, which alone reads its partitions, is not installed: type `pip install dgl`, or save the edges there "
-            "by numpy.save('edges.npy', torch.stack(g.edges())) and convert that file"
+            f"DGL, which alone reads its partitions, {state}, or save the edges where DGL runs by "
+            "numpy.save('edges.npy', torch.stack(g.edges())) and convert that file"
         ) from error
     return load_partition
 
@@ -107,13 +111,14 @@ class _Parts:
     def columns(self, scratch: Path | None) -> dict[str, np.ndarray]:
         """Node data by original id, in memory or in files of a folder."""
         found: dict[str, np.ndarray] = {}
-        original = torch.full((self.num_nodes,), -1)
+        original, says_original = torch.full((self.num_nodes,), -1), True
         for part in range(self.count):
             graph, rows, *_ = self.load(str(self.config), part)
             first, last = self.node_ranges[part]
             inner = _data(graph, "ndata")["inner_node"].bool()
             ids = _data(graph, "ndata")["_ID"][inner]
-            if "orig_id" in _data(graph, "ndata"):
+            says_original = "orig_id" in _data(graph, "ndata")
+            if says_original:
                 original[ids] = _data(graph, "ndata")["orig_id"][inner]
             else:
                 original[ids] = ids
@@ -124,6 +129,12 @@ class _Parts:
                 if name not in found:
                     found[name] = _new(self.num_nodes, values, None if scratch is None else scratch / name)
                 found[name][here] = values.numpy()
+        if not says_original:
+            logger.warning(
+                f"the parts of {self.config} do not say which ids nodes had before DGL numbered them anew (DGL 2.1 "
+                "leaves orig_id out): nodes have DGL's ids; partition_graph(..., return_mapping=True) returns those from "
+                "before"
+            )
         if not torch.equal(original.sort().values, torch.arange(self.num_nodes)):
             raise ValueError(f"The parts of {self.config} do not hold every node once: partition the graph again.")
         self.original = original
