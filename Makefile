@@ -106,7 +106,7 @@ bench-peers: $(INSTALLED) .venv-dgl/.installed .venv-pyg/.installed
 	test -x .venv-interop/bin/python || $(PYTHON) -m venv .venv-interop
 	.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  -e '.[interop,scipy]' pytest
+	  -e '.[interop,scipy]' pytest triton
 	-.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt tensorlayerx gammagl
 	touch $@
 

@@ -4,6 +4,9 @@ import os
 
 os.environ.setdefault("TL_BACKEND", "tensorflow")  # the backend that runs with a current release
 
+import hopline.interop as interop  # before TensorFlow: it loads Triton, which must come first
+
+# isort: split
 import tensorlayerx as tlx  # type: ignore
 import torch
 from gammagl.layers.conv import SAGEConv  # type: ignore
@@ -27,8 +30,8 @@ class Net(tlx.nn.Module):
 
 def main(name: str = "demo", epochs: int = 3) -> float:
     data = hl.open(name)
-    sampler = hl.interop.Sampler(data, (10, 5), to=BACKEND)
-    features, labels = (hl.interop.table(rows, to=BACKEND) for rows in (data.x, data.labels))
+    sampler = interop.Sampler(data, (10, 5), to=BACKEND)
+    features, labels = (interop.table(rows, to=BACKEND) for rows in (data.x, data.labels))
     net = Net(data.num_features, data.num_classes)
     loss = tlx.model.WithLoss(net, tlx.losses.softmax_cross_entropy_with_logits)
     step = tlx.model.TrainOneStep(loss, tlx.optimizers.Adam(0.01), net.trainable_weights)
@@ -38,7 +41,7 @@ def main(name: str = "demo", epochs: int = 3) -> float:
         step((features[n_id], adjs), labels[seeds])
     n_id, _, adjs = sampler.sample(test)
     found = tlx.argmax(net((features[n_id], adjs)), 1)
-    return float((hl.interop.from_any(found) == data.labels[test]).float().mean())
+    return float((interop.from_any(found) == data.labels[test]).float().mean())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """GraphSAGE in TensorFlow, fed by hopline's sampler and feature store."""
 
+import hopline.interop as interop  # before TensorFlow: it loads Triton, which must come first
+
+# isort: split
 import tensorflow as tf  # type: ignore
 import torch
 
@@ -15,9 +18,9 @@ def forward(layers, x, adjs):
 
 def main(name: str = "demo", epochs: int = 3) -> float:
     data = hl.open(name)
-    sampler = hl.interop.Sampler(data, (10, 5), to="tensorflow")
-    features = hl.interop.table(data.x, to="tensorflow")
-    labels = hl.interop.table(data.labels, to="tensorflow")
+    sampler = interop.Sampler(data, (10, 5), to="tensorflow")
+    features = interop.table(data.x, to="tensorflow")
+    labels = interop.table(data.labels, to="tensorflow")
     layers = [tf.keras.layers.Dense(64, "relu"), tf.keras.layers.Dense(data.num_classes)]
     optimizer = tf.keras.optimizers.Adam(0.01)
     loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,10 @@ from hopline.meter import numbered
 from hopline.methods import check_fanouts
 from hopline.sampling import NeighborSampler, check_ids
 from hopline.tables import SparseTable, Table, TensorTable
+
+# TensorFlow and Triton each bring an LLVM. Triton's ends the process if it is loaded second.
+if "tensorflow" not in sys.modules and all(importlib.util.find_spec(name) for name in ("tensorflow", "triton")):
+    importlib.import_module("triton._C.libtriton")
 
 __all__ = [
     "FRAMEWORKS",

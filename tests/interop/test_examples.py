@@ -27,3 +27,10 @@ def test_an_example_learns_from_the_graph(name: str):
     (accuracy,) = re.findall(r"^test accuracy ([\d.]+)$", output, flags=re.MULTILINE)
     print(name, accuracy)
     assert float(accuracy) > 0.45  # by chance it is 0.06, and 0.32 without the edges
+
+
+def test_tensorflow_and_triton_are_in_one_process():
+    for name in ("tensorflow", "triton"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: type make test-interop")
+    run("-c", "import hopline.interop, tensorflow, triton._C.libtriton")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -113,3 +114,11 @@ def test_relabel_of_far_apart_ids() -> None:
     ids, idx = ops.relabel(torch.tensor([2**50]), torch.tensor([3, 2**50, 7, 3]))
     assert ids.tolist() == [2**50, 3, 7]
     assert idx.tolist() == [1, 0, 2, 1]
+
+
+def test_kernels_do_not_load_triton_behind_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would end the process."""
+    monkeypatch.setitem(sys.modules, "tensorflow", sys)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    with pytest.raises(ValueError, match="write `import hopline.interop` before `import tensorflow`"):
+        ops._gpu("gpu")

@@ -132,8 +132,8 @@ class _Parts:
         if not says_original:
             logger.warning(
                 f"the parts of {self.config} do not say which ids nodes had before DGL numbered them anew (DGL 2.1 "
-                "leaves orig_id out): nodes have DGL's ids; partition_graph(..., return_mapping=True) returns those from "
-                "before"
+                "leaves orig_id out): nodes have DGL's ids; partition_graph(..., return_mapping=True) returns those "
+                "from before"
             )
         if not torch.equal(original.sort().values, torch.arange(self.num_nodes)):
             raise ValueError(f"The parts of {self.config} do not hold every node once: partition the graph again.")

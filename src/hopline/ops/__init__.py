@@ -225,6 +225,11 @@ def is_first_time() -> bool:
 
 def _gpu(module: str) -> Any:
     """A module of Triton kernels, imported when the first tensor on a GPU asks for it."""
+    if "tensorflow" in sys.modules and "triton" not in sys.modules:
+        raise ValueError(
+            "TensorFlow was imported before Triton, whose LLVM would then end this process: write `import "
+            "hopline.interop` before `import tensorflow`"
+        )
     return importlib.import_module(f"hopline.ops.{module}")
 
 
