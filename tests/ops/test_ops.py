@@ -120,5 +120,5 @@ def test_kernels_do_not_load_triton_behind_tensorflow(monkeypatch: pytest.Monkey
     """Which would end the process."""
     monkeypatch.setitem(sys.modules, "tensorflow", sys)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
-    with pytest.raises(ValueError, match="write `import hopline.interop` before `import tensorflow`"):
+    with pytest.raises(ValueError, match=r"write `import hopline\.interop` before `import tensorflow`"):
         ops._gpu("gpu")
