@@ -566,7 +566,7 @@ def test_sampled_inference_validates_on_samples_and_tests_exactly(monkeypatch: p
         ({"accumulate": 0}, "accumulate must be at least 1"),
         ({"evaluate_every": 0}, "evaluate_every must be at least 1"),
         ({"lr": 0.0}, "lr must be above 0"),
-        ({"lr": math.nan}, "lr must be above 0"),
+        ({"lr": math.nan}, "lr must be a finite number, not nan"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0 or none"),
         ({"device": "tpu"}, "device='tpu' is not a device: set device=cpu"),
         ({"patience": 0}, "patience must be at least 1 evaluation"),

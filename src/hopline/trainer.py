@@ -140,7 +140,7 @@ class Trainer:
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
-        self.method = self.asked = _checked_method(method).for_model(as_walkable(model))
+        self.method = self.asked = _checked_method(method).for_model(as_walkable(model)).for_graph(data.num_nodes)
         self.test_step = test_step
         self.metric_mode: Mode | None = self._checked_mode(metric_mode)
         self.sent = sent_data(self, data)
