@@ -21,7 +21,7 @@ OUTSIDE = "escaped-by-a-name"
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"../../{OUTSIDE}", f"/tmp/{OUTSIDE}", f"a/{OUTSIDE}", f"a\\{OUTSIDE}", "..", ".", "", "  "),
+        *(f"../../{OUTSIDE}", f"FOLDER/{OUTSIDE}", f"a/{OUTSIDE}", f"a\\{OUTSIDE}", "..", ".", "", "  "),
         *("a\nb", "\x1b[2J", "a\0", "\u202egpj", "x" * 300),
     ],
 )
@@ -30,7 +30,7 @@ def test_a_dataset_whose_name_is_a_path_or_no_text_is_refused(
 ):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    dataclasses.replace(small(), name=name).save(tmp_path / "graph")
+    dataclasses.replace(small(), name=name.replace("FOLDER", str(tmp_path))).save(tmp_path / "graph")
     for out in (None, tmp_path / "out"):
         config = RunConfig(
             data=str(tmp_path / "graph"), model=ModelSpec(layers=2), method=method(), out=out, show=False
@@ -42,7 +42,6 @@ def test_a_dataset_whose_name_is_a_path_or_no_text_is_refused(
         assert str(it.value).isprintable()
     assert sorted(os.listdir(tmp_path)) == ["graph", "here"]
     assert not os.listdir(tmp_path / "here")
-    assert not Path(f"/tmp/{OUTSIDE}").exists()
 
 
 @pytest.mark.parametrize("name", ["my graph", "cora-2.1", "граф", "a'b", "[x]"])
