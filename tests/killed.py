@@ -63,8 +63,8 @@ def in_child(folder: Path, kind: str, kill_after_s: float | None, train: Callabl
 
 def results(folder: Path) -> dict[str, object]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = {r["epoch"]: r["loss"] for r in records if r["event"] == "epoch"}
-    metrics = {f"{r['epoch']} {r['split']}": r["metrics"] for r in records if r["event"] == "evaluate"}
+    losses = [[r["epoch"], r["loss"]] for r in records if r["event"] == "epoch"]  # each of them once
+    metrics = [[r["epoch"], r["split"], r["metrics"]] for r in records if r["event"] == "evaluate"]
     weights = {}
     for name in ("best.pt", "last.pt"):
         state = torch.load(folder / name, weights_only=True)

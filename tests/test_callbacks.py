@@ -20,7 +20,7 @@ from tests.runs import evaluated, fit, method, sage, small
 class StandIn:
     """As much of a trainer as a callback looks at."""
 
-    metric = "accuracy"
+    metric, best_is = "accuracy", "max"
     reason: str | None = None
 
     def __init__(self) -> None:
@@ -28,6 +28,9 @@ class StandIn:
 
     def stop(self, reason: str) -> None:
         self.reason = reason
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return metrics[self.metric] if self.best_is == "max" else -metrics[self.metric]
 
     def evaluated_weights(self) -> dict[str, Tensor]:
         return self.model.state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -19,7 +20,7 @@ from hopline import checkpoint
 from hopline.callbacks import Callback, EpochEnd, StepEnd
 from hopline.settings import TrainSettings
 from hopline.world import World
-from tests.runs import sage, small
+from tests.runs import records, sage, small
 
 STATE = {"weights": torch.arange(5.0), "epoch": 3, "names": ["a", "b"]}
 
@@ -44,25 +45,28 @@ def test_a_changed_byte_is_noticed(place: int, tmp_path: Path) -> None:
         checkpoint.read(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"hopline-checkpoint", b"x" * 500, b"hopline-checkpoint zz 0\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hopline-checkpoint", b"x" * 500, b"hopline-checkpoint zz 0\n", b"hopline-checkpoint zz z\n"]
+)
 def test_another_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(content)
-    with pytest.raises(ValueError, match=r"damaged|not a hopline checkpoint"):
+    with pytest.raises(ValueError, match=r"c is damaged \(its|c is not a hopline checkpoint"):
         checkpoint.read(tmp_path / "c")
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     class Bad:
         def __reduce__(self) -> Any:
-            return os.system, ("true",)
+            return os.system, (f"touch {tmp_path / 'executed'}",)
 
     buffer = io.BytesIO()
     torch.save({"format": 1, "bad": Bad()}, buffer)
     payload = buffer.getvalue()
     header = f"hopline-checkpoint {hashlib.sha256(payload).hexdigest()} {len(payload)}\n".encode()
     (tmp_path / "c").write_bytes(header + payload)
-    with pytest.raises(Exception, match=r"weights_only|Unsupported"):
+    with pytest.raises(ValueError, match=r"c is damaged .*UnpicklingError.*: restore it, or remove it to begin anew"):
         checkpoint.read(tmp_path / "c")
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +272,114 @@ def test_within_an_epoch_the_clock_decides(tmp_path: Path, monkeypatch: pytest.M
     job = trainer(tmp_path / "run", epochs=1, checkpoint_s=8.0)  # three steps
     job.callbacks.append(Wait())
     job.fit()
-    assert written == [2, 3, 0]  # after eight seconds, at the end of the steps, and after the evaluation
+    assert written == [2, 0]  # after eight seconds, and at the end
+
+
+def test_checkpoints_are_written_by_time_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    monkeypatch.setattr(checkpoint, "write", lambda path, state: written.append(state["position"]["epoch"]))
+    trainer(tmp_path / "run", epochs=20, checkpoint_s=60.0).fit()
+    assert written == [21]
+
+
+@pytest.mark.parametrize(("takes_s", "steps"), [(0.1, 2), (1.0, 13)])  # of 4 s each, after 8 s or 50 times as long
+def test_where_writing_takes_long_fewer_are_written(
+    takes_s: float, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, written = [0.0], []
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+
+    def write(path: Path, state: dict[str, Any]) -> None:
+        now[0] += takes_s
+        written.append(state["num_steps"])
+
+    class Wait(Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
+            now[0] += 4.0
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    job = trainer(tmp_path / "run", epochs=20, checkpoint_s=8.0)  # 60 steps
+    job.callbacks.append(Wait())
+    job.fit()
+    assert written[:2] == [2, 2 + steps]  # how long it takes is known after the first
+    assert {later - before for before, later in itertools.pairwise(written[:-1])} == {steps}
+
+
+class Fails(Callback):
+    """Raises when an evaluation has come, as a kill between two checkpoints would."""
+
+    def __init__(self, epoch: int, hook: str) -> None:
+        self.epoch, self.hook = epoch, hook
+
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: EpochEnd) -> None:
+        if self.hook == "epoch" and epoch.epoch == self.epoch:
+            raise RuntimeError("enough")
+
+    def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.Evaluation) -> None:
+        if self.hook == evaluation.split and evaluation.epoch == self.epoch:
+            raise RuntimeError("enough")
+
+
+@pytest.mark.parametrize("hook", ["epoch", "valid"])
+@pytest.mark.parametrize("checkpoint_s", [0.0, 60.0])
+def test_every_epoch_and_evaluation_is_recorded_once(checkpoint_s: float, hook: str, tmp_path: Path) -> None:
+    trainer(tmp_path / "run", epochs=2, checkpoint_s=checkpoint_s).fit()
+    cut = trainer(tmp_path / "run", epochs=5, checkpoint_s=checkpoint_s, resume=True)
+    cut.callbacks.append(Fails(4, hook))
+    with pytest.raises(RuntimeError, match="enough"):
+        cut.fit()
+    trainer(tmp_path / "run", epochs=5, checkpoint_s=checkpoint_s, resume=True).fit()
+    assert [r["epoch"] for r in records(tmp_path / "run", "epoch")] == [1, 2, 3, 4, 5]
+    explained = [r["epoch"] for r in records(tmp_path / "run", "pipeline")]
+    assert explained == sorted(set(explained))
+    evaluations = [(r["split"], r["epoch"]) for r in records(tmp_path / "run", "evaluate")]
+    assert evaluations[:-1] == [("valid", epoch) for epoch in (1, 2, 3, 4, 5)]
+    assert evaluations[-1][0] == "test"
+    assert [len(records(tmp_path / "run", event)) for event in ("start", "end", "close")] == [1, 1, 1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_resuming_a_finished_run_changes_nothing_in_its_folder(
+    early: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"epochs": 9, "patience": 1, "lr": 1e-12} if early else {"epochs": 3}
+    first = trainer(tmp_path / "run", **options).fit()
+    before = contents(tmp_path / "run")
+    with caplog.at_level("INFO", logger="hopline"):
+        again = trainer(tmp_path / "run", resume=True, **options).fit()
+    assert contents(tmp_path / "run") == before
+    assert (again.test, again.valid, again.best_epoch) == (first.test, first.valid, first.best_epoch)
+    said = "training has ended after epoch 2: validation" if early else "all 3 epochs were trained"
+    assert said in caplog.text
+    assert "seeds done" not in caplog.text
+
+
+def test_a_refused_resume_changes_nothing_in_the_folder(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", epochs=1).fit()
+    before = contents(tmp_path / "run")
+    with pytest.raises(ValueError, match="seed is 0 there and 5 here"):
+        trainer(tmp_path / "run", epochs=2, resume=True, seed=5).fit()
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("payload", ["text", "list", "no format", "no identity"])
+def test_a_checkpoint_that_holds_something_else_is_named(payload: str, tmp_path: Path) -> None:
+    """With a checksum that is right, as of a file that another program or an earlier version has made."""
+    trainer(tmp_path / "run", epochs=1).fit()
+    buffer = io.BytesIO(b"neither zip nor pickle")
+    values = {"list": [1, 2], "no format": {"epoch": 1}, "no identity": {"format": 1, "epoch": 1}}
+    if payload in values:
+        torch.save(values[payload], buffer)
+    content = buffer.getvalue()
+    header = f"hopline-checkpoint {hashlib.sha256(content).hexdigest()} {len(content)}\n".encode()
+    path = tmp_path / "run" / checkpoint.FILE
+    path.write_bytes(header + content)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is damaged \(.*\): restore it, or remove it to begin anew"):
+        trainer(tmp_path / "run", epochs=2, resume=True).fit()
 
 
 def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) -> None:
@@ -282,6 +393,6 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) 
     world = Two.alone()
     world.size = 2
     checkpoints = checkpoint.Checkpoints(tmp_path, TrainSettings(checkpoint_s=60), world)
-    with checkpoints, checkpoints.between_steps():
+    with checkpoints, checkpoints.holding_signals():
         checkpoints.write_if_due(None, None)  # type: ignore[arg-type]
         assert checkpoints.signals.received == signal.SIGTERM

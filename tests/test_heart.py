@@ -47,6 +47,32 @@ def test_who_left_because_of_another_is_not_blamed(heart: Heart, store: dist.Sto
     assert heart.find_lost() == "rank 1 stopped answering"
 
 
+@pytest.mark.parametrize("said", [b"\xff\xfe\x00", b"", b"7", b"x y", b"lost a,b", b"lost ", b"9" * 5000 + b" 1"])
+def test_words_that_no_rank_says_are_not_heard(said: bytes, heart: Heart, store: dist.Store):
+    store.set("alive/1", "7 1")
+    store.set("alive/2", "5 5")
+    time.sleep(0.2)
+    store.set("alive/1", said)  # type: ignore[arg-type]
+    time.sleep(0.2)
+    before, until = store.get("alive/0"), time.monotonic() + 10
+    while store.get("alive/0") == before and time.monotonic() < until:  # its own beats go on
+        time.sleep(0.01)
+    assert heart._words(1) == "7 1"
+    store.set("alive/1", "error KeyError: 'x'")
+    while heart._words(1) == "7 1" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert heart.find_lost() == "rank 1 stopped with KeyError: 'x'"
+
+
+def test_a_rank_whose_words_stay_unreadable_is_named(heart: Heart, store: dist.Store):
+    third = Heart(store, 2, 3, "here:1")
+    store.set("alive/1", "7 1")
+    time.sleep(0.2)
+    store.set("alive/1", b"\xff")  # type: ignore[arg-type]
+    assert heart.find_lost() == "rank 1 stopped answering"
+    third.stop("left")
+
+
 def test_a_rank_that_failed_has_said_why(heart: Heart, store: dist.Store):
     store.set("alive/1", "lost 2")
     store.set("alive/2", "error KeyError: 'x'")

@@ -84,6 +84,33 @@ def test_a_run_whose_interruption_python_drops_ends_after_the_next_step(tmp_path
     assert trainer.position.epoch == 3
 
 
+@pytest.mark.parametrize("evaluate", ["blocking", "async"])
+def test_a_signal_during_an_evaluation_waits_for_it_and_loses_nothing(evaluate: str, tmp_path: Path) -> None:
+    """Long before a checkpoint is due by time."""
+
+    class Noticed(hl.Trainer):
+        def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
+            if self.position.epoch == 3 and evaluate == "blocking":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().evaluate(split, exact=exact)
+
+    class Notices(hl.Callback):
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+            if epoch.epoch == 3 and evaluate == "async":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    data, settings = small(), {"epochs": 5, "show": False, "evaluate": evaluate}
+    whole = hl.Trainer(sage(data), data, method(), **settings).fit()
+    kind = Noticed if evaluate == "blocking" else hl.Trainer
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        kind(sage(data), data, method(), out=tmp_path, callbacks=[Notices()], **settings).fit()
+    kept = checkpoint.read(tmp_path / checkpoint.FILE)
+    assert [epoch["epoch"] for epoch in kept["history"]] == [1, 2, 3]
+    assert (kept["position"]["epoch"], kept["position"]["units"]) == (4, 0)
+    trainer = hl.Trainer(sage(data), data, method(), out=tmp_path, resume=True, **settings)
+    assert [epoch.loss for epoch in trainer.fit().history] == [epoch.loss for epoch in whole.history]
+
+
 def test_what_was_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:

@@ -45,8 +45,8 @@ ONE_PER_NODE = Place(
         ({"address": "tcp://node1"}, "address must be the name or number of a host"),
         ({"address": "node1:4000"}, "write address=node1 port=4000"),
         ({"timeout_s": 0}, "timeout_s must be above 0"),
-        ({"timeout_s": float("inf")}, "timeout_s must be above 0 and finite"),
-        ({"timeout_s": float("nan")}, "timeout_s must be above 0 and finite"),
+        ({"timeout_s": float("inf")}, "timeout_s must be a finite number"),
+        ({"timeout_s": float("nan")}, "timeout_s must be a finite number"),
     ],
     ids=str,
 )

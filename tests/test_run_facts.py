@@ -59,7 +59,7 @@ def test_a_resumed_run_that_fails_at_once_keeps_its_start(tmp_path: Path):
     data = small()
     fit(data, epochs=1, out=tmp_path)
     with pytest.raises(RuntimeError, match="no optimizer"):
-        Broken(sage(data), data, method(), epochs=2, out=tmp_path, resume=True, show=False).fit()
+        Broken(sage(data), data, method(), epochs=2, lr=0.01, out=tmp_path, resume=True, show=False).fit()
     (start,) = records(tmp_path, "start")
     assert start["model"] == "GNN"
 

@@ -342,7 +342,7 @@ def test_what_a_test_step_draws_is_not_what_training_draws():
     """So that the run is the same, whoever evaluates."""
 
     def drawing(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
-        return {"drawn": float(torch.rand(1))}
+        return {"drawn_score": float(torch.rand(1))}
 
     data, found = small(), []
     for test_step in (drawing, None):
@@ -363,7 +363,7 @@ def test_own_training_and_test_steps_are_used():
         calls.append((ids, model.training, torch.is_grad_enabled()))
         return {"size": float(ids.numel()), "other": 0.0}
 
-    run = fit(data, epochs=3, lr=0.1, train_step=train_step, test_step=test_step)
+    run = fit(data, epochs=3, lr=0.1, train_step=train_step, test_step=test_step, metric_mode="max")
     assert losses(run)[-1] < losses(run)[0]
     assert (run.metric, run.valid, run.test) == ("size", 80.0, 170.0)
     assert [ids is data.splits["valid"] for ids, *_ in calls] == [True, True, True, False]
@@ -441,7 +441,7 @@ def test_a_subclass_can_replace_the_optimizer_and_the_evaluation():
             return {"half": super().evaluate(split, exact=exact)["accuracy"] / 2}
 
     data = small()
-    trainer = Own(sage(data), data, method(), epochs=1, show=False)
+    trainer = Own(sage(data), data, method(), epochs=1, metric_mode="max", show=False)
     run = trainer.fit()
     assert run.metric == "half"
     assert 0 < run.test <= 0.5
@@ -566,7 +566,7 @@ def test_sampled_inference_validates_on_samples_and_tests_exactly(monkeypatch: p
         ({"accumulate": 0}, "accumulate must be at least 1"),
         ({"evaluate_every": 0}, "evaluate_every must be at least 1"),
         ({"lr": 0.0}, "lr must be above 0"),
-        ({"lr": math.nan}, "lr must be above 0"),
+        ({"lr": math.nan}, "lr must be a finite number, not nan"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0 or none"),
         ({"device": "tpu"}, "device='tpu' is not a device: set device=cpu"),
         ({"patience": 0}, "patience must be at least 1 evaluation"),

@@ -6,15 +6,18 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hopline import launch
 from hopline.launch import RankError
 from hopline.launch_settings import LaunchSettings
-from hopline.world import PeerError, Seat, World, serve
+from hopline.world import PeerError, Seat, World, _own_address, serve
 from tests.launched import check_words, environment, everything_then_death, program, started
 
 
@@ -76,6 +79,61 @@ def test_a_store_takes_a_free_port(local: bool):
     first, second = (serve("127.0.0.1", 0, 5, local=local) for _ in range(2))
     assert first.port != second.port
     assert min(first.port, second.port) > 0
+
+
+def listens_at(port: int) -> list[str]:
+    found = psutil.Process().net_connections("inet")
+    return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_store_listens_only_where_ranks_reach_it(local: bool):
+    store = serve("127.0.0.1", 0, 5, local=local)
+    assert listens_at(store.port) == ["127.0.0.1"]
+    store.set("a", "b")
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    assert other.get("a") == b"b"
+
+
+def test_the_interface_that_ranks_use(monkeypatch: pytest.MonkeyPatch):
+    known: dict[str, list[str]] = {
+        "node1": ["127.0.1.1", "10.0.0.5"],
+        "debian": ["127.0.1.1"],
+        "public": ["203.0.113.7"],
+        "six": ["fe80::1%eth0", "10.0.0.5"],
+        "127.0.0.1": ["127.0.0.1"],
+    }
+    places = [SimpleNamespace(address=a) for a in ("127.0.0.1", "10.0.0.5", "fe80::1%eth0")]
+    monkeypatch.setattr("hopline.world.psutil.net_if_addrs", lambda: {"eth0": places})
+    monkeypatch.setattr(
+        "hopline.world.socket.getaddrinfo",
+        lambda name, port, type: [(0, type, 0, "", (number, 0)) for number in known[name]],
+    )
+    found = {name: [_own_address(name, local=local) for local in (True, False)] for name in known}
+    assert found == {
+        "node1": ["127.0.1.1", "10.0.0.5"],
+        "debian": ["127.0.1.1", None],
+        "public": [None, None],
+        "six": ["fe80::1%eth0", "fe80::1%eth0"],
+        "127.0.0.1": ["127.0.0.1", "127.0.0.1"],
+    }
+
+
+def test_an_address_that_is_another_machines_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hopline.world._own_address", lambda address, local: None)
+    store = serve("127.0.0.1", 0, 5, local=False)
+    assert store.port > 0
+    assert "no address of this host that others can reach: listening on all of its interfaces" in caplog.text
+
+
+@pytest.mark.parametrize("said", [b"\xff\xfe", b"{}", b"[1, 2]", b"3", b""])
+def test_a_seat_that_no_rank_wrote_is_named(said: bytes):
+    store = serve("127.0.0.1", 0, 5, local=True)
+    store.set("hopline//seat/0", said.decode("latin-1") if said.isascii() else said)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"what stands for rank 0 at .* was not written by hopline .*choose another port="
+    ):
+        join(store.port)
 
 
 def join(port: int) -> World:

@@ -186,15 +186,16 @@ class EarlyStop(Callback):
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
         if evaluation.split != "valid":
             return
-        value = evaluation.metrics[trainer.metric]
-        if value > self.best:
-            self.best, self.best_epoch, self.waited = value, evaluation.epoch, 0
+        score = trainer.score(evaluation.metrics)
+        if score > self.best:
+            self.best, self.best_epoch, self.waited = score, evaluation.epoch, 0
             return
         self.waited += 1
         if self.waited >= self.patience:
+            rises = trainer.best_is == "max"
+            bound = f"risen above {self.best:.4f}" if rises else f"fallen below {-self.best:.4f}"
             trainer.stop(
-                f"validation {trainer.metric} has not risen above {self.best:.4f} (epoch {self.best_epoch}) "
-                f"for {self.patience} evaluations"
+                f"validation {trainer.metric} has not {bound} (epoch {self.best_epoch}) for {self.patience} evaluations"
             )
 
 
@@ -216,8 +217,8 @@ class KeepWeights(Callback):
         self.best, self.best_value, self.best_epoch = state["best"], state["best_value"], state["best_epoch"]
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        if evaluation.split == "valid" and evaluation.metrics[trainer.metric] > self.best_value:
-            self.best_value, self.best_epoch = evaluation.metrics[trainer.metric], evaluation.epoch
+        if evaluation.split == "valid" and trainer.score(evaluation.metrics) > self.best_value:
+            self.best_value, self.best_epoch = trainer.score(evaluation.metrics), evaluation.epoch
             self.best = {name: t.detach().clone() for name, t in trainer.evaluated_weights().items()}
             self._save("best.pt", self.best)
 
@@ -347,7 +348,8 @@ class WriteReport(Callback):
         self.report.log({"event": "epoch", **vars(epoch)})
 
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        self.report.log({"event": "evaluate", **vars(evaluation)})
+        falls = evaluation.split == "valid" and trainer.best_is == "min"
+        self.report.log({"event": "evaluate", **vars(evaluation), **({"best_is": "min"} if falls else {})})
 
     def drop_after(self, epoch: int) -> None:
         """Take the epochs behind this one, which has ended the run, out of the record."""

@@ -20,6 +20,7 @@ from hopline import trace
 from hopline.callbacks import EpochEnd, Evaluation, Run
 from hopline.files import replacing
 from hopline.interrupt import Interrupted, Signals
+from hopline.metrics import Mode, mode_of
 from hopline.report import versions
 from hopline.settings import TrainSettings
 from hopline.work import Stateful
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 FILE = "checkpoint.pt"
 FORMAT = 1
+MOST_SHARE = 0.02
+"""Of the time of a run, what checkpoints may take."""
 _MAGIC = b"hopline-checkpoint"
 
 
@@ -63,6 +66,7 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         "num_steps": trainer.num_steps,
         "stop_reason": trainer.stop_reason,
         "metric": trainer.metric,
+        "best_is": trainer.best_is if any(one.split == "valid" for one in run.evaluations) else None,
         "history": [asdict(epoch) for epoch in run.history],
         "evaluations": [asdict(evaluation) for evaluation in run.evaluations],
         "callbacks": [[type(callback).__name__, callback.state()] for callback in trainer.active],
@@ -162,12 +166,35 @@ def parse(content: bytes, path: Path) -> dict[str, Any]:
     words = header.split()
     if len(words) != 3 or words[0] != _MAGIC:
         raise ValueError(f"{path} is not a hopline checkpoint: remove it, or choose another folder with out=")
-    if len(payload) != int(words[2]) or hashlib.sha256(payload).hexdigest().encode() != words[1]:
-        raise ValueError(f"{path} is damaged (its checksum does not match): restore it, or remove it to begin anew")
-    state = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    if words[2] != b"%d" % len(payload) or hashlib.sha256(payload).hexdigest().encode() != words[1]:
+        raise _damaged(path, "its checksum does not match")
+    try:
+        state = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    except Exception as error:  # torch, zip and pickle fail in many ways
+        raise _damaged(path, f"it does not hold plain tensors and values: {type(error).__name__}") from error
+    if not isinstance(state, dict) or "format" not in state:
+        raise _damaged(path, "it does not say its format")
     if state["format"] != FORMAT:
         raise ValueError(f"{path} has format {state['format']}, this version of hopline reads {FORMAT}: train it anew")
     return state
+
+
+def _damaged(path: Path, how: str) -> ValueError:
+    return ValueError(f"{path} is damaged ({how}): restore it, or remove it to begin anew")
+
+
+def was_recorded(record: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is of what a checkpoint holds; what came after it is trained and told again."""
+    epoch = record.get("epoch")
+    if record.get("event") == "evaluate":
+        return (epoch, record.get("split")) in {(one["epoch"], one["split"]) for one in state["evaluations"]}
+    return not isinstance(epoch, int) or epoch <= len(state["history"])
+
+
+def is_over(state: Mapping[str, Any], epochs: int) -> bool:
+    """Whether a run of so many epochs has nothing left to train or to validate."""
+    left = any(kept.get("waiting") for name, kept in state["callbacks"] if name == "Waiting")
+    return not left and (state["stop_reason"] is not None or state["position"]["epoch"] > epochs)
 
 
 def identity(
@@ -227,6 +254,19 @@ def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Pat
             )
 
 
+def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -> None:
+    """Refuse a checkpoint whose best epoch was chosen the other way; those before 0.2 all took the highest value."""
+    if not state["evaluations"]:
+        return
+    name, there = state["metric"], state.get("best_is", "max")
+    here = metric_mode or mode_of(name)
+    if there is not None and here is not None and there != here:
+        raise ValueError(
+            f"{path} has kept the epoch with the {there} of {name}, and here the {here} is the best: give the Trainer "
+            f"metric_mode={there!r}, or choose another folder with out="
+        )
+
+
 def _checksum(ids: Tensor) -> str:
     """Of sorted node ids, of which there may be millions."""
     return f"{ids.numel()} nodes, crc32:{zlib.crc32(ids.cpu().contiguous().numpy().data):08x}"
@@ -239,7 +279,9 @@ def _shape(shape: list[int] | None) -> str:
 class Checkpoints:
     """When a run's checkpoints are written, and when a signal ends it; a context that holds the signals.
 
-    All ranks take part in each; the first one writes. Without a folder nothing is written and signals do what they do.
+    They are written by time and at the end of training, and take at most `MOST_SHARE` of the time of a run unless
+    checkpoint_s=0 asks for one after every step. All ranks take part in each; the first one writes. Without a folder
+    nothing is written and signals do what they do.
     """
 
     def __init__(self, folder: Path | None, settings: TrainSettings, world: World) -> None:
@@ -247,6 +289,9 @@ class Checkpoints:
         self.settings, self.world = settings, world
         self.signals = Signals()
         self.last = time.monotonic()
+        """When the last one was written, or training began."""
+        self.took_s = 0.0
+        """How long writing the last one took."""
 
     def __enter__(self) -> Self:
         self.signals = Signals()
@@ -260,26 +305,39 @@ class Checkpoints:
         if self.path is not None:
             self.signals.__exit__(kind, error, where)
 
-    def resume(self, trainer: Trainer, run: Run) -> None:
-        """Put the trainer where the folder's checkpoint is, if there is one and it is asked for."""
+    def find(self, trainer: Trainer) -> dict[str, Any] | None:
+        """The checkpoint to go on from, if there is one and it is asked for; that of another run is refused."""
         if self.path is None or not self.settings.resume:
-            return
+            return None
         state = read_together(self.path, self.world)
         if state is None:
-            return
+            return None
+        missing = [key for key in ("identity", "position", "callbacks", "history", "evaluations") if key not in state]
+        if missing:
+            raise _damaged(self.path, f"it has no {missing[0]}")
         check_identity(state["identity"], trainer.identity(), self.path)
+        check_mode(state, trainer.metric_mode, self.path)
+        return state
+
+    def resume(self, trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
+        """Put the trainer where a checkpoint is, and say where that is."""
         restore(trainer, run, state)
         at = trainer.position
         ranks, now = state["position"]["loss_sum"].numel(), self.world.size
         change = "" if now == ranks else f"; now {now} rank{'s' * (now > 1)}, before {ranks}"
         done = f"epoch {at.epoch}, {round(at.seeds):,} of {trainer.num_seeds:,} seeds done"
-        if at.epoch > self.settings.epochs:
+        if trainer.stop_reason is not None:
+            done = f"training has ended after epoch {run.epochs}: {trainer.stop_reason}"
+        elif at.epoch > self.settings.epochs:
             done = f"all {run.epochs} epochs were trained"
         trainer.say(f"going on from {self.path}: {done}{change}")
 
     @contextmanager
-    def between_steps(self) -> Generator[None, None, None]:
-        """A signal waits for the end of the step it comes in; elsewhere the last checkpoint has everything."""
+    def holding_signals(self) -> Generator[None, None, None]:
+        """A signal waits for the end of the step or evaluation it comes in, after which a checkpoint is written.
+
+        Outside, where nothing is trained yet or the last checkpoint has everything, it ends the run at once.
+        """
         self.signals.at_once = False
         self.last = time.monotonic()
         try:
@@ -287,26 +345,37 @@ class Checkpoints:
         finally:
             self.signals.at_once = True
 
-    def write_if_due(self, trainer: Trainer, run: Run) -> None:
-        """By the first rank's clock, or because some rank got a signal: all of them together."""
-        due = self.world.rank == 0 and time.monotonic() - self.last >= self.settings.checkpoint_s
+    @property
+    def interval_s(self) -> float:
+        """Seconds from one to the next: more than were asked for, where writing one takes too large a share of them."""
+        asked_s = self.settings.checkpoint_s
+        return max(asked_s, self.took_s / MOST_SHARE) if asked_s else 0.0
+
+    def write_if_due(self, trainer: Trainer, run: Run, *, at_end: bool = False, in_epoch: bool = False) -> None:
+        """By the first rank's clock, or because some rank got a signal: all of them together.
+
+        at_end: whether training has ended, which is always written. in_epoch: whether the time is an epoch's.
+        """
+        due = at_end or (self.world.rank == 0 and time.monotonic() - self.last >= self.interval_s)
         received = self.signals.received or 0
         if self.world.size > 1:
             due, received = (int(value) for value in self.world.most([float(due), float(received)]))
             if received:  # else one that came during the exchange must not be forgotten
                 self.signals.received = received
         if due or received:
-            self.write(trainer, run)
+            self.write(trainer, run, in_epoch=in_epoch)
 
-    def write(self, trainer: Trainer, run: Run) -> None:
+    def write(self, trainer: Trainer, run: Run, *, in_epoch: bool = False) -> None:
         """Write where we are, and end here if a signal asked for it."""
         if self.path is None:
             return
-        # The one after an evaluation is in no epoch's seconds, and so in none of its stages.
-        with trace.span("evaluate.checkpoint" if self.signals.at_once else "checkpoint"):
+        started = time.monotonic()
+        # One that is not written among the steps is in no epoch's seconds, and so in none of its stages.
+        with trace.span("checkpoint" if in_epoch else "evaluate.checkpoint"):
             state = snapshot(trainer, run)
             if self.world.rank == 0:
                 write(self.path, state)
         self.last = time.monotonic()
+        self.took_s = self.last - started
         if self.signals.received is not None:
             raise Interrupted(self.signals.received)

@@ -135,7 +135,7 @@ def alternatives(method: Method | None, outline: Outline) -> list[Method]:
     num_nodes, layers = outline.data.num_nodes, getattr(outline.model, "num_layers", 3)
     if isinstance(outline.model, GNN):
         cut = "metis" if importlib.util.find_spec("pymetis") else "streaming"
-        parts = Historical(num_parts=min(40, num_nodes), parts_per_batch=min(10, num_nodes), partition=cut)
+        parts = Historical(partition=cut).for_graph(num_nodes)
         whole = FullBatch(num_shards=1, partition=cut)
         found = [parts, whole, replace(parts, folder=FOLDER), replace(whole, folder=FOLDER)]
     found.insert(0, Sampled(fanouts=usual_fanouts(layers)))

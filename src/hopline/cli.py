@@ -27,7 +27,7 @@ from hopline.run_settings import (
     PartitionConfig,
     RunConfig,
     check_conversion,
-    load_config,
+    load_trusted,
 )
 from hopline.spec import nearest, override, settings_of
 
@@ -158,7 +158,7 @@ def infer(
 ) -> None:
     """Predict with a run's best weights and write an .npy file."""
     config = override(InferConfig(), overrides or [])
-    load_config(folder)
+    load_trusted(folder, config.trust)
     with _loading():
         from hopline.predictions import predict
 
@@ -177,7 +177,7 @@ def export(
 ) -> None:
     """Write a run's weights as a plain state_dict that PyG and torch load."""
     config = override(ExportConfig(), overrides or [])
-    load_config(folder)
+    load_trusted(folder, config.trust)
     from hopline import run
 
     print(f"weights: {run.export(folder, file, config)}")

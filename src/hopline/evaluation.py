@@ -85,7 +85,7 @@ class Evaluations(ABC):
 
     @abstractmethod
     def validate(self, epoch: int) -> float | None:
-        """Evaluate the model as it is; the metric, if it is known at once."""
+        """Evaluate the model as it is; its score (higher is better), if it is known at once."""
 
     def arrive(self, *, between_steps: bool = False) -> None:  # noqa: B027 - who waits has nothing left
         """Act on the results that have come."""
@@ -118,6 +118,8 @@ class Evaluations(ABC):
         if not evaluation.metrics:
             raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
         self.trainer.metric = next(iter(evaluation.metrics))
+        if evaluation.split == "valid":
+            self.trainer.score(evaluation.metrics)  # refuses a metric that may be better either way, before it is used
         self.trainer.call("on_evaluate_end", evaluation)
         self.run.evaluations.append(evaluation)
 
@@ -162,7 +164,7 @@ class Blocking(Evaluations):
 
     def validate(self, epoch: int) -> float | None:
         exact = self.trainer.settings.inference == "exact"
-        return self.evaluate_now(epoch, "valid", exact).metrics[self.trainer.metric]
+        return self.trainer.score(self.evaluate_now(epoch, "valid", exact).metrics)
 
 
 class Beside(Evaluations):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -60,6 +61,12 @@ class FullBatch(Method):
             raise ValueError(f"stale=true keeps other ranks' rows: set aggregation=stored, not {self.aggregation}")
         if self.folder is not None and self.aggregation not in ("auto", "sweep"):
             raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
+
+    def for_graph(self, num_nodes: int) -> FullBatch:
+        """The same settings, with a shard per node where there are fewer nodes than shards by default."""
+        if self.num_shards != FullBatch.num_shards or num_nodes >= self.num_shards:
+            return self  # a number that was given is followed or refused
+        return replace(self, num_shards=num_nodes)
 
     def placement(self, wanted: Placement) -> Placement:
         return with_graph_on_host(wanted, "method=full_batch cuts the graph on the host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ BEAT_S = 1.0
 """Every rank says this often that it is alive."""
 STALE_S = 3.0
 """A rank that has said nothing for so long has stopped."""
+WORDS = re.compile(r"[0-9]{1,18} [0-9]{1,18}|left|lost [0-9]{1,9}(,[0-9]{1,9})*|error .*", re.DOTALL)
+"""All that ranks say."""
 
 
 class Heart:
@@ -86,8 +89,9 @@ class Heart:
         values = self._store.multi_get([f"alive/{r}" for r in others]) if others else []
         self._answered = time.monotonic()
         for rank, value in zip(others, values, strict=True):
-            words = bytes(value).decode()
-            if self._words(rank) != words:
+            words = bytes(value).decode(errors="replace")
+            # Whoever reaches the store can write there: what no rank says is as if nothing had been said.
+            if WORDS.fullmatch(words) and self._words(rank) != words:
                 self._seen[rank] = (words, self._answered)
 
     def _words(self, rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -106,6 +107,12 @@ class Historical(Method):
     def mixes(self) -> bool:
         """Whether rows of the halo are computed as far as a batch can."""
         return self.momentum > 0 or self.mixing > 0
+
+    def for_graph(self, num_nodes: int) -> Historical:
+        """The same settings, with a part per node where there are fewer nodes than parts by default."""
+        if self.num_parts != Historical.num_parts or num_nodes >= self.num_parts:
+            return self  # a number that was given is followed or refused
+        return replace(self, num_parts=num_nodes, parts_per_batch=min(self.parts_per_batch, num_nodes))
 
     def placement(self, wanted: Placement) -> Placement:
         return with_graph_on_host(wanted, "method=historical makes its batches on the host")

@@ -1,9 +1,36 @@
-"""Metrics of predictions: accuracy, micro-F1, ROC-AUC and MRR; for all of them higher is better."""
+"""Metrics of predictions: accuracy, micro-F1, ROC-AUC and MRR; for all of them higher is better.
 
+Also which way a metric of the user's own is better, as far as its name tells.
+"""
+
+import re
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Mode = Literal["max", "min"]
+"""Whether the largest or the smallest value of a metric is the best, in the words of torch's schedulers."""
+# Words of names, of which one is enough: "val_loss", "hits@10", "accuracy_of_3".
+_RISES = {
+    *("acc", "accuracy", "ap", "auc", "auprc", "auroc", "f1", "hits", "kappa", "map", "mcc", "mrr", "ndcg"),
+    *("precision", "r2", "recall", "score"),
+}
+_FALLS = {
+    *("bce", "brier", "ce", "entropy", "err", "error", "errors", "kl", "logloss", "loss", "mae", "mape", "mse", "nll"),
+    *("perplexity", "rmse", "rmsle"),
+}
+_TURNS = {"inverse", "minus", "neg", "negative"}
+
+
+def mode_of(name: str) -> Mode | None:
+    """Which way a metric is better, told by the words of its name; None where they do not tell."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    rises, falls = bool(words & _RISES), bool(words & _FALLS)
+    if rises == falls or words & _TURNS:
+        return None
+    return "max" if rises else "min"
 
 
 def accuracy(scores: Tensor, y: Tensor) -> float:

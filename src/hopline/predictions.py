@@ -22,7 +22,7 @@ from hopline.methods import Sampled
 from hopline.models import make_model
 from hopline.nn.whole import as_walkable
 from hopline.run import load_weights, open_data
-from hopline.run_settings import InferConfig, RunConfig, load_config
+from hopline.run_settings import InferConfig, RunConfig, load_trusted
 from hopline.shard_by_shard import AllShards
 from hopline.shard_data import ShardedData, open_sharded
 from hopline.shards import is_shards
@@ -36,7 +36,7 @@ PIECE = 1 << 18
 def predict(folder: Path, config: InferConfig) -> Path | None:
     """Predict with a run's weights; returns the file written, in the first rank."""
     find_device(config.device)  # before processes are started, each of which would say it
-    load_config(folder)
+    load_trusted(folder, config.trust)
     places = {f.name: getattr(config, f.name) for f in dataclasses.fields(LaunchSettings)}
     done = launch.run(predict_rank, LaunchSettings(**places), str(folder), to_dict(config), device=config.device)
     return None if done is None else Path(done)
@@ -45,7 +45,7 @@ def predict(folder: Path, config: InferConfig) -> Path | None:
 def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | None:
     """One rank's part of a prediction; the first one writes, and names the file."""
     config = from_dict(InferConfig, stored)
-    settings = load_config(Path(folder))
+    settings = load_trusted(Path(folder), config.trust)
     root = config.data_root or settings.data_root
     settings = dataclasses.replace(settings, data=config.data or settings.data, data_root=root)
     if config.nodes == "all":  # so that data= may be a graph without labels

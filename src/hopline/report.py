@@ -13,7 +13,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,11 +36,18 @@ class Report:
         folder: The run folder, created if need be.
         config: The settings, as `spec.to_dict` returns them.
         resume: Go on with the records of the run that is in the folder, rather than start afresh.
+        is_kept: Which of them to go on with.
         max_spans: How many spans the trace may hold; those beyond are only counted.
     """
 
     def __init__(
-        self, folder: Path, config: Mapping[str, Any], *, resume: bool = False, max_spans: int = MAX_SPANS
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        is_kept: Callable[[Mapping[str, Any]], bool] = lambda record: True,
+        max_spans: int = MAX_SPANS,
     ) -> None:
         self.folder = Path(folder)
         self._lock = threading.Lock()
@@ -52,7 +59,7 @@ class Report:
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._start_files(config, resume)
+            self._start_files(config, resume, is_kept)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             message = f"Cannot write the run folder '{folder}' ({reason}): choose another with out=FOLDER."
@@ -135,12 +142,15 @@ class Report:
         with self._lock, open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def _start_files(self, config: Mapping[str, Any], resume: bool) -> None:
+    def _start_files(
+        self, config: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
         metrics = self.folder / "metrics.jsonl"
         records = report_html.read_records(metrics) if resume else []
         self._earlier_s = max((float(record.get("elapsed_s") or 0) for record in records), default=0.0)
         # The run is not over any more.
-        records = [record for record in records if record.get("event") not in ("end", "close", "explain")]
+        records = [record for record in records if record.get("event") not in ("end", "close", "explain", "history")]
+        records = [record for record in records if is_kept(record)]
         # Written again from what could be read, so that half a line of a killed run does not spoil the next.
         write_text(metrics, "".join(json.dumps(record) + "\n" for record in records))
         if not resume:
@@ -148,6 +158,12 @@ class Report:
             for stale in ("trace.json", "report.html"):
                 (self.folder / stale).unlink(missing_ok=True)
         write_text(self.folder / "config.json", json.dumps(_plain(describe(config)), indent=2) + "\n")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a run folder has the report of a run that ended of itself."""
+    records = report_html.read_records(folder / "metrics.jsonl")
+    return any(record.get("event") == "close" and record.get("status") == "ok" for record in records)
 
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
     valid = run.end.get("valid")
     if not isinstance(valid, dict):
         scored = [r for r in run.evaluations if r.get("split") == "valid" and is_number(_first(r["metrics"]))]
-        top = max(scored, key=lambda r: _first(r["metrics"]), default=None)
+        top = max(scored, key=lambda r: _first(r["metrics"]) * (-1 if r.get("best_is") == "min" else 1), default=None)
         valid, best = (top["metrics"], top["epoch"]) if top else (None, None)
     if valid:
         yield "best valid", valid, f" (epoch {best})" if best is not None else ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
-import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from hopline.choose import Candidate, choose, compare
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.dgl import from_dgl, is_dgl_folder
-from hopline.data.names import open_dataset
+from hopline.data.names import locate, open_dataset
 from hopline.data.npz import from_npz
 from hopline.data.ogb import from_ogb_folder
 from hopline.data.options import EdgeOptions
-from hopline.data.paths import default_name, is_dataset, is_ogb_folder
+from hopline.data.paths import default_name, is_ogb_folder
 from hopline.data.splits import random_split
 from hopline.data.store import verify
 from hopline.data.tabular import from_csv
@@ -34,7 +35,15 @@ from hopline.methods import Auto, Sampled
 from hopline.models import make_model
 from hopline.nn.whole import as_walkable
 from hopline.plan import Outline
-from hopline.run_settings import EDGE_LISTS, ConvertConfig, ExportConfig, RunConfig, check_conversion, load_config
+from hopline.run_settings import (
+    EDGE_LISTS,
+    ConvertConfig,
+    ExportConfig,
+    RunConfig,
+    check_conversion,
+    load_config,
+    load_trusted,
+)
 from hopline.settings import TrainSettings
 from hopline.shard_by_shard import AllShards
 from hopline.shard_data import open_sharded
@@ -45,16 +54,30 @@ from hopline.trace import RegionStatistics
 from hopline.trainer import Trainer
 from hopline.world import World
 
+RUNS = Path("runs")
+"""Where runs are written that are not told where, in the current folder."""
+LONGEST_NAME = 100
+"""Characters of a dataset's name, as of the names of arrays."""
+
 
 def train(config: RunConfig) -> Run:
     """Open the data, build the model, train, test."""
     find_device(config.device)  # before processes are started, each of which would say it
-    path = Path(config.data).expanduser()
-    if is_dataset(path) or path.is_file():  # `hopline infer` may be called from another folder
-        config = dataclasses.replace(config, data=str(path.resolve()))
+    config = _with_whole_paths(config)
     places = {f.name: getattr(config, f.name) for f in dataclasses.fields(LaunchSettings)}
     done = launch.run(train_rank, LaunchSettings(**places), to_dict(config), device=config.device)
     return done if isinstance(done, Run) else _from_plain(done)
+
+
+def _with_whole_paths(config: RunConfig) -> RunConfig:
+    """The settings with paths that mean the same everywhere: `hopline infer` may be called from another folder."""
+    if config.data_root is not None:
+        config = dataclasses.replace(config, data_root=config.data_root.expanduser().absolute())
+    options = {"symmetrize": True} if config.symmetrize else {}
+    found = locate(config.data, data_root=config.data_root, options=options).path
+    if found is not None and found == Path(config.data).expanduser():  # and not a name under the data root
+        config = dataclasses.replace(config, data=str(found.resolve()))
+    return config
 
 
 def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
@@ -66,32 +89,45 @@ def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
 
 def _train_rank(world: World, config: RunConfig) -> Run | dict[str, Any]:
     data = _open_together(config, world)
+    check_name(data.name)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data)
     if config.weights is not None:
         load_weights(model, config.weights)
-    config = _for_model(config, model)
-    out = config.out or Path(world.broadcast_object(str(_run_folder(data.name, config))))
-    config = _with_method(config, model, data, out, world)
-    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
-    trainer = Trainer(
-        model,
-        data,
-        config.method,
-        out=out,
-        config=to_dict(config),
-        world=world,
-        placement=config.placement,
-        budget=config.budget,
-        **settings,
-    )
-    done = trainer.fit()
+    config = _for_model(config, model, data)
+    with _run_folder(data.name, config, world) as out:
+        config = _with_method(config, model, data, out, world)
+        settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
+        trainer = Trainer(
+            model,
+            data,
+            config.method,
+            out=out,
+            config=to_dict(config),
+            world=world,
+            placement=config.placement,
+            budget=config.budget,
+            **settings,
+        )
+        done = trainer.fit()
     return done if world.size == 1 else dataclasses.asdict(done) | {"folder": str(out)}
 
 
-def _for_model(config: RunConfig, model: nn.Module) -> RunConfig:
-    """The settings with those of the method that follow the model as numbers, as config.json keeps them."""
-    method = config.method.for_model(as_walkable(model))
+def check_name(name: str) -> None:
+    """Refuse a dataset whose name, under which its runs are written and shown, is a path or holds control characters.
+
+    A dataset may come from somebody else, and must not choose where files are written.
+    """
+    if not name.strip(" .") or any(c in "/\\" or not c.isprintable() for c in name) or len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"the dataset is called {name[:LONGEST_NAME]!r}, which cannot name a run: convert it anew by `hopline "
+            "convert DATASET FOLDER`, which calls it as FOLDER"
+        )
+
+
+def _for_model(config: RunConfig, model: nn.Module, data: Dataset) -> RunConfig:
+    """The settings with those of the method that follow model and graph as numbers, as config.json keeps them."""
+    method = config.method.for_model(as_walkable(model)).for_graph(data.num_nodes)
     return dataclasses.replace(config, method=method)  # type: ignore[arg-type]
 
 
@@ -115,7 +151,7 @@ def plan(config: RunConfig) -> list[Candidate]:
     data = open_data(config)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data).to(find_device(config.device))
-    method = None if isinstance(config.method, Auto) else _for_model(config, model).method
+    method = None if isinstance(config.method, Auto) else _for_model(config, model, data).method
     return compare(method, Outline.of(model, data, config, config.placement), config.budget or Budget())
 
 
@@ -147,22 +183,58 @@ def _open_together(config: RunConfig, world: World) -> Dataset:
     return data if data is not None else open_data(config)
 
 
-def _run_folder(name: str, config: RunConfig) -> Path:
-    """A new folder, or the newest one of the same settings where the run is to go on."""
-    runs = Path("runs")
-    if config.resume:
-        for folder in sorted(runs.glob(f"{glob.escape(name)}-*"), reverse=True):
-            try:
-                stored = load_config(folder)
-            except ValueError:
-                continue
-            any_method = isinstance(config.method, Auto)
-            same = _without(stored, any_method) == _without(config, any_method)
-            if same and (folder / checkpoint.FILE).exists():
-                return folder
-    fresh = runs / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    numbered = (fresh.with_name(f"{fresh.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([fresh], numbered) if not folder.exists())
+@contextlib.contextmanager
+def _run_folder(name: str, config: RunConfig, world: World) -> Iterator[Path]:
+    """The folder of the run: the one that was asked for, or under runs/ the one to resume, or a new one."""
+    if config.out is not None:
+        yield config.out
+        return
+    found: Path | None = None
+    made: list[Path] = []
+    if world.rank == 0:
+        found = _newest_run(name, config) if config.resume else None
+        if found is None:
+            made = [] if RUNS.exists() else [RUNS]
+            found = _new_folder(name)
+            made.insert(0, found)
+    try:
+        yield Path(world.broadcast_object(str(found)))
+    finally:
+        with contextlib.suppress(OSError):  # not empty: the run has begun
+            for folder in made:
+                folder.rmdir()
+
+
+def _newest_run(name: str, config: RunConfig) -> Path | None:
+    """The newest run of the same settings that has a checkpoint."""
+    for folder in sorted(RUNS.glob(f"{glob.escape(name)}-*"), reverse=True):
+        try:
+            stored = load_config(folder)
+        except ValueError:
+            continue
+        any_method = isinstance(config.method, Auto)
+        same = _without(stored, any_method) == _without(config, any_method)
+        if same and (folder / checkpoint.FILE).exists():
+            return folder
+    return None
+
+
+def _new_folder(name: str) -> Path:
+    """A new folder, made at once: of runs that begin in the same second each gets its own."""
+    fresh = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
+        folder = fresh if number == 1 else fresh.with_name(f"{fresh.name}-{number}")
+        number += 1
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(
+                f"cannot write the run folder '{folder}' ({error.strerror or error}): choose another with out=FOLDER"
+            ) from error
+        return folder
 
 
 def _without(config: RunConfig, any_method: bool) -> RunConfig:
@@ -174,7 +246,7 @@ def _without(config: RunConfig, any_method: bool) -> RunConfig:
 
 def export(folder: Path, file: Path, config: ExportConfig) -> Path:
     """A run's weights as a plain `state_dict`, with PyG's names, for torch.load(..., weights_only=True)."""
-    settings = load_config(folder)
+    settings = load_trusted(folder, config.trust)
     data = AllShards(settings.data) if is_shards(settings.data) else open_data(settings)
     model = make_model(settings.model, data)
     load_weights(model, folder / f"{config.weights}.pt")

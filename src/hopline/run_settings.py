@@ -69,6 +69,8 @@ class ExportConfig:
 
     weights: Literal["best", "last"] = "best"
     """Which weights of the run."""
+    trust: bool = False
+    """Import the module that the run's config.json names for its model (model=package.module:function)."""
 
 
 @settings
@@ -104,6 +106,8 @@ class InferConfig(LaunchSettings):
     hops: int | None = None
     """Hops around a node that a model with forward(x, edge_index) alone reads; those of the run's fan-outs by default,
     or the whole graph at once where these are too few."""
+    trust: bool = False
+    """Import the module that the run's config.json names for its model (model=package.module:function)."""
     out: Path | None = None
     """The .npy file to write; RUN/predictions.npy by default."""
 
@@ -185,6 +189,21 @@ def load_config(folder: Path) -> RunConfig:
         return from_dict(RunConfig, stored["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
+
+
+def load_trusted(folder: Path, trust: bool) -> RunConfig:
+    """The settings of a run whose model is to be built; one of the user's own code only if that is trusted.
+
+    A run folder may come from somebody else, and importing a module runs it.
+    """
+    config = load_config(folder)
+    if ":" in config.model.name and not trust:
+        module = config.model.name.partition(":")[0]
+        raise ValueError(
+            f"{folder / 'config.json'} has model={config.model.name}, for which the module {module} would be imported "
+            "and run: add trust=true if that is your code or you have read it"
+        )
+    return config
 
 
 EDGE_LISTS = (".csv", ".gz", ".parquet", ".txt", ".tsv")

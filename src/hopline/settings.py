@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from hopline.validate import check_fields, settings
@@ -77,7 +76,8 @@ class TrainSettings:
     """Go on from the checkpoint in the run folder (without out=, that of the newest run with these settings), as if
     nothing had happened; begin where there is none."""
     checkpoint_s: float = 60.0
-    """Seconds from one checkpoint to the next within an epoch; one is written at the end of every epoch too."""
+    """Seconds from one checkpoint to the next, or 50 times what writing one takes where that is more; one is written at
+    the end of training too. 0: after every step."""
     show: bool = True
     """Show progress."""
 
@@ -86,12 +86,12 @@ class TrainSettings:
         for name in ("epochs", "accumulate", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be above 0 and finite, not {self.lr}")
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, not {self.lr}")
         for name in ("weight_decay", "weight_decay_rest"):
             decay = getattr(self, name)
-            if decay is not None and not 0 <= decay < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite, not {decay}")
+            if decay is not None and not decay >= 0:
+                raise ValueError(f"{name} must be at least 0, not {decay}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
         if not self.checkpoint_s >= 0:

@@ -10,8 +10,9 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from hopline.log import logger
 from hopline.measure import Measure, TestStep, check_whole, own_threads, part_hops_of, whole_lines
 from hopline.meter import find_device
 from hopline.methods import Sampled
+from hopline.metrics import Mode, mode_of
 from hopline.nn.gnn import GNN
 from hopline.nn.structure import structure_of
 from hopline.nn.whole import Whole, as_walkable, num_wrapped_ranks, unwrapped
@@ -53,7 +55,8 @@ from hopline.placement import describe, place
 from hopline.placement_settings import Placement
 from hopline.plan import Outline, Plan
 from hopline.rank_steps import taken_together, total_size
-from hopline.report import Report
+from hopline.report import Report, is_complete
+from hopline.run_lock import HANDOVER_S, RunLock
 from hopline.schedule import Scheduler
 from hopline.settings import TrainSettings
 from hopline.shard_data import ShardedData
@@ -103,6 +106,9 @@ class Trainer:
     Extend it by callbacks, by a `Method` of your own, by `train_step` (model, batch) -> mean loss, by `test_step`
     (model, data, ids) -> metrics, or by overriding `step`, `evaluate` and `make_optimizer`.
 
+    metric_mode: whether the first metric of `test_step` is best at its "max" or its "min"; only needed where its name
+    does not tell, as "accuracy" and "loss" do.
+
     model: a `GNN`, a PyG model, or any module with forward(x, edge_index). out: a folder for the report and the
     weights, or None. placement: where a GPU finds the data. budget: memory that the run may take, such as "8GiB".
     settings: fields of `TrainSettings`.
@@ -117,6 +123,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         train_step: TrainStep | None = None,
         test_step: TestStep | None = None,
+        metric_mode: Mode | None = None,
         out: Path | str | None = None,
         config: dict[str, Any] | None = None,
         world: World | None = None,
@@ -135,8 +142,9 @@ class Trainer:
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
-        self.method = self.asked = _checked_method(method).for_model(as_walkable(model))
+        self.method = self.asked = _checked_method(method).for_model(as_walkable(model)).for_graph(data.num_nodes)
         self.test_step = test_step
+        self.metric_mode: Mode | None = self._checked_mode(metric_mode)
         self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric
         self.contents, self.structure = self._fingerprints(data) if out is not None else ({}, "")
@@ -167,6 +175,8 @@ class Trainer:
         self.num_steps = 0
         self.position = Position()
         self.checkpoints = Checkpoints(self.out, self.settings, self.world)
+        self._found: dict[str, Any] | None = None
+        """The checkpoint that the run goes on from."""
 
     def _bound(self, train_step: TrainStep | None, placement: Placement) -> Work:
         """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
@@ -229,20 +239,31 @@ class Trainer:
         for line in whole_lines(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly):
             self.say(line)
         self.call("on_fit_start")
-        self.checkpoints.resume(self, run)
+        if self._found is not None:
+            self.checkpoints.resume(self, run, self._found)
+            self._found = None
         self._earlier_s = self.position.seconds + sum(one.seconds for one in [*run.history, *run.evaluations])
         self.evaluations.begin()
+        if self.stop_reason is None and self.position.epoch <= self.settings.epochs:
+            with self.checkpoints.holding_signals():
+                self._train_epochs(run, timers, counters)
+        self.evaluations.finish()
+        num_epochs = self.settings.epochs
+        run.reason = self.stop_reason or (
+            f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"
+        )
+        run.finished = True
+
+    def _train_epochs(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
-            if self.stop_reason is not None:
-                break
             try:
                 ended = self._train_epoch(epoch, run, timers, counters)
             except Exception:
                 if not self.evaluations.end_before():
                     raise
-                break
+                return
             if ended is None:
-                break
+                return
             run.epochs = epoch
             run.history.append(ended)
             self.call("on_epoch_end", ended)
@@ -252,14 +273,12 @@ class Trainer:
             timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
             self.position = Position(epoch=epoch + 1)
             self.evaluations.arrive()
-            if self.evaluations.ended_after is None:
-                self.checkpoints.write(self, run)
-        self.evaluations.finish()
-        num_epochs = self.settings.epochs
-        run.reason = self.stop_reason or (
-            f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"
-        )
-        run.finished = True
+            if self.evaluations.ended_after is not None:
+                return
+            is_last = epoch == self.settings.epochs or self.stop_reason is not None
+            self.checkpoints.write_if_due(self, run, at_end=is_last)
+            if is_last:
+                return
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, float]:
         """One optimizer step over some units: (mean loss, seeds)."""
@@ -284,10 +303,7 @@ class Trainer:
         self.job.model.train()
         self.model.train()
         at, started = self.position, time.perf_counter() - self.position.seconds
-        with (
-            self.checkpoints.between_steps(),
-            closing(self._groups(epoch)) as groups,
-        ):
+        with closing(self._groups(epoch)) as groups:
             for group in groups:
                 loss, size = self.step(group)
                 at.loss_sum = torch.add(torch.as_tensor(at.loss_sum, dtype=torch.float64), loss, alpha=size)
@@ -298,8 +314,7 @@ class Trainer:
                 self.evaluations.arrive(between_steps=True)
                 if self.evaluations.ended_after is not None:
                     return None
-                self.checkpoints.write_if_due(self, run)
-            self.checkpoints.write(self, run)
+                self.checkpoints.write_if_due(self, run, in_epoch=True)
         if not at.seeds:
             raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
         mean_loss = self.world.sum([float(at.loss_sum)])[0] / at.seeds
@@ -366,6 +381,29 @@ class Trainer:
         """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
         return self.evaluations.weights or self.model.state_dict()
 
+    def _checked_mode(self, mode: Mode | None) -> Mode | None:
+        if mode is not None and mode not in get_args(Mode):
+            raise ValueError(f"metric_mode must be 'max' or 'min', not {mode!r}")
+        if mode == "min" and self.test_step is None and type(self).evaluate is Trainer.evaluate:
+            raise ValueError("metric_mode='min' is for a metric of your own: give test_step=, or leave it out")
+        return mode
+
+    @property
+    def best_is(self) -> Mode:
+        """Whether the largest or the smallest value of the metric is the best."""
+        mode = self.metric_mode or mode_of(self.metric)
+        if mode is None:
+            raise ValueError(
+                f"the name of the metric {self.metric!r} does not tell whether higher or lower is better: give the "
+                "Trainer metric_mode='max' or metric_mode='min'"
+            )
+        return mode
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """The metric that weights, early stopping and schedules go by, with its sign turned where lower is better."""
+        value = metrics[self.metric]
+        return value if self.best_is == "max" else -value
+
     def _is_due(self, epoch: int) -> bool:
         return (
             epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self.stop_reason is not None
@@ -419,18 +457,21 @@ class Trainer:
         stack.enter_context(self.checkpoints)
         stack.enter_context(capped(self.budget, self.device))
         if self.out is not None and self.world.rank == 0:
-            goes_on = self.settings.resume and (self.out / checkpoint.FILE).exists()
-            if (self.out / "metrics.jsonl").exists() and not self.settings.resume:
+            resumes = self.settings.resume
+            stack.enter_context(RunLock(self.out, HANDOVER_S if resumes else 0.0))
+            if (self.out / "metrics.jsonl").exists() and not resumes:
                 raise ValueError(
                     f"{self.out} holds a run already: go on with it by resume=true, or choose another folder with out="
                 )
+        torch.manual_seed(self.settings.seed)  # for draws inside convs, such as attention dropout
+        self._initialise()
+        self._found = self.checkpoints.find(self)
+        if self.out is not None and self.world.rank == 0:
             remove_unfinished(self.out)
-            self._report = report = Report(self.out, self.config, resume=goes_on)
-            stack.callback(setattr, self, "_report", None)
-            stack.push(lambda kind, *_: report.discard() if kind and not goes_on and not self.num_steps else None)
-            stack.enter_context(report)
-            stack.enter_context(trace.listen(self._report))
-            self.active.append(WriteReport(self._report))
+            if self._found is None or not (
+                checkpoint.is_over(self._found, self.settings.epochs) and is_complete(self.out)
+            ):  # else it is only tested again, and its folder has everything
+                self._open_report(stack, self.out)
         self.active += [WatchBudget(self._report), WatchPipeline(self._report), WatchHistory(self._report)]
         if self.settings.show and self.world.rank == 0:
             self.active.append(ShowProgress())
@@ -438,9 +479,21 @@ class Trainer:
         self.active.append(keep)
         stack.enter_context(trace.listen(timers))
         stack.enter_context(trace.listen(counters))
-        torch.manual_seed(self.settings.seed)  # for draws inside convs, such as attention dropout
-        self._initialise()
         return keep
+
+    def _open_report(self, stack: ExitStack, folder: Path) -> None:
+        """Begin the records of the run, or go on with those of what the checkpoint holds."""
+        found = self._found
+        if found is None:
+            report = Report(folder, self.config)
+        else:
+            report = Report(folder, self.config, resume=True, is_kept=partial(checkpoint.was_recorded, state=found))
+        self._report = report
+        stack.callback(setattr, self, "_report", None)
+        stack.push(lambda kind, *_: report.discard() if kind and found is None and not self.num_steps else None)
+        stack.enter_context(report)
+        stack.enter_context(trace.listen(report))
+        self.active.append(WriteReport(report))
 
     # ---- going on after an end that was not planned
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
@@ -47,6 +48,8 @@ def check_fields(of: Any) -> None:
     for field in dataclasses.fields(of):
         value = getattr(of, field.name)
         if not _fits(value, hints[field.name]):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name} must be a finite number, not {value}")
             raise ValueError(f"{field.name} must be {_describe(hints[field.name])}, not {value!r}")
 
 
@@ -66,7 +69,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is type(None):
         return value is None
     if hint is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
+        # Neither infinity nor NaN: JSON, in which a run keeps its settings, has no word for them.
+        return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)

@@ -136,6 +136,10 @@ class Method(ABC):
         """The same method, with settings that depend on the model's depth filled in."""
         return self
 
+    def for_graph(self, num_nodes: int) -> Method:
+        """The same method, with defaults that a graph of so few nodes cannot follow made smaller."""
+        return self
+
     def placement(self, wanted: Placement) -> Placement:
         """Where a GPU should find the data, given what was asked for."""
         return wanted

@@ -20,6 +20,7 @@ from torch import Tensor
 from hopline.cores import num_cores
 from hopline.errors import PeerError
 from hopline.heart import Heart
+from hopline.log import logger
 
 BUCKET_BYTES = 25 << 20
 """Gradients are exchanged in pieces of about this size: few enough to be fast, small enough to be held twice."""
@@ -234,12 +235,21 @@ class World:
 
 
 def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCPStore:
-    """The store in which ranks meet, kept by this process; port 0 takes a free one (see `.port`)."""
+    """The store in which ranks meet, kept by this process; port 0 takes a free one (see `.port`).
+
+    It answers whoever reaches it, so it listens only at the address that the ranks use. local: whether all are here.
+    """
     listener: int | None = None
     try:
-        if local:  # nobody else should be able to reach it
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            server = socket.create_server((address, port), family=family)
+        own = _own_address(address, local=local)
+        if own is None:  # as a public address that another machine passes on
+            logger.warning(
+                f"the ranks meet at {address}, which is no address of this host that others can reach: listening on "
+                "all of its interfaces; to use one of them, give address= its number"
+            )
+        else:
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            server = socket.create_server((own, port), family=family)
             port, listener = server.getsockname()[1], server.detach()
         return dist.TCPStore(
             address,
@@ -254,11 +264,28 @@ def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCP
         raise ValueError(f"cannot listen at {place} ({_reason(error)}): choose another port= or address=") from error
 
 
+def _own_address(address: str, *, local: bool) -> str | None:
+    """The number of this host's interface that an address names; None where it names none.
+
+    On many hosts the host's own name means 127.0.1.1, at which no other one can reach it: not what ranks on several
+    hosts use. A loopback number itself, as of a tunnel, they do use.
+    """
+    found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+    ours = {known.address.partition("%")[0] for all_ in psutil.net_if_addrs().values() for known in all_}
+    for number in found:
+        if number.startswith("127.") or number == "::1":
+            if local or number == address:
+                return number
+        elif number.partition("%")[0] in ours:
+            return number
+    return None
+
+
 def _stores(seat: Seat) -> tuple[dist.Store, dist.Store]:
     """Two connections, one of them for the heart: a store answers one question at a time, and some wait for others."""
     timeout = timedelta(seconds=seat.timeout_s)
     first = (
-        serve(seat.address, seat.port, seat.timeout_s, local=False)
+        serve(seat.address, seat.port, seat.timeout_s, local=seat.local_size == seat.size)
         if seat.keeps_store
         else dist.TCPStore(seat.address, seat.port, is_master=False, wait_for_workers=False, timeout=timeout)
     )
@@ -272,7 +299,8 @@ def _share_of_cores(seat: Seat, store: dist.Store) -> int:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     gpu = _gpu_of(seat.device) if seat.backend == "nccl" else ""
     store.set(f"seat/{seat.rank}", json.dumps([seat.size, seat.node, cores, gpu]))
-    seats = [json.loads(bytes(v).decode()) for v in store.multi_get([f"seat/{r}" for r in range(seat.size)])]
+    said = store.multi_get([f"seat/{r}" for r in range(seat.size)])
+    seats = [_read_seat(rank, bytes(value), seat) for rank, value in enumerate(said)]
     first_with: dict[str, int] = {}
     for rank, (size, _, _, gpu) in enumerate(seats):
         if size != seat.size:
@@ -285,11 +313,22 @@ def _share_of_cores(seat: Seat, store: dist.Store) -> int:
                 f"ranks {other} and {rank} have the same GPU ({gpu}), which nccl cannot share: start one process per "
                 "GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), or give backend=gloo"
             )
-    beside = sum(other[1:3] == [seat.node, cores] for other in seats)
+    beside = sum(other[1:3] == (seat.node, cores) for other in seats)
     share = max(1, num_cores() // beside)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share)
     return share
+
+
+def _read_seat(rank: int, said: bytes, seat: Seat) -> tuple[int, int, list[int], str]:
+    try:
+        size, node, cores, gpu = json.loads(said.decode())
+    except (ValueError, TypeError) as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(
+            f"what stands for rank {rank} at {seat.address}:{seat.port} was not written by hopline ({said[:40]!r}): "
+            "choose another port="
+        ) from error
+    return size, node, cores, gpu
 
 
 def _gpu_of(device: str) -> str:

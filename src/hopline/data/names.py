@@ -64,13 +64,15 @@ def locate(
     root = _root(data_root)
     text = os.fspath(name_or_folder)
     path = Path(text).expanduser()
-    is_path = isinstance(name_or_folder, Path) or len(path.parts) > 1 or path.suffix == ".npz"
+    # "./demo" is a path too, which pathlib writes "demo".
+    is_path = isinstance(name_or_folder, Path) or os.path.basename(text) != text or path.suffix == ".npz"
+    name = ALIASES.get(text.lower(), text)
+    if not is_path and name in BUILT_IN:
+        _check_alone(name, path, root)
+        return Location(built_in=name)
     if is_path or is_dataset(path):
         _check_exists(path)
         return Location(path=path)
-    name = ALIASES.get(text.lower(), text)
-    if name in BUILT_IN:
-        return Location(built_in=name)
     source = download.find(name)
     called = (name, source.name) if source else (name,)
     if converted := _first(root, [_label(n, options) for n in called]):
@@ -115,6 +117,17 @@ def open_dataset(
 
 def _root(data_root: str | os.PathLike[str] | None) -> Path:
     return default_data_root() if data_root is None else Path(data_root).expanduser()
+
+
+def _check_alone(name: str, folder: Path, root: Path) -> None:
+    """Refuse the name of a built-in graph that a dataset here, or under the data root, has too."""
+    others = [(folder, os.path.join(".", name)), (root / name, str(root / name))]
+    for other, typed in others if name in IN_MEMORY else others[:1]:  # the rest are themselves kept under the root
+        if is_dataset(other):
+            raise ValueError(
+                f"{name!r} is a built-in graph, and {typed} is a dataset of the same name: type {typed} for the "
+                "dataset, or rename its folder to have the built-in graph."
+            )
 
 
 def _check_exists(path: Path) -> None:

@@ -1,0 +1,111 @@
+"""Where a run finds its data and is written: the same from every folder, and nothing shadowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline import run
+from hopline.budget import Budget
+from hopline.data.names import locate
+from hopline.model_settings import ModelSpec
+from hopline.predictions import predict
+from hopline.run_settings import InferConfig, RunConfig, load_config
+from tests.runs import command, fit, method, overrides, small
+
+
+def test_a_relative_data_root_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    small().save(tmp_path / "here" / "data" / "mine")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    settings = RunConfig(
+        data="mine", data_root=Path("data"), model=ModelSpec(layers=2), method=method(), epochs=1, show=False
+    )
+    folder = run.train(settings).folder
+    assert folder is not None
+    again = run.train(dataclasses.replace(settings, resume=True)).folder
+    assert again == folder  # it is the same setting, however it is written
+    folder = folder.resolve()
+    monkeypatch.chdir(tmp_path / "there")
+    assert predict(folder, InferConfig()) == folder / "predictions.npy"
+    assert load_config(folder).data_root == tmp_path / "here" / "data"
+
+
+# ---- a folder with the name of a built-in graph
+
+
+@pytest.mark.parametrize("name", ["demo", "planted"])
+def test_a_dataset_with_the_name_of_a_built_in_graph_is_not_mixed_up_with_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOPLINE_DATA", str(tmp_path / "root"))
+    small().save(tmp_path / name)
+    for ask in (hl.open, locate):
+        with pytest.raises(
+            ValueError, match=rf"'{name}' is a built-in graph, and ./{name} is a dataset .*type ./{name}"
+        ):
+            ask(name)
+    outcome = command("train", name, *overrides())
+    assert f"type ./{name} for the dataset" in outcome.err
+    assert hl.open(f"./{name}").num_nodes == 400
+    small().save(tmp_path / "root" / name)
+    monkeypatch.chdir(tmp_path / "root" / name)
+    with pytest.raises(ValueError, match=f"type {tmp_path / 'root' / name} for the dataset"):
+        hl.open(name)
+
+
+def test_what_is_no_dataset_shadows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for make in (Path.mkdir, Path.touch):
+        path = tmp_path / "demo"
+        make(path)
+        outcome = command("train", "demo", *overrides(out=tmp_path / make.__name__))
+        assert outcome.status == 0, outcome.err
+        assert load_config(tmp_path / make.__name__).data == "demo"
+        assert hl.open("demo").num_nodes == 60_000
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+# ---- run folders
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hopline.run.time.strftime", lambda form: "now")
+    assert [run._new_folder("x").name for _ in range(3)] == ["x-now", "x-now-2", "x-now-3"]
+
+
+def test_a_run_that_fails_at_once_leaves_no_folder_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    small().save(tmp_path / "graph")
+    monkeypatch.chdir(tmp_path)
+    narrow = RunConfig(data="graph", model=ModelSpec(layers=2), method=method(), budget=Budget.of("1KiB"), show=False)
+    with pytest.raises(ValueError, match="budget"):
+        run.train(narrow)
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- graphs of few nodes
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3, 7, 39])
+@pytest.mark.parametrize("how", [hl.FullBatch(), hl.Historical()])
+def test_a_graph_of_fewer_nodes_than_parts_is_trained_in_fewer(how: hl.Method, num_nodes: int):
+    edges = torch.tensor([[0] * num_nodes + [num_nodes - 1], [*range(num_nodes), 0]])  # a hub, and loops
+    rows = torch.randn(num_nodes, 8, generator=torch.Generator().manual_seed(0))
+    data = hl.from_edges(edges, num_nodes=num_nodes, x=rows, y=torch.arange(num_nodes) % 2)
+    data = dataclasses.replace(data, splits={"train": torch.arange(num_nodes)}, num_classes=2)
+    found = fit(data, how=how, epochs=3)
+    assert found.history[-1].loss < found.history[0].loss
+
+
+def test_a_number_of_parts_that_was_given_is_followed_or_refused():
+    data = small(num_nodes=20, num_edges=60, num_train=5, num_valid=4)
+    with pytest.raises(ValueError, match="num_parts is 30: 20 nodes make from 1 to 20 parts"):
+        fit(data, how=hl.Historical(num_parts=30))
+    with pytest.raises(ValueError, match="num_parts is 30"):
+        fit(data, how=hl.FullBatch(num_shards=30))
