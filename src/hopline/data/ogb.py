@@ -15,11 +15,18 @@ import numpy as np
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.options import merged
 from hopline.data.paths import default_name, is_ogb_folder
 from hopline.data.text import read_csv
 
-SYMMETRIZED = ("ogbn_products", "ogbn_proteins")
-"""OGB stores each undirected edge of these once and adds the reverse when it loads them."""
+STORED_ONCE = {
+    "products": True,
+    "proteins": True,
+    "arxiv": False,
+    "mag": False,
+    "papers100m": False,
+}
+"""Whether OGB stores each undirected edge once and adds the reverse when it loads the dataset; no file says it."""
 
 
 def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
@@ -31,17 +38,29 @@ def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
     root = Path(path).expanduser()
     if not is_ogb_folder(root):
         raise ValueError(f"{root} is not an OGB folder: it needs raw/edge.csv.gz or raw/data.npz, and split/.")
+    if arguments.get("symmetrize") is None:
+        arguments = {**arguments, "symmetrize": _is_stored_once(root)}
     given: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), root.name.replace("_", "-")),
         "splits": _splits(root / "split"),
-        "symmetrize": root.name in SYMMETRIZED,
         "meta": {"origin": f"OGB folder {root.name}"},
     }
     if (root / "raw" / "data.npz").is_file():
         with _binary(root / "raw", mapped="folder" in arguments) as (edges, found):
-            return from_edges(edges, **(given | found | arguments))
+            return from_edges(edges, **merged(given | found, arguments))
     edges, found = _csv(root / "raw")
-    return from_edges(edges, **(given | found | arguments))
+    return from_edges(edges, **merged(given | found, arguments))
+
+
+def _is_stored_once(root: Path) -> bool:
+    name = root.resolve().name.lower().replace("-", "_").removeprefix("ogbn_").removesuffix("_bin")
+    if name not in STORED_ONCE:
+        raise ValueError(
+            f"The name of the folder {root} does not say whether OGB stores each edge once: type `hopline convert {root} "
+            "OUT symmetrize=true` for ogbn-products and ogbn-proteins, whose inverse edges OGB adds, else "
+            "symmetrize=false."
+        )
+    return STORED_ONCE[name]
 
 
 def _splits(folder: Path) -> dict[str, np.ndarray]:
