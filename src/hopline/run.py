@@ -16,7 +16,6 @@ from hopline import checkpoint, launch
 from hopline.budget import Budget
 from hopline.callbacks import EpochEnd, Evaluation, Run
 from hopline.choose import Candidate, choose, compare
-from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.dgl import from_dgl, is_dgl_folder
 from hopline.data.names import open_dataset
@@ -222,17 +221,18 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     """Bring a source into hopline's folder format, and check what was written."""
     check_conversion(source, folder, config)
     path = Path(source).expanduser()
+    suffix = path.suffix.lower()
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
     changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
     known: dict[str, Any] = {} if config.split_shares is None else {"split_shares": config.split_shares}
     if config.num_nodes is not None:
         known["num_nodes"] = config.num_nodes
-    if path.suffix in EDGE_LISTS:
+    if suffix in EDGE_LISTS:
         from_csv(path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **known, **options)
-    elif path.suffix == ".npz":
+    elif suffix == ".npz":
         from_npz(path, folder=folder, **known, **changed)
-    elif path.suffix == ".npy":
-        from_edges(path, folder=folder, **known, **options)
+    elif suffix == ".npy":
+        from_csv(path, config.nodes, folder=folder, columns=config.columns, **known, **options)
     elif is_dgl_folder(path):
         from_dgl(path, folder=folder, **known, **changed)
     elif is_ogb_folder(path):

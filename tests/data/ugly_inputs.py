@@ -77,7 +77,7 @@ def npz(folder: Path, **arrays: Any) -> Dataset:
 
 
 def npz_file(folder: Path, **arrays: Any) -> Path:
-    np.savez(folder / "graph.npz", **({"edge_index": np.array([[0, 1], [1, 2]])} | arrays))
+    np.savez(folder / "graph.npz", allow_pickle=False, **({"edge_index": np.array([[0, 1], [1, 2]])} | arrays))
     return folder / "graph.npz"
 
 
@@ -152,7 +152,9 @@ def edge(dataset: Dataset, name: str = "weight") -> list[Any]:
 
 EDGES = {"src": [0, 1], "dst": [1, 2]}
 LINES = "src,dst\n0,1\n1,2\n"
+NODES = "id,f\n2,7\n0,5\n1,6\n"
 HASHES = ["14695981039346656037", "14695981039346656038"]
+HASHED = {name: arrow.array([int(id_)], arrow.uint64()) for name, id_ in zip(EDGES, HASHES, strict=True)}
 NEAR = [2**53, 2**53 + 1]
 SHUFFLED = arrow.table({"id": [2, 0, 1], "f": [0.2, 0.0, 0.1], "__index_level_0__": [2, 0, 1]}).replace_schema_metadata(
     {"pandas": '{"index_columns": ["__index_level_0__"], "columns": [], "column_indexes": []}'}
@@ -169,7 +171,7 @@ CASES = [
     ),
     Case(
         "Parquet, ids=map: uint64 ids above 2^63",
-        lambda f: ids(tables(f, {c: arrow.array([int(h)], arrow.uint64()) for c, h in zip(EDGES, HASHES)}, ids="map")),
+        lambda f: ids(tables(f, HASHED, ids="map")),
         HASHES,
     ),
     Case(
@@ -184,7 +186,7 @@ CASES = [
         lambda f: ids(
             tables(
                 f,
-                {c: arrow.array([int(h)], arrow.uint64()) for c, h in zip(EDGES, HASHES)},
+                HASHED,
                 {"id": arrow.array([int(h) for h in HASHES], arrow.uint64()), "f": [0.0, 1.0]},
                 ids="map",
             )
@@ -193,7 +195,7 @@ CASES = [
     ),
     Case(
         "Parquet: uint64 ids above 2^63 as node numbers",
-        lambda f: tables(f, {c: arrow.array([int(h)], arrow.uint64()) for c, h in zip(EDGES, HASHES)}),
+        lambda f: tables(f, HASHED),
         refused="edge 0: node id 14695981039346656037 is too large for a node number: let ids=map number the nodes",
     ),
     Case(
@@ -201,7 +203,9 @@ CASES = [
         lambda f: ids(tables(f, {"src": [1.0, 2.0**60], "dst": [2.0, 3.0]}, ids="map")),
         refused="edge 1: node id 1.152921504606847e+18 is a floating-point number",
     ),
-    Case("CSV, ids=map: 001, 01 and 1", lambda f: ids(csv(f, "src,dst\n001,01\n01,1\n", ids="map")), ["001", "01", "1"]),
+    Case(
+        "CSV, ids=map: 001, 01 and 1", lambda f: ids(csv(f, "src,dst\n001,01\n01,1\n", ids="map")), ["001", "01", "1"]
+    ),
     Case(
         "CSV, ids=map: 001 in the edge file, 1 in the node file",
         lambda f: csv(f, "src,dst\n001,2\n", "id,f\n1,0.5\n2,0.7\n", ids="map"),
@@ -300,9 +304,7 @@ CASES = [
         lambda f: csv(f, "src,dst,dst\n0,1,2\n"),
         refused="edges.csv has 2 columns 'dst': rename one",
     ),
-    Case(
-        "CSV: UTF-8 with a byte-order mark (Excel)", lambda f: csv(f, b"\xef\xbb\xbf" + LINES.encode()).num_edges, 2
-    ),
+    Case("CSV: UTF-8 with a byte-order mark (Excel)", lambda f: csv(f, b"\xef\xbb\xbf" + LINES.encode()).num_edges, 2),
     Case(
         "CSV: UTF-16 (Excel's Unicode text)",
         lambda f: csv(f, LINES.encode("utf-16")),
@@ -320,12 +322,24 @@ CASES = [
         lambda f: csv(f, LINES, "id,f\n"),
         refused="nodes.csv holds no nodes: add a row for each",
     ),
+    Case("CSV: empty lines before the names", lambda f: csv(f, "\n\n" + LINES).num_edges, 2),
+    Case("CSV: spaces after commas, in the names too", lambda f: csv(f, LINES.replace(",", ", ")).num_edges, 2),
+    Case("CSV, ids=map: no edges", lambda f: csv(f, "src,dst\n", ids="map"), refused="edges.csv holds no edges"),
+    Case(
+        "CSV, ids=map: an endpoint of spaces",
+        lambda f: csv(f, "src,dst\na,  \n", ids="map"),
+        refused="edge 0: there is no node id",
+    ),
+    Case("edges.CSV on the command line", lambda f: converted(f, written(f / "edges.CSV", LINES)).num_edges, 2),
+    Case(
+        "CSV: a comma after every line", lambda f: x(csv(f, LINES, "id,f,\n0,1,\n1,2,\n2,3,\n")), [[1.0], [2.0], [3.0]]
+    ),
     Case("CSV: Windows line ends", lambda f: csv(f, LINES.replace("\n", "\r\n")).num_edges, 2),
     Case("CSV: a line with too few columns", lambda f: csv(f, LINES + "2\n"), refused="edges.csv"),
     Case(
         "CSV: a truncated .csv.gz",
         lambda f: from_csv(
-            _bytes(f / "edges.csv.gz", gzip.compress("src,dst\n".encode() + b"0,1\n1,2\n" * 5000)[:-20]), num_nodes=3
+            _bytes(f / "edges.csv.gz", gzip.compress(b"src,dst\n" + b"0,1\n1,2\n" * 5000)[:-20]), num_nodes=3
         ),
         refused="edges.csv.gz",
     ),
@@ -358,12 +372,14 @@ CASES = [
     Case(
         "Parquet: a null in a feature list",
         lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [[1.0, 2.0], [3.0, None], [3.0, 4.0]]}),
-        refused="nodes.parquet: column 'x' holds nan in row 1",
+        refused="nodes.parquet: column 'x' holds nan in row 1, entry 1: fill it in",
     ),
     Case(
         "Parquet: a null among lists of a fixed size",
         lambda f: tables(
-            f, EDGES, {"id": [0, 1, 2], "x": arrow.array([[1.0, 2.0], None, [3.0, 4.0]], arrow.list_(arrow.float32(), 2))}
+            f,
+            EDGES,
+            {"id": [0, 1, 2], "x": arrow.array([[1.0, 2.0], None, [3.0, 4.0]], arrow.list_(arrow.float32(), 2))},
         ),
         refused="column 'x' has no list in row 1",
     ),
@@ -416,7 +432,11 @@ CASES = [
         [0, -1, 1],
     ),
     # ---- edge arrays
-    Case("edge weights 1, 2 in the first chunk, 0.5, 0.25 in the next", lambda f: in_chunks([1, 2], [0.5, 0.25]), [1, 2, 0.5, 0.25]),
+    Case(
+        "edge weights 1, 2 in the first chunk, 0.5, 0.25 in the next",
+        lambda f: in_chunks([1, 2], [0.5, 0.25]),
+        [1, 2, 0.5, 0.25],
+    ),
     Case(
         "the same into a folder",
         lambda f: in_chunks([1, 2], [0.5, 0.25], folder=f / "out"),
@@ -425,7 +445,7 @@ CASES = [
     Case(
         "edge times that a float cannot hold, beside fractions",
         lambda f: in_chunks([2**53 + 1], [0.5]),
-        refused="edge array 'weight' holds 9007199254740993",
+        refused="Edge array 'weight' holds 9007199254740993",
     ),
     Case(
         "from_edges(path, edge=...)",
@@ -437,7 +457,9 @@ CASES = [
     Case(
         "from_edges(chunks, edge=...)",
         lambda f: edge(
-            from_edges([np.array([[0], [1]]), np.array([[1], [2]])], num_nodes=3, edge={"weight": np.array([0.5, 0.25])})
+            from_edges(
+                [np.array([[0], [1]]), np.array([[1], [2]])], num_nodes=3, edge={"weight": np.array([0.5, 0.25])}
+            )
         ),
         [0.5, 0.25],
     ),
@@ -447,7 +469,7 @@ CASES = [
         refused="Edge array 'weight' has 1 rows for 2 edges",
     ),
     Case(
-        "edge features of a fourth dimension and no rows (0-d)",
+        "an edge array of no dimension",
         lambda f: from_edges(np.array([[0], [1]]), edge={"weight": np.array(0.5)}),
         refused="Edge array 'weight' is a single number: give one row per edge",
     ),
@@ -457,6 +479,12 @@ CASES = [
         lambda f: from_edges(np.array([[0, 2**63], [1, 2]], np.uint64)),
         refused="holds 9223372036854775808",
     ),
+    Case(
+        ".npy edges with a node file",
+        lambda f: x(converted(f, _npy(f / "e.npy", [[0, 1], [1, 2]]), f"nodes={written(f / 'n.csv', NODES)}")),
+        [[5.0], [6.0], [7.0]],
+    ),
+    Case("a .npy file that is not there", lambda f: from_edges(f / "none.npy"), refused="There is no file none.npy"),
     Case("edges as big-endian numbers", lambda f: from_edges(np.array([[0, 1], [1, 2]], ">i4")).num_edges, 2),
     Case(
         "a .npy file of edges that is truncated",
@@ -464,7 +492,13 @@ CASES = [
         refused="e.npy is damaged",
     ),
     # ---- npz
-    Case("npz: valid_mask", lambda f: splits(npz(f, x=FEATURES_3, y=[0, 1, 0], train_mask=[True, False, False], valid_mask=[False, True, False]))["valid"], [1]),
+    Case(
+        "npz: valid_mask",
+        lambda f: splits(
+            npz(f, x=FEATURES_3, y=[0, 1, 0], train_mask=[True, False, False], valid_mask=[False, True, False])
+        )["valid"],
+        [1],
+    ),
     Case(
         "npz: train_idx, valid_idx, test_idx",
         lambda f: splits(npz(f, x=FEATURES_3, y=[0, 1, 0], train_idx=[2], valid_idx=[1], test_idx=[0])),
@@ -476,6 +510,17 @@ CASES = [
         refused="val_mask and valid_idx",
     ),
     Case("npz: edge_time of length E", lambda f: edge(npz(f, x=FEATURES_3, edge_time=[7, 8]), "time"), [7, 8]),
+    Case(
+        "npz: edge_attr of another length",
+        lambda f: npz(f, x=FEATURES_3, edge_attr=[[0.5]]),
+        refused="Edge array 'attr' has 1 rows for 2 edges",
+    ),
+    Case(
+        "npz: an array of 5 rows",
+        lambda f: npz(f, x=FEATURES_3, extra=np.zeros(5)).num_edges,
+        2,
+        told="not taken: extra [5]",
+    ),
     Case("npz: weight of length E", lambda f: edge(npz(f, x=FEATURES_3, weight=[0.5, 0.25])), [0.5, 0.25]),
     Case(
         "npz: weight where there are as many nodes as edges",
@@ -494,11 +539,50 @@ CASES = [
         lambda f: npz(f, x=FEATURES_3.astype(np.complex64)),
         refused="'x' holds complex64 where numbers should be",
     ),
-    Case("npz: x of one dimension", lambda f: npz(f, x=np.zeros(3)), refused="x has shape [3]: give one row per node, [3, 1]"),
-    Case("npz: x of texts", lambda f: npz(f, x=np.array([["a"], ["b"], ["c"]])), refused="'x' holds <U1 where numbers should be"),
-    Case("npz: y of texts", lambda f: npz(f, x=FEATURES_3, y=np.array(["a", "b", "c"])), refused="'y' holds <U1 where numbers should be"),
+    Case(
+        "npz: x of one dimension",
+        lambda f: npz(f, x=np.zeros(3)),
+        refused="x has shape [3]: give one row per node, [3, 1]",
+    ),
+    Case("npz: x a single number", lambda f: npz(f, x=np.array(3.0)), refused="array 'x' is a single number"),
+    Case(
+        "npz: edges of one dimension", lambda f: npz(f, edge_index=[0, 1]), refused="Edges must be whole numbers [2, E]"
+    ),
+    Case(
+        "npz: no edges, and nothing else", lambda f: npz(f, edge_index=np.zeros((2, 0), int)), refused="give num_nodes="
+    ),
+    Case(
+        "npz: a node number of 10^12",
+        lambda f: npz(f, edge_index=[[0], [10**12]]),
+        refused="Node ids go up to 1000000000000 for only 1 edges",
+    ),
+    Case(
+        "npz: sparse features without x_shape",
+        lambda f: npz(f, x_data=[1.0], x_indices=[0], x_indptr=[0, 1]),
+        refused="has no x_shape",
+    ),
+    Case(
+        "npz: a mask of 0 and 1",
+        lambda f: npz(f, x=FEATURES_3, y=[0, 1, 0], train_mask=[1, 1, 0]),
+        refused="make it a boolean mask",
+    ),
+    Case("npz: the label infinity", lambda f: npz(f, x=FEATURES_3, y=[0, 1, np.inf]), refused="A label is inf"),
+    Case(
+        "npz: x of texts",
+        lambda f: npz(f, x=np.array([["a"], ["b"], ["c"]])),
+        refused="'x' holds <U1 where numbers should be",
+    ),
+    Case(
+        "npz: y of texts",
+        lambda f: npz(f, x=FEATURES_3, y=np.array(["a", "b", "c"])),
+        refused="'y' holds <U1 where numbers should be",
+    ),
     Case("npz: uint64 edges", lambda f: npz(f, edge_index=np.array([[0, 1], [1, 2]], np.uint64)).num_edges, 2),
-    Case("npz: edges [E, 2]", lambda f: npz(f, edge_index=np.array([[0, 1], [1, 2], [2, 3]])), refused="Edges must be whole numbers [2, E]"),
+    Case(
+        "npz: edges [E, 2]",
+        lambda f: npz(f, edge_index=np.array([[0, 1], [1, 2], [2, 3]])),
+        refused="Edges must be whole numbers [2, E]",
+    ),
     Case(
         "npz: a label of 3e8",
         lambda f: npz(f, x=FEATURES_3, y=[0, 1, 300_000_000]),
@@ -527,7 +611,7 @@ CASES = [
     Case(
         "OGB folder by a name of its own",
         lambda f: ogb(f, "my_products"),
-        refused="does not say whether OGB stores each edge once: type `hopline convert my_products OUT symmetrize=true`",
+        refused="does not say whether OGB stores each edge once: type `hopline convert",
     ),
     Case("OGB folder by a name of its own, symmetrize=false", lambda f: ogb(f, "mine", symmetrize=False).num_edges, 3),
     Case(
@@ -536,15 +620,23 @@ CASES = [
         3,
     ),
     # ---- PyG, SciPy, tables
-    Case("PyG: a node's time where N = E", lambda f: list(data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]), time=torch.tensor([7, 8, 9])).tables), ["time"]),
+    Case(
+        "PyG: a node's time where N = E",
+        lambda f: list(data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]), time=torch.tensor([7, 8, 9])).tables),
+        ["time"],
+    ),
     Case("PyG: edge_scale of no dimension", lambda f: data(edge_scale=torch.tensor(2.0)).graph.edge, {}),
     Case(
         "PyG: a mask [N, 1] beside masks [N, 3]",
-        lambda f: data(
-            x=torch.zeros(3, 1),
-            train_mask=torch.eye(3).bool(),
-            test_mask=torch.tensor([[False], [False], [True]]),
-        ).alternatives[1]["test"].tolist(),
+        lambda f: (
+            data(
+                x=torch.zeros(3, 1),
+                train_mask=torch.eye(3).bool(),
+                test_mask=torch.tensor([[False], [False], [True]]),
+            )
+            .alternatives[1]["test"]
+            .tolist()
+        ),
         [2],
     ),
     Case(
@@ -552,9 +644,17 @@ CASES = [
         lambda f: data(train_mask=torch.zeros(3, 2).bool(), test_mask=torch.zeros(3, 4).bool()),
         refused="Split masks describe 2 and 4 splits",
     ),
-    Case("PyG: x of one dimension", lambda f: data(x=torch.zeros(3)), refused="x has shape [3]: give one row per node, [3, 1]"),
+    Case(
+        "PyG: x of one dimension",
+        lambda f: data(x=torch.zeros(3)),
+        refused="x has shape [3]: give one row per node, [3, 1]",
+    ),
     Case("PyG: complex features", lambda f: data(x=torch.zeros(3, 1, dtype=torch.complex64)), refused="complex64"),
-    Case("SciPy: complex weights", lambda f: hl.from_scipy(sparse.csr_array(np.array([[0, 1j], [0, 0]]))), refused="complex128"),
+    Case(
+        "SciPy: complex weights",
+        lambda f: hl.from_scipy(sparse.csr_array(np.array([[0, 1j], [0, 0]]))),
+        refused="complex128",
+    ),
     Case(
         "tables= given to from_csv with ids=map",
         lambda f: sorted(csv(f, LINES, ids="map", tables={"age": np.array([4, 5, 6])}).tables),
@@ -566,14 +666,30 @@ CASES = [
         refused="a row id is outside 0 .. 2",
     ),
     Case(
-        "standardized(): a column of 0.1 only",
-        lambda f: x(from_edges(np.array([[0, 1], [1, 2]]), x=torch.full((3, 1), 0.1)).standardized()),
+        "standardized(): a column of 1000000.1 only",
+        lambda f: x(from_edges(np.array([[0, 1], [1, 2]]), x=torch.full((3, 1), 1e6 + 0.1)).standardized()),
         [[0.0], [0.0], [0.0]],
+    ),
+    Case(
+        "Parquet: a categorical of pandas",
+        lambda f: labels(
+            tables(f, EDGES, {"id": [0, 1, 2], "label": arrow.array(["b", "a", None]).dictionary_encode()})
+        ),
+        [1, 0, -1],
+    ),
+    Case(
+        "Parquet: a column name twice",
+        lambda f: tables(f, EDGES, arrow.table([[0, 1, 2], [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], names=["id", "f", "f"])),
+        refused="nodes.parquet has 2 columns 'f': rename one",
     ),
     # ---- damaged Parquet
     *(
-        Case(f"Parquet: a {which} file {how}", lambda f, b=b, n=n: broken_parquet(f, b, n), refused=f"{file}.parquet cannot be read as Parquet")
-        for which, file, n in (("edge", "edges", False), ("node", "nodes", True))
+        Case(
+            f"Parquet: {which} file {how}",
+            lambda f, b=b, n=n: broken_parquet(f, b, n),
+            refused=f"{file}.parquet cannot be read as Parquet",
+        )
+        for which, file, n in (("an edge", "edges", False), ("a node", "nodes", True))
         for how, b in (
             ("cut in the middle", lambda raw: raw[: len(raw) // 2]),
             ("of no bytes", lambda raw: b""),
@@ -614,7 +730,7 @@ def main() -> None:
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
             verdict, words = outcome(case, Path(folder))
-        cells = (case.name, verdict, " ".join(words.split())[:200])
+        cells = (case.name, verdict, " ".join(words.split())[:400])
         print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
 
 

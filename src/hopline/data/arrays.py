@@ -101,7 +101,7 @@ def _signed(array: np.ndarray, what: str) -> np.ndarray:
     if array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
         at = int(np.argmax(array.reshape(-1) > np.iinfo(np.int64).max))
         raise ValueError(
-            f"{what} holds {array.reshape(-1)[at]} at position {at}, which does not fit into int64: give smaller numbers."
+            f"{what} holds {array.reshape(-1)[at]} at position {at}, which int64 cannot hold: give smaller numbers."
         )
     return array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
 

@@ -112,8 +112,10 @@ def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], opti
             raise ValueError(f"num_nodes is {num_nodes}: give a positive number.")
         return num_nodes
     for table in rows:
-        if table is not None:
-            return len(as_table(table))
+        if table is None:
+            continue
+        shape = getattr(table, "shape", None)
+        return len(as_table(table)) if not shape else int(shape[0])  # which refuses a single number
     if isinstance(edges, Iterator):
         raise ValueError("The number of nodes is not known before the last chunk: give num_nodes=.")
     largest, num_edges = -1, 0
@@ -248,15 +250,14 @@ class Runs:
         if new_dtype == sample.dtype:
             return
         column = 2 + list(self.sample.edge).index(name)
-        old = self._files[column]
         new = (self.folder / f"edge.{name}.{new_dtype}").open("w+b")
-        self._files[column] = new
-        old.seek(0)
-        for start in range(0, self.num_edges, WIDENED_ROWS):
-            piece = torch.empty((min(WIDENED_ROWS, self.num_edges - start), *sample.shape[1:]), dtype=sample.dtype)
-            old.readinto(as_bytes(piece))
-            new.write(as_bytes(exactly(piece, new_dtype, name)))
-        old.close()
+        with self._files[column] as old:
+            self._files[column] = new
+            old.seek(0)
+            for start in range(0, self.num_edges, WIDENED_ROWS):
+                piece = torch.empty((min(WIDENED_ROWS, self.num_edges - start), *sample.shape[1:]), dtype=sample.dtype)
+                old.readinto(as_bytes(piece))
+                new.write(as_bytes(exactly(piece, new_dtype, name)))
         self.sample.edge[name] = sample.to(new_dtype)
 
     def groups(self, limit: int) -> Iterator[tuple[int, int]]:

@@ -55,7 +55,7 @@ def edge_chunks(
     for chunk in chunks:
         index, arrays = chunk if isinstance(chunk, tuple) and isinstance(chunk[1], Mapping) else (chunk, {})
         index = as_tensor(index, "edge_index")
-        if index.dim() != 2 or index.size(0) != 2 or index.dtype.is_floating_point:
+        if index.dim() != 2 or index.size(0) != 2 or index.dtype.is_floating_point or index.dtype == torch.bool:
             raise ValueError(
                 f"Edges must be whole numbers [2, E], sources first, not {list(index.shape)} {index.dtype}."
             )
@@ -93,6 +93,8 @@ def _wrong_length(name: str, array: Tensor, num_edges: int) -> ValueError:
 
 def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
     """Chunks [2, n] of an `.npy` file of edges [2, E] or [E, 2]."""
+    if not Path(path).is_file():
+        raise ValueError(f"There is no file {path}: check the path.")
     # By plain reads, not by a map: mapped pages count as resident memory.
     with Path(path).open("rb") as file:
         try:
@@ -200,8 +202,8 @@ def exactly(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if bool(changed.any()):
         value = rows[changed][0].item()
         raise ValueError(
-            f"edge array {name!r} holds {value} in one chunk and numbers of type {str(dtype).removeprefix('torch.')} in "
-            "another, which cannot hold it: give all chunks one type, such as float64."
+            f"Edge array {name!r} holds {value} in one chunk, and fractions in another make all of it "
+            f"{str(dtype).removeprefix('torch.')}, which cannot hold that number: put them into an array each."
         )
     return new
 

@@ -36,12 +36,12 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
         too_large = np.flatnonzero(ids > _INT64.max)
         if too_large.size and numbers:
             raise ValueError(
-                f"{where} {first + too_large[0]}: node id {ids[too_large[0]]} is too large for a node number: let ids=map "
-                "number the nodes."
+                f"{where} {first + too_large[0]}: node id {ids[too_large[0]]} is too large for a node number: let "
+                "ids=map number the nodes."
             )
         return ids.astype(str) if too_large.size else ids.astype(np.int64)
     if ids.dtype.kind == "U":
-        empty = np.flatnonzero(ids == "")
+        empty = np.flatnonzero(np.char.strip(ids) == "")
         if empty.size:
             raise _no_id(where, first + empty[0])
         return ids

@@ -85,7 +85,7 @@ def _tell_overlaps(all_splits: SplitSets) -> None:
     """Nodes that are trained on say nothing about the others; a few graphs are meant to be so, so they are taken."""
     for number, splits in enumerate(all_splits):
         for one, other in itertools.combinations([name for name in CHECKED_SPLITS if name in splits], 2):
-            shared = splits[one][torch.isin(splits[one], splits[other])]
+            shared = _common(splits[one], splits[other])
             if shared.numel():
                 count = f"{shared.numel()} node{'s' * (shared.numel() > 1)}"
                 of = f" (of split {number})" if len(all_splits) > 1 else ""
@@ -95,10 +95,18 @@ def _tell_overlaps(all_splits: SplitSets) -> None:
                 )
 
 
+def _common(ids: Tensor, others: Tensor) -> Tensor:
+    """The ids that are among others, all of them sorted."""
+    if not others.numel():
+        return others
+    at = torch.searchsorted(others, ids).clamp(max=others.numel() - 1)
+    return ids[others[at] == ids]
+
+
 def _check_width(x: Table) -> None:
     if len(x.shape) < 2:
         raise ValueError(
-            f"x has shape {list(x.shape)}: give one row per node, [{x.shape[0]}, 1] for one feature (x[:, None])."
+            f"x has shape {list(x.shape)}: give one row per node, [{len(x)}, 1] for one feature (x[:, None])."
         )
 
 
@@ -136,6 +144,8 @@ def node_ids(selection: Any, num_nodes: int) -> Tensor:
         return chosen.nonzero().reshape(-1)
     if chosen.dtype.is_floating_point or chosen.dim() != 1:
         raise ValueError("A split must be a boolean mask over the nodes or a 1-D list of node ids.")
+    if chosen.numel() == num_nodes > 2 and 0 <= int(chosen.min()) <= int(chosen.max()) <= 1:
+        raise ValueError("A split holds a 0 or 1 for each node: make it a boolean mask, by mask.bool() or != 0.")
     return chosen.long().sort().values
 
 
@@ -216,11 +226,13 @@ def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
         if task == "multi":
             raise ValueError("Multi-label y must be [num_nodes, num_labels]: give a 2-D array of zeros and ones.")
         if labels.dtype.is_floating_point:
-            labels = labels.nan_to_num(nan=-1.0)
+            labels = torch.where(labels.isnan(), -1.0, labels)
             if not bool((labels == labels.round()).all()):
                 raise ValueError(
                     f"Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes; {REGRESSION}."
                 )
+            if labels.numel() and float(labels.max()) > MOST_CLASSES:
+                raise _too_large(f"{float(labels.max()):g}")
         return labels.long(), task or "single"
     if task not in (None, "multi"):
         raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")
@@ -235,5 +247,9 @@ def count_classes(y: Tensor | None, task: Task) -> int:
         return y.size(1)
     largest = int(y.max()) if y.numel() else 0
     if largest > MOST_CLASSES:
-        raise ValueError(f"A label is {largest}: labels number the classes 0, 1, 2, ... and -1 stands for none.")
+        raise _too_large(str(largest))
     return 2 if task == "binary" else max(largest + 1, 1)
+
+
+def _too_large(label: str) -> ValueError:
+    return ValueError(f"A label is {label}: labels number the classes 0, 1, 2, ... and -1 stands for none.")

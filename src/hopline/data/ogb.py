@@ -56,8 +56,8 @@ def _is_stored_once(root: Path) -> bool:
     name = root.resolve().name.lower().replace("-", "_").removeprefix("ogbn_").removesuffix("_bin")
     if name not in STORED_ONCE:
         raise ValueError(
-            f"The name of the folder {root} does not say whether OGB stores each edge once: type `hopline convert {root} "
-            "OUT symmetrize=true` for ogbn-products and ogbn-proteins, whose inverse edges OGB adds, else "
+            f"The name of the folder {root} does not say whether OGB stores each edge once: type `hopline convert "
+            f"{root} OUT symmetrize=true` for ogbn-products and ogbn-proteins, whose inverse edges OGB adds, else "
             "symmetrize=false."
         )
     return STORED_ONCE[name]

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from hopline.spec import nearest
 from hopline.validate import settings
 
-
 _SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 """Separators that are hard to type in a shell."""
 
@@ -50,7 +49,7 @@ def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
 
 
 def merged(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a source holds and what a caller gives, which takes precedence; tables and edge arrays are joined by name."""
+    """What a source holds and what a caller gives, which takes precedence; tables and edge arrays are joined."""
     both = {**found, **{key: value for key, value in given.items() if (key, value) != ("symmetrize", None)}}
     for key in ("tables", "edge"):
         if found.get(key) and given.get(key):
@@ -85,7 +84,7 @@ class Columns:
     def separator(self, path: Path) -> str:
         """The character that separates the columns of a file."""
         if self.delimiter is None:
-            return "\t" if ".tsv" in path.suffixes[-2:] else ","
+            return "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ","
         return _SEPARATORS.get(self.delimiter, self.delimiter)
 
     def __post_init__(self) -> None:

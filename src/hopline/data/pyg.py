@@ -45,7 +45,7 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
         elif key.endswith("_mask"):
             masks[key] = value
         elif num_rows == num_nodes:
-            # Where there are as many edges as nodes, an attribute is one of nodes unless its name says "edge", as in PyG.
+            # Where there are as many edges as nodes, it is of nodes unless its name says "edge", as in PyG.
             tables[key] = value
         elif key == "time" and num_rows == index.size(1):
             edge.setdefault("time", value)

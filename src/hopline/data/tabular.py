@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.ids import IdMap, are_numbers, checked_ids, first_not_whole, settled, to_numbers
@@ -127,7 +128,8 @@ def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _edge_array(values: np.ndarray, name: str, path: Path) -> np.ndarray:
     if values.dtype.kind not in "iufb":
         raise ValueError(f"{path}: edge column {name!r} holds text: only numbers can be edge arrays.")
-    return values.astype(np.float32) if values.dtype.kind == "f" else values
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused by its row
+        return values.astype(np.float32) if values.dtype.kind == "f" else values
 
 
 def from_csv(
@@ -140,6 +142,7 @@ def from_csv(
 ) -> Dataset:
     """A dataset from an edge file and, optionally, a node file; each may be CSV, `.csv.gz`, `.tsv` or Parquet.
 
+    The edges may be an `.npy` file of node numbers [2, E], too.
     A node file with labels and without a split column gets 20 training and 30 validation nodes per class, as an `.npz`
     file does; `split_shares=` draws others. `ids="map"` accepts any whole numbers or texts as ids, kept as they are
     written in the table "node_ids" (see `original_ids`). `arguments` are those of `from_edges`, among them `folder` for
@@ -147,6 +150,9 @@ def from_csv(
     """
     if ids not in ("number", "map"):
         raise ValueError(f"ids is {ids!r}: choose 'number' or 'map'.")
+    is_npy = Path(edges).suffix.lower() == ".npy"
+    if is_npy and ids == "map":
+        raise ValueError(f"ids=map reads the ids of text and Parquet files: leave it out for {edges}.")
     source = _EdgeFile(Path(edges).expanduser(), columns or Columns(), any_ids=ids == "map")
     given: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), source.path.name.split(".")[0]),
@@ -165,7 +171,7 @@ def from_csv(
         given |= {"num_nodes": mapping.ids.size, "tables": {"node_ids": mapping.table()}}
         if "node_ids" in (arguments.get("tables") or {}):
             raise ValueError("ids=map keeps the ids in the table 'node_ids': give the table of tables= another name.")
-    return from_edges(source, **merged(given, arguments))
+    return from_edges(source.path if is_npy else source, **merged(given, arguments))
 
 
 def from_parquet(
@@ -184,6 +190,8 @@ def _distinct(source: _EdgeFile) -> np.ndarray:
                 texts = np.union1d(texts, ids)
             else:
                 numbers = np.union1d(numbers, ids)
+    if not texts.size and not numbers.size:
+        raise ValueError(f"{source.path} holds no edges, so there are no ids to number: add some, or give nodes=FILE.")
     if not texts.size:
         return numbers
     if not are_numbers(texts):
@@ -264,7 +272,7 @@ def _whole_file(path: Path, wanted: list[str], **settings: Any) -> dict[str, np.
 def _tell_features(path: Path, features: Sequence[str], others: Sequence[str], index: Sequence[str]) -> None:
     """Say which columns become features, so that one that is none is seen."""
     taken = f"{len(features)} columns are features: {_listed(features)}" if features else "no column is a feature"
-    left = [repr(name) + " (the index of a table)" * (name in index) for name in others]
+    left = [(name or "''") + " (the index of a table)" * (name in index) for name in others]
     logger.info(f"{path}: {taken}" + (f"; not taken: {_listed(left)}" if left else ""))
 
 
@@ -282,10 +290,12 @@ def _feature(values: np.ndarray, name: str, path: Path) -> np.ndarray:
     wrong = np.argwhere(~np.isfinite(numbers))
     if wrong.size:
         at = tuple(int(i) for i in wrong[0])
-        reason = "" if not np.isfinite(values[at]) else ", which is too large for float32"
+        place = ", entry ".join(map(str, at))
+        is_large = np.isfinite(values[at])
+        advice = "which float32 cannot hold: scale the column" if is_large else "fill it in, as with the column's mean"
         raise ValueError(
-            f"{path}: column {name!r} holds {values[at]} in row {at[0]}{reason}: fill it in, for example with the column's "
-            "mean, or name the other features with columns.features=."
+            f"{path}: column {name!r} holds {values[at]} in row {place}{', ' if is_large else ': '}{advice}, or name "
+            "the other features with columns.features=."
         )
     return numbers
 
@@ -335,8 +345,8 @@ def _labels(values: np.ndarray, path: Path) -> tuple[np.ndarray, list[str]]:
     for word in (word for word in MISSING if word and (values == word).any()):
         rows = np.flatnonzero(values == word)
         logger.warning(
-            f"{path}: label {word!r} in row {rows[0]} is taken for no label, as in {rows.size} of {values.size} rows: if "
-            "it is a class, give it another name"
+            f"{path}: label {word!r} in row {rows[0]} is taken for no label, as in {rows.size} of {values.size} rows: "
+            "if it is a class, give it another name"
         )
     values = np.where(np.isin(values, MISSING), "", values)
     classes = [str(c) for c in np.unique(values) if c != ""]

@@ -61,11 +61,11 @@ def read_csv(
     written: "001" and numbers of 20 digits are texts. whole: all rows in one chunk, so that a column has one type.
     """
     _check_file(path)
-    found = _header(path, header, delimiter)
+    found, first_line = _header(path, header, delimiter)
     names = _choose(path, found, columns)
     has_arrow = importlib.util.find_spec("pyarrow") is not None
     read = _read_arrow if has_arrow else _read_plain
-    return read(path, found, names, header, delimiter, ids, whole)
+    return read(path, found, names, first_line, delimiter, ids, whole)
 
 
 def read_parquet(path: Path, *, columns: Sequence[str] | None = None, whole: bool = False) -> Iterator[Chunk]:
@@ -86,7 +86,7 @@ def columns_of(path: Path, *, header: Sequence[str] | None = None, delimiter: st
         with _open_parquet(path) as file:
             return _choose(path, file.schema_arrow.names, None)
     _check_file(path)
-    return _choose(path, _header(path, header, delimiter), None)
+    return _choose(path, _header(path, header, delimiter)[0], None)
 
 
 def index_columns(path: Path, names: Sequence[str]) -> list[str]:
@@ -104,7 +104,7 @@ def index_columns(path: Path, names: Sequence[str]) -> list[str]:
 
 def is_parquet(path: Path) -> bool:
     """Whether a file is Parquet, by its name."""
-    return path.suffix in (".parquet", ".pq")
+    return path.suffix.lower() in (".parquet", ".pq")
 
 
 def read_file(path: Path, *, columns: Sequence[str] | None = None, **settings: Any) -> Iterator[Chunk]:
@@ -158,9 +158,11 @@ def _open_text(path: Path) -> Iterator[TextIO]:
     try:
         # The mark that Excel puts before UTF-8 is not part of the first name.
         is_gzip = path.suffix == ".gz"
-        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") if is_gzip else path.open(
-            encoding="utf-8-sig", newline=""
-        ) as file:
+        with (
+            gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+            if is_gzip
+            else path.open(encoding="utf-8-sig", newline="") as file
+        ):
             yield file
     except UnicodeDecodeError as error:
         raise _not_utf8(path) from error
@@ -172,22 +174,26 @@ def _not_utf8(path: Path) -> ValueError:
     return ValueError(f"{path} is not in UTF-8: save it as UTF-8 (in Excel: CSV UTF-8).")
 
 
-def _header(path: Path, header: Sequence[str] | None, delimiter: str) -> list[str]:
-    """The names of all columns of a CSV file, as it has them."""
+def _header(path: Path, header: Sequence[str] | None, delimiter: str) -> tuple[list[str], int]:
+    """(names of all columns of a CSV file, lines before its first row)."""
     if header:
-        return list(header)
+        return list(header), 0
     with _open_text(path) as file:
-        first = next((row for row in csv.reader(file, delimiter=delimiter) if row), [])
+        reader = csv.reader(file, delimiter=delimiter)
+        first = next((row for row in reader if row), [])
+        num_lines = reader.line_num
     if not first and header is None:
         raise ValueError(f"{path} is empty: its first line must name its columns.")
-    return first if header is None else [str(i) for i in range(len(first))]
+    if header is not None:
+        return [str(i) for i in range(len(first))], 0
+    return [name.strip() for name in first], num_lines
 
 
 def _read_arrow(
     path: Path,
     found: list[str],
     names: list[str],
-    header: Sequence[str] | None,
+    first_line: int,
     delimiter: str,
     ids: Sequence[str],
     whole: bool,
@@ -204,7 +210,7 @@ def _read_arrow(
     settings = {
         "read_options": arrow_csv.ReadOptions(
             column_names=[str(i) for i in range(len(found))],
-            skip_rows_after_names=0 if header is not None else 1,
+            skip_rows=first_line,
             block_size=BLOCK_BYTES,
         ),
         "parse_options": arrow_csv.ParseOptions(delimiter=delimiter),
@@ -237,15 +243,19 @@ def _read_arrow(
         raise ValueError(f"{path} cannot be read as CSV ({_first_line(error)}): correct the file.") from error
 
 
+def _compute() -> Any:
+    """Arrow's functions over arrays, which are made at import and which type checkers do not know."""
+    return importlib.import_module("pyarrow.compute")
+
+
 def _as_ids(column: Any) -> Any:
     """Texts of an Arrow array as whole numbers, if all of them are written as whole numbers are; else as they are."""
     import pyarrow as arrow
-    import pyarrow.compute as compute
 
     numbers = _cast(column, arrow.int64())
     if numbers is None:
         return column
-    return numbers if compute.all(compute.equal(numbers.cast(arrow.string()), column)).as_py() else column
+    return numbers if _compute().all(_compute().equal(numbers.cast(arrow.string()), column)).as_py() else column
 
 
 def _cast(cells: Any, kind: Any) -> Any:
@@ -262,7 +272,6 @@ def _cast(cells: Any, kind: Any) -> Any:
 def _as_numbers(column: Any) -> Any:
     """Texts of an Arrow array as whole numbers, else as floating point, else as they are."""
     import pyarrow as arrow
-    import pyarrow.compute as compute
 
     def cast(cells: Any) -> Any:
         numbers = _cast(cells, arrow.int64())
@@ -270,9 +279,9 @@ def _as_numbers(column: Any) -> Any:
 
     if (numbers := cast(column)) is not None:  # most columns are clean, and cleaning takes three times as long
         return numbers
-    cells = compute.utf8_trim_whitespace(column)
-    is_missing = compute.is_in(cells, value_set=arrow.array(MISSING))
-    numbers = cast(compute.if_else(is_missing, arrow.scalar(None, arrow.string()), cells))
+    cells = _compute().utf8_trim_whitespace(column)
+    is_missing = _compute().is_in(cells, value_set=arrow.array(MISSING))
+    numbers = cast(_compute().if_else(is_missing, arrow.scalar(None, arrow.string()), cells))
     return column if numbers is None else numbers
 
 
@@ -282,7 +291,6 @@ def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, 
     first: the number of its first row. widths: the length of the lists of each column so far.
     """
     import pyarrow as arrow
-    import pyarrow.compute as compute
 
     if arrow.types.is_dictionary(column.type):  # a categorical of pandas
         column = column.dictionary_decode()
@@ -291,8 +299,8 @@ def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, 
         return _lists(column, path, name, first, {} if widths is None else widths)
     if arrow.types.is_string(kind) or arrow.types.is_large_string(kind):
         # A NumPy array of texts drops zero bytes at the end, and two texts would be one.
-        has_zero = compute.fill_null(compute.match_substring(column, "\0"), False)
-        if compute.any(has_zero).as_py():
+        has_zero = _compute().fill_null(_compute().match_substring(column, "\0"), False)
+        if _compute().any(has_zero).as_py():
             raise _zero_byte(path, name, first + has_zero.to_numpy(zero_copy_only=False).argmax())
         return column.fill_null("").to_numpy(zero_copy_only=False).astype(str)
     if arrow.types.is_null(kind):
@@ -311,7 +319,6 @@ def _zero_byte(path: Path, name: str, row: int) -> ValueError:
 def _lists(column: Any, path: Path, name: str, first: int, widths: dict[str, int]) -> np.ndarray:
     """An Arrow array of lists of numbers as rows [n, width]."""
     import pyarrow as arrow
-    import pyarrow.compute as compute
 
     kind = column.type.value_type
     if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
@@ -319,13 +326,13 @@ def _lists(column: Any, path: Path, name: str, first: int, widths: dict[str, int
     if column.null_count:
         row = first + column.is_null().to_numpy(zero_copy_only=False).argmax()
         raise ValueError(f"{path}: column {name!r} has no list in row {row}: give each row one, all equally long.")
-    lengths = compute.list_value_length(column).to_numpy(zero_copy_only=False)
+    lengths = _compute().list_value_length(column).to_numpy(zero_copy_only=False)
     width = widths.setdefault(name, int(lengths[0])) if len(lengths) else 0
     other = np.flatnonzero(lengths != width)
     if other.size:
         raise ValueError(
-            f"{path}: column {name!r} has a list of {lengths[other[0]]} numbers in row {first + other[0]} and of {width} "
-            "before: make them equally long."
+            f"{path}: column {name!r} has a list of {lengths[other[0]]} numbers in row {first + other[0]} and of "
+            f"{width} before: make them equally long."
         )
     values = column.flatten()
     values = values.cast(arrow.uint8()) if arrow.types.is_boolean(kind) else values
@@ -336,7 +343,7 @@ def _read_plain(
     path: Path,
     found: list[str],
     names: list[str],
-    header: Sequence[str] | None,
+    first_line: int,
     delimiter: str,
     ids: Sequence[str],
     whole: bool,
@@ -345,9 +352,7 @@ def _read_plain(
     row = 0
     with _open_text(path) as file:
         reader = csv.reader(file, delimiter=delimiter)
-        rows = ((reader.line_num, cells) for cells in reader if cells)
-        if header is None:
-            next(rows, None)
+        rows = ((reader.line_num, cells) for cells in reader if cells and reader.line_num > first_line)
         while pending := list(islice(rows, None if whole else CHUNK_ROWS)):
             for line, cells in pending:
                 if len(cells) != len(found):
