@@ -398,7 +398,7 @@ CASES = [
         "CSV: a pandas frame with its index, a column without a name",
         lambda f: x(csv(f, LINES, ",id,f\n0,2,7\n1,0,5\n2,1,6\n")),
         [[5.0], [6.0], [7.0]],
-        told="not taken: '' (the index",
+        told="not taken: '' (the index of a table)",
     ),
     Case(
         "CSV: a pandas index without an id column, rows shuffled",

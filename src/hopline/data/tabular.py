@@ -271,7 +271,7 @@ def _whole_file(path: Path, wanted: list[str], **settings: Any) -> dict[str, np.
 
 def _tell_features(path: Path, features: Sequence[str], others: Sequence[str], index: Sequence[str]) -> None:
     """Say which columns become features, so that one that is none is seen."""
-    taken = f"{len(features)} columns are features: {_listed(features)}" if features else "no column is a feature"
+    taken = f"features ({len(features)}): {_listed(features)}" if features else "no column is a feature"
     left = [(name or "''") + " (the index of a table)" * (name in index) for name in others]
     logger.info(f"{path}: {taken}" + (f"; not taken: {_listed(left)}" if left else ""))
 
