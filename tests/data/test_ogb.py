@@ -62,6 +62,13 @@ def test_what_is_no_ogb_folder_is_refused(tmp_path: Path, make_ogb_folder: MakeF
     (root / "raw" / "data.npz").write_bytes(b"PK nonsense")
     with pytest.raises(ValueError, match=r"data\.npz cannot be unpacked"):
         from_ogb_folder(root)
+    np.savez(root / "raw" / "data.npz", edge_index=np.zeros((2, 1), np.int64))
+    with pytest.raises(ValueError, match=r"data\.npz cannot be unpacked \('num_nodes_list'\)"):
+        from_ogb_folder(root)
+    np.savez(root / "raw" / "data.npz", edge_index=np.zeros((2, 1), np.int64), num_nodes_list=[1])
+    (root / "raw" / "node-label.npz").unlink()
+    with pytest.raises(ValueError, match=r"node-label\.npz cannot be unpacked"):
+        from_ogb_folder(root)
     (root / "split" / "time" / "train.csv.gz").unlink()
     with pytest.raises(ValueError, match="must hold one split folder"):
         from_ogb_folder(root)

@@ -605,6 +605,16 @@ CASES = [
         lambda f: converted(f, npz_file(f, x=FEATURES_3), "num_nodes=5"),
         refused="Table 'x' has 3 rows for 5 nodes",
     ),
+    Case(
+        "a dataset folder, num_nodes=5",
+        lambda f: converted(f, _saved(f / "data"), "num_nodes=5"),
+        refused="num_nodes= cannot be changed in",
+    ),
+    Case(
+        ".npy edges, ids=map",
+        lambda f: converted(f, _npy(f / "e.npy", [[0], [1]]), "ids=map"),
+        refused="ids= is for edge lists",
+    ),
     # ---- OGB
     Case("OGB folder ogbn_products", lambda f: ogb(f, "ogbn_products").num_edges, 6),
     Case("OGB folder ogbn-products", lambda f: ogb(f, "ogbn-products").num_edges, 6),
@@ -702,6 +712,11 @@ CASES = [
 def _npy(path: Path, rows: Any) -> Path:
     np.save(path, np.array(rows))
     return path
+
+
+def _saved(folder: Path) -> Path:
+    from_edges(np.array([[0, 1], [1, 2]])).save(folder)
+    return folder
 
 
 def _bytes(path: Path, content: bytes) -> Path:

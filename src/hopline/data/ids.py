@@ -41,7 +41,7 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
             )
         return ids.astype(str) if too_large.size else ids.astype(np.int64)
     if ids.dtype.kind == "U":
-        empty = np.flatnonzero(np.char.strip(ids) == "")
+        empty = np.flatnonzero((ids == "") | np.char.isspace(ids))
         if empty.size:
             raise _no_id(where, first + empty[0])
         return ids
@@ -128,7 +128,8 @@ class IdMap:
 
     @staticmethod
     def _unknown(ids: np.ndarray, at: int, where: str, first: int) -> ValueError:
-        return ValueError(f"{where} {first + at}: node {ids[at]!s} is not in the node file: add a row for it.")
+        shown = " ".join(str(ids[at]).split())[:60]
+        return ValueError(f"{where} {first + at}: node {shown} is not in the node file: add a row for it.")
 
     def table(self) -> torch.Tensor:
         """What is kept of the ids: int64 [N], or UTF-8 bytes [N, width] padded with zeros."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -21,6 +22,11 @@ from hopline.data.paths import default_name
 from hopline.log import logger
 from hopline.tables import SparseTable
 
+DAMAGED = (
+    *(ValueError, OSError, EOFError, KeyError, AttributeError, struct.error),
+    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError),  # the last two for what looks encrypted
+)
+"""What NumPy and zipfile raise over damaged archives."""
 _SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
 _EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
 """Arrays that are of edges where they have a row for each, though their names do not begin with "edge_"."""
@@ -113,7 +119,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
             return {key: arrays[key] for key in arrays.files}
     except FileNotFoundError as error:
         raise ValueError(f"There is no file {path}: check the path.") from error
-    except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGED as error:
         raise ValueError(f"{path} is damaged or not an .npz of plain arrays ({error}): copy it again.") from error
 
 

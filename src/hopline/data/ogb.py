@@ -15,6 +15,7 @@ import numpy as np
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.npz import DAMAGED
 from hopline.data.options import merged
 from hopline.data.paths import default_name, is_ogb_folder
 from hopline.data.text import read_csv
@@ -114,26 +115,28 @@ def _csv(raw: Path) -> tuple[Any, dict[str, Any]]:
 def _binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
     """(edges, arguments for `from_edges`) of the binary layout; large members are unpacked and mapped."""
     with tempfile.TemporaryDirectory(dir=raw if mapped else None, prefix=".unpacked-") as scratch:
+        file = raw / "data.npz"
         try:
-            with zipfile.ZipFile(raw / "data.npz") as archive:
+            with zipfile.ZipFile(file) as archive:
                 files = {Path(n).stem: _unpack(archive, n, Path(scratch)) for n in archive.namelist()}
-        except (zipfile.BadZipFile, OSError, EOFError) as error:
-            raise ValueError(f"{raw / 'data.npz'} cannot be unpacked ({error}): download it again.") from error
-        arrays = {
-            name: np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
-            for name, file in files.items()
-            if name != "edge_index"
-        }
-        num_nodes = int(np.asarray(arrays["num_nodes_list"]).sum())
-        found: dict[str, Any] = {"num_nodes": num_nodes, "x": arrays.get("node_feat")}
-        with np.load(raw / "node-label.npz", allow_pickle=False) as labels:
-            found["y"] = labels["node_label"]
+            arrays = {
+                name: np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+                for name, path in files.items()
+                if name != "edge_index"
+            }
+            edges, num_nodes = files["edge_index"], int(np.asarray(arrays["num_nodes_list"]).sum())
+            found: dict[str, Any] = {"num_nodes": num_nodes, "x": arrays.get("node_feat")}
+            file = raw / "node-label.npz"
+            with np.load(file, allow_pickle=False) as labels:
+                found["y"] = labels["node_label"]
+        except DAMAGED as error:
+            raise ValueError(f"{file} cannot be unpacked ({error}): download it again.") from error
         found["tables"] = {
             name: np.asarray(array).reshape(num_nodes)
             for name, array in arrays.items()
             if name.startswith("node_") and name != "node_feat" and array.size == num_nodes
         }
-        yield files["edge_index"], found
+        yield edges, found
 
 
 def _unpack(archive: zipfile.ZipFile, member: str, folder: Path) -> Path:
