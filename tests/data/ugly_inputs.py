@@ -401,6 +401,12 @@ CASES = [
         told="not taken: '' (the index of a table)",
     ),
     Case(
+        "CSV: a pandas index without an id column, rows in order",
+        lambda f: x(csv(f, LINES, "Unnamed: 0,f\n0,5\n1,6\n2,7\n")),
+        [[5.0], [6.0], [7.0]],
+        told="not taken: Unnamed: 0 (the index of a table)",
+    ),
+    Case(
         "CSV: a pandas index without an id column, rows shuffled",
         lambda f: csv(f, LINES, ",f\n2,7\n0,5\n1,6\n"),
         refused="holds each node number once",

@@ -232,7 +232,9 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
             f"with columns.id=, columns.label= or columns.split=, or name the features with columns.features={numbers}."
         )
     if columns.id not in whole:
-        _check_rows_are_nodes(path, {name: whole[name] for name in [*features, *looked_at]}, columns)
+        in_order = [name for name in looked_at if np.array_equal(whole[name], np.arange(given["num_nodes"]))]
+        may_be_ids = [name for name in [*features, *looked_at] if name not in in_order]
+        _check_rows_are_nodes(path, {name: whole[name] for name in may_be_ids}, columns)
     _tell_features(path, features, [name for name in free if name not in features], index)
     if features:
         parts = [_feature(whole[name], name, path) for name in features]
@@ -312,8 +314,6 @@ def _check_rows_are_nodes(path: Path, features: dict[str, np.ndarray], columns: 
     """Refuse a column of ids by another name: its rows would become nodes 0, 1, 2, ... in the order of the file."""
     for name, values in features.items():
         is_numbered = values.dtype.kind in "iu" and values.ndim == 1 and values.size > 1 and columns.features is None
-        if name == "" and np.array_equal(values, np.arange(values.size)):
-            continue  # the numbers of the rows, which are the nodes
         if is_numbered and np.array_equal(np.sort(values), np.arange(values.size)):
             typed = f"type columns.id={name}" if name else "give it a name in the first line, such as id"
             raise ValueError(
