@@ -76,6 +76,18 @@ def test_convert_and_verify(tmp_path: Path):
     assert text.splitlines()[-1] == f"{folder} is intact"
 
 
+def test_convert_says_which_columns_are_features(tmp_path: Path):
+    (tmp_path / "e.tsv").write_text("src\tdst\n0\t1\n")
+    (tmp_path / "n.csv").write_text(",id,age,score,label\n1,1,4,0.5,1\n0,0,3,0.1,0\n")
+    status, text, err = command("convert", tmp_path / "e.tsv", tmp_path / "graph", f"nodes={tmp_path / 'n.csv'}")
+    assert (status, "error" in err) == (0, False)
+    assert "n.csv: features (2): age, score; not taken: '' (the index of a table)" in text
+    status, text, _ = command(
+        "convert", tmp_path / "e.tsv", tmp_path / "two", f"nodes={tmp_path / 'n.csv'}", "columns.features=age"
+    )
+    assert "n.csv: features (1): age; not taken: '' (the index of a table), score" in text
+
+
 @pytest.mark.parametrize("settings", [("shards=3", "how=range"), ("--shards", "3", "--how", "range")])
 def test_partition_and_verify(graph: Path, tmp_path: Path, settings: tuple[str, ...]):
     folder = tmp_path / "shards"

@@ -18,6 +18,7 @@ from hopline import __version__
 from hopline.data.names import locate, names
 from hopline.errors import PeerError, RankError, StageError
 from hopline.interrupt import Interrupted
+from hopline.log import printed
 from hopline.recipes import RECIPES, find_recipe
 from hopline.run_settings import (
     ConvertConfig,
@@ -198,7 +199,8 @@ def convert(
     check_conversion(source, folder, config)
     from hopline import run
 
-    data = run.convert(source, folder, config)
+    with printed():
+        data = run.convert(source, folder, config)
     print(f"{data!r}\nwritten to {folder}")
     if "split" in data.meta:
         print(f"split: {data.meta['split']}")

@@ -17,7 +17,6 @@ from hopline import checkpoint, launch
 from hopline.budget import Budget
 from hopline.callbacks import EpochEnd, Evaluation, Run
 from hopline.choose import Candidate, choose, compare
-from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.dgl import from_dgl, is_dgl_folder
 from hopline.data.names import locate, open_dataset
@@ -294,22 +293,25 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     """Bring a source into hopline's folder format, and check what was written."""
     check_conversion(source, folder, config)
     path = Path(source).expanduser()
+    suffix = path.suffix.lower()
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
     changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
-    shares: dict[str, Any] = {} if config.split_shares is None else {"split_shares": config.split_shares}
-    if path.suffix in EDGE_LISTS:
-        known = {} if config.num_nodes is None else {"num_nodes": config.num_nodes}
-        given = {"columns": config.columns, "ids": config.ids, **known, **shares, **options}
-        from_csv(path, config.nodes, folder=folder, **given)
-    elif path.suffix == ".npz":
-        from_npz(path, folder=folder, **shares, **changed)
-    elif path.suffix == ".npy":
-        from_edges(path, folder=folder, num_nodes=config.num_nodes, **shares, **options)
+    known: dict[str, Any] = {} if config.split_shares is None else {"split_shares": config.split_shares}
+    if config.num_nodes is not None:
+        known["num_nodes"] = config.num_nodes
+    if suffix in EDGE_LISTS:
+        from_csv(path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **known, **options)
+    elif suffix == ".npz":
+        from_npz(path, folder=folder, **known, **changed)
+    elif suffix == ".npy":
+        from_csv(path, config.nodes, folder=folder, columns=config.columns, **known, **options)
     elif is_dgl_folder(path):
-        from_dgl(path, folder=folder, **shares, **changed)
+        from_dgl(path, folder=folder, **known, **changed)
     elif is_ogb_folder(path):
-        from_ogb_folder(path, folder=folder, **shares, **changed)
+        from_ogb_folder(path, folder=folder, **known, **changed)
     else:
+        if config.num_nodes is not None:
+            raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
         data = open_dataset(source, data_root=config.data_root, **changed)
         data = data if config.split_shares is None else random_split(data, config.split_shares)
         dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)

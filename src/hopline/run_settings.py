@@ -206,21 +206,24 @@ def load_trusted(folder: Path, trust: bool) -> RunConfig:
     return config
 
 
-EDGE_LISTS = (".csv", ".gz", ".parquet", ".txt", ".tsv")
+EDGE_LISTS = (".csv", ".gz", ".parquet", ".pq", ".txt", ".tsv")
 """How the names of edge lists end."""
 
 
 def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:
     """Refuse a conversion of what does not exist, over what does, or with settings that mean nothing for it."""
     path = Path(source).expanduser()
+    suffix = path.suffix.lower()
     if is_dataset(folder) and not config.overwrite:
         raise ValueError(f"{folder} holds a dataset: choose another folder, or replace it with overwrite=true")
-    if path.suffix in (*EDGE_LISTS, ".npz", ".npy"):
+    if suffix in (*EDGE_LISTS, ".npz", ".npy"):
         if not path.is_file():
             raise ValueError(f"there is no file {path}: check the path")
     elif not path.exists():
         locate(source, data_root=config.data_root)
-    if path.suffix not in EDGE_LISTS:
-        given = [key for key in ("nodes", "columns", "ids") if getattr(config, key) != getattr(ConvertConfig(), key)]
+    if suffix not in EDGE_LISTS:
+        has_nodes = suffix == ".npy" and config.nodes is not None
+        meaningless = ("ids",) if has_nodes else ("nodes", "columns", "ids")
+        given = [key for key in meaningless if getattr(config, key) != getattr(ConvertConfig(), key)]
         if given:
             raise ValueError(f"{given[0]}= is for edge lists (.csv, .parquet): leave it out for {source}")

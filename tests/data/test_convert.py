@@ -160,3 +160,48 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_edges(tmp_path: Path, mon
     assert max(held) <= chunk
     # 2M edges are 32 MB as int64; a few buffers of one chunk are not.
     assert peak < 10_000_000
+
+
+@pytest.mark.parametrize("to_folder", [False, True])
+def test_a_chunk_with_fractions_makes_all_of_an_edge_array_fractions(
+    to_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "WIDENED_ROWS", 7)
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.randint(0, 9, (2, 40), generator=generator)
+    whole = torch.randint(0, 9, (40, 2), generator=generator)
+    fractions = torch.rand(40, 2, generator=generator)
+    chunks = [
+        (ends, {"attr": whole, "time": torch.arange(40)}),
+        # In another order, too: arrays go by their names.
+        (ends, {"time": torch.arange(40, 80), "attr": fractions}),
+        (ends, {"attr": whole.int(), "time": torch.arange(80, 120)}),
+    ]
+    data = from_edges(chunks, num_nodes=9, folder=tmp_path / "out" if to_folder else None)
+    order = torch.argsort(ends.repeat(1, 3)[1], stable=True)
+    assert torch.equal(data.graph.edge["attr"], torch.cat([whole, fractions, whole])[order])
+    assert torch.equal(data.graph.edge["time"], torch.arange(120)[order])
+    assert (data.graph.edge["attr"].dtype, data.graph.edge["time"].dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize("to_folder", [False, True])
+def test_a_number_that_would_be_rounded_for_another_chunk_is_refused(to_folder: bool, tmp_path: Path) -> None:
+    one = torch.zeros(2, 1, dtype=torch.int64)
+    chunks = [(one, {"time": torch.tensor([2**24 + 1])}), (one, {"time": torch.tensor([0.5])})]
+    for given in (chunks, chunks[::-1]):
+        with pytest.raises(ValueError, match="Edge array 'time' holds 16777217 in one chunk, and fractions in another"):
+            from_edges(given, num_nodes=1, folder=tmp_path / "out" if to_folder else None)
+
+
+def test_edge_arrays_go_along_with_edges_of_every_kind(tmp_path: Path) -> None:
+    ends, weight = torch.randint(0, 9, (2, 50)), torch.rand(50)
+    np.save(tmp_path / "e.npy", ends.numpy())
+    whole = from_edges(ends, edge={"weight": weight}, num_nodes=9)
+    pieces = [ends[:, :7], (ends[:, 7:30], {}), ends[:, 30:]]
+    for source in (tmp_path / "e.npy", str(tmp_path / "e.npy"), pieces, iter(pieces)):
+        data = from_edges(source, edge={"weight": weight}, num_nodes=9, chunk_edges=11)
+        assert torch.equal(data.graph.edge["weight"], whole.graph.edge["weight"])
+    with pytest.raises(ValueError, match="Edge array 'weight' has 51 rows for 50 edges: give one row per edge"):
+        from_edges(pieces, edge={"weight": torch.rand(51)}, num_nodes=9)
+    with pytest.raises(ValueError, match="Edge array 'weight' comes with the chunks and by edge=: give one of them"):
+        from_edges([(ends, {"weight": weight})], edge={"weight": weight}, num_nodes=9)

@@ -57,10 +57,17 @@ def test_what_is_no_ogb_folder_is_refused(tmp_path: Path, make_ogb_folder: MakeF
     assert not is_ogb_folder(tmp_path)
     with pytest.raises(ValueError, match=r"is not an OGB folder: it needs raw/edge\.csv\.gz or raw/data\.npz"):
         from_ogb_folder(tmp_path)
-    root = tmp_path / "ogbn_x"
+    root = tmp_path / "ogbn_arxiv"
     make_ogb_folder(root, binary=True)
     (root / "raw" / "data.npz").write_bytes(b"PK nonsense")
     with pytest.raises(ValueError, match=r"data\.npz cannot be unpacked"):
+        from_ogb_folder(root)
+    np.savez(root / "raw" / "data.npz", edge_index=np.zeros((2, 1), np.int64))
+    with pytest.raises(ValueError, match=r"data\.npz cannot be unpacked \('num_nodes_list'\)"):
+        from_ogb_folder(root)
+    np.savez(root / "raw" / "data.npz", edge_index=np.zeros((2, 1), np.int64), num_nodes_list=[1])
+    (root / "raw" / "node-label.npz").unlink()
+    with pytest.raises(ValueError, match=r"node-label\.npz cannot be unpacked"):
         from_ogb_folder(root)
     (root / "split" / "time" / "train.csv.gz").unlink()
     with pytest.raises(ValueError, match="must hold one split folder"):

@@ -213,10 +213,10 @@ def test_a_dataset_is_called_as_its_folder(make: Callable[..., Dataset], tmp_pat
 
 
 def test_a_folder_of_ogb_gets_a_split_too(tmp_path: Path, make_ogb_folder: Callable[..., Any]) -> None:
-    make_ogb_folder(tmp_path / "ogbn_mine")
-    data = from_ogb_folder(tmp_path / "ogbn_mine", folder=tmp_path / "out", split_shares=(0.5, 0.25, 0.25))
+    make_ogb_folder(tmp_path / "ogbn_arxiv")
+    data = from_ogb_folder(tmp_path / "ogbn_arxiv", folder=tmp_path / "out", split_shares=(0.5, 0.25, 0.25))
     assert [len(nodes) for nodes in data.splits.values()] == [6, 3, 3]
-    assert ids(data) == ids(random_split(from_ogb_folder(tmp_path / "ogbn_mine"), (0.5, 0.25, 0.25)))
+    assert ids(data) == ids(random_split(from_ogb_folder(tmp_path / "ogbn_arxiv"), (0.5, 0.25, 0.25)))
 
 
 def test_a_split_that_is_replaced_need_not_be_right() -> None:

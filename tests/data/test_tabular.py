@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hopline.data import from_npz, text
+from hopline.data.ids import IdMap, original_ids
 from hopline.data.options import Columns
-from hopline.data.tabular import IdMap, from_csv, from_parquet, original_ids
+from hopline.data.tabular import from_csv, from_parquet
 from hopline.run_settings import ConvertConfig
 from hopline.spec import override
 
@@ -295,5 +296,5 @@ def test_tabs_can_be_typed(tmp_path: Path, delimiter: str) -> None:
     (tmp_path / "e.tsv").write_text("0\t1\n1\t2\n")
     config = override(ConvertConfig(), [f"columns.delimiter={delimiter}", "columns.header=src,dst"])
     assert from_csv(tmp_path / "e.tsv", columns=config.columns).num_edges == 2
-    with pytest.raises(ValueError, match=r"columns\.delimiter must be one character, or tab, not ',,'"):
+    with pytest.raises(ValueError, match=r"columns\.delimiter must be one character, tab or space, not ',,'"):
         Columns(delimiter=",,")

@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.data.built_in import Planted
     from hopline.data.convert import convert_edges, from_edges
     from hopline.data.dataset import Dataset
+    from hopline.data.ids import original_ids
     from hopline.data.names import NameInfo, default_data_root, open_dataset
     from hopline.data.names import open_dataset as open
     from hopline.data.npz import from_npz
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.data.splits import random_split
     from hopline.data.store import open_folder, save, verify
     from hopline.data.synthetic import planted
-    from hopline.data.tabular import from_csv, from_parquet, original_ids
+    from hopline.data.tabular import from_csv, from_parquet
 
 __getattr__, __dir__ = on_first_use(
     __name__,
@@ -25,6 +26,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.data.built_in": ("Planted",),
         "hopline.data.convert": ("convert_edges", "from_edges"),
         "hopline.data.dataset": ("Dataset",),
+        "hopline.data.ids": ("original_ids",),
         "hopline.data.names": ("NameInfo", "default_data_root", "open=open_dataset", "open_dataset"),
         "hopline.data.npz": ("from_npz",),
         "hopline.data.ogb": ("from_ogb_folder",),
@@ -33,7 +35,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.data.splits": ("random_split",),
         "hopline.data.store": ("open_folder", "save", "verify"),
         "hopline.data.synthetic": ("planted",),
-        "hopline.data.tabular": ("from_csv", "from_parquet", "original_ids"),
+        "hopline.data.tabular": ("from_csv", "from_parquet"),
     },
 )
 

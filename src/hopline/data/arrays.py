@@ -35,6 +35,8 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 """The element types that a dataset folder may hold, by the name the manifest gives them."""
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types that a dataset does not hold."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,13 +68,45 @@ def file_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return HEADER_BYTES + prod(shape) * dtype.itemsize
 
 
-def as_tensor(array: Any) -> Tensor:
-    """A tensor over the memory of a tensor, an array (which may be a read-only map) or a list."""
+def as_tensor(array: Any, what: str = "an array") -> Tensor:
+    """A tensor over the memory of a tensor, an array (which may be a read-only map) or a list.
+
+    Unsigned numbers, for which torch has next to no operations, become signed ones, in a copy; so do numbers of another
+    byte order. what: the array's name in a refusal.
+    """
     if isinstance(array, Tensor):
-        return array
+        if array.is_complex():
+            raise _no_numbers(what, str(array.dtype).removeprefix("torch."))
+        if array.dtype not in UNSIGNED:
+            return array
+        array = array.cpu().numpy()
     array = np.asarray(array)
-    if array.dtype.kind not in "biuf":
-        raise ValueError(f"An array holds {array.dtype} where numbers should be: give numbers.")
+    if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise _no_numbers(what, str(array.dtype))
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        return _from_numpy(_signed(array, what))
+    if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    return _from_numpy(array)
+
+
+def _no_numbers(what: str, dtype: str) -> ValueError:
+    return ValueError(
+        f"{what} holds {dtype} where numbers should be: give numbers, whole or floating-point, of at most 64 bits."
+    )
+
+
+def _signed(array: np.ndarray, what: str) -> np.ndarray:
+    """Unsigned numbers as the signed ones that hold them all."""
+    if array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
+        at = int(np.argmax(array.reshape(-1) > np.iinfo(np.int64).max))
+        raise ValueError(
+            f"{what} holds {array.reshape(-1)[at]} at position {at}, which int64 cannot hold: give smaller numbers."
+        )
+    return array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
     with warnings.catch_warnings():
         # Torch cannot mark a tensor as read-only and says so; tables and graphs are not written in place.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -85,7 +119,7 @@ def map_npy(path: Path, dtype: torch.dtype, shape: tuple[int, ...], *, copy_on_w
         return torch.empty(shape, dtype=dtype)
     mode = "c" if copy_on_write else "r"
     array = np.memmap(path, mode=mode, dtype=numpy_dtype(dtype), offset=HEADER_BYTES, shape=shape)
-    tensor = as_tensor(array)
+    tensor = _from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
 
 

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.data.arrays import as_bytes
-from hopline.data.dataset import Dataset
+from hopline.data.dataset import Dataset, as_table
 from hopline.data.edges import (
     Edges,
     EdgeSource,
     check_same_arrays,
+    common_dtype,
     edge_chunks,
     empty_edges,
+    exactly,
     group,
     index_dtype,
     join,
@@ -41,6 +43,8 @@ MOST_IDLE = 1000
 """Nodes per edge beyond which ids are taken for names rather than numbers, unless num_nodes= says otherwise."""
 NUM_BUCKETS = 1 << 12
 """Destination ranges into which each run is cut; they are joined again into groups of one chunk's size."""
+WIDENED_ROWS = 1 << 20
+"""Rows of an edge array that are held in memory when its type changes."""
 
 
 def from_edges(
@@ -108,8 +112,10 @@ def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], opti
             raise ValueError(f"num_nodes is {num_nodes}: give a positive number.")
         return num_nodes
     for table in rows:
-        if table is not None:
-            return int(table.shape[0]) if hasattr(table, "shape") else len(table)
+        if table is None:
+            continue
+        shape = getattr(table, "shape", None)
+        return len(as_table(table)) if not shape else int(shape[0])  # which refuses a single number
     if isinstance(edges, Iterator):
         raise ValueError("The number of nodes is not known before the last chunk: give num_nodes=.")
     largest, num_edges = -1, 0
@@ -226,16 +232,33 @@ class Runs:
             names = ["src", "dst", *(f"edge.{name}" for name in edges.edge)]
             self._files = [(self.folder / name).open("w+b") for name in names]
         check_same_arrays(self.sample, edges)
+        for name, array in edges.edge.items():
+            self._widen(name, array.dtype)
         starts, order = ops.group_edges(edges.dst // self.width, self.num_buckets)
-        for file, column, sample in zip(self._files, self._columns(edges), self._columns(self.sample), strict=True):
-            file.write(as_bytes(column[order].to(sample.dtype)))
+        # By name: the arrays of a chunk may come in another order.
+        arrays = [exactly(edges.edge[name], sample.dtype, name) for name, sample in self.sample.edge.items()]
+        for file, column in zip(self._files, [edges.src, edges.dst, *arrays], strict=True):
+            file.write(as_bytes(column[order]))
             file.flush()
         self._starts.append(starts + self.num_edges)
         self.num_edges += edges.src.numel()
 
-    @staticmethod
-    def _columns(edges: Edges) -> list[Tensor]:
-        return [edges.src, edges.dst, *edges.edge.values()]
+    def _widen(self, name: str, dtype: torch.dtype) -> None:
+        """Write an edge array anew if the next chunk has fractions where all so far had whole numbers."""
+        sample = self.sample.edge[name]
+        new_dtype = common_dtype([sample.dtype, dtype])
+        if new_dtype == sample.dtype:
+            return
+        column = 2 + list(self.sample.edge).index(name)
+        new = (self.folder / f"edge.{name}.{new_dtype}").open("w+b")
+        with self._files[column] as old:
+            self._files[column] = new
+            old.seek(0)
+            for start in range(0, self.num_edges, WIDENED_ROWS):
+                piece = torch.empty((min(WIDENED_ROWS, self.num_edges - start), *sample.shape[1:]), dtype=sample.dtype)
+                old.readinto(as_bytes(piece))
+                new.write(as_bytes(exactly(piece, new_dtype, name)))
+        self.sample.edge[name] = sample.to(new_dtype)
 
     def groups(self, limit: int) -> Iterator[tuple[int, int]]:
         """Ranges of buckets with at most `limit` edges and nodes each (one bucket at least)."""
@@ -256,7 +279,7 @@ class Runs:
         spans = [(int(starts[first]), int(starts[last])) for starts in self._starts]
         total = sum(stop - start for start, stop in spans)
         columns = []
-        for i, sample in enumerate(self._columns(self.sample)):
+        for i, sample in enumerate([self.sample.src, self.sample.dst, *self.sample.edge.values()]):
             column = torch.empty((total, *sample.shape[1:]), dtype=sample.dtype)
             row_bytes = sample.dtype.itemsize * column[:1].numel() if total else 0
             filled = 0

@@ -186,9 +186,11 @@ class Dataset:
         """The same dataset with features of mean 0 and standard deviation 1, columns of one value being 0; dense."""
         rows = self.tables[table].read(torch.arange(self.num_nodes))
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        is_constant = (rows == rows[:1]).all(0)
         rows = rows - rows.mean(0)
         deviation = rows.std(0)
-        new = TensorTable(rows / torch.where(deviation > 0, deviation, 1))
+        # The mean of equal numbers is off by rounding, so that their difference from it would not be 0.
+        new = TensorTable((rows / torch.where(deviation > 0, deviation, 1)).masked_fill(is_constant, 0))
         return replace(self, tables={**self.tables, table: new})
 
     def validate(self) -> list[str]:
@@ -223,12 +225,24 @@ def _shape(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def as_table(rows: Any) -> Table:
-    """A table over whatever holds rows: a table, a tensor, an array, or a sparse matrix of torch or SciPy."""
+def as_table(rows: Any, name: str = "x") -> Table:
+    """A table over whatever holds rows: a table, a tensor, an array, or a sparse matrix of torch or SciPy.
+
+    name: what a refusal calls it.
+    """
+    table = _as_table(rows, name)
+    if table.dtype.is_complex:
+        as_tensor(torch.empty(0, dtype=table.dtype), f"table {name!r}")  # which refuses it
+    if not table.shape:
+        raise ValueError(f"Table {name!r} is a single number: give one row per node.")
+    return table
+
+
+def _as_table(rows: Any, name: str) -> Table:
     if isinstance(rows, Table):
         return rows
     if isinstance(rows, Tensor) and rows.layout == torch.strided:
-        return TensorTable(rows)
+        return TensorTable(as_tensor(rows, f"table {name!r}"))
     if isinstance(rows, Tensor) and rows.layout == torch.sparse_csr:
         return SparseTable(rows.crow_indices().long(), rows.col_indices(), rows.values(), rows.size(1))
     if isinstance(rows, Tensor):
@@ -240,6 +254,6 @@ def as_table(rows: Any) -> Table:
         return SparseTable(indptr, column, coo.values(), rows.size(1))
     if hasattr(rows, "tocsr"):
         csr = rows.tocsr()
-        indptr, columns, values = (as_tensor(a) for a in (csr.indptr, csr.indices, csr.data))
+        indptr, columns, values = (as_tensor(a, f"table {name!r}") for a in (csr.indptr, csr.indices, csr.data))
         return SparseTable(indptr.long(), columns, values, csr.shape[1])
-    return TensorTable(as_tensor(rows))
+    return TensorTable(as_tensor(rows, f"table {name!r}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -41,29 +42,59 @@ def index_dtype(num_nodes: int) -> torch.dtype:
 def edge_chunks(
     source: EdgeSource, edge: Mapping[str, Any] | None, chunk_edges: int
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Cut any edge source into ([2, n], edge arrays) with n at most `chunk_edges`."""
+    """Cut any edge source into ([2, n], edge arrays) with n at most `chunk_edges`.
+
+    edge: arrays over the edges of all chunks, beside those that come with the chunks.
+    """
+    whole = _edge_arrays(edge or {})
     if isinstance(source, str | Path):
-        yield from ((chunk, {}) for chunk in npy_edges(source, chunk_edges))
-        return
-    chunks: Iterable[EdgeChunk] = [(source, edge or {})] if isinstance(source, Tensor | np.ndarray) else source
+        chunks: Iterable[EdgeChunk] = npy_edges(source, chunk_edges)
+    else:
+        chunks = [source] if isinstance(source, Tensor | np.ndarray) else source
+    offset = 0
     for chunk in chunks:
         index, arrays = chunk if isinstance(chunk, tuple) and isinstance(chunk[1], Mapping) else (chunk, {})
-        index = as_tensor(index)
-        if index.dim() != 2 or index.size(0) != 2 or index.dtype.is_floating_point:
+        index = as_tensor(index, "edge_index")
+        if index.dim() != 2 or index.size(0) != 2 or index.dtype.is_floating_point or index.dtype == torch.bool:
             raise ValueError(
                 f"Edges must be whole numbers [2, E], sources first, not {list(index.shape)} {index.dtype}."
             )
-        columns = {name: as_tensor(array) for name, array in cast(Mapping[str, Any], arrays).items()}
+        num_edges = index.size(1)
+        columns = _edge_arrays(cast(Mapping[str, Any], arrays))
         for name, array in columns.items():
-            if array.size(0) != index.size(1):
-                raise ValueError(f"Edge array {name!r} has {array.size(0)} rows for {index.size(1)} edges.")
-        for start in range(0, index.size(1), chunk_edges):
+            if name in whole:
+                raise ValueError(f"Edge array {name!r} comes with the chunks and by edge=: give one of them.")
+            if array.size(0) != num_edges:
+                raise _wrong_length(name, array, num_edges)
+        columns |= {name: array[offset : offset + num_edges] for name, array in whole.items()}
+        offset += num_edges
+        for name, array in whole.items():
+            if array.size(0) < offset:
+                raise _wrong_length(name, array, offset)
+        for start in range(0, num_edges, chunk_edges):
             stop = start + chunk_edges
             yield index[:, start:stop], {name: a[start:stop] for name, a in columns.items()}
+    for name, array in whole.items():
+        if array.size(0) != offset:
+            raise _wrong_length(name, array, offset)
+
+
+def _edge_arrays(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+    found = {name: as_tensor(array, f"edge array {name!r}") for name, array in arrays.items()}
+    for name, array in found.items():
+        if not array.dim():
+            raise ValueError(f"Edge array {name!r} is a single number: give one row per edge.")
+    return found
+
+
+def _wrong_length(name: str, array: Tensor, num_edges: int) -> ValueError:
+    return ValueError(f"Edge array {name!r} has {array.size(0)} rows for {num_edges} edges: give one row per edge.")
 
 
 def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
     """Chunks [2, n] of an `.npy` file of edges [2, E] or [E, 2]."""
+    if not Path(path).is_file():
+        raise ValueError(f"There is no file {path}: check the path.")
     # By plain reads, not by a map: mapped pages count as resident memory.
     with Path(path).open("rb") as file:
         try:
@@ -83,7 +114,9 @@ def npy_edges(path: str | Path, chunk_edges: int) -> Iterator[Tensor]:
                 position = row * num_edges + first if by_row else 2 * first
                 file.seek(start + position * dtype.itemsize)
                 rows.append(np.fromfile(file, dtype, count if by_row else 2 * count))
-            yield torch.from_numpy(np.stack(rows) if by_row else rows[0].reshape(count, 2).T)
+            if any(row.size != (count if by_row else 2 * count) for row in rows):
+                raise ValueError(f"{path} is damaged (it ends before edge {first + count}): write it again.")
+            yield as_tensor(np.stack(rows) if by_row else rows[0].reshape(count, 2).T, str(path))
 
 
 def prepare(index: Tensor, edge: dict[str, Tensor], num_nodes: int, offset: int, options: EdgeOptions) -> Edges:
@@ -155,11 +188,32 @@ def check_same_arrays(first: Edges, other: Edges) -> None:
             raise ValueError(f"Not all chunks have the edge array {name!r} in one shape: give every chunk the same.")
 
 
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The type of an edge array whose chunks have these: a floating-point one as soon as one of them is."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def exactly(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Rows of an edge array in the type of its other chunks, whose numbers must not change by it."""
+    if rows.dtype == dtype:
+        return rows
+    new = rows.to(dtype)
+    changed = new.to(rows.dtype) != rows
+    if bool(changed.any()):
+        value = rows[changed][0].item()
+        raise ValueError(
+            f"Edge array {name!r} holds {value} in one chunk, and fractions in another make all of it "
+            f"{str(dtype).removeprefix('torch.')}, which cannot hold that number: put them into an array each."
+        )
+    return new
+
+
 def join(pieces: list[Edges], num_nodes: int) -> Edges:
     """One edge list from its pieces, which must have the same edge arrays."""
     if not pieces:
         return empty_edges(num_nodes)
     for piece in pieces:
         check_same_arrays(pieces[0], piece)
-    edge = {name: torch.cat([p.edge[name].to(a.dtype) for p in pieces]) for name, a in pieces[0].edge.items()}
+    dtypes = {name: common_dtype(p.edge[name].dtype for p in pieces) for name in pieces[0].edge}
+    edge = {name: torch.cat([exactly(p.edge[name], to, name) for p in pieces]) for name, to in dtypes.items()}
     return Edges(torch.cat([p.src for p in pieces]), torch.cat([p.dst for p in pieces]), edge)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hopline.data.arrays import as_tensor
-from hopline.data.checks import REGRESSION, check_nodes
+from hopline.data.checks import CHECKED_SPLITS, REGRESSION, check_nodes
 from hopline.data.dataset import as_table
 from hopline.data.manifest import Task
+from hopline.log import logger
 from hopline.ops import derive_key
 from hopline.ops.random import draw
 from hopline.tables import SparseTable, Table, TensorTable
@@ -56,24 +58,56 @@ def node_data(
 ) -> NodeData:
     """Features, labels and splits in any accepted form, checked."""
     labels, task = normalize_labels(y, task)
-    found = {name: as_table(rows) for name, rows in (tables or {}).items()}
+    found = {name: as_table(rows, name) for name, rows in (tables or {}).items()}
     if x is not None:
         found = {"x": _floating(as_table(x)), **found}
+        _check_width(found["x"])
     for name, table in found.items():
         if len(table) != num_nodes:
             raise ValueError(f"Table {name!r} has {len(table)} rows for {num_nodes} nodes: give one row per node.")
     if labels is not None and labels.size(0) != num_nodes:
         raise ValueError(f"There are {labels.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
+    all_splits = split_sets(splits or {}, num_nodes)
+    _tell_overlaps(all_splits)
     nodes = NodeData(
         num_nodes=num_nodes,
         tables=found,
         y=labels,
-        all_splits=split_sets(splits or {}, num_nodes),
+        all_splits=all_splits,
         task=task,
         num_classes=count_classes(labels, task) if num_classes is None else num_classes,
     )
     check_nodes(nodes, lambda array: f"Array {array!r}")
     return nodes
+
+
+def _tell_overlaps(all_splits: SplitSets) -> None:
+    """Nodes that are trained on say nothing about the others; a few graphs are meant to be so, so they are taken."""
+    for number, splits in enumerate(all_splits):
+        for one, other in itertools.combinations([name for name in CHECKED_SPLITS if name in splits], 2):
+            shared = _common(splits[one], splits[other])
+            if shared.numel():
+                count = f"{shared.numel()} node{'s' * (shared.numel() > 1)}"
+                of = f" (of split {number})" if len(all_splits) > 1 else ""
+                logger.warning(
+                    f"splits {one!r} and {other!r}{of} share {count}, such as node {int(shared[0])}: scores count "
+                    "them twice; give each node to one split, or draw them anew with split_shares=0.6,0.2,0.2"
+                )
+
+
+def _common(ids: Tensor, others: Tensor) -> Tensor:
+    """The ids that are among others, all of them sorted."""
+    if not others.numel():
+        return others
+    at = torch.searchsorted(others, ids).clamp(max=others.numel() - 1)
+    return ids[others[at] == ids]
+
+
+def _check_width(x: Table) -> None:
+    if len(x.shape) < 2:
+        raise ValueError(
+            f"x has shape {list(x.shape)}: give one row per node, [{len(x)}, 1] for one feature (x[:, None])."
+        )
 
 
 def _floating(table: Table) -> Table:
@@ -91,6 +125,16 @@ def split_name(name: str) -> str:
     return "valid" if short in ("val", "validation", "dev") else short
 
 
+def check_split_names(names: Iterable[str]) -> None:
+    """Refuse two arrays for one split, such as "val_mask" and "valid_idx"."""
+    seen: dict[str, str] = {}
+    for name in names:
+        ours = split_name(name)
+        if ours in seen:
+            raise ValueError(f"{seen[ours]} and {name} both describe the split {ours!r}: leave one of them out.")
+        seen[ours] = name
+
+
 def node_ids(selection: Any, num_nodes: int) -> Tensor:
     """Sorted int64 node ids from a boolean mask [N] or from ids in any order."""
     chosen = as_tensor(selection)
@@ -100,13 +144,24 @@ def node_ids(selection: Any, num_nodes: int) -> Tensor:
         return chosen.nonzero().reshape(-1)
     if chosen.dtype.is_floating_point or chosen.dim() != 1:
         raise ValueError("A split must be a boolean mask over the nodes or a 1-D list of node ids.")
+    if chosen.numel() == num_nodes > 2 and 0 <= int(chosen.min()) <= int(chosen.max()) <= 1:
+        raise ValueError("A split holds a 0 or 1 for each node: make it a boolean mask, by mask.bool() or != 0.")
     return chosen.long().sort().values
 
 
 def split_sets(masks: Mapping[str, Any], num_nodes: int) -> SplitSets:
     """All splits that masks or ids describe: masks [N, k] or [k, N] describe k of them, masks [N] one."""
-    given = {split_name(name): as_tensor(mask) for name, mask in masks.items() if mask is not None}
-    count = max((_count(mask, num_nodes) for mask in given.values()), default=0)
+    check_split_names(name for name, mask in masks.items() if mask is not None)
+    given = {split_name(name): as_tensor(mask, f"split {name!r}") for name, mask in masks.items() if mask is not None}
+    # A column [N, 1] is one mask, as [N] is.
+    given = {name: mask[:, 0] if mask.dim() == 2 and mask.size(1) == 1 else mask for name, mask in given.items()}
+    counts = {name: _count(mask, num_nodes) for name, mask in given.items() if mask.dim() != 1}
+    if len(set(counts.values())) > 1:
+        (one, few), (other, many) = sorted(counts.items(), key=lambda item: item[1])[:: len(counts) - 1]
+        raise ValueError(
+            f"Split masks describe {few} and {many} splits ({one!r} and {other!r}): give all of them as many, or [N]."
+        )
+    count = max(counts.values(), default=min(1, len(given)))
     sets: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for name, mask in given.items():
         if mask.dim() == 2 and mask.size(0) != num_nodes:
@@ -119,8 +174,6 @@ def split_sets(masks: Mapping[str, Any], num_nodes: int) -> SplitSets:
 
 
 def _count(mask: Tensor, num_nodes: int) -> int:
-    if mask.dim() == 1:
-        return 1
     if mask.dim() != 2 or num_nodes not in mask.shape:
         raise ValueError(f"Split masks have shape {list(mask.shape)}: give [N] or [N, k] for N = {num_nodes} nodes.")
     return mask.size(1) if mask.size(0) == num_nodes else mask.size(0)
@@ -164,18 +217,22 @@ def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
     """
     if y is None:
         return None, task or "single"
-    labels = as_tensor(y)
+    labels = as_tensor(y, "y")
+    if not labels.dim():
+        raise ValueError("y is a single number: give one label per node, -1 for none.")
     if labels.dim() == 2 and labels.size(1) == 1:
         labels = labels[:, 0]
     if labels.dim() == 1:
         if task == "multi":
             raise ValueError("Multi-label y must be [num_nodes, num_labels]: give a 2-D array of zeros and ones.")
         if labels.dtype.is_floating_point:
-            labels = labels.nan_to_num(nan=-1.0)
+            labels = torch.where(labels.isnan(), -1.0, labels)
             if not bool((labels == labels.round()).all()):
                 raise ValueError(
                     f"Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes; {REGRESSION}."
                 )
+            if labels.numel() and float(labels.max()) > MOST_CLASSES:
+                raise _too_large(f"{float(labels.max()):g}")
         return labels.long(), task or "single"
     if task not in (None, "multi"):
         raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")
@@ -190,5 +247,9 @@ def count_classes(y: Tensor | None, task: Task) -> int:
         return y.size(1)
     largest = int(y.max()) if y.numel() else 0
     if largest > MOST_CLASSES:
-        raise ValueError(f"A label is {largest}: labels number the classes 0, 1, 2, ... and -1 stands for none.")
+        raise _too_large(str(largest))
     return 2 if task == "binary" else max(largest + 1, 1)
+
+
+def _too_large(label: str) -> ValueError:
+    return ValueError(f"A label is {label}: labels number the classes 0, 1, 2, ... and -1 stands for none.")

@@ -15,11 +15,19 @@ import numpy as np
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.npz import DAMAGED
+from hopline.data.options import merged
 from hopline.data.paths import default_name, is_ogb_folder
 from hopline.data.text import read_csv
 
-SYMMETRIZED = ("ogbn_products", "ogbn_proteins")
-"""OGB stores each undirected edge of these once and adds the reverse when it loads them."""
+STORED_ONCE = {
+    "products": True,
+    "proteins": True,
+    "arxiv": False,
+    "mag": False,
+    "papers100m": False,
+}
+"""Whether OGB stores each undirected edge once and adds the reverse when it loads the dataset; no file says it."""
 
 
 def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
@@ -31,17 +39,29 @@ def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
     root = Path(path).expanduser()
     if not is_ogb_folder(root):
         raise ValueError(f"{root} is not an OGB folder: it needs raw/edge.csv.gz or raw/data.npz, and split/.")
+    if arguments.get("symmetrize") is None:
+        arguments = {**arguments, "symmetrize": _is_stored_once(root)}
     given: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), root.name.replace("_", "-")),
         "splits": _splits(root / "split"),
-        "symmetrize": root.name in SYMMETRIZED,
         "meta": {"origin": f"OGB folder {root.name}"},
     }
     if (root / "raw" / "data.npz").is_file():
         with _binary(root / "raw", mapped="folder" in arguments) as (edges, found):
-            return from_edges(edges, **(given | found | arguments))
+            return from_edges(edges, **merged(given | found, arguments))
     edges, found = _csv(root / "raw")
-    return from_edges(edges, **(given | found | arguments))
+    return from_edges(edges, **merged(given | found, arguments))
+
+
+def _is_stored_once(root: Path) -> bool:
+    name = root.resolve().name.lower().replace("-", "_").removeprefix("ogbn_").removesuffix("_bin")
+    if name not in STORED_ONCE:
+        raise ValueError(
+            f"The name of the folder {root} does not say whether OGB stores each edge once: type `hopline convert "
+            f"{root} OUT symmetrize=true` for ogbn-products and ogbn-proteins, whose inverse edges OGB adds, else "
+            "symmetrize=false."
+        )
+    return STORED_ONCE[name]
 
 
 def _splits(folder: Path) -> dict[str, np.ndarray]:
@@ -95,26 +115,28 @@ def _csv(raw: Path) -> tuple[Any, dict[str, Any]]:
 def _binary(raw: Path, mapped: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
     """(edges, arguments for `from_edges`) of the binary layout; large members are unpacked and mapped."""
     with tempfile.TemporaryDirectory(dir=raw if mapped else None, prefix=".unpacked-") as scratch:
+        file = raw / "data.npz"
         try:
-            with zipfile.ZipFile(raw / "data.npz") as archive:
+            with zipfile.ZipFile(file) as archive:
                 files = {Path(n).stem: _unpack(archive, n, Path(scratch)) for n in archive.namelist()}
-        except (zipfile.BadZipFile, OSError, EOFError) as error:
-            raise ValueError(f"{raw / 'data.npz'} cannot be unpacked ({error}): download it again.") from error
-        arrays = {
-            name: np.load(file, mmap_mode="r" if mapped else None, allow_pickle=False)
-            for name, file in files.items()
-            if name != "edge_index"
-        }
-        num_nodes = int(np.asarray(arrays["num_nodes_list"]).sum())
-        found: dict[str, Any] = {"num_nodes": num_nodes, "x": arrays.get("node_feat")}
-        with np.load(raw / "node-label.npz", allow_pickle=False) as labels:
-            found["y"] = labels["node_label"]
+            arrays = {
+                name: np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+                for name, path in files.items()
+                if name != "edge_index"
+            }
+            edges, num_nodes = files["edge_index"], int(np.asarray(arrays["num_nodes_list"]).sum())
+            found: dict[str, Any] = {"num_nodes": num_nodes, "x": arrays.get("node_feat")}
+            file = raw / "node-label.npz"
+            with np.load(file, allow_pickle=False) as labels:
+                found["y"] = labels["node_label"]
+        except DAMAGED as error:
+            raise ValueError(f"{file} cannot be unpacked ({error}): download it again.") from error
         found["tables"] = {
             name: np.asarray(array).reshape(num_nodes)
             for name, array in arrays.items()
             if name.startswith("node_") and name != "node_feat" and array.size == num_nodes
         }
-        yield files["edge_index"], found
+        yield edges, found
 
 
 def _unpack(archive: zipfile.ZipFile, member: str, folder: Path) -> Path:

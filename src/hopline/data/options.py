@@ -6,18 +6,23 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal
 
 from hopline.spec import nearest
 from hopline.validate import settings
+
+_SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
+"""Separators that are hard to type in a shell."""
 
 
 @settings
 class EdgeOptions:
     """What happens to an edge list on its way into a graph."""
 
-    symmetrize: bool = False
-    """Add the reverse of every edge that is not a self-loop, with the same edge arrays."""
+    symmetrize: bool | None = None
+    """Add the reverse of every edge that is not a self-loop, with the same edge arrays. Default: only where the source
+    says that it stores each undirected edge once."""
     self_loops: Literal["keep", "remove", "add"] = "keep"
     """Keep self-loops as they are, remove them, or add one to every node that has none (weight 1)."""
     duplicates: Literal["keep", "remove"] = "keep"
@@ -43,6 +48,15 @@ def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
     return EdgeOptions(**options)
 
 
+def merged(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a source holds and what a caller gives, which takes precedence; tables and edge arrays are joined."""
+    both = {**found, **{key: value for key, value in given.items() if (key, value) != ("symmetrize", None)}}
+    for key in ("tables", "edge"):
+        if found.get(key) and given.get(key):
+            both[key] = {**found[key], **given[key]}
+    return both
+
+
 @settings
 class Columns:
     """Which columns of the files mean what."""
@@ -63,17 +77,20 @@ class Columns:
     """"train", "valid" or "test", in the node file; empty for no split."""
     header: tuple[str, ...] | None = None
     """Names of the columns of an edge file in CSV that has no first line of names."""
-    delimiter: str = ","
-    """What separates the columns of text files: a character, or `tab`."""
+    delimiter: str | None = None
+    """What separates the columns of text files: a character, `tab` or `space`. Default: a tab in a file called .tsv, a
+    comma in others."""
 
-    @property
-    def separator(self) -> str:
-        """The character that is meant by `delimiter`."""
-        return {"tab": "\t", "\\t": "\t"}.get(self.delimiter, self.delimiter)
+    def separator(self, path: Path) -> str:
+        """The character that separates the columns of a file."""
+        if self.delimiter is None:
+            return "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ","
+        return _SEPARATORS.get(self.delimiter, self.delimiter)
 
     def __post_init__(self) -> None:
-        if len(self.separator) != 1:
-            raise ValueError(f"columns.delimiter must be one character, or tab, not {self.delimiter!r}")
+        given = self.delimiter
+        if given is not None and len(_SEPARATORS.get(given, given)) != 1:
+            raise ValueError(f"columns.delimiter must be one character, tab or space, not {given!r}")
 
 
 def check_shares(shares: Any) -> None:

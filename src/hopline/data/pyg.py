@@ -10,19 +10,13 @@ from torch import Tensor
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.nodes import split_name
+from hopline.data.options import merged
 from hopline.data.paths import default_name
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_EDGE_NAMES = {
-    "edge_weight": "weight",
-    "edge_attr": "attr",
-    "edge_type": "type",
-    "edge_time": "time",
-    "time": "time",
-}
+_EDGE_NAMES = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type", "edge_time": "time"}
 _NOT_TABLES = ("edge_index", "adj_t", "x", "y", "batch", "ptr", "num_nodes")
 
 
@@ -45,12 +39,16 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
     for key, value in data.to_dict().items():
         if not isinstance(value, Tensor) or key in _NOT_TABLES:
             continue
-        if key in _EDGE_NAMES or (key.startswith("edge_") and value.size(0) == index.size(1)):
+        num_rows = value.size(0) if value.dim() else -1
+        if key in _EDGE_NAMES or (key.startswith("edge_") and num_rows == index.size(1)):
             edge.setdefault(_EDGE_NAMES.get(key, key.removeprefix("edge_")), value)
         elif key.endswith("_mask"):
-            masks[split_name(key)] = value
-        elif value.dim() and value.size(0) == num_nodes:
+            masks[key] = value
+        elif num_rows == num_nodes:
+            # Where there are as many edges as nodes, it is of nodes unless its name says "edge", as in PyG.
             tables[key] = value
+        elif key == "time" and num_rows == index.size(1):
+            edge.setdefault("time", value)
     given: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), "pyg"),
         "x": data.x,
@@ -61,7 +59,7 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
         "num_nodes": num_nodes,
         "meta": {"origin": "torch_geometric"},
     }
-    return from_edges(index, **(given | arguments))
+    return from_edges(index, **merged(given, arguments))
 
 
 def _pyg_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,4 +117,4 @@ def from_scipy(adjacency: Any, **arguments: Any) -> Dataset:
     edge = {} if bool((coo.data == 1).all()) else {"weight": torch.as_tensor(coo.data)}
     name = default_name(arguments.get("folder"), "scipy")
     given: dict[str, Any] = {"name": name, "num_nodes": coo.shape[0], "edge": edge, "meta": {"origin": "scipy"}}
-    return from_edges(np.stack([coo.row, coo.col]), **(given | arguments))
+    return from_edges(np.stack([coo.row, coo.col]), **merged(given, arguments))

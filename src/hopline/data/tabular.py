@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.ids import IdMap, are_numbers, checked_ids, first_not_whole, settled, to_numbers
 from hopline.data.nodes import split_name, usual_split
-from hopline.data.options import Columns
+from hopline.data.options import Columns, merged
 from hopline.data.paths import default_name
-from hopline.data.text import Chunk, MissingColumns, columns_of, lacks, read_file
+from hopline.data.text import MISSING, Chunk, MissingColumns, columns_of, index_columns, lacks, read_file
 from hopline.log import logger
-from hopline.tables import Table
 
 Ids = Literal["number", "map"]
 EDGE_FIELDS = ("src", "dst", "edge")
@@ -34,19 +33,25 @@ SEVERAL = ("edge", "features")
 class _EdgeFile:
     """Edge chunks of a file; can be read more than once."""
 
-    def __init__(self, path: Path, columns: Columns, mapping: IdMap | None = None) -> None:
+    def __init__(self, path: Path, columns: Columns, *, any_ids: bool, mapping: IdMap | None = None) -> None:
         self.path = path
         self.columns = columns
+        self.any_ids = any_ids
+        """Whether ids may be anything, kept as they are written; else they are node numbers."""
         self.mapping = mapping
+        self.where = f"{path}, edge"
+        """How a refusal names an edge."""
 
     def raw(self, *extra: str) -> Iterator[Chunk]:
         """Columns of the file in chunks, the ids as whole numbers or as text."""
         c = self.columns
-        settings = {} if c.header is None else {"header": c.header}
+        settings: dict[str, Any] = {} if c.header is None else {"header": c.header}
+        settings["delimiter"] = c.separator(self.path)
+        settings["ids"] = (c.src, c.dst) if self.any_ids else ()
         row = 0
         try:
-            for chunk in read_file(self.path, columns=[c.src, c.dst, *extra], delimiter=c.separator, **settings):
-                ids = {name: _checked_ids(chunk[name], f"{self.path}, edge", row) for name in (c.src, c.dst)}
+            for chunk in read_file(self.path, columns=[c.src, c.dst, *extra], **settings):
+                ids = {n: checked_ids(chunk[n], self.where, row, numbers=not self.any_ids) for n in (c.src, c.dst)}
                 yield chunk | ids
                 row += len(chunk[c.src])
         except MissingColumns as missing:
@@ -63,28 +68,15 @@ class _EdgeFile:
 
     def _numbers(self, ids: np.ndarray, row: int) -> np.ndarray:
         if self.mapping is not None:
-            return self.mapping.positions(ids, f"{self.path}, edge", row)
+            return self.mapping.positions(ids, self.where, row)
         if ids.dtype.kind == "U":
             # One text makes a column one of texts, so the first of them need not be the one.
             at = next((i for i, text in enumerate(ids) if not re.fullmatch("-?[0-9]+", text)), 0)
             raise ValueError(
-                f"{self.path}, edge {row + at}: node id {str(ids[at])!r} is not a number: number the nodes from 0, or "
+                f"{self.where} {row + at}: node id {str(ids[at])!r} is not a number: number the nodes from 0, or "
                 "let ids=map do it."
             )
         return ids
-
-
-def _checked_ids(ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
-    """Ids as int64 or as text; an empty one and a fraction are refused by their row."""
-    if ids.dtype.kind in "iu":
-        return ids.astype(np.int64)
-    is_text = ids.dtype.kind == "U"
-    wrong = np.flatnonzero(ids == "" if is_text else ids != np.round(ids))  # an empty cell is NaN, not equal to itself
-    if wrong.size:
-        bad = ids[wrong[0]]
-        what = "there is no node id" if is_text or np.isnan(bad) else f"node id {bad} is not a whole number"
-        raise ValueError(f"{where} {first + wrong[0]}: {what}: correct the file.")
-    return ids if is_text else ids.astype(np.int64)
 
 
 def _what_to_type(missing: MissingColumns, columns: Columns, fields: Sequence[str]) -> str:
@@ -95,7 +87,7 @@ def _what_to_type(missing: MissingColumns, columns: Columns, fields: Sequence[st
     found = missing.found
     separator = next((c for c in ";\t| " if len(found) == 1 and c in found[0]), None)
     if separator is not None:
-        typed = "tab" if separator == "\t" else repr(separator)  # as a shell reads it
+        typed = {"\t": "tab", " ": "space"}.get(separator, repr(separator))  # as a shell reads it
         return f"if {separator!r} separates its columns, type columns.delimiter={typed}"
     header = ""
     if fields == EDGE_FIELDS and not {columns.src, columns.dst} & set(found):
@@ -136,48 +128,8 @@ def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _edge_array(values: np.ndarray, name: str, path: Path) -> np.ndarray:
     if values.dtype.kind not in "iufb":
         raise ValueError(f"{path}: edge column {name!r} holds text: only numbers can be edge arrays.")
-    return values.astype(np.float32) if values.dtype.kind == "f" else values
-
-
-class IdMap:
-    """Ids of any kind -> node numbers: the position in a list of ids."""
-
-    def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
-        self.order = np.argsort(ids, kind="stable")
-        self.sorted = ids[self.order]
-        repeated = np.flatnonzero(self.sorted[1:] == self.sorted[:-1])
-        if repeated.size:
-            raise ValueError(f"The node file has id {self.sorted[repeated[0]]!s} twice: give each node one row.")
-
-    def positions(self, ids: np.ndarray, where: str, first: int = 0) -> np.ndarray:
-        """The node number of each id; `where` and the number of a row, counted from `first`, say which is wrong."""
-        if (ids.dtype.kind == "U") != (self.ids.dtype.kind == "U"):
-            raise ValueError(
-                f"{where} {first}: ids are numbers in one place and text in another: write them all alike."
-            )
-        at = np.searchsorted(self.sorted, ids).clip(max=max(0, self.sorted.size - 1))
-        wrong = np.flatnonzero(self.sorted[at] != ids) if self.sorted.size else np.arange(ids.size)
-        if wrong.size:
-            raise ValueError(
-                f"{where} {first + wrong[0]}: node {ids[wrong[0]]!s} is not in the node file: add a row for it."
-            )
-        return self.order[at]
-
-    def table(self) -> torch.Tensor:
-        """What is kept of the ids: int64 [N], or UTF-8 bytes [N, width] padded with zeros."""
-        if self.ids.dtype.kind != "U":
-            return torch.from_numpy(self.ids.astype(np.int64))
-        encoded = np.char.encode(self.ids, "utf-8")
-        return torch.from_numpy(encoded.view(np.uint8).reshape(len(encoded), -1).copy())
-
-
-def original_ids(table: Table) -> np.ndarray:
-    """The ids that a "node_ids" table keeps, as numbers or as text."""
-    rows = table.read(torch.arange(len(table))).numpy()
-    if rows.ndim == 1:
-        return rows
-    return np.char.decode(np.ascontiguousarray(rows).view(f"S{rows.shape[1]}").reshape(-1), "utf-8")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused by its row
+        return values.astype(np.float32) if values.dtype.kind == "f" else values
 
 
 def from_csv(
@@ -188,16 +140,20 @@ def from_csv(
     ids: Ids = "number",
     **arguments: Any,
 ) -> Dataset:
-    """A dataset from an edge file and, optionally, a node file; each may be CSV, `.csv.gz` or Parquet.
+    """A dataset from an edge file and, optionally, a node file; each may be CSV, `.csv.gz`, `.tsv` or Parquet.
 
+    The edges may be an `.npy` file of node numbers [2, E], too.
     A node file with labels and without a split column gets 20 training and 30 validation nodes per class, as an `.npz`
-    file does; `split_shares=` draws others. `ids="map"` accepts any whole numbers or texts as ids, kept in the table
-    "node_ids" (see `original_ids`). `arguments` are those of `from_edges`, among them `folder` for edge files larger
-    than memory.
+    file does; `split_shares=` draws others. `ids="map"` accepts any whole numbers or texts as ids, kept as they are
+    written in the table "node_ids" (see `original_ids`). `arguments` are those of `from_edges`, among them `folder` for
+    edge files larger than memory; its `tables` come beside those of the files.
     """
     if ids not in ("number", "map"):
         raise ValueError(f"ids is {ids!r}: choose 'number' or 'map'.")
-    source = _EdgeFile(Path(edges).expanduser(), columns or Columns())
+    is_npy = Path(edges).suffix.lower() == ".npy"
+    if is_npy and ids == "map":
+        raise ValueError(f"ids=map reads the ids of text and Parquet files: leave it out for {edges}.")
+    source = _EdgeFile(Path(edges).expanduser(), columns or Columns(), any_ids=ids == "map")
     given: dict[str, Any] = {
         "name": default_name(arguments.get("folder"), source.path.name.split(".")[0]),
         "meta": {"origin": source.path.name},
@@ -211,9 +167,11 @@ def from_csv(
         given |= {**node_part, "meta": meta}
     if ids == "map":
         mapping = IdMap(known if known is not None else _distinct(source))
-        source = _EdgeFile(source.path, source.columns, mapping)
+        source = _EdgeFile(source.path, source.columns, any_ids=True, mapping=mapping)
         given |= {"num_nodes": mapping.ids.size, "tables": {"node_ids": mapping.table()}}
-    return from_edges(source, **(given | arguments))
+        if "node_ids" in (arguments.get("tables") or {}):
+            raise ValueError("ids=map keeps the ids in the table 'node_ids': give the table of tables= another name.")
+    return from_edges(source.path if is_npy else source, **merged(given, arguments))
 
 
 def from_parquet(
@@ -225,18 +183,32 @@ def from_parquet(
 
 def _distinct(source: _EdgeFile) -> np.ndarray:
     """All ids of an edge file, sorted."""
-    found: np.ndarray | None = None
+    numbers, texts = np.empty(0, dtype=np.int64), np.empty(0, dtype=str)
     for chunk in source.raw():
-        new = np.unique(np.concatenate([chunk[source.columns.src], chunk[source.columns.dst]]))
-        if found is not None and (found.dtype.kind == "U") != (new.dtype.kind == "U"):
-            raise ValueError(f"{source.path}: ids are numbers in one place and text in another: write them all alike.")
-        found = new if found is None else np.union1d(found, new)
-    return np.empty(0, dtype=np.int64) if found is None else found
+        for ids in (chunk[source.columns.src], chunk[source.columns.dst]):
+            if ids.dtype.kind == "U":
+                texts = np.union1d(texts, ids)
+            else:
+                numbers = np.union1d(numbers, ids)
+    if not texts.size and not numbers.size:
+        raise ValueError(f"{source.path} holds no edges, so there are no ids to number: add some, or give nodes=FILE.")
+    if not texts.size:
+        return numbers
+    if not are_numbers(texts):
+        return np.union1d(numbers.astype(str), texts)
+    row = 0
+    if first_not_whole(texts) is not None:
+        for chunk in source.raw():  # again, for the row
+            for ids in (chunk[source.columns.src], chunk[source.columns.dst]):
+                settled(ids, source.where, row)
+            row += len(chunk[source.columns.src])
+    return np.union1d(numbers, to_numbers(texts))
 
 
 def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any], np.ndarray | None]:
     """(arguments for `from_edges`, ids) of a node file."""
-    names = columns_of(path, delimiter=columns.separator)
+    separator = columns.separator(path)
+    names = columns_of(path, delimiter=separator)
     _check_node_columns(path, names, columns, ids)
     if numbers := [name for name in names if _is_number(name)]:
         raise ValueError(
@@ -244,11 +216,15 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
             "id,age,score,label."
         )
     special = [columns.id, columns.label, columns.split]
-    features = columns.features if columns.features is not None else [n for n in names if n not in special]
-    wanted = [*features, *(n for n in special if n in names)]
-    chunks = list(read_file(path, columns=wanted, delimiter=columns.separator))
-    whole = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in wanted} if chunks else {}
-    given: dict[str, Any] = {"num_nodes": len(whole[wanted[0]]) if whole else 0}
+    index = [name for name in index_columns(path, names) if name not in special]
+    free = [name for name in names if name not in special]
+    features = columns.features if columns.features is not None else [name for name in free if name not in index]
+    # The index, too, of rows that have no ids: it may hold them.
+    looked_at = index if columns.id not in names and columns.features is None else []
+    wanted = [*features, *looked_at, *(name for name in special if name in names)]
+    exact = [columns.id] if ids == "map" else []
+    whole = _whole_file(path, wanted, delimiter=separator, ids=exact)
+    given: dict[str, Any] = {"num_nodes": len(whole[wanted[0]])}
     if texts := [name for name in features if whole[name].dtype.kind == "U"]:
         numbers = ",".join(name for name in features if name not in texts)
         raise ValueError(
@@ -256,9 +232,12 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
             f"with columns.id=, columns.label= or columns.split=, or name the features with columns.features={numbers}."
         )
     if columns.id not in whole:
-        _check_rows_are_nodes(path, {name: whole[name] for name in features}, columns)
+        in_order = [name for name in looked_at if np.array_equal(whole[name], np.arange(given["num_nodes"]))]
+        may_be_ids = [name for name in [*features, *looked_at] if name not in in_order]
+        _check_rows_are_nodes(path, {name: whole[name] for name in may_be_ids}, columns)
+    _tell_features(path, features, [name for name in free if name not in features], index)
     if features:
-        parts = [whole[n].astype(np.float32) for n in features]
+        parts = [_feature(whole[name], name, path) for name in features]
         given["x"] = np.concatenate([p if p.ndim == 2 else p[:, None] for p in parts], axis=1)
     meta: dict[str, Any] = {}
     if columns.label not in whole:
@@ -267,7 +246,7 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
             f"column of labels with columns.label={features[-1] if features else 'NAME'}"
         )
     else:
-        given["y"], classes = _labels(whole[columns.label])
+        given["y"], classes = _labels(whole[columns.label], path)
         _tell_unused_classes(given["y"], path)
         meta = {"classes": classes} if classes else {}
     if columns.split in whole:
@@ -275,10 +254,52 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
     given["meta"] = meta
     if columns.id not in whole:
         return given, None
-    known = _checked_ids(whole[columns.id], f"{path}, row")
+    where = f"{path}, row"
+    known = checked_ids(whole[columns.id], where, numbers=ids == "number")
     if ids == "number":
         _reorder(given, known, path)
-    return given, known
+        return given, known
+    return given, settled(known, where)
+
+
+def _whole_file(path: Path, wanted: list[str], **settings: Any) -> dict[str, np.ndarray]:
+    """Columns of a node file, all rows."""
+    chunks = list(read_file(path, columns=wanted, whole=True, **settings)) if wanted else []
+    whole = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in wanted} if chunks else {}
+    if not whole or not len(whole[wanted[0]]):
+        raise ValueError(f"{path} holds no nodes: add a row for each, with columns such as id,age,score,label.")
+    return whole
+
+
+def _tell_features(path: Path, features: Sequence[str], others: Sequence[str], index: Sequence[str]) -> None:
+    """Say which columns become features, so that one that is none is seen."""
+    taken = f"features ({len(features)}): {_listed(features)}" if features else "no column is a feature"
+    left = [(name or "''") + " (the index of a table)" * (name in index) for name in others]
+    logger.info(f"{path}: {taken}" + (f"; not taken: {_listed(left)}" if left else ""))
+
+
+def _listed(names: Sequence[str], most: int = 12) -> str:
+    """Names in a line, without the middle of a long list."""
+    if len(names) > most:
+        names = [*names[: most - 2], "...", names[-1]]
+    return ", ".join(names)
+
+
+def _feature(values: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """A feature column as float32; what it cannot hold is named."""
+    with np.errstate(over="ignore"):
+        numbers = values.astype(np.float32)
+    wrong = np.argwhere(~np.isfinite(numbers))
+    if wrong.size:
+        at = tuple(int(i) for i in wrong[0])
+        place = ", entry ".join(map(str, at))
+        is_large = np.isfinite(values[at])
+        advice = "which float32 cannot hold: scale the column" if is_large else "fill it in, as with the column's mean"
+        raise ValueError(
+            f"{path}: column {name!r} holds {values[at]} in row {place}{', ' if is_large else ': '}{advice}, or name "
+            "the other features with columns.features=."
+        )
+    return numbers
 
 
 def _is_number(text: str) -> bool:
@@ -294,9 +315,10 @@ def _check_rows_are_nodes(path: Path, features: dict[str, np.ndarray], columns: 
     for name, values in features.items():
         is_numbered = values.dtype.kind in "iu" and values.ndim == 1 and values.size > 1 and columns.features is None
         if is_numbered and np.array_equal(np.sort(values), np.arange(values.size)):
+            typed = f"type columns.id={name}" if name else "give it a name in the first line, such as id"
             raise ValueError(
                 f"{path} has no column {columns.id!r}, and {name!r} holds each node number once: if it holds the ids, "
-                f"type columns.id={name}; if it is a feature, name all of them with columns.features=."
+                f"{typed}; else name the features with columns.features=."
             )
     logger.warning(f"{path} has no column {columns.id!r}, so its rows are nodes 0, 1, 2, ... (else columns.id=NAME)")
 
@@ -316,10 +338,17 @@ def _check_node_columns(path: Path, names: list[str], columns: Columns, ids: Ids
         raise ValueError(f"{why}{lacks(path, missing, names)}: {advice}.")
 
 
-def _labels(values: np.ndarray) -> tuple[np.ndarray, list[str]]:
+def _labels(values: np.ndarray, path: Path) -> tuple[np.ndarray, list[str]]:
     """Class numbers with -1 for empty cells; classes given as text are numbered in alphabetical order."""
     if values.dtype.kind != "U":
         return values, []
+    for word in (word for word in MISSING if word and (values == word).any()):
+        rows = np.flatnonzero(values == word)
+        logger.warning(
+            f"{path}: label {word!r} in row {rows[0]} is taken for no label, as in {rows.size} of {values.size} rows: "
+            "if it is a class, give it another name"
+        )
+    values = np.where(np.isin(values, MISSING), "", values)
     classes = [str(c) for c in np.unique(values) if c != ""]
     return np.where(values == "", -1, np.searchsorted(classes, values) if classes else -1), classes
 

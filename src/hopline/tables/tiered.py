@@ -100,6 +100,9 @@ class TieredTable(Table):
             raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
         if ids.device.type != self.device.type:
             return self.below.read(ids)
+        # On a GPU -1 is an empty slot of a tree; on the CPU, where there is none, it is a mistake.
+        if ids.device.type == "cpu" and ids.numel() and int(ids.min()) < 0:
+            raise IndexError(f"a row id is outside 0 .. {len(self) - 1}")
         placed = self._on(ids.device)
         tiers = placed.tiers
         if placed.seen is not None and self.observing:

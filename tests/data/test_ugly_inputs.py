@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hopline.data import text
+from hopline.log import logger
+from tests.data.ugly_inputs import CASES, Case, outcome
+
+READERS = [(case, reader) for case in CASES for reader in ("arrow", "plain")[: 1 + case.name.startswith("CSV")]]
+
+
+@pytest.mark.parametrize(("case", "reader"), READERS, ids=[f"{case.name}-{reader}" for case, reader in READERS])
+def test_an_ugly_input_is_read_rightly_or_refused_with_what_to_type(
+    case: Case, reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if reader == "plain":
+        monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+    caplog.set_level("INFO", logger.name)
+    verdict, words = outcome(case, tmp_path)
+    assert verdict == ("refused" if case.refused else "right"), words
+    assert "\n" not in words
+    assert case.told in caplog.text
+
+
+def test_every_ugly_input_has_a_name_of_its_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 60

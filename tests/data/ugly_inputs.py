@@ -1,0 +1,759 @@
+"""Ugly inputs, and what each of them gets: read rightly, or refused in one sentence that says what to type.
+
+    python -m tests.data.ugly_inputs
+
+prints the table in Markdown. `test_ugly_inputs.py` holds every row of it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import torch
+from scipy import sparse
+from torch_geometric.data import Data
+
+import hopline as hl
+from hopline import run
+from hopline.data import original_ids
+from hopline.data.convert import from_edges
+from hopline.data.dataset import Dataset
+from hopline.data.npz import from_npz
+from hopline.data.ogb import from_ogb_folder
+from hopline.data.options import Columns
+from hopline.data.pyg import from_pyg
+from hopline.data.tabular import from_csv
+from hopline.run_settings import ConvertConfig
+from hopline.spec import override
+
+
+class Case(NamedTuple):
+    """One ugly input."""
+
+    name: str
+    """The input, in words."""
+    read: Callable[[Path], Any]
+    """Makes the input in a folder, reads it, and returns what was read."""
+    right: Any = None
+    """What must be read, where the input is accepted."""
+    refused: str = ""
+    """Words of the refusal, where it is not."""
+    told: str = ""
+    """Words of the message that comes with an input that is accepted."""
+
+
+# ---- how inputs are made
+
+
+def csv(folder: Path, edges: str | bytes, nodes: str | bytes | None = None, **arguments: Any) -> Dataset:
+    """A dataset from the texts of an edge file and a node file."""
+    files = {"edges.csv": edges, "nodes.csv": nodes}
+    for name, text in files.items():
+        if text is not None:
+            (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    return from_csv(folder / "edges.csv", None if nodes is None else folder / "nodes.csv", **arguments)
+
+
+def tables(folder: Path, edges: dict[str, Any], nodes: Any = None, **arguments: Any) -> Dataset:
+    """A dataset from the columns of Parquet files."""
+    for name, columns in {"edges": edges, "nodes": nodes}.items():
+        if columns is not None:
+            table = columns if isinstance(columns, arrow.Table) else arrow.table(columns)
+            parquet.write_table(table, folder / f"{name}.parquet")
+    return from_csv(folder / "edges.parquet", None if nodes is None else folder / "nodes.parquet", **arguments)
+
+
+def npz(folder: Path, **arrays: Any) -> Dataset:
+    """A dataset from the arrays of an `.npz` file; edges 0 -> 1 -> 2 if there are no others."""
+    return from_npz(npz_file(folder, **arrays))
+
+
+def npz_file(folder: Path, **arrays: Any) -> Path:
+    np.savez(folder / "graph.npz", allow_pickle=False, **({"edge_index": np.array([[0, 1], [1, 2]])} | arrays))
+    return folder / "graph.npz"
+
+
+def converted(folder: Path, source: Path, *overrides: str) -> Dataset:
+    """What `hopline convert SOURCE FOLDER KEY=VALUE ...` writes."""
+    return run.convert(str(source), folder / "out", override(ConvertConfig(), list(overrides)))
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def ogb(folder: Path, name: str, **arguments: Any) -> Dataset:
+    """A dataset from an OGB folder of 4 nodes and 3 edges."""
+    files = {
+        "raw/edge": "0,1\n1,2\n2,3\n",
+        "raw/num-node-list": "4\n",
+        "raw/node-label": "0\n1\n0\n1\n",
+        "split/time/train": "0\n1\n",
+        "split/time/valid": "2\n",
+        "split/time/test": "3\n",
+    }
+    for file, text in files.items():
+        path = folder / name / f"{file}.csv.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()))
+    return from_ogb_folder(folder / name, **arguments)
+
+
+def broken_parquet(folder: Path, break_: Callable[[bytes], bytes], nodes: bool) -> Dataset:
+    """Parquet files of which one is damaged."""
+    tables(folder, EDGES, {"id": [0, 1, 2], "f": [1.0, 2.0, 3.0]})
+    path = folder / ("nodes.parquet" if nodes else "edges.parquet")
+    path.write_bytes(break_(path.read_bytes()))
+    return from_csv(folder / "edges.parquet", folder / "nodes.parquet")
+
+
+def data(**fields: Any) -> Dataset:
+    """A dataset from a PyG `Data` of 3 nodes and, if there are no others, 2 edges."""
+    return from_pyg(Data(**({"edge_index": torch.tensor([[0, 1], [1, 2]]), "num_nodes": 3} | fields)))
+
+
+def in_chunks(*weights: Any, folder: Path | None = None) -> list[Any]:
+    """The weights of a graph whose edges come in chunks, each with weights of its own kind."""
+    chunks = [(np.array([[0] * len(w), [1] * len(w)]), {"weight": np.array(w)}) for w in weights]
+    return from_edges(chunks, num_nodes=2, folder=folder).graph.edge["weight"].tolist()
+
+
+# ---- what is read
+
+
+def ids(dataset: Dataset) -> list[Any]:
+    return original_ids(dataset.tables["node_ids"]).tolist()
+
+
+def x(dataset: Dataset) -> list[Any]:
+    return dataset.x.read(torch.arange(dataset.num_nodes)).tolist()
+
+
+def labels(dataset: Dataset) -> list[int]:
+    return dataset.labels.tolist()
+
+
+def splits(dataset: Dataset) -> dict[str, list[int]]:
+    return {name: nodes.tolist() for name, nodes in dataset.splits.items()}
+
+
+def edge(dataset: Dataset, name: str = "weight") -> list[Any]:
+    return dataset.graph.edge[name].tolist()
+
+
+EDGES = {"src": [0, 1], "dst": [1, 2]}
+LINES = "src,dst\n0,1\n1,2\n"
+NODES = "id,f\n2,7\n0,5\n1,6\n"
+HASHES = ["14695981039346656037", "14695981039346656038"]
+HASHED = {name: arrow.array([int(id_)], arrow.uint64()) for name, id_ in zip(EDGES, HASHES, strict=True)}
+NEAR = [2**53, 2**53 + 1]
+SHUFFLED = arrow.table({"id": [2, 0, 1], "f": [0.2, 0.0, 0.1], "__index_level_0__": [2, 0, 1]}).replace_schema_metadata(
+    {"pandas": '{"index_columns": ["__index_level_0__"], "columns": [], "column_indexes": []}'}
+)
+FEATURES_3 = np.zeros((3, 1), np.float32)
+
+CASES = [
+    # ---- ids
+    Case("CSV, ids=map: hashes above 2^63", lambda f: ids(csv(f, f"src,dst\n{','.join(HASHES)}\n", ids="map")), HASHES),
+    Case(
+        "CSV, ids=map: ids above 2^53 beside an id with '.0'",
+        lambda f: ids(csv(f, f"src,dst\n{NEAR[0]},{NEAR[1]}\n5.0,7\n", ids="map")),
+        [5, 7, *NEAR],
+    ),
+    Case(
+        "Parquet, ids=map: uint64 ids above 2^63",
+        lambda f: ids(tables(f, HASHED, ids="map")),
+        HASHES,
+    ),
+    Case(
+        "Parquet, ids=map: uint64 beside int64",
+        lambda f: ids(
+            tables(f, {"src": arrow.array([-1]), "dst": arrow.array([int(HASHES[0])], arrow.uint64())}, ids="map")
+        ),
+        ["-1", HASHES[0]],
+    ),
+    Case(
+        "Parquet, ids=map: uint64 ids above 2^63 in the node file",
+        lambda f: ids(
+            tables(
+                f,
+                HASHED,
+                {"id": arrow.array([int(h) for h in HASHES], arrow.uint64()), "f": [0.0, 1.0]},
+                ids="map",
+            )
+        ),
+        HASHES,
+    ),
+    Case(
+        "Parquet: uint64 ids above 2^63 as node numbers",
+        lambda f: tables(f, HASHED),
+        refused="edge 0: node id 14695981039346656037 is too large for a node number: let ids=map number the nodes",
+    ),
+    Case(
+        "Parquet, ids=map: float ids above 2^53",
+        lambda f: ids(tables(f, {"src": [1.0, 2.0**60], "dst": [2.0, 3.0]}, ids="map")),
+        refused="edge 1: node id 1.152921504606847e+18 is a floating-point number",
+    ),
+    Case(
+        "CSV, ids=map: 001, 01 and 1", lambda f: ids(csv(f, "src,dst\n001,01\n01,1\n", ids="map")), ["001", "01", "1"]
+    ),
+    Case(
+        "CSV, ids=map: 001 in the edge file, 1 in the node file",
+        lambda f: csv(f, "src,dst\n001,2\n", "id,f\n1,0.5\n2,0.7\n", ids="map"),
+        refused="edges.csv, edge 0: node 001 is not in the node file",
+    ),
+    Case(
+        "CSV, ids=map: 1.0 and 1 (a column of floats from pandas)",
+        lambda f: ids(csv(f, "src,dst\n1,2.0\n2,1.0\n", ids="map")),
+        [1, 2],
+    ),
+    Case("CSV, ids=map: a space before a number", lambda f: ids(csv(f, "src,dst\n1, 2\n2, 1\n", ids="map")), [1, 2]),
+    Case(
+        "CSV, ids=map: 1e+05 (100000 as R writes it) beside 100000",
+        lambda f: csv(f, "src,dst\n1,2\n1e+05,100000\n", ids="map"),
+        refused="edge 1: node id 1e+05 is not a whole number",
+    ),
+    Case(
+        "CSV, ids=map: hashes of which some look like numbers (12e5)",
+        lambda f: ids(csv(f, "src,dst\n12e5,1200000\na3f1,0b7d\n", ids="map")),
+        ["0b7d", "1200000", "12e5", "a3f1"],
+    ),
+    Case(
+        "CSV, ids=map: 0.25, 0.75, 1.5",
+        lambda f: csv(f, "src,dst\n0.25,0.75\n0.75,1.5\n", ids="map"),
+        refused="edge 0: node id 0.25 is not a whole number",
+    ),
+    Case(
+        "Parquet, ids=map: 0.25, 0.75, 1.5",
+        lambda f: tables(f, {"src": [0.25, 0.75], "dst": [0.75, 1.5]}, ids="map"),
+        refused="edge 0: node id 0.25 is not a whole number",
+    ),
+    Case(
+        "Parquet, ids=map: float ids in the node file, 0.25 and 0.75",
+        lambda f: tables(f, {"src": [0], "dst": [0]}, {"id": [0.25, 0.75], "f": [1.0, 2.0]}, ids="map"),
+        refused="nodes.parquet, row 0: node id 0.25 is not a whole number",
+    ),
+    Case(
+        "CSV, ids=map: the ids 'a' and 'a' with a zero byte",
+        lambda f: csv(f, b"src,dst\na,a\x00\n", ids="map"),
+        refused="holds a zero byte in row 0",
+    ),
+    Case(
+        "Parquet, ids=map: the ids 'a' and 'a' with a zero byte",
+        lambda f: tables(f, {"src": ["a"], "dst": ["a\x00"]}, ids="map"),
+        refused="holds a zero byte in row 0",
+    ),
+    Case(
+        "CSV, ids=map: an empty endpoint among texts",
+        lambda f: csv(f, 'src,dst\na,b\nb,""\n', ids="map"),
+        refused="edge 1: there is no node id",
+    ),
+    Case(
+        "Parquet, ids=map: a null endpoint among texts",
+        lambda f: tables(f, {"src": ["a", "b"], "dst": ["b", None]}, ids="map"),
+        refused="edge 1: there is no node id",
+    ),
+    Case(
+        "CSV, ids=map: the id NA (Namibia)",
+        lambda f: ids(csv(f, "src,dst\nNA,DE\nDE,FR\n", ids="map")),
+        ["DE", "FR", "NA"],
+    ),
+    Case(
+        "CSV, ids=map: dates as ids",
+        lambda f: ids(csv(f, "src,dst\n2020-01-01,2020-01-02\n", ids="map")),
+        ["2020-01-01", "2020-01-02"],
+    ),
+    Case(
+        "CSV, ids=map: true and false as ids",
+        lambda f: ids(csv(f, "src,dst\ntrue,false\n", ids="map")),
+        ["false", "true"],
+    ),
+    Case(
+        "Parquet, ids=map: true and false as ids",
+        lambda f: tables(f, {"src": [True, False], "dst": [False, False]}, ids="map"),
+        refused="edge 0: the column holds true and false, and ids are whole numbers or texts",
+    ),
+    Case("CSV, ids=map: 1_0 and 10", lambda f: ids(csv(f, "src,dst\n1_0,10\n", ids="map")), ["10", "1_0"]),
+    Case(
+        "CSV: 1_0 as a node number",
+        lambda f: csv(f, "src,dst\n1_0,10\n"),
+        refused="edge 0: node id '1_0' is not a number",
+    ),
+    Case(
+        "Parquet: a node number above 2^53 in a column of floats",
+        lambda f: tables(f, {"src": [1.0, 2.0**53 + 2], "dst": [0.0, 0.0]}, num_nodes=4),
+        refused="edge 1: node id 9007199254740994.0 is a floating-point number",
+    ),
+    # ---- the shape of text files
+    Case(
+        "CSV: a column name twice in the node file",
+        lambda f: csv(f, LINES, "id,f,f\n0,1,2\n1,3,4\n2,5,6\n"),
+        refused="nodes.csv has 2 columns 'f': rename one",
+    ),
+    Case(
+        "CSV: a column name twice in the edge file",
+        lambda f: csv(f, "src,dst,dst\n0,1,2\n"),
+        refused="edges.csv has 2 columns 'dst': rename one",
+    ),
+    Case("CSV: UTF-8 with a byte-order mark (Excel)", lambda f: csv(f, b"\xef\xbb\xbf" + LINES.encode()).num_edges, 2),
+    Case(
+        "CSV: UTF-16 (Excel's Unicode text)",
+        lambda f: csv(f, LINES.encode("utf-16")),
+        refused="edges.csv is not in UTF-8: save it as UTF-8",
+    ),
+    Case(
+        "CSV, ids=map: Latin-1 letters",
+        lambda f: csv(f, "src,dst\nzoë,bob\n".encode("latin-1"), ids="map"),
+        refused="edges.csv is not in UTF-8: save it as UTF-8",
+    ),
+    Case("CSV: an empty edge file", lambda f: csv(f, ""), refused="edges.csv is empty"),
+    Case("CSV: an empty node file", lambda f: csv(f, LINES, ""), refused="nodes.csv is empty"),
+    Case(
+        "CSV: a node file with its first line alone",
+        lambda f: csv(f, LINES, "id,f\n"),
+        refused="nodes.csv holds no nodes: add a row for each",
+    ),
+    Case("CSV: empty lines before the names", lambda f: csv(f, "\n\n" + LINES).num_edges, 2),
+    Case("CSV: spaces after commas, in the names too", lambda f: csv(f, LINES.replace(",", ", ")).num_edges, 2),
+    Case("CSV, ids=map: no edges", lambda f: csv(f, "src,dst\n", ids="map"), refused="edges.csv holds no edges"),
+    Case(
+        "CSV, ids=map: an endpoint of spaces",
+        lambda f: csv(f, "src,dst\na,  \n", ids="map"),
+        refused="edge 0: there is no node id",
+    ),
+    Case("edges.CSV on the command line", lambda f: converted(f, written(f / "edges.CSV", LINES)).num_edges, 2),
+    Case(
+        "CSV: a comma after every line", lambda f: x(csv(f, LINES, "id,f,\n0,1,\n1,2,\n2,3,\n")), [[1.0], [2.0], [3.0]]
+    ),
+    Case("CSV: Windows line ends", lambda f: csv(f, LINES.replace("\n", "\r\n")).num_edges, 2),
+    Case("CSV: a line with too few columns", lambda f: csv(f, LINES + "2\n"), refused="edges.csv"),
+    Case(
+        "CSV: a truncated .csv.gz",
+        lambda f: from_csv(
+            _bytes(f / "edges.csv.gz", gzip.compress(b"src,dst\n" + b"0,1\n1,2\n" * 5000)[:-20]), num_nodes=3
+        ),
+        refused="edges.csv.gz",
+    ),
+    Case(
+        ".tsv on the command line",
+        lambda f: converted(f, written(f / "edges.tsv", "src\tdst\n0\t1\n")).num_edges,
+        1,
+    ),
+    Case(
+        "columns separated by spaces, columns.delimiter=space",
+        lambda f: converted(f, written(f / "edges.txt", "src dst\n0 1\n"), "columns.delimiter=space").num_edges,
+        1,
+    ),
+    Case(
+        "columns separated by tabs, columns.delimiter=tab",
+        lambda f: converted(f, written(f / "edges.csv", "src\tdst\n0\t1\n"), "columns.delimiter=tab").num_edges,
+        1,
+    ),
+    # ---- features
+    Case(
+        "Parquet: feature lists of unequal length",
+        lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]}),
+        refused="column 'x' has a list of 4 numbers in row 1 and of 2 before: make them equally long",
+    ),
+    Case(
+        "Parquet: a null among feature lists",
+        lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [[1.0, 2.0], None, [3.0, 4.0]]}),
+        refused="column 'x' has no list in row 1",
+    ),
+    Case(
+        "Parquet: a null in a feature list",
+        lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [[1.0, 2.0], [3.0, None], [3.0, 4.0]]}),
+        refused="nodes.parquet: column 'x' holds nan in row 1, entry 1: fill it in",
+    ),
+    Case(
+        "Parquet: a null among lists of a fixed size",
+        lambda f: tables(
+            f,
+            EDGES,
+            {"id": [0, 1, 2], "x": arrow.array([[1.0, 2.0], None, [3.0, 4.0]], arrow.list_(arrow.float32(), 2))},
+        ),
+        refused="column 'x' has no list in row 1",
+    ),
+    Case(
+        "Parquet: lists of texts as features",
+        lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [["a"], ["b"], ["c"]]}),
+        refused="column 'x' holds lists of string: store lists of numbers",
+    ),
+    Case(
+        "Parquet: a shuffled pandas frame, whose index is a column",
+        lambda f: x(tables(f, EDGES, SHUFFLED)),
+        [[0.0], [float(np.float32(0.1))], [float(np.float32(0.2))]],
+        told="not taken: __index_level_0__",
+    ),
+    Case(
+        "CSV: a pandas frame with its index, a column without a name",
+        lambda f: x(csv(f, LINES, ",id,f\n0,2,7\n1,0,5\n2,1,6\n")),
+        [[5.0], [6.0], [7.0]],
+        told="not taken: '' (the index of a table)",
+    ),
+    Case(
+        "CSV: a pandas index without an id column, rows in order",
+        lambda f: x(csv(f, LINES, "Unnamed: 0,f\n0,5\n1,6\n2,7\n")),
+        [[5.0], [6.0], [7.0]],
+        told="not taken: Unnamed: 0 (the index of a table)",
+    ),
+    Case(
+        "CSV: a pandas index without an id column, rows shuffled",
+        lambda f: csv(f, LINES, ",f\n2,7\n0,5\n1,6\n"),
+        refused="holds each node number once",
+    ),
+    Case(
+        "CSV: NaN among the features",
+        lambda f: csv(f, LINES, "id,f,g\n0,1,1\n1,2,\n2,3,3\n"),
+        refused="nodes.csv: column 'g' holds nan in row 1",
+    ),
+    Case(
+        "CSV: a feature too large for float32",
+        lambda f: csv(f, LINES, "id,f\n0,1\n1,1e300\n2,3\n"),
+        refused="nodes.csv: column 'f' holds 1e+300 in row 1",
+    ),
+    Case(
+        "CSV: decimal commas",
+        lambda f: csv(f, LINES.replace(",", ";"), "id;f\n0;0,5\n1;0,7\n2;0,9\n", columns=Columns(delimiter=";")),
+        refused="column 'f' holds text",
+    ),
+    Case(
+        "CSV: the label NA among words",
+        lambda f: labels(csv(f, LINES, "id,f,label\n0,1,cat\n1,2,NA\n2,3,dog\n")),
+        [0, -1, 1],
+        told="label 'NA' in row 1",
+    ),
+    Case(
+        "CSV: the label NA among numbers",
+        lambda f: labels(csv(f, LINES, "id,f,label\n0,1,0\n1,2,NA\n2,3,1\n")),
+        [0, -1, 1],
+    ),
+    # ---- edge arrays
+    Case(
+        "edge weights 1, 2 in the first chunk, 0.5, 0.25 in the next",
+        lambda f: in_chunks([1, 2], [0.5, 0.25]),
+        [1, 2, 0.5, 0.25],
+    ),
+    Case(
+        "the same into a folder",
+        lambda f: in_chunks([1, 2], [0.5, 0.25], folder=f / "out"),
+        [1, 2, 0.5, 0.25],
+    ),
+    Case(
+        "edge times that a float cannot hold, beside fractions",
+        lambda f: in_chunks([2**53 + 1], [0.5]),
+        refused="Edge array 'weight' holds 9007199254740993",
+    ),
+    Case(
+        "from_edges(path, edge=...)",
+        lambda f: edge(
+            from_edges(_npy(f / "e.npy", [[0, 1], [1, 2]]), edge={"weight": np.array([0.5, 0.25])}, chunk_edges=1)
+        ),
+        [0.5, 0.25],
+    ),
+    Case(
+        "from_edges(chunks, edge=...)",
+        lambda f: edge(
+            from_edges(
+                [np.array([[0], [1]]), np.array([[1], [2]])], num_nodes=3, edge={"weight": np.array([0.5, 0.25])}
+            )
+        ),
+        [0.5, 0.25],
+    ),
+    Case(
+        "from_edges(path, edge=...) with too few rows",
+        lambda f: from_edges(_npy(f / "e.npy", [[0, 1], [1, 2]]), edge={"weight": np.array([0.5])}),
+        refused="Edge array 'weight' has 1 rows for 2 edges",
+    ),
+    Case(
+        "an edge array of no dimension",
+        lambda f: from_edges(np.array([[0], [1]]), edge={"weight": np.array(0.5)}),
+        refused="Edge array 'weight' is a single number: give one row per edge",
+    ),
+    Case("edges as uint64", lambda f: from_edges(np.array([[0, 1], [1, 2]], np.uint64)).num_edges, 2),
+    Case(
+        "edges as uint64 above 2^63",
+        lambda f: from_edges(np.array([[0, 2**63], [1, 2]], np.uint64)),
+        refused="holds 9223372036854775808",
+    ),
+    Case(
+        ".npy edges with a node file",
+        lambda f: x(converted(f, _npy(f / "e.npy", [[0, 1], [1, 2]]), f"nodes={written(f / 'n.csv', NODES)}")),
+        [[5.0], [6.0], [7.0]],
+    ),
+    Case("a .npy file that is not there", lambda f: from_edges(f / "none.npy"), refused="There is no file none.npy"),
+    Case("edges as big-endian numbers", lambda f: from_edges(np.array([[0, 1], [1, 2]], ">i4")).num_edges, 2),
+    Case(
+        "a .npy file of edges that is truncated",
+        lambda f: from_edges(_bytes(f / "e.npy", _npy(f / "e.npy", [[0, 1], [1, 2]]).read_bytes()[:-8])),
+        refused="e.npy is damaged",
+    ),
+    # ---- npz
+    Case(
+        "npz: valid_mask",
+        lambda f: splits(
+            npz(f, x=FEATURES_3, y=[0, 1, 0], train_mask=[True, False, False], valid_mask=[False, True, False])
+        )["valid"],
+        [1],
+    ),
+    Case(
+        "npz: train_idx, valid_idx, test_idx",
+        lambda f: splits(npz(f, x=FEATURES_3, y=[0, 1, 0], train_idx=[2], valid_idx=[1], test_idx=[0])),
+        {"train": [2], "valid": [1], "test": [0]},
+    ),
+    Case(
+        "npz: val_mask beside valid_idx",
+        lambda f: npz(f, x=FEATURES_3, y=[0, 1, 0], val_mask=[False, True, False], valid_idx=[1]),
+        refused="val_mask and valid_idx",
+    ),
+    Case("npz: edge_time of length E", lambda f: edge(npz(f, x=FEATURES_3, edge_time=[7, 8]), "time"), [7, 8]),
+    Case(
+        "npz: edge_attr of another length",
+        lambda f: npz(f, x=FEATURES_3, edge_attr=[[0.5]]),
+        refused="Edge array 'attr' has 1 rows for 2 edges",
+    ),
+    Case(
+        "npz: an array of 5 rows",
+        lambda f: npz(f, x=FEATURES_3, extra=np.zeros(5)).num_edges,
+        2,
+        told="not taken: extra [5]",
+    ),
+    Case("npz: weight of length E", lambda f: edge(npz(f, x=FEATURES_3, weight=[0.5, 0.25])), [0.5, 0.25]),
+    Case(
+        "npz: weight where there are as many nodes as edges",
+        lambda f: npz(f, x=FEATURES_3, edge_index=[[0, 1, 2], [1, 2, 0]], weight=[0.5, 0.25, 0.1]),
+        refused="'weight' has 3 rows, one per node or one per edge",
+    ),
+    Case(
+        "npz: CSR columns above int32",
+        lambda f: npz(
+            f, x_data=[1.0], x_indices=np.array([2**32], np.int64), x_indptr=[0, 1, 1, 1], x_shape=[3, 2**33]
+        ),
+        refused="x_indices holds 4294967296",
+    ),
+    Case(
+        "npz: complex features",
+        lambda f: npz(f, x=FEATURES_3.astype(np.complex64)),
+        refused="'x' holds complex64 where numbers should be",
+    ),
+    Case(
+        "npz: x of one dimension",
+        lambda f: npz(f, x=np.zeros(3)),
+        refused="x has shape [3]: give one row per node, [3, 1]",
+    ),
+    Case("npz: x a single number", lambda f: npz(f, x=np.array(3.0)), refused="array 'x' is a single number"),
+    Case(
+        "npz: edges of one dimension", lambda f: npz(f, edge_index=[0, 1]), refused="Edges must be whole numbers [2, E]"
+    ),
+    Case(
+        "npz: no edges, and nothing else", lambda f: npz(f, edge_index=np.zeros((2, 0), int)), refused="give num_nodes="
+    ),
+    Case(
+        "npz: a node number of 10^12",
+        lambda f: npz(f, edge_index=[[0], [10**12]]),
+        refused="Node ids go up to 1000000000000 for only 1 edges",
+    ),
+    Case(
+        "npz: sparse features without x_shape",
+        lambda f: npz(f, x_data=[1.0], x_indices=[0], x_indptr=[0, 1]),
+        refused="has no x_shape",
+    ),
+    Case(
+        "npz: a mask of 0 and 1",
+        lambda f: npz(f, x=FEATURES_3, y=[0, 1, 0], train_mask=[1, 1, 0]),
+        refused="make it a boolean mask",
+    ),
+    Case("npz: the label infinity", lambda f: npz(f, x=FEATURES_3, y=[0, 1, np.inf]), refused="A label is inf"),
+    Case(
+        "npz: x of texts",
+        lambda f: npz(f, x=np.array([["a"], ["b"], ["c"]])),
+        refused="'x' holds <U1 where numbers should be",
+    ),
+    Case(
+        "npz: y of texts",
+        lambda f: npz(f, x=FEATURES_3, y=np.array(["a", "b", "c"])),
+        refused="'y' holds <U1 where numbers should be",
+    ),
+    Case("npz: uint64 edges", lambda f: npz(f, edge_index=np.array([[0, 1], [1, 2]], np.uint64)).num_edges, 2),
+    Case(
+        "npz: edges [E, 2]",
+        lambda f: npz(f, edge_index=np.array([[0, 1], [1, 2], [2, 3]])),
+        refused="Edges must be whole numbers [2, E]",
+    ),
+    Case(
+        "npz: a label of 3e8",
+        lambda f: npz(f, x=FEATURES_3, y=[0, 1, 300_000_000]),
+        refused="A label is 300000000",
+    ),
+    Case(
+        "npz: train and test overlap",
+        lambda f: splits(npz(f, x=FEATURES_3, y=[0, 1, 0], train_idx=[0, 1], test_idx=[1, 2])),
+        {"train": [0, 1], "test": [1, 2]},
+        told="splits 'train' and 'test' share 1 node, such as node 1",
+    ),
+    Case(
+        "npz that says 'each edge once', symmetrize=false",
+        lambda f: converted(f, npz_file(f, meta='{"edges": "each edge once"}'), "symmetrize=false").num_edges,
+        2,
+    ),
+    Case("npz, num_nodes=5", lambda f: converted(f, npz_file(f), "num_nodes=5").num_nodes, 5),
+    Case(
+        "npz of 3 rows, num_nodes=5",
+        lambda f: converted(f, npz_file(f, x=FEATURES_3), "num_nodes=5"),
+        refused="Table 'x' has 3 rows for 5 nodes",
+    ),
+    Case(
+        "a dataset folder, num_nodes=5",
+        lambda f: converted(f, _saved(f / "data"), "num_nodes=5"),
+        refused="num_nodes= cannot be changed in",
+    ),
+    Case(
+        ".npy edges, ids=map",
+        lambda f: converted(f, _npy(f / "e.npy", [[0], [1]]), "ids=map"),
+        refused="ids= is for edge lists",
+    ),
+    # ---- OGB
+    Case("OGB folder ogbn_products", lambda f: ogb(f, "ogbn_products").num_edges, 6),
+    Case("OGB folder ogbn-products", lambda f: ogb(f, "ogbn-products").num_edges, 6),
+    Case(
+        "OGB folder by a name of its own",
+        lambda f: ogb(f, "my_products"),
+        refused="does not say whether OGB stores each edge once: type `hopline convert",
+    ),
+    Case("OGB folder by a name of its own, symmetrize=false", lambda f: ogb(f, "mine", symmetrize=False).num_edges, 3),
+    Case(
+        "OGB folder, symmetrize=false on the command line",
+        lambda f: (ogb(f, "ogbn_products"), converted(f, f / "ogbn_products", "symmetrize=false").num_edges)[1],
+        3,
+    ),
+    # ---- PyG, SciPy, tables
+    Case(
+        "PyG: a node's time where N = E",
+        lambda f: list(data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]), time=torch.tensor([7, 8, 9])).tables),
+        ["time"],
+    ),
+    Case("PyG: edge_scale of no dimension", lambda f: data(edge_scale=torch.tensor(2.0)).graph.edge, {}),
+    Case(
+        "PyG: a mask [N, 1] beside masks [N, 3]",
+        lambda f: (
+            data(
+                x=torch.zeros(3, 1),
+                train_mask=torch.eye(3).bool(),
+                test_mask=torch.tensor([[False], [False], [True]]),
+            )
+            .alternatives[1]["test"]
+            .tolist()
+        ),
+        [2],
+    ),
+    Case(
+        "PyG: masks [N, 2] beside masks [N, 4]",
+        lambda f: data(train_mask=torch.zeros(3, 2).bool(), test_mask=torch.zeros(3, 4).bool()),
+        refused="Split masks describe 2 and 4 splits",
+    ),
+    Case(
+        "PyG: x of one dimension",
+        lambda f: data(x=torch.zeros(3)),
+        refused="x has shape [3]: give one row per node, [3, 1]",
+    ),
+    Case("PyG: complex features", lambda f: data(x=torch.zeros(3, 1, dtype=torch.complex64)), refused="complex64"),
+    Case(
+        "SciPy: complex weights",
+        lambda f: hl.from_scipy(sparse.csr_array(np.array([[0, 1j], [0, 0]]))),
+        refused="complex128",
+    ),
+    Case(
+        "tables= given to from_csv with ids=map",
+        lambda f: sorted(csv(f, LINES, ids="map", tables={"age": np.array([4, 5, 6])}).tables),
+        ["age", "node_ids"],
+    ),
+    Case(
+        "hl.table on the CPU: id -1",
+        lambda f: hl.table(torch.ones(3, 2), device="cpu").read(torch.tensor([-1])),
+        refused="a row id is outside 0 .. 2",
+    ),
+    Case(
+        "standardized(): a column of 1000000.1 only",
+        lambda f: x(from_edges(np.array([[0, 1], [1, 2]]), x=torch.full((3, 1), 1e6 + 0.1)).standardized()),
+        [[0.0], [0.0], [0.0]],
+    ),
+    Case(
+        "Parquet: a categorical of pandas",
+        lambda f: labels(
+            tables(f, EDGES, {"id": [0, 1, 2], "label": arrow.array(["b", "a", None]).dictionary_encode()})
+        ),
+        [1, 0, -1],
+    ),
+    Case(
+        "Parquet: a column name twice",
+        lambda f: tables(f, EDGES, arrow.table([[0, 1, 2], [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], names=["id", "f", "f"])),
+        refused="nodes.parquet has 2 columns 'f': rename one",
+    ),
+    # ---- damaged Parquet
+    *(
+        Case(
+            f"Parquet: {which} file {how}",
+            lambda f, b=b, n=n: broken_parquet(f, b, n),
+            refused=f"{file}.parquet cannot be read as Parquet",
+        )
+        for which, file, n in (("an edge", "edges", False), ("a node", "nodes", True))
+        for how, b in (
+            ("cut in the middle", lambda raw: raw[: len(raw) // 2]),
+            ("of no bytes", lambda raw: b""),
+            ("with its middle overwritten", lambda raw: raw[:20] + b"\xff" * 60 + raw[80:]),
+        )
+    ),
+]
+
+
+def _npy(path: Path, rows: Any) -> Path:
+    np.save(path, np.array(rows))
+    return path
+
+
+def _saved(folder: Path) -> Path:
+    from_edges(np.array([[0, 1], [1, 2]])).save(folder)
+    return folder
+
+
+def _bytes(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def outcome(case: Case, folder: Path) -> tuple[str, str]:
+    """("right", what was read), ("refused", the sentence), or ("WRONG", what came instead)."""
+    try:
+        found = case.read(folder)
+        words = f"read: {found}"
+    except ValueError as error:
+        sentence = str(error).replace(f"{folder}/", "")
+        return ("refused" if case.refused and case.refused in sentence else "WRONG", f"refused: {sentence}")
+    except IndexError as error:
+        return ("refused" if case.refused and case.refused in str(error) else "WRONG", f"IndexError: {error}")
+    except Exception as error:
+        return "WRONG", f"{type(error).__name__}: {error}"
+    return ("right" if not case.refused and found == case.right else "WRONG"), words
+
+
+def main() -> None:
+    logging.disable()
+    print("| input | | what it gets |\n|---|---|---|")
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            verdict, words = outcome(case, Path(folder))
+        cells = (case.name, verdict, " ".join(words.split())[:400])
+        print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
