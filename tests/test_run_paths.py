@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,3 +111,21 @@ def test_a_number_of_parts_that_was_given_is_followed_or_refused():
         fit(data, how=hl.Historical(num_parts=30))
     with pytest.raises(ValueError, match="num_parts is 30"):
         fit(data, how=hl.FullBatch(num_shards=30))
+
+
+def test_symmetrize_is_followed_where_the_file_says_otherwise(tmp_path: Path):
+    """Both by training and by the predictions of the run."""
+    edges = np.array([[0, 1, 2, 3], [1, 2, 3, 4]])
+    arrays = {"x": np.eye(5, dtype=np.float32), "y": np.array([0, 1, 0, 1, 0])}
+    path = tmp_path / "once.npz"
+    np.savez(path, edge_index=edges, meta=json.dumps({"edges": "each edge once"}), **arrays)
+    options = ("split_shares=0.4,0.3,0.3", "epochs=1", "model.hidden=4", "show=false")
+    for given, num_edges in (((), 8), (("symmetrize=true",), 8), (("symmetrize=false",), 4)):
+        out = tmp_path / f"run{len(given)}{num_edges}"
+        assert command("train", f"data={path}", *options, *given, f"out={out}").status == 0
+        assert run.open_data(load_config(out)).num_edges == num_edges
+    stored = json.loads((tmp_path / "run08" / "config.json").read_text())
+    del stored["format"]
+    stored["config"]["symmetrize"] = False  # as it was written when it meant nothing
+    (tmp_path / "run08" / "config.json").write_text(json.dumps(stored))
+    assert run.open_data(load_config(tmp_path / "run08")).num_edges == 8

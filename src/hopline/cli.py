@@ -290,7 +290,7 @@ def _config(name: str, overrides: list[str] | None) -> RunConfig:
     if "=" in name:
         name, settings = "demo", [name, *settings]
     config = override(find_recipe(name)(), settings)
-    locate(config.data, data_root=config.data_root, options={"symmetrize": True} if config.symmetrize else {})
+    locate(config.data, data_root=config.data_root, options=config.conversion)
     return config
 
 

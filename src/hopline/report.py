@@ -169,6 +169,7 @@ def is_complete(folder: Path) -> bool:
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with what else a reader needs to repeat the run."""
     return {
+        "format": 2,
         "config": config,
         "command": [_without_folders(argument) for argument in sys.argv],
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -34,8 +34,9 @@ class RunConfig(TrainSettings, LaunchSettings):
     split_shares: tuple[float, float, float] | None = None
     """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes: the same ones
     whatever seed= is. Default: the dataset's own split."""
-    symmetrize: bool = False
-    """Add the reverse of every edge when the dataset is converted; each choice is kept under its own name."""
+    symmetrize: bool | None = None
+    """Add the reverse of every edge when the dataset is converted, or do not; each choice is kept under its own name.
+    Default: as the dataset says."""
     features: Literal["given", "normalized", "standardized", "one_hot"] = "given"
     """Input rows as they are; each divided by its sum; each column with mean 0 and deviation 1; or one column per node,
     so that model.linear=true learns the input rows themselves."""
@@ -61,6 +62,11 @@ class RunConfig(TrainSettings, LaunchSettings):
                 raise ValueError(
                     f"split={self.split} takes a split of the dataset, and split_shares= draws another: leave one out"
                 )
+
+    @property
+    def conversion(self) -> dict[str, bool]:
+        """Options of the dataset's conversion, as far as they were given."""
+        return {} if self.symmetrize is None else {"symmetrize": self.symmetrize}
 
 
 @settings
@@ -185,6 +191,8 @@ def load_config(folder: Path) -> RunConfig:
             f"{folder} is a run of hl.Trainer in Python, whose model only that program can build: there, load the "
             f"weights with model.load_state_dict(torch.load('{folder}/best.pt')) and predict with hl.infer.exact"
         )
+    if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
+        config["symmetrize"] = None  # what it meant when it was written
     try:
         return from_dict(RunConfig, stored["config"])
     except (KeyError, TypeError, ValueError) as error:
