@@ -18,10 +18,21 @@ import torch
 from torch_geometric.nn import GATConv, SAGEConv
 
 import hopline as hl
+from hopline import launch
+from hopline.launch_settings import LaunchSettings
+from hopline.world import World
 from tests.helpers import random_graph
 
 
 def train(folder: Path, kind: str) -> None:
+    """kind: "sage", "gat", "historical", or "ranks" for two processes that sample."""
+    if kind == "ranks":
+        launch.run(train_rank, LaunchSettings(devices=2, timeout_s=60), str(folder), "sage")
+    else:
+        train_rank(World.alone(), str(folder), kind)
+
+
+def train_rank(world: World, folder: str, kind: str) -> None:
     graph = random_graph(300, 3000)
     random_rows = torch.Generator().manual_seed(0)
     data = hl.Dataset(
@@ -34,12 +45,15 @@ def train(folder: Path, kind: str) -> None:
     )
     torch.manual_seed(1)
     # GAT's dropout inside the conv is drawn from torch's own generator, which a checkpoint has to keep.
-    convs = [SAGEConv(8, 8), SAGEConv(8, 3)] if kind == "sage" else [GATConv(8, 8, dropout=0.3), GATConv(8, 3)]
+    convs = [GATConv(8, 8, dropout=0.3), GATConv(8, 3)] if kind == "gat" else [SAGEConv(8, 8), SAGEConv(8, 3)]
     model = hl.nn.GNN(convs, dropout=0.5, norm="batch")
-    method = hl.Sampled(fanouts=(4, 3), batch_size=16, workers=2)
+    method: hl.Method = hl.Sampled(fanouts=(4, 3), batch_size=16, workers=2)
+    if kind == "historical":
+        method = hl.Historical(num_parts=12, parts_per_batch=1, partition="random", compensate=True, lag=1)
     schedule = hl.Schedule(name="plateau", patience=0, warmup=1)
     settings = {"epochs": 5, "accumulate": 2, "schedule": schedule, "patience": 4, "clip_norm": 1.0}
-    hl.Trainer(model, data, method, out=folder, show=False, resume=True, checkpoint_s=0.0, **settings).fit()
+    options = {"out": Path(folder), "show": False, "resume": True, "checkpoint_s": 0.0, "world": world}
+    hl.Trainer(model, data, method, **options, **settings).fit()  # type: ignore[arg-type]
 
 
 def in_child(folder: Path, kind: str, kill_after_s: float | None, train: Callable[[Path, str], None] = train) -> bool:
@@ -48,17 +62,29 @@ def in_child(folder: Path, kind: str, kill_after_s: float | None, train: Callabl
     if child == 0:
         status = 1
         try:
+            os.setsid()  # so that ranks are killed with it
             train(folder, kind)
             status = 0
         finally:
             os._exit(status)
     if kill_after_s is not None:
+        if kind == "ranks":  # to start them takes longer than to train: counted from the first step on
+            _wait_for_checkpoint(folder / "checkpoint.pt", child)
         time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status) and os.WEXITSTATUS(status):
         raise SystemExit(f"training failed in {folder}: see above")
     return os.WIFEXITED(status)
+
+
+def _wait_for_checkpoint(path: Path, child: int) -> None:
+    """Until there is a new one, or the child has ended."""
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    while not path.exists() or path.stat().st_mtime_ns == before:
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return
+        time.sleep(0.005)
 
 
 def results(folder: Path) -> dict[str, object]:
@@ -80,7 +106,8 @@ def main() -> None:
     whole, moments, kills, run = results(home / "whole"), random.Random(7), 0, 0
     while kills < wanted:
         run += 1
-        while not in_child(home / f"run{run}", kind, moments.uniform(0.05, 0.8) * whole_s):
+        longest_s = 0.3 if kind == "ranks" else 0.8 * whole_s
+        while not in_child(home / f"run{run}", kind, moments.uniform(0.05, 1) * longest_s):
             kills += 1
         if results(home / f"run{run}") != whole:
             raise SystemExit(f"run {run} differs from the one that was never interrupted")

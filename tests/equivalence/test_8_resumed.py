@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
     ("kind", "kills"),
     [
         ("sage", 4),
-        *(pytest.param(kind, kills, marks=pytest.mark.extended) for kind, kills in (("gat", 3), ("sage", 20))),
+        pytest.param("gat", 3, marks=pytest.mark.extended),
+        pytest.param("sage", 20, marks=pytest.mark.extended),
+        pytest.param("historical", 10, marks=pytest.mark.extended),
+        pytest.param("ranks", 10, marks=pytest.mark.extended),
     ],
 )
 def test_killed_at_random_moments(kind: str, kills: int, tmp_path: Path) -> None:
