@@ -492,8 +492,8 @@ FAULTS: tuple[Fault, ...] = (
         name="first line of a file without names is lost",
         area="data, CSV",
         file="src/hopline/data/text.py",
-        old="pending, found = [found],",
-        new="pending, found = [],",
+        old="return [str(i) for i in range(len(first))], 0",
+        new="return [str(i) for i in range(len(first))], num_lines",
         tests=("tests/data/test_text.py",),
     ),
     Fault(
@@ -508,8 +508,8 @@ FAULTS: tuple[Fault, ...] = (
         name="node with the largest id is not counted",
         area="data, npz",
         file="src/hopline/data/npz.py",
-        old='int(arrays["edge_index"].max()) + 1',
-        new='int(arrays["edge_index"].max())',
+        old="int(index.max()) + 1 if",
+        new="int(index.max()) if",
         tests=("tests/data/test_npz.py",),
     ),
     Fault(

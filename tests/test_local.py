@@ -333,7 +333,7 @@ def test_the_command_infers_by_the_hops_of_the_fan_outs_or_those_given(tmp_path:
     assert folder is not None
 
     def scores(**settings: Any) -> np.ndarray:
-        return np.load(predict(folder, InferConfig(write="scores", **settings)) or "", allow_pickle=False)
+        return np.load(predict(folder, InferConfig(write="scores", trust=True, **settings)) or "", allow_pickle=False)
 
     wanted = scores()
     for settings in ({"hops": 2}, {"hops": 3}, {"chunk_bytes": "100KiB"}, {"hops": 2, "chunk_bytes": "50KiB"}):

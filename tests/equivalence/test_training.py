@@ -152,7 +152,14 @@ def resumed(
     for epochs, cut in lengths:
         callbacks: list[hl.Callback] = [steps] if cut is None else [steps, InterruptAt(cut)]
         trainer = trainer_of(
-            scenario, way, model, callbacks=callbacks, out=out, resume=True, **(options | {"epochs": epochs})
+            scenario,
+            way,
+            model,
+            callbacks=callbacks,
+            out=out,
+            resume=True,
+            checkpoint_s=0.0,
+            **(options | {"epochs": epochs}),
         )
         try:
             trainer.fit()
