@@ -506,10 +506,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="node with the largest id is not counted",
-        area="data, npz",
-        file="src/hopline/data/npz.py",
-        old="int(index.max()) + 1 if",
-        new="int(index.max()) if",
+        area="data, conversion",
+        file="src/hopline/data/convert.py",
+        old="    return largest + 1",
+        new="    return largest",
         tests=("tests/data/test_npz.py",),
     ),
     Fault(
