@@ -96,6 +96,41 @@ def test_a_tree_on_the_gpu_trains_as_on_the_cpu(name: str):
     assert losses[0] == pytest.approx(losses[1], rel=1e-7)
 
 
+class Freeze(hl.Callback):
+    """Trains the first layer from some step on, and the last one up to another."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+
+    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        assert isinstance(trainer.model, hl.nn.GNN)
+        if step.step == self.first:
+            trainer.model.convs[0].requires_grad_(True)
+        if step.step == self.last:
+            trainer.model.convs[2].requires_grad_(False)
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 100), (4, 5), (5, 12), (7, 8)])
+def test_parameters_that_are_frozen_or_unfrozen_train_as_on_the_cpu(first: int, last: int):
+    """Between steps of an epoch, and at its end: four steps of 250 nodes and a smaller one make an epoch."""
+    losses, weights = [], []
+    for device in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        data = data_on_gpu(num_train=1100)
+        model = MODELS["sage"](data.num_features, data.num_classes).double()
+        model.convs[0].requires_grad_(False)
+        method = hl.Sampled(fanouts=(5, 4, 3), batch_size=250, layout="tree")
+        options: dict[str, Any] = {"callbacks": [Freeze(first, last)], "optimizer": "sgd", "lr": 0.1}
+        trainer = hl.Trainer(model, data, method, epochs=4, device=device, show=False, clip_norm=0.5, **options)
+        losses.append([e.loss for e in trainer.fit().history])
+        weights.append(torch.cat([p.detach().cpu().flatten() for p in model.parameters()]))
+        if device == "cuda":
+            assert None not in trainer.work.steps.values(), "a step was not captured"  # type: ignore[attr-defined]
+            assert len(trainer.work.steps) == 2  # type: ignore[attr-defined]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-7)
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("num_train", [256, 300, 600])
 def test_an_epoch_may_have_fewer_steps_than_are_run_before_the_capture(num_train: int):
     data, losses = data_on_gpu(num_train=num_train), {}

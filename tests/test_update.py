@@ -39,6 +39,37 @@ def test_steps_are_torchs_with_clipping(kind: str, device: str):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_settings_that_a_callback_changes_are_followed(kind: str, device: str):
+    """A number in place of the rate, another weight decay, a parameter that is added."""
+    torch.manual_seed(0)
+    ours, theirs = (nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).to(device) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    update = Update(ours, make_optimizer(kind, [(list(ours[0].parameters()), 0.01)], 0.05), 0.5, print)
+    plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    optimizer = plain(theirs[0].parameters(), lr=0.05, weight_decay=0.01)
+    places = [torch.empty_like(p) for p in ours.parameters()]
+    for turn in range(24):
+        for p, q, place in zip(ours.parameters(), theirs.parameters(), places, strict=True):
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
+            p.grad = place.copy_(q.grad)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(stepped, 0.5)
+        optimizer.step()
+        update()
+        for one in (update.optimizer, optimizer):
+            if turn == 6:
+                one.param_groups[0]["weight_decay"] = 0.3
+            if turn == 12:
+                one.param_groups[0]["lr"] = 0.01
+            if turn == 18:
+                module = ours if one is update.optimizer else theirs
+                one.add_param_group({"params": list(module[1].parameters()), "lr": 0.02, "weight_decay": 0.1})
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("_", [pytest.param(0, marks=GPU.marks, id="gpu")])
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
