@@ -23,9 +23,11 @@ from hopline.launch_settings import LaunchSettings
 from hopline.world import World
 from tests.helpers import random_graph
 
+KINDS = ("sage", "gat", "historical", "ranks")
+"""What is trained: sampled SAGE or GAT, historical SAGE, or sampled SAGE over two processes."""
+
 
 def train(folder: Path, kind: str) -> None:
-    """kind: "sage", "gat", "historical", or "ranks" for two processes that sample."""
     if kind == "ranks":
         launch.run(train_rank, LaunchSettings(devices=2, timeout_s=60), str(folder), "sage")
     else:
@@ -99,6 +101,8 @@ def results(folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
+    if len(sys.argv) != 4 or sys.argv[2] not in KINDS or not sys.argv[3].isdigit():
+        raise SystemExit(f"usage: python -m tests.killed FOLDER {'|'.join(KINDS)} NUMBER_OF_KILLS")
     home, kind, wanted = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     started = time.perf_counter()
     in_child(home / "whole", kind, None)

@@ -255,7 +255,7 @@ def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Pat
 
 
 def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -> None:
-    """Refuse a checkpoint whose best epoch was chosen the other way; those before 0.2 all took the highest value."""
+    """Refuse a checkpoint whose best epoch was chosen the other way; one that does not say took the highest value."""
     if not state["evaluations"]:
         return
     name, there = state["metric"], state.get("best_is", "max")

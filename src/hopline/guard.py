@@ -399,6 +399,7 @@ class GuardedUnit(Unit):
         """The same, for a loss of the user's own, which is over all seeds of a batch that goes in pieces."""
         job, batch = self.job, self.guard.arrange(self.batch)
         found = self._loss_at_once(batch, total) if batch.groups else None
+        ordered = batch.seeds.sort()
 
         def step(piece: Batch) -> Tensor:
             nonlocal found
@@ -406,7 +407,6 @@ class GuardedUnit(Unit):
                 return BatchUnit(job, piece).forward_backward(total)
             if found is None:  # memory ran out for the whole batch
                 found = self._loss_at_once(batch, total)
-            ordered = batch.seeds.sort()
             at = ordered.indices[torch.searchsorted(ordered.values, piece.seeds.to(batch.seeds.device))]
             with autocast(job), trace.span("forward", job.device):
                 outputs = job.model(piece)

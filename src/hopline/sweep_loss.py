@@ -98,11 +98,11 @@ class LossAt:
     """The loss of a training step at outputs that are known."""
 
     summed: Tensor
-    """Over the seeds."""
+    """The loss, summed over the seeds."""
     given: Tensor
-    """Its gradient at the outputs,"""
+    """The gradient of the loss at the outputs."""
     of_parameters: Sequence[tuple[nn.Parameter, Tensor]]
-    """and at parameters that it reads by itself, as a penalty on them does."""
+    """Parameters that the loss reads by itself, as a penalty does, each with the gradient of the loss."""
 
     def add_to_parameters(self, share: float = 1.0) -> None:
         """Add these gradients to those that are there."""

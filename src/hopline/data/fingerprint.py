@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,7 @@ def checksum_of(array: Tensor) -> str:
     """The checksum that the manifest of a folder with this array would have, after type and shape."""
     known: tuple[int, str] | None = _known.get(array)
     if known is None or known[0] != version_of(array):
-        checksum = checksum_text(_crc(TensorRows(array)))
+        checksum = checksum_text(_crc(array.split(_rows_at_once(array.shape, array.dtype))))
         remember(array, checksum)
     else:
         checksum = known[1]
@@ -61,22 +62,18 @@ def _of_table(table: Table) -> str:
     stored = table.storage()
     if stored is not None:
         return checksum_of(stored)
-    return f"{str(table.dtype).removeprefix('torch.')} {list(table.shape)} {checksum_text(_crc(table))}"
+    every = torch.arange(len(table)).split(_rows_at_once(table.shape, table.dtype))
+    crc = _crc(table.read(ids) for ids in every)
+    return f"{str(table.dtype).removeprefix('torch.')} {list(table.shape)} {checksum_text(crc)}"
 
 
-class TensorRows:
-    """A tensor's rows by their positions."""
-
-    def __init__(self, array: Tensor) -> None:
-        self.array, self.shape, self.dtype = array, array.shape, array.dtype
-
-    def read(self, ids: Tensor) -> Tensor:
-        return self.array[int(ids[0]) : int(ids[-1]) + 1] if ids.numel() else self.array[:0]
-
-
-def _crc(rows: Table | TensorRows) -> int:
-    """Of all rows, read some at a time: they may be on a GPU, or larger than memory."""
-    crc, row_bytes = 0, max(1, rows.dtype.itemsize * torch.Size(rows.shape[1:]).numel())
-    for ids in torch.arange(rows.shape[0]).split(max(1, PIECE_BYTES // row_bytes)):
-        crc = zlib.crc32(as_bytes(rows.read(ids).detach().cpu().contiguous()), crc)
+def _crc(pieces: Iterable[Tensor]) -> int:
+    """Of rows that come some at a time: they may be on a GPU, or larger than memory."""
+    crc = 0
+    for rows in pieces:
+        crc = zlib.crc32(as_bytes(rows.detach().cpu().contiguous()), crc)
     return crc
+
+
+def _rows_at_once(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return max(1, PIECE_BYTES // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))
