@@ -195,4 +195,7 @@ def find_device(name: str) -> torch.device:
     if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
         found = "no GPU that torch can use" if device.type == "cuda" else "no such device"
         raise ValueError(f"device={name!r} is not here, there is {found}: set device=cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ValueError(f"device={name!r} is not here, GPUs are numbered from 0 to {last}: set device=cuda:{last}")
     return device
