@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # What `make test` runs, by markers (pyproject.toml says what each means).
 FAST := not extended and not process
-PROCESS_TESTS := tests/test_launch.py tests/test_interrupt.py tests/test_world.py tests/test_heart.py tests/test_evaluation.py \
-  tests/test_evaluation_process.py tests/test_collective.py tests/test_handles.py tests/data/test_writer.py \
+PROCESS_TESTS := tests/distributed/test_launch.py tests/util/test_signals.py tests/distributed/test_world.py tests/distributed/test_heartbeat.py tests/training/test_evaluation.py \
+  tests/training/test_async_evaluation_process.py tests/shards/test_collective_sampler.py tests/distributed/test_handles.py tests/data/test_writer.py \
   tests/equivalence/test_4_ranks.py tests/equivalence/test_5_ranks.py tests/equivalence/test_8_resumed.py
 
 .PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended planted convs test-oldest
@@ -88,7 +88,7 @@ test-oldest: .venv-oldest/.installed
 
 # PyG's own loader needs pyg-lib, which is not on PyPI, or torch-sparse, which is compiled here (about ten minutes).
 # hopline is installed beside it: benchmarks/pyg_script.py runs one script with either loader, and
-# .venv-pyg/bin/python -m pytest tests/test_pyg_loader.py compares their batches.
+# .venv-pyg/bin/python -m pytest tests/methods/sampled/test_pyg_loader.py compares their batches.
 .venv-pyg/.installed: pyproject.toml constraints.txt
 	test -x .venv-pyg/bin/python || $(PYTHON) -m venv .venv-pyg
 	.venv-pyg/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -111,7 +111,7 @@ bench-peers: $(INSTALLED) .venv-dgl/.installed .venv-pyg/.installed
 	touch $@
 
 test-interop: .venv-interop/.installed
-	.venv-interop/bin/python -m pytest -rsP --durations=0 tests/interop tests/test_interop.py tests/test_dlpack.py tests/test_handles.py
+	.venv-interop/bin/python -m pytest -rsP --durations=0 tests/interop tests/interop/test_interop.py tests/interop/test_dlpack.py tests/distributed/test_handles.py
 
 test-slurm: $(INSTALLED)
 	PYTHON=$(BIN)/python bash tests/slurm/run.sh

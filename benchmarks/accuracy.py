@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py                       # ten seeds that no setting was chosen by: some minutes
     python benchmarks/accuracy.py --data path/cora.npz  # a local copy; else hl.open("cora"), which downloads it
 
-Models and settings are those of tests/test_results.py.
+Models and settings are those of tests/training/test_results.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hopline as hl
-from hopline.progress import track
-from tests.test_results import by_sampling, full_batch
+from hopline.util.progress import track
+from tests.training.test_results import by_sampling, full_batch
 
 
 def main() -> None:

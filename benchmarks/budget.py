@@ -31,12 +31,12 @@ from svg_file import svg_file
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
-from hopline.batch import Batch
-from hopline.budget import Budget
+from hopline.budget.guard import Guard
+from hopline.budget.predictor import Predictor
+from hopline.budget.settings import Budget
+from hopline.core.batch import Batch
 from hopline.data.synthetic import planted
-from hopline.guard import Guard
-from hopline.predict import Predictor
-from hopline.sampled_work import SampledWork
+from hopline.methods.sampled.work import SampledWork
 
 CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "SAGE": SAGEConv,

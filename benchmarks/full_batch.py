@@ -24,14 +24,14 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hopline.graph import Graph
-from hopline.launch import run
-from hopline.launch_settings import LaunchSettings
-from hopline.nn.shard_block import ShardBlock, run_conv
-from hopline.partition import Partition
-from hopline.sharded import shard_layouts, slab_layout
-from hopline.transports import LocalTransport, P2PTransport
-from hopline.world import World
+from hopline.core.graph import Graph
+from hopline.core.partition import Partition
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
+from hopline.methods.full_batch.transports import LocalTransport, P2PTransport
+from hopline.shards.layout import shard_layouts, slab_layout
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "GAT": lambda width: pyg.GATConv(width, width),

@@ -23,16 +23,16 @@ from full_batch import Meter, made_up
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.batch import Batch
-from hopline.launch import run
-from hopline.launch_settings import LaunchSettings
-from hopline.lossy import LossyTransport, codecs_of
-from hopline.nn.shard_block import ShardBlock
-from hopline.nn.trimmed import trimmed_blocks
-from hopline.partition import Partition
-from hopline.sharded import ShardLayout, shard_layouts
-from hopline.transports import LocalTransport, P2PTransport, Transport
-from hopline.world import World
+from hopline.core.batch import Batch
+from hopline.core.partition import Partition
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.methods.full_batch.compression import LossyTransport, codecs_of
+from hopline.methods.full_batch.convs.block import ShardBlock
+from hopline.methods.full_batch.convs.trimming import trimmed_blocks
+from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
+from hopline.shards.layout import ShardLayout, shard_layouts
 
 MODELS: dict[str, Any] = {"GAT": pyg.GATConv, "SAGE-mean": pyg.SAGEConv}
 KINDS = ("forward", "refetch", "gradient")

@@ -11,9 +11,10 @@ from gpu_lab import FANOUTS, Lab, batch_size, sage, seconds_per_call, timed_epoc
 from torch import Tensor
 
 import hopline as hl
-from hopline import ops, pinned
-from hopline.ops.tiers import gather_tiers
-from hopline.tables.order import access_probability, hottest, out_degrees
+from hopline import ops
+from hopline.device import pinned
+from hopline.ops.gather_tiers import gather_tiers
+from hopline.tables.hot_rows import access_probability, hottest, out_degrees
 
 NUM_ROWS, WIDTH = 4_000_000, 128
 SHARES = (1.0, 0.2, 0.05, 0.0)

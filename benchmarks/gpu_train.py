@@ -22,12 +22,12 @@ from gpu_lab import (
 )
 
 import hopline as hl
-from hopline.captured import CapturedWork
+from hopline.core.tree import TreeBlock, TreeRows
+from hopline.core.tree_sampling import TreeSampler
 from hopline.data.synthetic import planted
+from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.nn.fused import deferred
 from hopline.ops import on_tree
-from hopline.tree import TreeBlock, TreeRows
-from hopline.tree_sampling import TreeSampler
 
 NUM_TREES = 8
 """Batches whose rows are gathered in turn, so that none finds its rows in a cache."""

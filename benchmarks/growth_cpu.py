@@ -27,7 +27,7 @@ from peers import rmat_folder
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.progress import progress
+from hopline.util.progress import progress
 
 ROUNDS = 3
 
@@ -146,7 +146,7 @@ def memory_of_training(folder: Path) -> None:
     model = 4 * sum(p.numel() * p.element_size() for p in job.model.parameters())  # weights, gradients, two moments
     known = {t.untyped_storage().data_ptr() for t in (batch.x.beside, *job.model.parameters())}  # type: ignore[union-attr]
     activations = sum(size for place, size in kept.items() if place not in known)
-    from hopline.loader import resolve_workers
+    from hopline.methods.sampled.loader import resolve_workers
 
     ahead = resolve_workers(job.method, job.world.num_cores)[1] + 1  # type: ignore[arg-type]
     due = data.num_bytes + ahead * batch.num_bytes + activations + model

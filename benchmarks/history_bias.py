@@ -20,11 +20,11 @@ from torch import nn
 from torch_geometric.nn import GCNConv
 
 import hopline as hl
-from hopline.batch import Batch
-from hopline.history import HistoricalWork
+from hopline.contract import Job
+from hopline.core.batch import Batch
+from hopline.methods.historical.work import HistoricalWork
+from hopline.methods.partitioned.sweep import fill, go_back, measure_bias
 from hopline.nn import GNN
-from hopline.sweep import fill, go_back, measure_bias
-from hopline.work import Job
 
 METHODS: dict[str, dict[str, Any]] = {
     "Cluster-GCN": {"halo": "drop"},

@@ -22,9 +22,9 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv
 
 import hopline as hl
-from hopline.budget import Budget
-from hopline.guard import Guard
-from hopline.history import HistoricalWork
+from hopline.budget.guard import Guard
+from hopline.budget.settings import Budget
+from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
 
 CONVS = {"gcn": GCNConv, "gat": lambda a, b: GATConv(a, b // 8, heads=8) if b % 8 == 0 else GATConv(a, b)}

@@ -24,7 +24,7 @@ import torch
 import torch_geometric.nn as pyg
 
 import hopline as hl
-from hopline.batch import Batch, Block, Part
+from hopline.core.batch import Batch, Block, Part
 from hopline.data import planted
 
 NUM_NODES, NUM_EDGES, NUM_PARTS, NUM_FEATURES, HIDDEN, LAYERS = 2_449_029, 123_718_280, 40, 100, 256, 4

@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch_geometric.nn import GCNConv
 
 import hopline as hl
-from hopline.history import HistoricalWork
+from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
 
 LR, DECAY = 0.01, 5e-4

@@ -19,12 +19,12 @@ from torch import nn
 from torch_geometric.nn import GCNConv
 
 import hopline as hl
+from hopline.core.sampler import NeighborSampler, hop_keys, seed_batches
 from hopline.data.built_in import BUILT_IN
 from hopline.data.synthetic import planted
 from hopline.nn import GNN
 from hopline.ops import derive_key
 from hopline.ops.random import LAYERS
-from hopline.sampling import NeighborSampler, hop_keys, seed_batches
 
 NUM_BATCHES, NUM_DRAWS, FANOUT = 10, 60, 2
 FANOUTS = [(15, 10), (15, 10, 5), (10, 10, 10), (10, 5, 5, 3)]
@@ -72,7 +72,7 @@ def main() -> None:
     for fanouts in FANOUTS:
         found: dict[str, float] = {}
         for name, way in WAYS.items():
-            with patch("hopline.sampling.hop_keys", way):
+            with patch("hopline.core.sampler.hop_keys", way):
                 found[name] = num_nodes(data, fanouts)
         growth = [f"{name} {count:,.0f} ({count / found['one key'] - 1:+.1%})" for name, count in found.items()]
         print(f"nodes of a batch at fan-outs {fanouts}: {', '.join(growth)}", flush=True)
@@ -80,7 +80,7 @@ def main() -> None:
     for num_layers in (1, 2, 3):
         found_bias: list[str] = []
         for name, way in WAYS.items():
-            with patch("hopline.sampling.hop_keys", way):
+            with patch("hopline.core.sampler.hop_keys", way):
                 relative, z = bias(data, num_layers)
             found_bias.append(f"{name} {relative:+.3%}, z {z:+.1f}")
         print(f"bias of {num_layers} GCN layers: {'; '.join(found_bias)}", flush=True)

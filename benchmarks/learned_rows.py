@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.partition import make_partition
+from hopline.core.partition import make_partition
 
 WIDTH = 128
 

@@ -38,7 +38,7 @@ def hopline(files: Files, threads: int) -> Tasks:
     from torch_geometric.nn import SAGEConv
 
     import hopline as hl
-    from hopline.pipeline import Pipeline, Stage
+    from hopline.pipeline.stages import Pipeline, Stage
 
     graph = hl.Graph(files.indptr, files.indices)
     train = {"train": files.seeds.sort().values}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hopline import ops
-from hopline.progress import progress
+from hopline.util.progress import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG_S = 15

@@ -19,12 +19,12 @@ import torch
 from torch_geometric.nn import GATConv, SAGEConv
 
 import hopline as hl
-from hopline.cores import num_cores
 from hopline.data import planted
-from hopline.explain import Explanation
-from hopline.loader import Loader, resolve_workers
-from hopline.sampled_work import SampledWork
-from hopline.watch import WatchPipeline, setup_of
+from hopline.methods.sampled.loader import Loader, resolve_workers
+from hopline.methods.sampled.work import SampledWork
+from hopline.report.bottleneck import Explanation
+from hopline.training.report_callbacks import WatchPipeline, setup_of
+from hopline.util.cores import num_cores
 
 CASES = (("SAGE", SAGEConv, 64, 8192), ("SAGE", SAGEConv, 256, 8192), ("GAT", GATConv, 16, 1024))
 

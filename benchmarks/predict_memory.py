@@ -31,15 +31,15 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
 
 from hopline import ops
-from hopline.batch import Batch, as_tensor
-from hopline.budget import SplitBy
+from hopline.budget.micro_batches import redundancy, split_to_fit
+from hopline.budget.predictor import Predictor, Sizes, costs_of
+from hopline.budget.settings import SplitBy
+from hopline.core.batch import Batch, as_tensor
 from hopline.data.dataset import Dataset
 from hopline.data.synthetic import planted
-from hopline.meter import meter_of
-from hopline.methods import Sampled
+from hopline.device.meter import meter_of
+from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
-from hopline.predict import Predictor, Sizes, costs_of
-from hopline.split import redundancy, split_to_fit
 
 WIDTH, FANOUTS, SEEDS = 128, (10, 10, 5), 6144
 

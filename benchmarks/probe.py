@@ -18,12 +18,12 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from hopline.batch import Block
+from hopline.core.batch import Block
+from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
 from hopline.nn import GNN
-from hopline.nn.convs import way_of
+from hopline.nn.conv_adapter import way_of
 from hopline.nn.probe import PlainTree, probe_graph
-from hopline.nn.shard_block import ShardBlock, run_conv
-from hopline.sharded import slab_layout
+from hopline.shards.layout import slab_layout
 
 WIDTHS = (100, 256, 256, 47)
 CONVS: dict[str, Callable[[int, int], nn.Module]] = {

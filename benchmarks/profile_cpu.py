@@ -37,10 +37,11 @@ from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline import ops
-from hopline.cores import num_cores
-from hopline.memory import reuse_freed_memory
-from hopline.ops import cpu, cpu_linear
-from hopline.progress import progress
+from hopline.ops.cpu import linear as cpu_linear
+from hopline.ops.cpu import sampling as cpu
+from hopline.util.cores import num_cores
+from hopline.util.memory import reuse_freed_memory
+from hopline.util.progress import progress
 
 NUM_BATCHES, WARM_UP = 10, 2
 LINE = 64  # bytes of a cache line

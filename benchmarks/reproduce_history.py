@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 import hopline as hl
-from hopline.models import make_model
-from hopline.partition import make_partition
+from hopline.core.partition import make_partition
 from hopline.recipes import RunConfig, find_recipe
-from hopline.settings import TrainSettings
+from hopline.run.models import make_model
+from hopline.training.settings import TrainSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "history.md"
 MARK = "<!-- made by make reproduce-history -->"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hopline.report_colours import find_colours
-from hopline.report_svg import line_chart
+from hopline.report.charts import line_chart
+from hopline.report.colours import find_colours
 
 
 def svg_file(series: Mapping[str, Sequence[tuple[float, float]]], over: str, least: float | None = None) -> str:

@@ -37,7 +37,7 @@ import numba
 import torch
 from llvmlite import binding
 
-from hopline.launch import LaunchSettings, run
+from hopline.distributed.launch import LaunchSettings, run
 from tests.golden_cases import (
     CASES,
     DRAWN_BY_TORCH,

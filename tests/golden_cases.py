@@ -30,17 +30,17 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline import infer, ops
-from hopline.captured import CapturedWork
+from hopline.core.partition import make_partition
+from hopline.core.sampler import NeighborSampler, seed_batches
+from hopline.core.tree_sampling import TreeSampler
 from hopline.data import planted
-from hopline.nn.regularise import drop_edges
-from hopline.partition import make_partition
-from hopline.parts import Parts, Shares
-from hopline.placement import place
-from hopline.sampling import NeighborSampler, seed_batches
-from hopline.sharded import shard_layouts
-from hopline.tables.order import hottest, out_degrees
-from hopline.tree_sampling import TreeSampler
-from hopline.world import World
+from hopline.data.placement import place
+from hopline.distributed.world import World
+from hopline.methods.historical.regularise import drop_edges
+from hopline.methods.partitioned.groups import Parts, Shares
+from hopline.methods.sampled.captured_step import CapturedWork
+from hopline.shards.layout import shard_layouts
+from hopline.tables.hot_rows import hottest, out_degrees
 
 Result = dict[str, Any]
 """What is written down of a case: field -> numbers, texts, or lists of them."""

@@ -13,12 +13,12 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.batch import Batch, Block, Rows
+from hopline.core.batch import Batch, Block, Rows
+from hopline.core.graph import Graph
+from hopline.core.sampler import NeighborSampler
 from hopline.data.dataset import Dataset
-from hopline.graph import Graph
 from hopline.nn import GNN
-from hopline.nn.convs import edge_arguments
-from hopline.sampling import NeighborSampler
+from hopline.nn.conv_adapter import edge_arguments
 from hopline.tables import TensorTable
 
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,9 +18,9 @@ import torch
 from torch_geometric.nn import GATConv, SAGEConv
 
 import hopline as hl
-from hopline import launch
-from hopline.launch_settings import LaunchSettings
-from hopline.world import World
+from hopline.distributed import launch
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
 from tests.helpers import random_graph
 
 KINDS = ("sage", "gat", "historical", "ranks")

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from hopline.data import planted
 from hopline.data.dataset import Dataset
-from hopline.launch import run
-from hopline.launch_settings import LaunchSettings
-from hopline.sharing import share
-from hopline.world import PeerError, World
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.sharing import share
+from hopline.distributed.world import PeerError, World
 from tests.warm import Process, python
 
 ROOT = Path(__file__).resolve().parents[1]

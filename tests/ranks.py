@@ -14,10 +14,10 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
-from hopline.callbacks import Callback, StepEnd
-from hopline.launch import run
-from hopline.launch_settings import LaunchSettings
-from hopline.world import World
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.training.callbacks import Callback, StepEnd
 from tests.runs import small
 
 BATCH = 12

@@ -19,8 +19,8 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline.cli import main
 from hopline.data import planted
-from hopline.model_settings import ModelSpec
-from hopline.run_settings import RunConfig
+from hopline.run.model_settings import ModelSpec
+from hopline.run.settings import RunConfig
 
 
 def small(**changes: Any) -> hl.Dataset:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 import hopline as hl
-from hopline.callbacks import Callback, EpochEnd
+from hopline.training.callbacks import Callback, EpochEnd
 from tests.killed import in_child, results
 from tests.runs import sage, small
 

@@ -20,8 +20,9 @@ import pytest
 import torch
 
 import hopline as hl
-from hopline import cli, run
+from hopline import cli
 from hopline.recipes import RECIPES, find_recipe
+from hopline.run import train as run
 from tests.runs import assert_refused, command, labels, overrides, records, small, without
 
 COMMANDS = ("train", "plan", "infer", "convert", "partition", "verify", "datasets", "report", "doctor")
@@ -252,7 +253,7 @@ def test_help_is_shown(arguments: tuple[str, ...]):
 
 
 def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    module = "from hopline.models import make_model\nimport dataclasses\n\n"
+    module = "from hopline.run.models import make_model\nimport dataclasses\n\n"
     module += "def make(spec, data):\n    return make_model(dataclasses.replace(spec, name='mlp'), data)\n"
     (tmp_path / "my_models_of_a_test.py").write_text(module)
     monkeypatch.chdir(tmp_path)
@@ -435,7 +436,7 @@ def test_a_full_disk_while_predicting(graph: Path, tmp_path: Path):
 
 
 def test_a_full_disk_while_training(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from hopline.report import Report
+    from hopline.report.writer import Report
 
     plain = Report._append
 

@@ -16,14 +16,7 @@ import pytest
 import torch
 
 import hopline as hl
-from tests.formats.write import (
-    DATASET,
-    OVERRIDES,
-    dataset_checksums,
-    historical_trainer,
-    made_dataset,
-    weights_of,
-)
+from tests.formats.write import DATASET, OVERRIDES, dataset_checksums, historical_trainer, made_dataset, weights_of
 from tests.runs import Outcome, assert_refused, command, records
 
 WRITTEN = sorted(path.parent for path in (Path(__file__).parent / "formats").glob("*/expected.json"))

@@ -12,10 +12,10 @@ STEPS = {
     "import hopline": "import hopline",
     "check_device_errors without a GPU": "import hopline.ops as ops; ops.check_device_errors()",
     "gather_tiers on the CPU": (
-        "import torch; from hopline.ops.tiers import gather_tiers; "
+        "import torch; from hopline.ops.gather_tiers import gather_tiers; "
         "gather_tiers(torch.ones(3, 2), None, None, torch.tensor([1]))"
     ),
-    "a Triton kernel": "import hopline.ops.gpu_core",
+    "a Triton kernel": "import hopline.ops.gpu.runtime",
 }
 """Statements run one after the other, by what they do. The last one shows that a kernel's module would be seen."""
 
@@ -38,7 +38,7 @@ def loaded() -> dict[str, list[str]]:
 
 
 def kernels_of(modules: list[str]) -> list[str]:
-    return [name for name in modules if name.startswith("hopline.ops.gpu")]
+    return [name for name in modules if name.startswith("hopline.ops.gpu.")]
 
 
 @pytest.mark.parametrize("step", list(STEPS)[:-1])
@@ -49,4 +49,4 @@ def test_no_triton_kernel_is_imported_until_it_is_needed(loaded: dict[str, list[
 
 def test_a_triton_kernel_that_is_imported_is_seen(loaded: dict[str, list[str]]):
     pytest.importorskip("triton")
-    assert "hopline.ops.gpu_core" in kernels_of(loaded["a Triton kernel"])
+    assert "hopline.ops.gpu.runtime" in kernels_of(loaded["a Triton kernel"])

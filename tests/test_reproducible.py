@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hopline as hl
 from hopline import ops
-from hopline.batch import Batch
-from hopline.methods import Method
+from hopline.contract import Job
+from hopline.core.batch import Batch
+from hopline.methods.sampled.settings import Method
 from hopline.nn import GNN
-from hopline.nn.convs import convolve
+from hopline.nn.conv_adapter import convolve
 from hopline.tables import SparseTable
-from hopline.work import Job
 from tests.helpers import batch_of, dataset_of, generator, randn, random_graph
-from tests.shards import SUITE
+from tests.shards.cases import SUITE
 
 METHODS: dict[str, Method] = {
     "historical": hl.Historical(num_parts=2, parts_per_batch=1, partition="range"),

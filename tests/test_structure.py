@@ -17,10 +17,10 @@ PATHS = {
 """The file of every module, by its dotted name."""
 
 ONLY_IN = {
-    "numba": ("ops/cpu",),
-    "llvmlite": ("ops/cpu",),
-    "triton": ("ops/gpu",),
-    "torch_geometric": ("nn/", "data/", "models.py", "pyg_loader.py"),
+    "numba": ("ops/cpu/",),
+    "llvmlite": ("ops/cpu/",),
+    "triton": ("ops/gpu/",),
+    "torch_geometric": ("nn/", "data/", "methods/full_batch/convs/", "methods/sampled/pyg_loader.py", "run/models.py"),
     "typer": ("cli.py",),
     "pickle": (),
 }

@@ -7,18 +7,18 @@ import multiprocessing
 import pkgutil
 
 import hopline
-import hopline.evaluation_process
-import hopline.launch
+import hopline.distributed.launch
+import hopline.training.async_evaluation_process
 from tests import warm
 
 for module in pkgutil.walk_packages(hopline.__path__, "hopline."):
     # Triton is left to the processes that use it: whether it is interpreted is decided when it is imported.
-    if not module.name.startswith("hopline.ops.gpu") and module.name != "hopline.__main__":
+    if not module.name.startswith("hopline.ops.gpu.sampling") and module.name != "hopline.__main__":
         importlib.import_module(module.name)
 
 # A rank ends with its parent, by the system's help. Here the parent in the system's sense is the server, so the check
 # would end every rank at once. The tests of that have the marker `spawn`.
-hopline.launch._end_with_parent = lambda parent: None
-hopline.evaluation_process._end_with_parent = lambda parent: None
+hopline.distributed.launch._end_with_parent = lambda parent: None
+hopline.training.async_evaluation_process._end_with_parent = lambda parent: None
 # A rank may start a process of its own, such as the one that evaluates.
 multiprocessing.get_context = warm.get_context

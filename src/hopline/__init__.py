@@ -2,14 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from hopline.lazy import on_first_use
+from hopline.util.lazy import on_first_use
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time names are imported when they are first used
-    from hopline import infer, interop, metrics, nn
-    from hopline.batch import Batch, Block, Part, Rows
+    from hopline import inference as infer
+    from hopline import interop, metrics, nn
     from hopline.batch_unit import BatchUnit
-    from hopline.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
-    from hopline.collective import CollectiveLoader, CollectiveSampler
+    from hopline.contract import Job, Method, Unit
+    from hopline.core.batch import Batch, Block, Part, Rows
+    from hopline.core.graph import Graph
+    from hopline.core.sampler import NeighborSampler
     from hopline.data import (
         Columns,
         Dataset,
@@ -22,35 +24,34 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
         verify,
     )
     from hopline.data import open_dataset as open
-    from hopline.full_batch import FullBatch
-    from hopline.graph import Graph
-    from hopline.historical import Historical
-    from hopline.loader import Loader
-    from hopline.methods import Sampled
-    from hopline.placement_settings import Placement
-    from hopline.pyg_loader import NeighborLoader
-    from hopline.sampling import NeighborSampler
-    from hopline.settings import Schedule, TrainSettings
-    from hopline.shard_data import ShardedData, open_sharded
-    from hopline.shards import Shard, open_shard
+    from hopline.data.placement_settings import Placement
+    from hopline.methods.full_batch.settings import FullBatch
+    from hopline.methods.historical.settings import Historical
+    from hopline.methods.sampled.loader import Loader
+    from hopline.methods.sampled.pyg_loader import NeighborLoader
+    from hopline.methods.sampled.settings import Sampled
+    from hopline.shards.collective_sampler import CollectiveLoader, CollectiveSampler
+    from hopline.shards.data import ShardedData, open_sharded
+    from hopline.shards.shard import Shard, open_shard
     from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable, table
-    from hopline.trace import Counters, Timers
-    from hopline.trainer import Trainer
-    from hopline.work import Job, Method, Unit
+    from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
+    from hopline.training.settings import Schedule, TrainSettings
+    from hopline.training.trainer import Trainer
+    from hopline.util.trace import Counters, Timers
 
 __version__ = "0.1.0"
 
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "hopline.infer": (),
+        "hopline.inference": ("infer=.",),
         "hopline.interop": (),
         "hopline.metrics": (),
         "hopline.nn": (),
-        "hopline.batch": ("Batch", "Block", "Part", "Rows"),
+        "hopline.core.batch": ("Batch", "Block", "Part", "Rows"),
         "hopline.batch_unit": ("BatchUnit",),
-        "hopline.callbacks": ("Callback", "EarlyStop", "EpochEnd", "Evaluation", "Run", "StepEnd"),
-        "hopline.collective": ("CollectiveLoader", "CollectiveSampler"),
+        "hopline.training.callbacks": ("Callback", "EarlyStop", "EpochEnd", "Evaluation", "Run", "StepEnd"),
+        "hopline.shards.collective_sampler": ("CollectiveLoader", "CollectiveSampler"),
         "hopline.data": (
             "Columns",
             "Dataset",
@@ -63,21 +64,21 @@ __getattr__, __dir__ = on_first_use(
             "random_split",
             "verify",
         ),
-        "hopline.full_batch": ("FullBatch",),
-        "hopline.graph": ("Graph",),
-        "hopline.historical": ("Historical",),
-        "hopline.loader": ("Loader",),
-        "hopline.methods": ("Sampled",),
-        "hopline.placement_settings": ("Placement",),
-        "hopline.pyg_loader": ("NeighborLoader",),
-        "hopline.sampling": ("NeighborSampler",),
-        "hopline.settings": ("Schedule", "TrainSettings"),
-        "hopline.shard_data": ("ShardedData", "open_sharded"),
-        "hopline.shards": ("Shard", "open_shard"),
+        "hopline.methods.full_batch.settings": ("FullBatch",),
+        "hopline.core.graph": ("Graph",),
+        "hopline.methods.historical.settings": ("Historical",),
+        "hopline.methods.sampled.loader": ("Loader",),
+        "hopline.methods.sampled.settings": ("Sampled",),
+        "hopline.data.placement_settings": ("Placement",),
+        "hopline.methods.sampled.pyg_loader": ("NeighborLoader",),
+        "hopline.core.sampler": ("NeighborSampler",),
+        "hopline.training.settings": ("Schedule", "TrainSettings"),
+        "hopline.shards.data": ("ShardedData", "open_sharded"),
+        "hopline.shards.shard": ("Shard", "open_shard"),
         "hopline.tables": ("CachedTable", "SparseTable", "Table", "TensorTable", "TieredTable", "table"),
-        "hopline.trace": ("Counters", "Timers"),
-        "hopline.trainer": ("Trainer",),
-        "hopline.work": ("Job", "Method", "Unit"),
+        "hopline.util.trace": ("Counters", "Timers"),
+        "hopline.training.trainer": ("Trainer",),
+        "hopline.contract": ("Job", "Method", "Unit"),
     },
 )
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hopline import ops, trace
-from hopline.batch import Batch
-from hopline.work import Job, TrainStep, Unit
+from hopline import ops
+from hopline.contract import Job, TrainStep, Unit
+from hopline.core.batch import Batch
+from hopline.util import trace
 
 
 def supervised(task: str, num_classes: int) -> TrainStep:

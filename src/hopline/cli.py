@@ -15,12 +15,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from hopline import __version__
-from hopline.data.names import locate, names
-from hopline.errors import PeerError, RankError, StageError
-from hopline.interrupt import Interrupted
-from hopline.log import printed
+from hopline.data.registry import locate, names
 from hopline.recipes import RECIPES, find_recipe
-from hopline.run_settings import (
+from hopline.run.settings import (
     ConvertConfig,
     DatasetsConfig,
     ExportConfig,
@@ -30,7 +27,10 @@ from hopline.run_settings import (
     check_conversion,
     load_trusted,
 )
-from hopline.spec import nearest, override, settings_of
+from hopline.util.errors import PeerError, RankError, StageError
+from hopline.util.log import printed
+from hopline.util.signals import Interrupted
+from hopline.util.spec import nearest, override, settings_of
 
 # A command imports what it computes with (torch, PyG, Numba) only after its settings, names and paths have proved to be
 # right, so that help and refusals come at once.
@@ -109,7 +109,7 @@ def train(
     """Train, evaluate, test, and write a run folder."""
     config = _config(name, overrides)
     with _loading():
-        from hopline import run
+        from hopline.run import train as run
 
     try:
         done = run.train(config)
@@ -133,8 +133,8 @@ def plan(
     from rich.table import Table
 
     with _loading():
-        from hopline import run
-        from hopline.choose import recommended, table_of
+        from hopline.run import train as run
+        from hopline.run.compare_methods import recommended, table_of
 
     found = run.plan(config)
     table = Table("method", "device", "host", "disk", "an epoch", "steps", "how")
@@ -161,7 +161,7 @@ def infer(
     config = override(InferConfig(), overrides or [])
     load_trusted(folder, config.trust)
     with _loading():
-        from hopline.predictions import predict
+        from hopline.run.infer import predict
 
     written = predict(folder, config)
     if written is not None:  # torchrun and srun start this command once per rank
@@ -179,7 +179,7 @@ def export(
     """Write a run's weights as a plain state_dict that PyG and torch load."""
     config = override(ExportConfig(), overrides or [])
     load_trusted(folder, config.trust)
-    from hopline import run
+    from hopline.run import train as run
 
     print(f"weights: {run.export(folder, file, config)}")
     return
@@ -197,7 +197,7 @@ def convert(
         raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
     config = override(ConvertConfig(), overrides or [])
     check_conversion(source, folder, config)
-    from hopline import run
+    from hopline.run import train as run
 
     with printed():
         data = run.convert(source, folder, config)
@@ -219,7 +219,7 @@ def partition(
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
     config = override(PartitionConfig(), _without_dashes(overrides or []))
     locate(source, data_root=config.data_root)
-    from hopline.cut import partition_dataset
+    from hopline.shards.write import partition_dataset
 
     print(partition_dataset(source, folder, config))
     print(f"written to {folder}")
@@ -241,8 +241,8 @@ def verify(folder: Annotated[Path, typer.Argument(help="A dataset folder, or a f
     """Check every byte and every value of a dataset folder, or that shards are one dataset."""
     locate(folder)
     from hopline.data.store import verify as verify_folder
-    from hopline.rejoin import verify_shards
-    from hopline.shards import is_shards
+    from hopline.shards.shard import is_shards
+    from hopline.shards.verify import verify_shards
 
     for line in verify_shards(folder) if is_shards(folder) else verify_folder(folder):
         print(line)
@@ -267,7 +267,7 @@ def datasets(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")]) -> None:
     """Write a run's report.html again from its files."""
-    from hopline.report import write_html
+    from hopline.report.writer import write_html
 
     print(f"report: {write_html(folder)}")
 
@@ -275,7 +275,7 @@ def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run fol
 @app.command()
 def doctor() -> None:
     """Look at this machine: versions, cores, memory, kernels."""
-    from hopline.doctor import examine
+    from hopline.run.doctor import examine
 
     findings = list(examine())
     for what, finding, fine in findings:

@@ -20,8 +20,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
-from hopline.graph import Graph
 from hopline.tables import TensorTable
 from tests.helpers import graph_of, randint, randn
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hopline.core.graph import Graph
 from hopline.data import checks
 from hopline.data.dataset import Dataset
-from hopline.graph import Graph
 from hopline.tables import SparseTable, TensorTable
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset, as_table
-from hopline.graph import Graph
 from hopline.tables import SparseTable, TensorTable
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hopline.data import text
+from hopline.data.formats import text
+from hopline.data.formats.tabular import from_csv
 from hopline.data.ids import IdMap, checked_ids, original_ids, settled
 from hopline.data.options import Columns
-from hopline.data.tabular import from_csv
 from hopline.tables import TensorTable
 
 POOLS = {

@@ -14,12 +14,12 @@ from torch_geometric.data import Data
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.npz import from_npz
-from hopline.data.ogb import from_ogb_folder
-from hopline.data.pyg import from_pyg, from_scipy
+from hopline.data.formats.npz import from_npz
+from hopline.data.formats.ogb import from_ogb_folder
+from hopline.data.formats.pyg import from_pyg, from_scipy
+from hopline.data.formats.tabular import from_csv, from_parquet
 from hopline.data.splits import random_split
 from hopline.data.store import open_folder
-from hopline.data.tabular import from_csv, from_parquet
 from tests.runs import small, without
 
 FIRST = {"train": [0, 1, 7, 8, 9], "valid": [5], "test": [3, 4]}

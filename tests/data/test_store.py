@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hopline.core.graph import Graph
 from hopline.data import store
 from hopline.data.arrays import HEADER_BYTES
 from hopline.data.dataset import Dataset
-from hopline.graph import Graph
 from hopline.tables import SparseTable, Table, TensorTable
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from hopline.data import synthetic
 from hopline.data.built_in import BUILT_IN, Planted, built_in
 from hopline.data.dataset import Dataset
-from hopline.data.names import open_dataset
+from hopline.data.registry import open_dataset
 from hopline.data.store import verify
 from hopline.data.synthetic import made_on, planted
 from tests.helpers import KERNEL_DEVICE

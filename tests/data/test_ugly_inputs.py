@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hopline.data import text
-from hopline.log import logger
+from hopline.data.formats import text
+from hopline.util.log import logger
 from tests.data.ugly_inputs import CASES, Case, outcome
 
 READERS = [(case, reader) for case in CASES for reader in ("arrow", "plain")[: 1 + case.name.startswith("CSV")]]

@@ -22,17 +22,17 @@ from scipy import sparse
 from torch_geometric.data import Data
 
 import hopline as hl
-from hopline import run
 from hopline.data import original_ids
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.npz import from_npz
-from hopline.data.ogb import from_ogb_folder
+from hopline.data.formats.npz import from_npz
+from hopline.data.formats.ogb import from_ogb_folder
+from hopline.data.formats.pyg import from_pyg
+from hopline.data.formats.tabular import from_csv
 from hopline.data.options import Columns
-from hopline.data.pyg import from_pyg
-from hopline.data.tabular import from_csv
-from hopline.run_settings import ConvertConfig
-from hopline.spec import override
+from hopline.run import train as run
+from hopline.run.settings import ConvertConfig
+from hopline.util.spec import override
 
 
 class Case(NamedTuple):

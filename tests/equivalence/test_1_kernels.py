@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.batch import Batch
-from hopline.graph import Graph
-from hopline.ops import cpu, cpu_reduce, gpu, gpu_dropout, gpu_map, gpu_reduce, reference
-from hopline.sampling import NeighborSampler, in_neighborhood
+from hopline.core.batch import Batch
+from hopline.core.graph import Graph
+from hopline.core.sampler import NeighborSampler, in_neighborhood
+from hopline.ops import reference
+from hopline.ops.cpu import reduce as cpu_reduce
+from hopline.ops.cpu import sampling as cpu
+from hopline.ops.gpu import dropout as gpu_dropout
+from hopline.ops.gpu import map as gpu_map
+from hopline.ops.gpu import reduce as gpu_reduce
+from hopline.ops.gpu import sampling as gpu
 from tests.grids import RUNS_ON_GPU, parametrize_kernel, parametrize_pairwise
 from tests.helpers import KERNEL_DEVICE, assert_same_batches, randint, randn, random_graph
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopline.data.npz import from_npz
-from hopline.graph import Graph
+from hopline.core.graph import Graph
+from hopline.data.formats.npz import from_npz
 from hopline.nn import GNN
 from tests.helpers import (
     CONVS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hopline.methods import Sampled
+from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from tests.helpers import (
     assert_close,

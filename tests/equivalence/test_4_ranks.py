@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hopline.launch import RankError, run
-from hopline.launch_settings import LaunchSettings
-from hopline.world import World
+from hopline.distributed.launch import RankError, run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
 from tests.ranks import train, train_each
 from tests.warm import Ended, run_python
 

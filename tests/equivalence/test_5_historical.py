@@ -11,14 +11,14 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.batch import Batch, Rows
-from hopline.historical import Historical
-from hopline.history import HistoricalWork
-from hopline.history_unit import HistoricalUnit
+from hopline.contract import Job
+from hopline.core.batch import Batch, Rows
+from hopline.core.sampler import NeighborSampler, full_block
+from hopline.methods.historical.settings import Historical
+from hopline.methods.historical.step import HistoricalUnit
+from hopline.methods.historical.work import HistoricalWork
+from hopline.methods.partitioned.sweep import go_back
 from hopline.nn import GNN
-from hopline.sampling import NeighborSampler, full_block
-from hopline.sweep import go_back
-from hopline.work import Job
 from tests.helpers import assert_same_gradients, dataset_of, randn, random_graph, twin
 
 GRAPH = random_graph(num_nodes=60, num_edges=240, weight=True, loops=True)

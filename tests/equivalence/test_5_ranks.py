@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hopline.launch import RankError, run
-from hopline.launch_settings import LaunchSettings
-from hopline.world import World
-from tests.historical_ranks import alone, train_all
+from hopline.distributed.launch import RankError, run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from tests.methods.historical.ranks import alone, train_all
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"settings": {"measure_bias": True}, "dropout": 0.3},

@@ -10,7 +10,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline import infer
-from hopline.methods import Sampled
+from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.tables import CachedTable, SparseTable, TensorTable
 from tests.helpers import (

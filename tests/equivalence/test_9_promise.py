@@ -11,18 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hopline.batch_unit import BatchUnit, supervised
-from hopline.budget import Budget
-from hopline.keep import keep_to
-from hopline.measure import own_threads
-from hopline.meter import meter_of
-from hopline.methods import Sampled
+from hopline.budget.keep import keep_to
+from hopline.budget.memory_plan import DoesNotFit, Outline, Plan
+from hopline.budget.predictor import Sizes
+from hopline.budget.probe import plan_of
+from hopline.budget.settings import Budget
+from hopline.contract import Job
+from hopline.device.meter import meter_of
+from hopline.methods.sampled.memory_plan import drawn
+from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
-from hopline.nn.whole import as_walkable
-from hopline.plan import DoesNotFit, Outline, Plan
-from hopline.planning import plan_of
-from hopline.predict import Sizes
-from hopline.sampled_forms import drawn
-from hopline.work import Job
+from hopline.nn.whole_module import as_walkable
+from hopline.training.measure import own_threads
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")

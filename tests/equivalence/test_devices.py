@@ -12,10 +12,11 @@ from torch_geometric.nn import GATConv, GCN2Conv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.data import planted
-from hopline.launch import run
-from hopline.launch_settings import LaunchSettings
-from hopline.world import World
-from tests import full_batch_ranks, historical_ranks
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from tests.methods.full_batch import ranks as full_batch_ranks
+from tests.methods.historical import ranks as historical_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,13 +13,13 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.graph import Graph
-from hopline.history_unit import HistoricalUnit
+from hopline.core.graph import Graph
+from hopline.data.placement import place
+from hopline.methods.historical.step import HistoricalUnit
 from hopline.nn import GNN
 from hopline.nn.attention import is_fused_attention
-from hopline.nn.convs import edge_arguments, takes_x0
+from hopline.nn.conv_adapter import edge_arguments, takes_x0
 from hopline.nn.fused import is_fused
-from hopline.placement import place
 from tests.grids import GPU_ONLY
 from tests.helpers import (
     KERNEL_DEVICE,

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import hopline as hl
-from hopline import trace
-from hopline.budget import Budget
-from hopline.guard import Guard
-from hopline.nn import regularise
-from hopline.settings import Schedule
+from hopline.budget.guard import Guard
+from hopline.budget.settings import Budget
+from hopline.methods.historical import regularise
+from hopline.training.settings import Schedule
+from hopline.util import trace
 from tests.equivalence import reference_loops as plain
 from tests.equivalence.training_cases import (
     ATTRIBUTED,

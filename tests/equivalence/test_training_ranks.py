@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import hopline as hl
-from hopline.launch import run
-from hopline.launch_settings import LaunchSettings
-from hopline.sampling import share_of
+from hopline.core.sampler import share_of
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
 from tests.equivalence.training_cases import DATA, SCENARIOS, WAYS, dataset_of, make, plain_twin, reference_of
 from tests.equivalence.training_ranks import EPOCHS, both
 

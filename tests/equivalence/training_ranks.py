@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.world import World
+from hopline.distributed.world import World
 from tests.equivalence import reference_loops as plain
 from tests.equivalence.training_cases import (
     NUM_NODES,

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from hopline.batch import Block, Rows
-from hopline.nn import GNN, convs
+from hopline.core.batch import Block, Rows
+from hopline.core.tree import TreeBlock
+from hopline.core.tree_sampling import TreeSampler
+from hopline.nn import GNN
+from hopline.nn import conv_adapter as convs
 from hopline.nn.attention import MOST_CHANNELS, attention, is_fused_attention
-from hopline.nn.convs import convolve
+from hopline.nn.conv_adapter import convolve
 from hopline.tables import TensorTable
-from hopline.tree import TreeBlock
-from hopline.tree_sampling import TreeSampler
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import (
     KERNEL_DEVICE,

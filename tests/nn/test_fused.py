@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hopline.batch import ReducedRows, Rows
-from hopline.nn.convs import convolve
+from hopline.core.batch import ReducedRows, Rows
+from hopline.core.sampler import NeighborSampler
+from hopline.nn.conv_adapter import convolve
 from hopline.nn.fused import fused, is_fused, project, read_ahead, reads_rows
-from hopline.sampling import NeighborSampler
 from hopline.tables import SparseTable, TensorTable
 from tests.helpers import CONVS, assert_close, backward, batch_of, conv_of, randn, random_graph, stock
 

@@ -7,7 +7,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.nn.convs import SeesMore, way_of
+from hopline.nn.conv_adapter import SeesMore, way_of
 from hopline.nn.probe import PlainTree, block_of, options_of, probe_graph, reordered, tree_of, trial_of
 from tests.helpers import randn
 

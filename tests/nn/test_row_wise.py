@@ -10,11 +10,11 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
+from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import probe_graph
 from hopline.nn.row_wise import check_row_wise, described, mixing_in_training, mixing_module
-from hopline.nn.shard_block import ShardBlock, run_conv
-from hopline.sharded import slab_layout
+from hopline.shards.layout import slab_layout
 from tests.helpers import mlp, randn
 
 

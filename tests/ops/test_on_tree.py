@@ -8,7 +8,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hopline.ops import gpu_dense, gpu_tree, gpu_tree_reduce, on_tree
+from hopline.ops import on_tree
+from hopline.ops.gpu import dense as gpu_dense
+from hopline.ops.gpu import tree as gpu_tree
+from hopline.ops.gpu import tree_reduce as gpu_tree_reduce
 
 HOMES = {
     "next_step": gpu_tree.next_step,

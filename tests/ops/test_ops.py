@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from hopline import ops
-from hopline.ops import cpu, cpu_reduce, reference
+from hopline.ops import reference
+from hopline.ops.cpu import reduce as cpu_reduce
+from hopline.ops.cpu import sampling as cpu
 from hopline.ops.sorted_map import SortedIdMap
 
 ONE = torch.tensor([0])
@@ -40,13 +42,13 @@ def test_ids_on_the_cpu_choose_the_numba_kernel(name: str, monkeypatch: pytest.M
     assert function(*arguments) == "reference"
 
 
-@pytest.mark.parametrize(("has_triton", "expected"), [(True, "hopline.ops.gpu_map"), (False, "hopline.ops.reference")])
+@pytest.mark.parametrize(("has_triton", "expected"), [(True, "hopline.ops.gpu.map"), (False, "hopline.ops.reference")])
 def test_ids_on_a_gpu_choose_the_triton_kernel_if_triton_is_there(
     has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "_has_triton", lambda: has_triton)
     there = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
-    assert ops._twin(there, cpu, "gpu_map").__name__ == expected  # type: ignore[arg-type]
+    assert ops._twin(there, cpu, "map").__name__ == expected  # type: ignore[arg-type]
 
 
 def test_an_id_map_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,4 +123,4 @@ def test_kernels_do_not_load_triton_behind_tensorflow(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "tensorflow", sys)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     with pytest.raises(ValueError, match=r"write `import hopline\.interop` before `import tensorflow`"):
-        ops._gpu("gpu")
+        ops._gpu("sampling")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hopline.ops.cpu import IdMap
+from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.sorted_map import SortedIdMap
 from tests.helpers import randint
 

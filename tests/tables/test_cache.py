@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopline import trace
 from hopline.tables import CachedTable, TensorTable
+from hopline.util import trace
 from tests.helpers import randint, randn
 
 ROWS = randn(30, 4)

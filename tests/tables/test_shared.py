@@ -12,8 +12,8 @@ import torch
 import hopline as hl
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
 from hopline.tables.shared import share
+from tests.device.test_pinned import Driver
 from tests.helpers import randn
-from tests.test_pinned import Driver
 
 
 def test_memory_of_this_process_is_copied_once_and_then_known() -> None:
@@ -48,7 +48,7 @@ def test_rows_that_were_replaced_are_sent_anew() -> None:
 
 
 def test_pinned_memory_cannot_move() -> None:
-    from hopline import pinned
+    from hopline.device import pinned
 
     rows = randn(30, 4)
     pinned.register(rows, Driver())

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hopline import trace
 from hopline.tables import CachedTable, TensorTable, TieredTable
+from hopline.util import trace
 from tests.helpers import randint, randn
 
 ROWS = randn(60, 5, dtype=torch.float32)

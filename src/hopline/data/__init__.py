@@ -2,23 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from hopline.lazy import on_first_use
+from hopline.util.lazy import on_first_use
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time names are imported when they are first used
     from hopline.data.built_in import Planted
     from hopline.data.convert import convert_edges, from_edges
     from hopline.data.dataset import Dataset
+    from hopline.data.formats.npz import from_npz
+    from hopline.data.formats.ogb import from_ogb_folder
+    from hopline.data.formats.pyg import from_pyg, from_scipy
+    from hopline.data.formats.tabular import from_csv, from_parquet
     from hopline.data.ids import original_ids
-    from hopline.data.names import NameInfo, default_data_root, open_dataset
-    from hopline.data.names import open_dataset as open
-    from hopline.data.npz import from_npz
-    from hopline.data.ogb import from_ogb_folder
     from hopline.data.options import Columns, EdgeOptions
-    from hopline.data.pyg import from_pyg, from_scipy
+    from hopline.data.registry import NameInfo, default_data_root, open_dataset
+    from hopline.data.registry import open_dataset as open
     from hopline.data.splits import random_split
     from hopline.data.store import open_folder, save, verify
     from hopline.data.synthetic import planted
-    from hopline.data.tabular import from_csv, from_parquet
 
 __getattr__, __dir__ = on_first_use(
     __name__,
@@ -27,15 +27,15 @@ __getattr__, __dir__ = on_first_use(
         "hopline.data.convert": ("convert_edges", "from_edges"),
         "hopline.data.dataset": ("Dataset",),
         "hopline.data.ids": ("original_ids",),
-        "hopline.data.names": ("NameInfo", "default_data_root", "open=open_dataset", "open_dataset"),
-        "hopline.data.npz": ("from_npz",),
-        "hopline.data.ogb": ("from_ogb_folder",),
+        "hopline.data.registry": ("NameInfo", "default_data_root", "open=open_dataset", "open_dataset"),
+        "hopline.data.formats.npz": ("from_npz",),
+        "hopline.data.formats.ogb": ("from_ogb_folder",),
         "hopline.data.options": ("Columns", "EdgeOptions"),
-        "hopline.data.pyg": ("from_pyg", "from_scipy"),
+        "hopline.data.formats.pyg": ("from_pyg", "from_scipy"),
         "hopline.data.splits": ("random_split",),
         "hopline.data.store": ("open_folder", "save", "verify"),
         "hopline.data.synthetic": ("planted",),
-        "hopline.data.tabular": ("from_csv", "from_parquet"),
+        "hopline.data.formats.tabular": ("from_csv", "from_parquet"),
     },
 )
 

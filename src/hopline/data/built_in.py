@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, Literal
 
-from hopline.spec import nearest
-from hopline.validate import settings
+from hopline.util.spec import nearest
+from hopline.util.validate import settings
 
 
 @settings

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hopline.progress import progress
 from hopline.tables import SparseTable, Table
+from hopline.util.progress import progress
 
 if TYPE_CHECKING:
     from hopline.data.dataset import Dataset

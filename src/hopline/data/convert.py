@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
+from hopline.core.graph import Graph
 from hopline.data.arrays import as_bytes
 from hopline.data.dataset import Dataset, as_table
 from hopline.data.edges import (
@@ -36,8 +37,7 @@ from hopline.data.paths import default_name
 from hopline.data.splits import draw_split
 from hopline.data.store import open_folder, write_nodes
 from hopline.data.writer import FolderWriter, writing
-from hopline.graph import Graph
-from hopline.progress import progress
+from hopline.util.progress import progress
 
 MOST_IDLE = 1000
 """Nodes per edge beyond which ids are taken for names rather than numbers, unless num_nodes= says otherwise."""

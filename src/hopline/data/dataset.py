@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hopline.core.graph import Graph
 from hopline.data.arrays import as_tensor
 from hopline.data.checks import REGRESSION, check_dataset
 from hopline.data.manifest import TASKS, Task, is_part
-from hopline.graph import Graph
-from hopline.spec import format_size
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.util.spec import format_size
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -205,7 +205,7 @@ class Dataset:
 
     def to_pyg(self) -> Data:
         """A PyG `Data` with dense features, int64 edges and masks for the splits."""
-        from hopline.data.pyg import to_pyg
+        from hopline.data.formats.pyg import to_pyg
 
         return to_pyg(self)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hopline.data.paths import is_ogb_folder
-from hopline.spec import nearest
+from hopline.util.spec import nearest
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -39,8 +39,8 @@ class Source:
         (self._fetch_ogb if self.is_ogb else self._fetch_pyg)(raw, target, options)
 
     def _fetch_pyg(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
+        from hopline.data.formats.pyg import from_pyg
         from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split
-        from hopline.data.pyg import from_pyg
 
         place = raw / self.kind
         data = _attempt(self.name, place, lambda: load_pyg(self.kind, place, self.settings))
@@ -52,7 +52,7 @@ class Source:
         from_pyg(data, **(given | options)).save(target)
 
     def _fetch_ogb(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
-        from hopline.data.ogb import from_ogb_folder
+        from hopline.data.formats.ogb import from_ogb_folder
 
         folder = f"ogbn_{self.kind.removesuffix('-bin')}"
         place = next((p for p in (raw.parent / folder, raw / folder) if is_ogb_folder(p)), raw / folder)

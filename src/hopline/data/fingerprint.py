@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hopline.core.graph import version_of
 from hopline.data.arrays import PIECE_BYTES, as_bytes, checksum_text
-from hopline.graph import version_of
 from hopline.tables import SparseTable, Table
 
 if TYPE_CHECKING:

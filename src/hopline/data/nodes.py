@@ -14,10 +14,10 @@ from hopline.data.arrays import as_tensor
 from hopline.data.checks import CHECKED_SPLITS, REGRESSION, check_nodes
 from hopline.data.dataset import as_table
 from hopline.data.manifest import Task
-from hopline.log import logger
 from hopline.ops import derive_key
 from hopline.ops.random import draw
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.util.log import logger
 
 KNOWN_TASKS: dict[str, Task] = {"tolokers": "binary", "minesweeper": "binary", "questions": "binary"}
 """Two-class graphs that are scored by ROC-AUC by convention, which their files do not say."""

@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hopline.spec import nearest
-from hopline.validate import settings
+from hopline.util.spec import nearest
+from hopline.util.validate import settings
 
 _SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 """Separators that are hard to type in a shell."""

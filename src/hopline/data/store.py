@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hopline.core.graph import Graph
 from hopline.data.arrays import DTYPES, HEADER_BYTES, PIECE_BYTES, checksum_text, map_npy, npy_header
 from hopline.data.checks import SHOWN_BYTES, check_dataset
 from hopline.data.dataset import Dataset
@@ -16,9 +17,8 @@ from hopline.data.fingerprint import remember
 from hopline.data.manifest import ArrayEntry, Manifest, read_manifest
 from hopline.data.paths import existing
 from hopline.data.writer import FolderWriter
-from hopline.graph import Graph
-from hopline.progress import progress
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.util.progress import progress
 
 ADVICE = "convert or copy the dataset again"
 SHARDS = "shards"

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hopline.core.graph import Graph
 from hopline.data.arrays import DTYPES
 from hopline.data.built_in import Planted
 from hopline.data.convert import from_edges
@@ -24,11 +25,10 @@ from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.data.store import open_folder
 from hopline.data.writer import FolderWriter
-from hopline.graph import Graph
-from hopline.meter import find_device
+from hopline.device.meter import find_device
 from hopline.ops import derive_key
-from hopline.progress import progress
 from hopline.tables import TensorTable
+from hopline.util.progress import progress
 
 TAIL = 0.35
 """Ranks below a fraction t of the nodes get about t^TAIL of the edges."""
@@ -137,8 +137,8 @@ def _chunks(settings: Planted) -> Iterator[dict[str, Tensor]]:
 
 
 def _chunk(settings: Planted, first: int, count: int, num_edges_before: int) -> dict[str, Tensor]:
-    from hopline.ops import cpu_synthetic as kernels
-    from hopline.ops.cpu_core import over_ranges
+    from hopline.ops.cpu import synthetic as kernels
+    from hopline.ops.cpu.runtime import over_ranges
 
     n, classes = settings.num_nodes, settings.num_classes
     rank_key, edge_key, feature_key, split_key = (np.uint64(key % 2**64) for key in _keys(settings))
@@ -177,8 +177,8 @@ def _chunk(settings: Planted, first: int, count: int, num_edges_before: int) -> 
 
 
 def made_on(device: torch.device, settings: Planted) -> dict[str, Tensor]:
-    """The arrays that all chunks together have, made by the kernels of `ops.gpu_synthetic` on their device."""
-    from hopline.ops import gpu_synthetic as kernels
+    """The arrays that all chunks together have, made by the kernels of `ops.gpu.synthetic` on their device."""
+    from hopline.ops.gpu import synthetic as kernels
 
     n, half = settings.num_nodes, _half_bits(settings.num_nodes)
     rank_key, edge_key, feature_key, split_key = _keys(settings)
@@ -203,8 +203,8 @@ def made_on(device: torch.device, settings: Planted) -> dict[str, Tensor]:
 
 def _degrees_by_rank(settings: Planted) -> Tensor:
     """[num_nodes] int64, on the CPU: float64 powers may differ in their last bit elsewhere."""
-    from hopline.ops import cpu_synthetic as kernels
-    from hopline.ops.cpu_core import over_ranges
+    from hopline.ops.cpu import synthetic as kernels
+    from hopline.ops.cpu.runtime import over_ranges
 
     n = settings.num_nodes
     degrees = np.empty(n, dtype=np.int64)

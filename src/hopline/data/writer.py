@@ -22,7 +22,7 @@ from hopline.data import manifest as manifests
 from hopline.data.arrays import ArrayWriter, checksum_text, dtype_name, file_bytes
 from hopline.data.manifest import ArrayEntry, Manifest
 from hopline.data.paths import backup_of
-from hopline.files import sync_folder
+from hopline.util.files import sync_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HOST = re.sub(r"[^A-Za-z0-9]", "_", platform.node()) or "host"

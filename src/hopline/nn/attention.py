@@ -16,11 +16,11 @@ from torch_geometric.nn import GATConv, GATv2Conv
 from torch_geometric.nn.aggr import SumAggregation
 
 from hopline import ops
-from hopline.batch import Block, Handle
-from hopline.nn.rows import typed
-from hopline.nn.trees import compute_dtype
+from hopline.core.batch import Block, Handle
+from hopline.core.row_handles import typed
+from hopline.core.tree import TreeBlock
+from hopline.nn.tree_layers import compute_dtype
 from hopline.ops.random import PLACES
-from hopline.tree import TreeBlock
 
 MOST_CHANNELS = 512
 """The widest head that is fused: a program of the kernel holds all columns of one."""
@@ -85,4 +85,4 @@ def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
 
 def _kernels() -> Any:
     """Triton is imported when the first attention runs."""
-    return importlib.import_module("hopline.ops.gpu_attend")
+    return importlib.import_module("hopline.ops.gpu.attend")

@@ -16,11 +16,11 @@ from torch_geometric.nn import APPNP, GCN2Conv, GCNConv, GINConv, GraphConv, Lin
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
 
 from hopline import ops
-from hopline.batch import Block, Handle, ReducedRows, Rows, as_tensor
-from hopline.nn.gcn import gcn_weights
-from hopline.nn.rows import typed
-from hopline.nn.trees import PendingRows, linear_of_both, pending_rows, reduce_on_tree
-from hopline.tree import TreeBlock
+from hopline.core.batch import Block, Handle, ReducedRows, Rows, as_tensor
+from hopline.core.row_handles import typed
+from hopline.core.tree import TreeBlock
+from hopline.nn.gcn_norm import gcn_weights
+from hopline.nn.tree_layers import PendingRows, linear_of_both, pending_rows, reduce_on_tree
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
 PLAIN = (SAGEConv, GINConv, GraphConv)

@@ -16,8 +16,9 @@ from torch_geometric.nn import GCNConv, JumpingKnowledge
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline import ops
-from hopline.batch import Batch, Block, DroppedRows, Handle, Readable, ReducedRows, Rows, as_tensor
-from hopline.nn.convs import convolve, takes_x0
+from hopline.core.batch import Batch, Block, DroppedRows, Handle, Readable, ReducedRows, Rows, as_tensor
+from hopline.core.row_handles import typed
+from hopline.nn.conv_adapter import convolve, takes_x0
 from hopline.nn.fused import (
     deferred,
     input_reduction,
@@ -29,9 +30,8 @@ from hopline.nn.fused import (
     reads_rows,
     reduced_input,
 )
-from hopline.nn.norm import empty_rows_left_out, make_norm, running_statistics
+from hopline.nn.norms import empty_rows_left_out, make_norm, running_statistics
 from hopline.nn.row_wise import check_row_wise
-from hopline.nn.rows import typed
 
 INPUT = -1
 """The place of the input dropout among the layers' keys."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hopline import ops
-from hopline.batch import Block, Part
-from hopline.graph import Graph
-from hopline.ops.slots import Slots
-from hopline.tree import Tree, TreeBlock
+from hopline.core.batch import Block, Part
+from hopline.core.graph import Graph
+from hopline.core.tree import Tree, TreeBlock
+from hopline.ops.tree_slots import Slots
 
 Module = TypeVar("Module", bound=nn.Module)
 

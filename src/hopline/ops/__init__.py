@@ -13,13 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopline.ops import cpu, cpu_core, cpu_linear, cpu_pages, cpu_reduce, cpu_tree, reference
-from hopline.ops.cpu import IdMap
-from hopline.ops.cpu_core import serial_here, start_threads
+from hopline.ops import reference
+from hopline.ops.cpu import linear as cpu_linear
+from hopline.ops.cpu import page_cache as cpu_pages
+from hopline.ops.cpu import reduce as cpu_reduce
+from hopline.ops.cpu import runtime as cpu_core
+from hopline.ops.cpu import sampling as cpu_sampling
+from hopline.ops.cpu import tree as cpu_tree
+from hopline.ops.cpu.runtime import serial_here, start_threads
+from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.random import another_key, derive_key, layer_key, permutation, place_key
 from hopline.ops.reference import Children, Neighbors
-from hopline.ops.slots import Slots
 from hopline.ops.sorted_map import SortedIdMap
+from hopline.ops.tree_slots import Slots
 
 __all__ = [
     "AnyIdMap",
@@ -68,7 +74,7 @@ def sample_neighbors(
 
     For nodes on a GPU the graph may be there too or in pinned host memory, which is read in place.
     """
-    module = _twin(nodes, cpu, "gpu")
+    module = _twin(nodes, cpu_sampling, "sampling")
     return module.sample_neighbors(indptr, indices, nodes, fanout, _key(nodes, key), replace)
 
 
@@ -81,31 +87,31 @@ def sample_tree(
     replace: bool = False,
     with_edges: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(nodes, counts, edge_ids) of the trees of `seeds`: see `hopline.batch.Tree`. A seed of -1 has an empty tree."""
-    module = _twin(seeds, cpu_tree, "gpu_tree")
+    """(nodes, counts, edge_ids) of the trees of `seeds`: see `core.batch.Tree`. A seed of -1 has an empty tree."""
+    module = _twin(seeds, cpu_tree, "tree")
     return module.sample_tree(indptr, indices, seeds, slots, _key(seeds, key), replace, with_edges)
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr, positions) of all entries of the given rows of a CSR structure, row after row."""
-    return _twin(nodes, cpu, "gpu").row_positions(indptr, nodes)
+    return _twin(nodes, cpu_sampling, "sampling").row_positions(indptr, nodes)
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
     """(ids, idx): the distinct nodes, seeds first, then by first occurrence; and each neighbour's place there."""
-    return _twin(neighbors, cpu, "gpu").relabel(seeds, neighbors)
+    return _twin(neighbors, cpu_sampling, "sampling").relabel(seeds, neighbors)
 
 
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     """rows[ids] for any dtype; for ids on a GPU an id out of range raises later, by `check_device_errors`."""
-    return _twin(ids, cpu, "gpu").gather_rows(rows, ids)
+    return _twin(ids, cpu_sampling, "sampling").gather_rows(rows, ids)
 
 
 def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     """table[ids] = rows. With ids on a GPU, each there once, it writes to pinned memory of the host in its turn: the
     host finds the rows there when it has waited for that."""
     if ids.is_cuda and table.device.type == "cpu" and _has_triton() and table.is_pinned():
-        _gpu("gpu_stage").put_aside(table, ids, rows)
+        _gpu("stage").put_aside(table, ids, rows)
     else:
         table[ids] = rows
 
@@ -115,7 +121,7 @@ def new_id_map(num_nodes: int, device: torch.device) -> AnyIdMap:
     if device.type == "cpu":
         return IdMap(num_nodes)
     if device.type == "cuda" and _has_triton():
-        return _gpu("gpu_map").DeviceIdMap(num_nodes, device)
+        return _gpu("map").DeviceIdMap(num_nodes, device)
     return SortedIdMap(num_nodes, device)
 
 
@@ -124,7 +130,7 @@ def check_device_errors() -> None:
 
     Kernels cannot raise and never follow such an id. Sampling looks too, since it waits for the device anyway.
     """
-    if errors := sys.modules.get("hopline.ops.gpu_errors"):
+    if errors := sys.modules.get("hopline.ops.gpu.errors"):
         errors.check_device_errors()
 
 
@@ -135,12 +141,12 @@ def is_cold(rows: Tensor, ids: Tensor) -> bool:
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """(indptr, order): a stable grouping of edges by key."""
-    return _twin(keys, cpu, "gpu").group_edges(keys, num_groups)
+    return _twin(keys, cpu_sampling, "sampling").group_edges(keys, num_groups)
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
     """Positions, in `indices`, of the edges from a node to itself."""
-    return _twin(indices, cpu, "gpu").self_loops(indptr, indices)
+    return _twin(indices, cpu_sampling, "sampling").self_loops(indptr, indices)
 
 
 def reduce_edges(
@@ -158,18 +164,18 @@ def reduce_edges(
     """
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
-    return _twin(src_idx, cpu_reduce, "gpu_reduce").reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+    return _twin(src_idx, cpu_reduce, "reduce").reduce_edges(rows, indptr, src_idx, reduce, weight, own)
 
 
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
-    return _twin(x, cpu_reduce, "gpu_dropout").keyed_dropout(x, p, _key(x, key), ids)
+    return _twin(x, cpu_reduce, "dropout").keyed_dropout(x, p, _key(x, key), ids)
 
 
 def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     """`keyed_dropout` of what a ReLU leaves; on a GPU in one kernel, which keeps one tensor for backward, not two."""
     if x.is_cuda and _has_triton():
-        return _gpu("gpu_dropout").relu_dropout(x, p, key, ids)
+        return _gpu("dropout").relu_dropout(x, p, key, ids)
     return keyed_dropout(torch.relu(x), p, key, ids)
 
 
@@ -184,7 +190,7 @@ def keyed_dropout_stored(
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """The mean cross entropy of scores [n, classes] of any precision."""
     if scores.device.type == "cuda" and _has_triton() and scores.dtype != torch.float64:
-        kernels = _gpu("gpu_loss")
+        kernels = _gpu("loss")
         if 0 < scores.size(1) <= kernels.MOST_CLASSES and scores.size(0):
             return kernels.cross_entropy(scores, labels)
     exact = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -194,7 +200,7 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 def optimizer_class(name: str, device: torch.device) -> type[torch.optim.Optimizer]:
     """torch's optimizer of that name, on a GPU with a step in one kernel."""
     if device.type == "cuda" and _has_triton() and name in ("Adam", "AdamW"):
-        return getattr(_gpu("gpu_adam"), name)
+        return getattr(_gpu("adam"), name)
     return getattr(torch.optim, name)
 
 
@@ -210,7 +216,7 @@ def own_threads(threads: int) -> Generator[None, None, None]:
 
 def kernel_cache() -> Path:
     """The folder in which Numba keeps this package's compiled kernels."""
-    return Path(str(cpu._take.stats.cache_path))
+    return Path(str(cpu_sampling._take.stats.cache_path))
 
 
 _had_cache = any(kernel_cache().glob("*.nbi"))  # Python keeps its own files there too
@@ -230,7 +236,7 @@ def _gpu(module: str) -> Any:
             "TensorFlow was imported before Triton, whose LLVM would then end this process: write `import "
             "hopline.interop` before `import tensorflow`"
         )
-    return importlib.import_module(f"hopline.ops.{module}")
+    return importlib.import_module(f"hopline.ops.gpu.{module}")
 
 
 def _twin(ids: Tensor, on_cpu: Any, on_gpu: str) -> Any:

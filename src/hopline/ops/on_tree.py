@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopline.ops.slots import Slots
+from hopline.ops.tree_slots import Slots
 
 MOST_DEPTH = 512
 """The widest [reduced | own] rows that `hidden_then_reduce` takes."""
 
 
 def _kernels(name: str) -> Any:
-    return importlib.import_module(f"hopline.ops.gpu_{name}")
+    return importlib.import_module(f"hopline.ops.gpu.{name}")
 
 
 def start_epoch(state: Tensor, ahead: Tensor, num_seeds: int, key: int, step: int, position: int) -> Tensor:

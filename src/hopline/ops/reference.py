@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hopline.ops.random import bounded, draw
-from hopline.ops.slots import Slots
+from hopline.ops.tree_slots import Slots
 
 
 class Neighbors(NamedTuple):

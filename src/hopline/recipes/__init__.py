@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 
-from hopline.recipes.history import PREFIX, history
-from hopline.recipes.named import arxiv, cora, demo, papers100m, products
-from hopline.run_settings import RunConfig
+from hopline.recipes.gas import PREFIX, history
+from hopline.recipes.standard import arxiv, cora, demo, papers100m, products
+from hopline.run.settings import RunConfig
 
 RECIPES = {recipe.__name__: recipe for recipe in (demo, cora, arxiv, products, papers100m)}
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hopline import pinned
-from hopline.graph import Graph
-from hopline.spec import parse_size
+from hopline.core.graph import Graph
+from hopline.device import pinned
 from hopline.tables.base import Table
 from hopline.tables.cache import CachedTable
+from hopline.tables.hot_rows import access_probability, hottest, out_degrees
 from hopline.tables.memory import TensorTable
-from hopline.tables.order import access_probability, hottest, out_degrees
 from hopline.tables.shared import send
 from hopline.tables.tiered import TieredTable
+from hopline.util.spec import parse_size
 
 ORDERS = ("degree", "access", "observed")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hopline import ops, trace
+from hopline import ops
 from hopline.tables.base import Table
 from hopline.tables.shared import receive, send
+from hopline.util import trace
 
 
 class CachedTable(Table):

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hopline import handles
-from hopline.handles import SharedArray, _mapped_file
-from hopline.pinned import is_registered
+from hopline.device.pinned import is_registered
+from hopline.distributed import handles
+from hopline.distributed.handles import SharedArray, _mapped_file
 
 T = TypeVar("T")
 

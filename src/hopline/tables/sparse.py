@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.graph import version_of
+from hopline.core.graph import version_of
 from hopline.tables.base import Table
 from hopline.tables.shared import receive, send
 

@@ -11,13 +11,14 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from hopline import pinned, trace
-from hopline.handles import SharedArray
-from hopline.meter import free_bytes, numbered
-from hopline.ops.tiers import count_ids, gather_tiers, new_counts, slot_of
+from hopline.device import pinned
+from hopline.device.meter import free_bytes, numbered
+from hopline.distributed.handles import SharedArray
+from hopline.ops.gather_tiers import count_ids, gather_tiers, new_counts, slot_of
 from hopline.tables.base import Table, Tiers
-from hopline.tables.order import hottest
+from hopline.tables.hot_rows import hottest
 from hopline.tables.shared import send
+from hopline.util import trace
 
 PIECE_BYTES = 1 << 26
 """Rows are brought to the device that many bytes at a time."""

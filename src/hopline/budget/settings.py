@@ -1,0 +1,70 @@
+"""How much memory a run may take, and what becomes of a batch that would take more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from hopline.util.spec import nearest, parse_size
+from hopline.util.validate import check_fields, settings
+
+if TYPE_CHECKING:
+    import torch
+
+OverBudget = Literal["split", "resample", "cut", "refuse"]
+SplitBy = Literal["balance", "metis"]
+CutBy = Literal["random", "degree", "pagerank"]
+
+
+@settings
+class Budget:
+    """Memory that a run may take, and what becomes of a batch that would take more."""
+
+    SHORT: ClassVar[str] = "device"
+    """The field that `budget=8GiB` sets."""
+    device: str | None = None
+    """Where the model is: "8GiB"; on a CPU that is the host."""
+    host: str | None = None
+    """Host memory."""
+    disk: str | None = None
+    """Files that a run may write for itself."""
+    over_budget: OverBudget = "split"
+    """`split`: pieces with the same gradients; `resample`: drawn anew; `cut`: fewer edges; `refuse`: the run ends."""
+    split_by: SplitBy = "balance"
+    """Pieces of equal cost at once, or by METIS pieces that share few neighbours."""
+    cut_by: CutBy = "random"
+    """Edges that are left out: any, or by degree or PageRank those between hubs."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("device", "host", "disk"):
+            value = getattr(self, name)
+            if value is not None and parse_size(value) <= 0:
+                raise ValueError(f"budget.{name} must be more than nothing: write it as budget.{name}=8GiB")
+        if self.split_by == "metis" and find_spec("pymetis") is None:
+            raise ValueError("METIS is not installed: type `pip install pymetis`, or set budget.split_by=balance")
+
+    @classmethod
+    def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
+        """A budget from "8GiB", which is the device's, or from its fields."""
+        if isinstance(given, Budget):
+            if given.device is given.host is given.disk is None:
+                raise ValueError("a budget needs a size: write budget=8GiB, budget.host=32GiB or budget.disk=100GiB")
+            return given
+        if isinstance(given, Mapping):
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    known = ", ".join(cls.__dataclass_fields__)
+                    raise ValueError(
+                        f"a budget has no {name!r}: give some of {known}.{nearest(name, known.split(', '))}"
+                    )
+            return cls.of(cls(**given))  # type: ignore[arg-type]
+        parse_size(given)
+        return cls(device=str(given))
+
+    def bytes_on(self, device: torch.device) -> int | None:
+        """What a step and the model may take on a device; None where nothing was said."""
+        given = [self.device] if device.type == "cuda" else [self.device, self.host]
+        sizes = [parse_size(size) for size in given if size is not None]
+        return min(sizes) if sizes else None

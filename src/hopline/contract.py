@@ -1,0 +1,149 @@
+"""What a method and the trainer say to each other: a job, and the units of work it is done in."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading settings needs no torch
+    import torch
+    from torch import Tensor, nn
+
+    from hopline.core.batch import Batch
+    from hopline.data.dataset import Dataset
+    from hopline.data.placement_settings import Placement
+    from hopline.distributed.world import World
+    from hopline.nn.gnn import GNN
+    from hopline.nn.whole_module import Whole
+
+TrainStep: TypeAlias = "Callable[[nn.Module, Batch], Tensor]"
+"""(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
+
+
+def _cpu() -> torch.device:
+    import torch
+
+    return torch.device("cpu")
+
+
+def _alone() -> World:
+    from hopline.distributed.world import World
+
+    return World.alone()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Job:
+    """What a method needs to know about the run it works for."""
+
+    data: Dataset
+    model: GNN | Whole
+    """The model as the library runs it, called with a batch; shares its parameters with the user's."""
+    module: nn.Module
+    """The user's own model, as it was given."""
+    train_ids: Tensor
+    """[n] int64: nodes to train on."""
+    train_step: TrainStep
+    usual_loss: bool = False
+    """Whether `train_step` is the usual loss of the task: a mean over the seeds, which may be computed in parts."""
+    seed: int = 0
+    device: torch.device = field(default_factory=_cpu)
+    bf16: bool = False
+    """Whether forward runs under bfloat16 autocast."""
+    world: World = field(default_factory=_alone)
+    """The processes that train together."""
+    say: Callable[[str], None] = print
+    """Where a line for the person watching goes."""
+
+
+class Unit(ABC):
+    """A piece of work that ends in gradients: a batch, a sweep over parts, a captured graph."""
+
+    size: int
+    """How many training examples it covers, on this rank."""
+
+    @property
+    def total_size(self) -> float | None:
+        """How many the units of all ranks in this place cover together; None: the Trainer sums their sizes.
+
+        A method that knows it saves an exchange a step, and then gives every rank the same number of units.
+        """
+        return None
+
+    @abstractmethod
+    def forward_backward(self, total: float) -> Tensor:
+        """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss.
+
+        total: examples of the whole step, over all its units and all ranks. Gradients are summed over the ranks.
+        """
+
+    def commit(self) -> None:  # noqa: B027 - most units have nothing to write
+        """Called after the optimizer step: the one place where a unit may write state."""
+
+
+class Work(Protocol):
+    """A method bound to a job."""
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        """The units of an epoch (counted from 1), in order; the same epoch gives the same units again.
+
+        Over several ranks each yields its own; the gradient is that of the mean over the examples of all of them.
+        done, examples: how many units, which trained how many examples over all ranks, had their turn already.
+        """
+        ...
+
+
+def units_from(work: Work, epoch: int, done: int, examples: int) -> Generator[Unit, None, None]:
+    """The units of an epoch that are not done yet; closing it closes the work's own iterator."""
+    if "done" in inspect.signature(work.units).parameters:
+        units, skipped = work.units(epoch, done, examples), 0
+    else:  # a method that cannot begin in the middle: what is done is prepared again and left out
+        units, skipped = work.units(epoch), done
+    try:
+        yield from itertools.islice(units, skipped, None)
+    finally:
+        if isinstance(units, Generator):
+            units.close()
+
+
+def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
+    """Units in lists of `size`; closing it closes the units, so that no thread goes on preparing them."""
+    with closing(units):
+        while group := list(itertools.islice(units, size)):
+            yield group
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Work that remembers something from step to step; it is in the checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Method(ABC):
+    """A way to train. Subclasses are frozen settings; `bind` gives what yields the units."""
+
+    @abstractmethod
+    def bind(self, job: Job) -> Work: ...
+
+    def for_model(self, model: nn.Module) -> Method:
+        """The same method, with settings that depend on the model's depth filled in."""
+        return self
+
+    def for_graph(self, num_nodes: int) -> Method:
+        """The same method, with defaults that a graph of so few nodes cannot follow made smaller."""
+        return self
+
+    def placement(self, wanted: Placement) -> Placement:
+        """Where a GPU should find the data, given what was asked for."""
+        return wanted
+
+    def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
+        """Batches for approximate inference at `ids`, in their order; None where only exact inference exists."""
+        return None

@@ -1,0 +1,394 @@
+"""`Block`, `Part`, `Rows` and `Batch`: what a training step consumes. All are immutable."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+
+if TYPE_CHECKING:
+    from hopline.core.graph import Graph
+
+
+PYG_NAMES = ("edge_index", "edge_attr", "batch_size", "n_id", "e_id", "input_id", "num_sampled_nodes", "num_nodes")
+"""What a batch of PyG's NeighborLoader has, and a `Batch` has not."""
+
+
+class Readable(Protocol):
+    """What a handle needs of a table; every `hopline.tables.Table` is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def read(self, ids: Tensor) -> Tensor: ...
+    def storage(self) -> Tensor | None: ...
+    def tiers(self, device: torch.device | str | None = None) -> Any: ...
+    def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None: ...
+
+
+class Handle(ABC):
+    """Rows that are not there yet: made or read only where a computation has no way to do without them."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def read(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Handle):
+    """A handle to rows of a table."""
+
+    table: Readable
+    ids: Tensor
+    """[n] int64 row ids."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.shape)} of {self.table!r})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.ids.numel(), *self.table.shape[1:])
+
+    def read(self) -> Tensor:
+        return self.table.read(self.ids)
+
+    def read_csr(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(indptr, columns, values), where they are stored that way."""
+        return self.table.read_csr(self.ids)
+
+    def head(self, count: int) -> Rows:
+        return Rows(self.table, self.ids[:count])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ReducedRows(Rows):
+    """Input rows with all of them that a first layer needs, read ahead: the reduced ones, and its destinations' own."""
+
+    beside: Tensor
+    """[num_dst, 2 * width] the sources' rows, reduced, and to their right the destinations' own."""
+    how: str
+    """"sum", "mean" or "max"."""
+
+    @property
+    def reduced(self) -> Tensor:
+        return self.beside[:, : self.table.shape[1]]
+
+    @property
+    def own(self) -> Tensor:
+        return self.beside[:, self.table.shape[1] :]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DroppedRows(Rows):
+    """Input rows with keyed dropout, which a product takes of the stored columns alone."""
+
+    p: float
+    key: int | Tensor
+    keys: Tensor
+    """[n] what each row's draws are keyed by."""
+
+    def read(self) -> Tensor:
+        return ops.keyed_dropout(super().read(), self.p, self.key, self.keys)
+
+    def head(self, count: int) -> Rows:
+        return DroppedRows(self.table, self.ids[:count], self.p, self.key, self.keys[:count])
+
+    def read_csr(self) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.table.read_csr(self.ids)
+        assert found is not None
+        indptr, columns, values = found
+        return indptr, columns, ops.keyed_dropout_stored(values, indptr, columns, self.p, self.key, self.keys)
+
+
+def _lies_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+
+
+def as_tensor(rows: Handle | Tensor) -> Tensor:
+    """The rows themselves, read now if they were not yet."""
+    return rows.read() if isinstance(rows, Handle) else rows
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Edges of a block whose source rows live in one place, sorted by destination."""
+
+    indptr: Tensor
+    """[num_dst + 1] int64: destination i has edges indptr[i] .. indptr[i + 1]."""
+    src_idx: Tensor
+    """[num_edges] int32: each edge's source, as a position among the block's source rows."""
+    edge: Mapping[str, Tensor] = field(default_factory=dict)
+    """Rows of the graph's edge arrays for these edges: "weight", "attr", "time", "type"."""
+    edge_ids: Tensor | None = None
+    """[num_edges] int64: each edge's position in the graph's edge arrays, where it was asked for."""
+
+    def __repr__(self) -> str:
+        return f"Part({self.indptr.numel() - 1:,} destinations, {self.num_edges:,} edges)"
+
+    @property
+    def num_edges(self) -> int:
+        return self.src_idx.numel()
+
+    @cached_property
+    def edge_index(self) -> Tensor:
+        """[2, num_edges] int64, sources first: PyG computes wrong gradients with int32."""
+        counts = self.indptr.diff()
+        nodes = torch.arange(counts.numel(), device=counts.device)
+        dst = torch.repeat_interleave(nodes, counts, output_size=self.num_edges)  # else a GPU would be asked
+        return torch.stack([self.src_idx.long(), dst])
+
+    def rows_from(self, first: int) -> Part:
+        """The edges of the destinations from `first` on."""
+        start = int(self.indptr[first])
+        edge = {name: rows[start:] for name, rows in self.edge.items()}
+        edge_ids = None if self.edge_ids is None else self.edge_ids[start:]
+        return Part(self.indptr[first:] - start, self.src_idx[start:], edge, edge_ids)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Part:
+        edge_ids = None if self.edge_ids is None else self.edge_ids.to(device, non_blocking=non_blocking)
+        return Part(
+            self.indptr.to(device, non_blocking=non_blocking),
+            self.src_idx.to(device, non_blocking=non_blocking),
+            {name: rows.to(device, non_blocking=non_blocking) for name, rows in self.edge.items()},
+            edge_ids,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources."""
+
+    src_ids: Tensor
+    """[num_src] int64 global node ids."""
+    num_dst: int
+    parts: tuple[Part, ...]
+    graph: Graph | None = None
+    """The graph the edges are from: a conv that normalises by degree takes the degrees from there."""
+    key: int | Tensor | None = None
+    """Key of this step's random draws, on the device [1] where a captured step changes it; None in evaluation."""
+    scale_sums: bool = False
+    """Whether sums over sampled edges are scaled up to the expectation of the full sum."""
+    in_graph_order: bool = True
+    """Whether a destination's edges come in the graph's order; sampled ones do not."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Block:
+        """The same block on a device; its graph stays where it is."""
+        if all(tensor is None or _lies_on(tensor, device) for tensor in self.tensors()):
+            return self  # with what was found out about its edges
+        parts = tuple(part.to(device, non_blocking) for part in self.parts)
+        return replace(self, src_ids=self.src_ids.to(device, non_blocking=non_blocking), parts=parts)
+
+    def tensors(self) -> list[Tensor | None]:
+        """What it holds."""
+        found: list[Tensor | None] = [self.src_ids]
+        for part in self.parts:
+            found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
+        return found
+
+    def exchange(self, l: int, h: Tensor) -> Tensor:
+        """The destinations' rows after layer `l`, and behind them those of sources that the batch does not own.
+
+        A block that owns all its sources has nothing to add. What comes back is the next layer's input, before dropout.
+        """
+        return h
+
+    def scaling_sums(self, wanted: bool) -> Block:
+        """The same block, with or without sums scaled up."""
+        return replace(self, scale_sums=wanted)
+
+    def with_key(self, key: int | Tensor | None) -> Self:
+        """The same block, with what was found out about its edges, for other draws."""
+        block = copy.copy(self)
+        object.__setattr__(block, "key", key)
+        return block
+
+    @property
+    def num_src(self) -> int:
+        return self.src_ids.numel()
+
+    @property
+    def dst_ids(self) -> Tensor:
+        return self.src_ids[: self.num_dst]
+
+    @property
+    def src_keys(self) -> Tensor:
+        """[num_src] int64: what the random draws at each source are keyed by, beside `key`."""
+        return self.src_ids
+
+    @property
+    def num_edges(self) -> int:
+        return sum(part.num_edges for part in self.parts)
+
+    @property
+    def part(self) -> Part:
+        """The one part of a block whose source rows are all the batch's own."""
+        (part,) = self.parts
+        return part
+
+    @property
+    def edge_index(self) -> Tensor:
+        """[2, num_edges] int64 local indices, sorted by destination."""
+        return self.part.edge_index
+
+    @property
+    def sampling_factor(self) -> Tensor:
+        """[num_dst] float64: in-edges in the graph over in-edges here, 1 where there are none."""
+        assert self.graph is not None
+        sampled = self.part.indptr.diff()
+        return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / sampled.clamp(min=1)
+
+    @property
+    def edge(self) -> Mapping[str, Tensor]:
+        return self.part.edge
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Seeds, the blocks that lead to them, and handles to the rows they need."""
+
+    seeds: Tensor
+    """[num_seeds] int64 global node ids."""
+    blocks: tuple[Block, ...]
+    """One per layer, in the order of computation: the first reads the input, the last leads to the seeds."""
+    x: Rows | Tensor | None
+    """Input rows [num_input, num_features] of `input_ids`, or the handle to them."""
+    y: Tensor | None
+    """Labels of the seeds."""
+    tables: Mapping[str, Rows | Tensor] = field(default_factory=dict)
+    """Rows of the dataset's other named tables for `input_ids`."""
+    key: int | Tensor | None = None
+    """Key of this step's random draws: (seed, epoch, global step)."""
+    total_seeds: int | None = None
+    """Seeds of this step over all ranks; None where this rank does not know."""
+    output_idx: Tensor | None = None
+    """[num_seeds] int64: the seeds among the last block's destinations; None where they are all of them, in order."""
+    groups: tuple[Tensor, ...] = ()
+    """Positions of seeds, on the host, that a budget lets run together; none where the batch runs whole."""
+
+    def __repr__(self) -> str:
+        arrays = [f"{name}={_shown(rows)}" for name, rows in {"x": self.x, "y": self.y, **self.tables}.items()]
+        blocks = "".join(f"\n    {block!r}," for block in self.blocks)
+        return f"Batch({self.num_seeds:,} seeds, {', '.join(arrays)}, blocks=({blocks}\n))"
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a name that there is not: one that PyG's batches have gets an answer that helps."""
+        if name in PYG_NAMES:
+            raise AttributeError(
+                f"a hopline Batch has no {name!r}, since each layer has edges of its own (batch.blocks): call "
+                "hl.nn.as_walkable(model)(batch), or take PyG's batches from hl.NeighborLoader"
+            )
+        raise AttributeError(f"'Batch' object has no attribute {name!r}")
+
+    @property
+    def labels(self) -> Tensor:
+        """`y`, where there must be one."""
+        if self.y is None:
+            raise ValueError("this dataset has no labels to train on: give it y, or pass train_step=")
+        return self.y
+
+    @property
+    def input_rows(self) -> Rows | Tensor:
+        """`x`, where there must be one."""
+        if self.x is None:
+            raise ValueError("this dataset has no features: give it a table named 'x'")
+        return self.x
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self.blocks[0].src_ids
+
+    @property
+    def input_keys(self) -> Tensor:
+        """What random draws at the input rows are keyed by: their ids, or their slots in a tree."""
+        return self.blocks[0].src_keys
+
+    @property
+    def num_seeds(self) -> int:
+        return self.seeds.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors this batch holds; handles that were not read count nothing."""
+        return sum(t.numel() * t.element_size() for t in _tensors(self))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on a device; handles that were not read stay where their table is."""
+        target = torch.device(device)
+        if all(t.device == target for t in _tensors(self)):
+            return self
+
+        def move(value: Any) -> Any:
+            return value.to(target, non_blocking=non_blocking) if isinstance(value, Tensor) else value
+
+        return replace(
+            self,
+            seeds=move(self.seeds),
+            blocks=tuple(block.to(target, non_blocking) for block in self.blocks),
+            x=move(self.x),
+            y=move(self.y),
+            tables={name: move(rows) for name, rows in self.tables.items()},
+            output_idx=move(self.output_idx),
+        )
+
+    def redrawn(self, number: int = 1) -> Batch:
+        """The same seeds and edges with another dropout, for each number another one.
+
+        Dropout is drawn by step and node, so that it can be drawn again: two calls of a model with one batch have the
+        same. A loss that compares two calls, as R-Drop's does, makes the second one with a redrawn batch.
+        """
+        if self.key is None:
+            return self
+        key = ops.another_key(self.key, number)
+        return replace(self, key=key, blocks=tuple(block.with_key(key) for block in self.blocks))
+
+    def union(self) -> Block:
+        """All sampled edges as one square block over `input_ids`, for models that are not walked layer by layer.
+
+        Each node keeps the edges of the layer nearest to the seeds, as in PyG's NeighborLoader.
+        """
+        known, tails = 0, []
+        for block in reversed(self.blocks):
+            tails.append(block.part.rows_from(known))
+            known = block.num_dst
+        last = self.blocks[0]
+        counts = torch.cat([tail.indptr.diff() for tail in tails])
+        indptr = counts.new_zeros(last.num_src + 1)  # the outermost nodes have no edges
+        indptr[1 : known + 1] = counts.cumsum(0)
+        indptr[known + 1 :] = indptr[known]
+        edge = {name: torch.cat([tail.edge[name] for tail in tails]) for name in tails[0].edge}
+        ids = [tail.edge_ids for tail in tails if tail.edge_ids is not None]
+        part = Part(indptr, torch.cat([tail.src_idx for tail in tails]), edge, torch.cat(ids) if ids else None)
+        return replace(last, num_dst=last.num_src, parts=(part,))
+
+
+def _shown(rows: Handle | Tensor | None) -> str:
+    """Shape and kind of an array, whose values nobody reads."""
+    if rows is None:
+        return "None"
+    kind = str(rows.dtype).removeprefix("torch.") if isinstance(rows, Tensor) else "not read yet"
+    where = f" on {rows.device}" if isinstance(rows, Tensor) and rows.device.type != "cpu" else ""
+    return f"{list(rows.shape)} {kind}{where}"
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    found = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
+    for block in batch.blocks:
+        found += block.tensors()
+    if isinstance(batch.x, ReducedRows):
+        found.append(batch.x.beside)
+    return list({id(t): t for t in found if isinstance(t, Tensor)}.values())  # blocks may be one and the same

@@ -1,0 +1,120 @@
+"""`Graph`: in-edges grouped by destination, with named edge arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.device import pinned
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A directed graph as in-edges: node `v` receives from `indices[indptr[v]:indptr[v + 1]]`."""
+
+    indptr: Tensor
+    """[num_nodes + 1] int64, non-decreasing, from 0 to num_edges."""
+    indices: Tensor
+    """[num_edges] int32 or int64: the source node of each in-edge."""
+    edge: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arrays with one row per edge, in the order of `indices`: "weight" [E], "attr" [E, d], "time", "type"."""
+
+    def __post_init__(self) -> None:
+        if self.indptr.dtype != torch.int64 or self.indptr.dim() != 1 or self.indptr.numel() < 1:
+            raise ValueError("Graph.indptr must be a 1-D int64 tensor with num_nodes + 1 entries")
+        if self.indices.dtype not in (torch.int32, torch.int64) or self.indices.dim() != 1:
+            raise ValueError("Graph.indices must be a 1-D int32 or int64 tensor with one entry per edge")
+        if int(self.indptr[0]) != 0:
+            raise ValueError(f"Graph.indptr starts at {int(self.indptr[0])}: its first entry must be 0")
+        if int(self.indptr[-1]) != self.indices.numel():
+            raise ValueError(f"Graph.indptr ends at {int(self.indptr[-1])} but there are {self.indices.numel()} edges")
+        if "weight" in self.edge and self.edge["weight"].dim() != 1:
+            shape = list(self.edge["weight"].shape)
+            raise ValueError(f"edge array 'weight' must have one number per edge, not {shape}")
+        for name, array in self.edge.items():
+            if array.size(0) != self.indices.numel():
+                raise ValueError(f"edge array {name!r} has {array.size(0)} rows for {self.num_edges} edges")
+
+    def __repr__(self) -> str:
+        arrays = f", edge arrays {', '.join(self.edge)}" if self.edge else ""
+        return f"{type(self).__name__}({self.num_nodes:,} nodes, {self.num_edges:,} edges{arrays}, {self.device})"
+
+    @property
+    def num_nodes(self) -> int:
+        return self.indptr.numel() - 1
+
+    @property
+    def num_edges(self) -> int:
+        return self.indices.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its kernels run: the edges of a pinned graph are read from there, and lie on the host."""
+        return self.indptr.device
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a GPU reads the edges in the host's memory."""
+        return self.indptr.device.type == "cuda" and self.indices.device.type == "cpu"
+
+    def to(self, device: torch.device | str) -> Graph:
+        """The same graph on a device, with its edge arrays."""
+        target = torch.device(device)
+        return Graph(self.indptr.to(target), self.indices.to(target), {n: a.to(target) for n, a in self.edge.items()})
+
+    def pinned(self, device: torch.device | str, *, copy: bool = False) -> Graph:
+        """The same graph for a GPU that reads its edges where they lie on the host; only `indptr` is copied there.
+
+        copy: edges in memory that cannot be pinned, such as a mapped file, are copied into RAM first.
+        """
+        edge = {name: pinned.pin(array, copy=copy) for name, array in self.edge.items()}
+        return Graph(self.indptr.to(device), pinned.pin(self.indices, copy=copy), edge)
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = [self.indptr, self.indices, *self.edge.values()]
+        return sum(a.numel() * a.element_size() for a in arrays)
+
+    def in_degrees(self, ids: Tensor | None = None) -> Tensor:
+        """Number of in-edges of each node, or of the nodes in `ids`: int64."""
+        if ids is None:
+            return self.indptr[1:] - self.indptr[:-1]
+        at = ids.to(self.indptr.device)
+        return (self.indptr[at + 1] - self.indptr[at]).to(ids.device)
+
+    def edge_index(self) -> Tensor:
+        """[2, num_edges] int64 in PyG's convention (sources first), sorted by destination."""
+        dst = torch.repeat_interleave(torch.arange(self.num_nodes, device=self.device), self.in_degrees())
+        return torch.stack([self.indices.to(self.device).long(), dst])
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """By the names of its arrays, how often each was changed in place: what is made of them is not kept longer."""
+        arrays = {"indptr": self.indptr, "indices": self.indices}
+        arrays |= {f"edge array {name!r}": array for name, array in self.edge.items()}
+        return {name: version_of(array) for name, array in arrays.items()}
+
+    @property
+    def self_loops(self) -> Tensor:
+        """Positions, in `indices`, of the edges from a node to itself: int64, usually none."""
+        version = version_of(self.indptr), version_of(self.indices)
+        if self._loops.get("version") != version:
+            found = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
+            self._loops.update(version=version, positions=found.to(self.device))
+        return self._loops["positions"]
+
+    @cached_property
+    def _loops(self) -> dict[str, Any]:
+        """The positions, and the version of the edges that they are of."""
+        return {}

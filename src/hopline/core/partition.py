@@ -1,0 +1,319 @@
+"""Parts of a graph with few edges between them, the order in which each part is one slab, and what they cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.core.divide import HOW, check_edges, divide
+from hopline.core.graph import Graph
+from hopline.ops.cpu import cut as cpu_cut
+from hopline.ops.cpu.runtime import in_threads
+from hopline.tables import SparseTable, Table, TensorTable
+from hopline.tables.reordered import ReorderedTable
+from hopline.util.files import replacing
+from hopline.util.log import logger
+
+if TYPE_CHECKING:
+    from hopline.data.dataset import Dataset
+
+VERSION = 1
+"""Kept partitions of another version are not used."""
+HASH_BYTES = 1 << 24
+CHUNK_EDGES = 1 << 22
+LARGEST_SHOWN = 16
+"""Parts up to which `describe` shows the matrix of edge counts."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Partition:
+    """Every node in one of `num_parts` parts, none of them empty."""
+
+    part_of: Tensor
+    """[N] int32: the part of each node."""
+    num_parts: int
+    """How many parts there are."""
+    how: str = "given"
+    """How they were found."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What else decided it: seed, slack, passes, or a hash of the labels."""
+
+    def __post_init__(self) -> None:
+        if self.part_of.dtype != torch.int32 or self.part_of.dim() != 1 or self.part_of.device.type != "cpu":
+            raise ValueError("Partition.part_of must be a 1-D int32 tensor on the CPU with the part of each node")
+        check_num_parts(self.num_parts, self.num_nodes)
+        low, high = (int(v) for v in torch.aminmax(self.part_of))
+        if low < 0 or high >= self.num_parts:
+            raise ValueError(f"a node is in part {low if low < 0 else high}: parts go from 0 to {self.num_parts - 1}")
+        empty = (self.sizes == 0).nonzero().view(-1)
+        if empty.numel():
+            raise ValueError(f"part {int(empty[0])} has no nodes: every part needs one")
+
+    @property
+    def num_nodes(self) -> int:
+        return self.part_of.numel()
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """[P] int64: nodes of each part."""
+        return torch.bincount(self.part_of, minlength=self.num_parts)
+
+    @cached_property
+    def ptr(self) -> Tensor:
+        """[P + 1] int64: part p has the positions ptr[p] .. ptr[p + 1] - 1."""
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self.sizes.cumsum(0)])
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[N] int64: the node at each position; part after part, nodes ascending in each."""
+        return ops.group_edges(self.part_of, self.num_parts)[1]
+
+    @cached_property
+    def position(self) -> Tensor:
+        """[N] int64: where each node stands in `order`."""
+        position = torch.empty_like(self.order)
+        position[self.order] = torch.arange(self.num_nodes)
+        return position
+
+    def __repr__(self) -> str:
+        settings = "".join(f", {name}={value}" for name, value in self.settings.items())
+        return f"Partition({self.num_nodes:,} nodes in {self.num_parts} parts, how={self.how}{settings})"
+
+
+def check_num_parts(num_parts: int, num_nodes: int) -> None:
+    if not isinstance(num_parts, int) or not 1 <= num_parts <= num_nodes:
+        raise ValueError(f"num_parts is {num_parts}: {num_nodes} nodes make from 1 to {num_nodes} parts")
+
+
+def make_partition(
+    graph: Graph,
+    num_parts: int,
+    how: str = "metis",
+    labels: Tensor | None = None,
+    seed: int = 0,
+    cache: Path | None = None,
+    show: bool = False,
+    *,
+    slack: float = 0.1,
+    passes: int = 20,
+) -> Partition:
+    """Divide a graph into parts.
+
+    how: "metis" cuts fewest edges, in about 110 bytes of memory per direction of an edge. "streaming" reads the edges
+    some ten times where they are, in 32 bytes per node. "random" and "range" (by node id) do not look at the edges.
+    labels: a community per node instead: each is a part where there are num_parts of them. Otherwise nodes in the
+    order of their labels are cut into parts of nearly equal size, where a label ends if possible.
+    cache: a folder in which the result is kept, to be found again for the same edges and settings.
+    show: progress on standard error. slack, passes: of "streaming"; how far sizes may be from their mean (as a share),
+    and at most how often the edges are read for the clusters and half as often again for the parts.
+    """
+    check_num_parts(num_parts, graph.num_nodes)
+    if labels is None and how not in HOW:
+        raise ValueError(f"how={how!r}: choose one of {', '.join(HOW)}, or give labels")
+    if labels is not None and (labels.dim() != 1 or labels.numel() != graph.num_nodes or labels.is_floating_point()):
+        raise ValueError(f"labels must be whole numbers, one for each of the {graph.num_nodes} nodes")
+    if not 0 <= slack < 1 or passes < 1:
+        raise ValueError(f"slack={slack}, passes={passes}: give a share below 1, and at least one pass")
+    if labels is not None:
+        how, settings = "labels", {"labels": _hash([labels.cpu().numpy()])}
+    else:
+        every = {"seed": seed, "slack": slack, "passes": passes}
+        names = {"metis": ("seed",), "random": ("seed",), "streaming": tuple(every), "range": ()}[how]
+        settings = {name: every[name] for name in names}
+    graph = _on_host(graph)
+
+    def find() -> Partition:
+        part_of = divide(graph, num_parts, how, labels, seed, slack, passes, show)
+        return Partition(part_of, num_parts, how, settings)
+
+    if cache is None:
+        return find()
+    key = json.dumps([VERSION, graph_hash(graph), num_parts, how, settings])
+    return _kept(Path(cache), hashlib.blake2b(key.encode(), digest_size=16).hexdigest(), graph.num_nodes, find)
+
+
+def _on_host(graph: Graph) -> Graph:
+    return Graph(graph.indptr.cpu().contiguous(), graph.indices.cpu().contiguous())
+
+
+def graph_hash(graph: Graph) -> str:
+    """A hash of every edge, without the edge arrays."""
+    return _hash([a.cpu().contiguous().numpy() for a in (graph.indptr, graph.indices)])
+
+
+def _hash(arrays: Sequence[np.ndarray]) -> str:
+    """A hash of types, shapes and all bytes, over pieces in threads."""
+    total = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        pieces = [b""] * -(-len(data) // HASH_BYTES)
+
+        def one(i: int, data: memoryview = data, pieces: list[bytes] = pieces) -> None:
+            pieces[i] = hashlib.blake2b(data[i * HASH_BYTES : (i + 1) * HASH_BYTES], digest_size=32).digest()
+
+        in_threads(one, len(pieces))
+        total.update(f"{array.dtype.str}{array.shape}".encode() + b"".join(pieces))
+    return total.hexdigest()
+
+
+def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition]) -> Partition:
+    """The partition in the folder's files of that key; found and written where there are none, or damaged ones."""
+    about, parts = folder / f"partition-{key}.json", folder / f"partition-{key}.npy"
+    if about.exists():
+        try:
+            known = json.loads(about.read_text())
+            part_of = np.array(np.lib.format.open_memmap(parts, mode="r"))
+            if part_of.shape != (num_nodes,) or _hash([part_of]) != known["checksum"]:
+                raise ValueError("its checksum differs")
+            return Partition(torch.from_numpy(part_of), known["num_parts"], known["how"], known["settings"])
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            logger.warning(f"{parts} is damaged ({' '.join(str(error).split())}): the partition is made again")
+    found = find()
+    known = {"how": found.how, "settings": dict(found.settings), "num_parts": found.num_parts}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(parts) as file:
+            np.lib.format.write_array(file, found.part_of.numpy(), allow_pickle=False)
+        with replacing(about) as file:  # last: without it the array is not looked at
+            file.write(json.dumps({**known, "checksum": _hash([found.part_of.numpy()])}, indent=1).encode())
+    except OSError as error:
+        logger.warning(f"the partition could not be kept in {folder} ({error.strerror}): it will be made again")
+    return found
+
+
+def reorder(data: Dataset, partition: Partition) -> Dataset:
+    """The dataset with its nodes renumbered by `partition.position`, so that each part is one slab of every array.
+
+    `renumber(reordered, partition.position)` gives the first dataset back.
+    """
+    if partition.num_nodes != data.num_nodes:
+        raise ValueError(f"the partition is of {partition.num_nodes} nodes, the dataset has {data.num_nodes}")
+    return renumber(data, partition.order)
+
+
+def renumber(data: Dataset, order: Tensor) -> Dataset:
+    """The dataset whose node i was node order[i]; the in-edges of a node keep their order.
+
+    Tables are copied where half of the free memory holds them, and else read through a map of ids.
+    """
+    position = torch.empty_like(order)
+    position[order] = torch.arange(order.numel())
+
+    def moved(splits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: position[ids.cpu()].sort().values.to(ids.device) for name, ids in splits.items()}
+
+    return replace(
+        data,
+        graph=_renumbered_graph(data.graph, order, position),
+        tables={name: _renumbered_table(table, order) for name, table in data.tables.items()},
+        y=None if data.y is None else ops.gather_rows(data.y, order.to(data.y.device)),
+        splits=moved(data.splits),
+        alternatives=tuple(moved(splits) for splits in data.alternatives),
+        folder=None,  # its files have the old order
+    )
+
+
+def _renumbered_graph(graph: Graph, order: Tensor, position: Tensor) -> Graph:
+    old = graph.to("cpu")
+    indptr = torch.zeros_like(old.indptr)
+    torch.cumsum(old.in_degrees()[order], 0, out=indptr[1:])
+    place = position.to(old.indices.dtype)
+    indices = torch.empty_like(old.indices)
+    edge = {name: torch.empty_like(array) for name, array in old.edge.items()}
+    # By ranges of about so many edges, so that their positions never exist all at once.
+    bounds = [*torch.searchsorted(indptr, torch.arange(0, old.num_edges, CHUNK_EDGES)).tolist(), old.num_nodes]
+
+    def fill(i: int) -> None:
+        first, last = bounds[i], bounds[i + 1]
+        rows = slice(int(indptr[first]), int(indptr[last]))
+        _, edge_ids = ops.row_positions(old.indptr, order[first:last])
+        indices[rows] = ops.gather_rows(place, ops.gather_rows(old.indices, edge_ids))
+        for name, array in old.edge.items():
+            edge[name][rows] = ops.gather_rows(array, edge_ids)
+
+    in_threads(fill, len(bounds) - 1)
+    return Graph(indptr, indices, edge)
+
+
+def _renumbered_table(table: Table, order: Tensor) -> Table:
+    if isinstance(table, ReorderedTable):
+        return ReorderedTable(table.below, table.order[order])
+    if table.num_bytes <= psutil.virtual_memory().available // 2:
+        if isinstance(table, TensorTable):
+            return TensorTable(ops.gather_rows(table.rows, order.to(table.rows.device)))
+        if isinstance(table, SparseTable):
+            return SparseTable(*table.read_csr(order.to(table.indptr.device)), table.num_columns)
+    return ReorderedTable(table, order)
+
+
+def edge_counts(graph: Graph, partition: Partition) -> Tensor:
+    """[P, P] int64: edges into the part of the row from the part of the column."""
+    return torch.from_numpy(cpu_cut.edge_counts(*_arrays(graph, partition)))
+
+
+def cut_fraction(graph: Graph, partition: Partition) -> float:
+    """The share of the edges that lead from one part to another."""
+    return cpu_cut.cut_edges(*_arrays(graph, partition)[:3]) / max(1, graph.num_edges)
+
+
+def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> Tensor:
+    """[P] int64: how many nodes outside of a part have an edge into it. With groups of parts, of each group as one."""
+    chosen = [
+        torch.as_tensor(g).long() for g in ([[p] for p in range(partition.num_parts)] if groups is None else groups)
+    ]
+    parts = torch.cat([*chosen, torch.empty(0, dtype=torch.int64)])
+    if parts.numel() and not 0 <= int(parts.min()) <= int(parts.max()) < partition.num_parts:
+        raise ValueError(f"groups name parts from 0 to {partition.num_parts - 1}, not {parts.min()} to {parts.max()}")
+    ends = torch.tensor([0, *(g.numel() for g in chosen)]).cumsum(0)
+    return torch.from_numpy(cpu_cut.halo_sizes(*_arrays(graph, partition), parts.numpy(), ends.numpy()))
+
+
+def _arrays(graph: Graph, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What the kernels read, checked."""
+    if partition.num_nodes != graph.num_nodes:
+        raise ValueError(f"the partition is of {partition.num_nodes} nodes, the graph has {graph.num_nodes}")
+    graph = _on_host(graph)
+    check_edges(graph)
+    parts = (partition.part_of.numpy(), partition.order.numpy(), partition.ptr.numpy())
+    return graph.indptr.numpy(), graph.indices.numpy(), *parts
+
+
+def describe(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> str:
+    """Sizes, cut and halos in a few lines; for few parts the edges between them as well."""
+    sizes = partition.sizes
+    inside = sizes if groups is None else torch.stack([sizes[torch.as_tensor(g).long()].sum() for g in groups])
+    halos = halo_sizes(graph, partition, groups)
+    per_node = halos / inside
+    what = "part" if groups is None else "group"
+    lines = [
+        f"{partition!r}",
+        f"  sizes: {int(sizes.min()):,} to {int(sizes.max()):,}, mean {partition.num_nodes / partition.num_parts:,.0f}",
+        f"  cut: {cut_fraction(graph, partition):.1%} of {graph.num_edges:,} edges",
+        f"  halo nodes per node of a {what}: {per_node.min():.2f} to {per_node.max():.2f}, "
+        f"mean {int(halos.sum()) / int(inside.sum()):.2f}",
+    ]
+    if partition.num_parts <= LARGEST_SHOWN:
+        lines.append("  edges into a part (row) from a part (column):")
+        rows = edge_counts(graph, partition).tolist()
+        table = [["", *map(str, range(len(rows)))], *([str(p), *map(_short, row)] for p, row in enumerate(rows))]
+        lines += ["  " + "".join(f"{cell:>7}" for cell in row) for row in table]
+    return "\n".join(lines)
+
+
+def _short(count: int) -> str:
+    """A count in at most five characters: 1234, 56.8k, 1.23M."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if count >= unit:
+            return f"{count / (1e3 if name == 'k' else unit):.3g}{name}"
+    return str(count)

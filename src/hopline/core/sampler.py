@@ -1,0 +1,208 @@
+"""Which seeds come when, and which neighbours they get. Pure functions of their key."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.core.batch import Block, Part
+from hopline.core.graph import Graph
+from hopline.util.validate import check_fanouts
+
+WRONG_EDGE = "an edge index is out of range: check the dataset by `hopline verify FOLDER`"
+
+
+def share_of(seeds: Tensor, rank: int, size: int) -> Tensor:
+    """One rank's part of a step's seeds: all parts together are the seeds, and their sizes differ by at most one."""
+    return seeds[seeds.numel() * rank // size : seeds.numel() * (rank + 1) // size]
+
+
+def seed_batches(
+    ids: Tensor, batch_size: int, key: int, *, shuffle: bool = True, drop_last: bool = False, done: int = 0
+) -> Iterator[Tensor]:
+    """`ids` in an order drawn from the key, cut into batches; every id once, the last batch may be smaller.
+
+    done: ids at the front of that order that are left out, since they had their turn.
+    """
+    order = ids[ops.permutation(key, ids.numel())] if shuffle else ids
+    stop = ids.numel() - (ids.numel() - done) % batch_size if drop_last else ids.numel()
+    for start in range(done, stop, batch_size):
+        yield order[start : min(start + batch_size, stop)]
+
+
+class Subgraph(NamedTuple):
+    """Seeds and the sample around them as one graph: every node once, in the order in which it was reached."""
+
+    node_ids: Tensor
+    """[num_nodes] int64 global ids, the seeds first."""
+    edge_index: Tensor
+    """[2, num_edges] int64 local ids, sources first, hop after hop; within a hop sorted by destination."""
+    edge_ids: Tensor
+    """[num_edges] int64: each edge's position in the graph's `indices`."""
+    num_nodes: list[int]
+    """Nodes that each hop reached first; the seeds are hop 0."""
+    num_edges: list[int]
+    """Edges that each hop drew."""
+
+
+class NeighborSampler:
+    """Seeds to blocks: each layer's destinations get up to `fanout` in-edges each; usable from many threads.
+
+    Blocks are made where the graph is, and on the seeds' GPU if it is in pinned host memory.
+    `fanouts[0]` is at the seeds. A node's sample depends on (key, pair of layers, node) alone, and its sample at a
+    smaller fan-out is part of the one at a larger: `ops.layer_key` says why layers come in pairs.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        fanouts: Sequence[int],
+        *,
+        replace: bool = False,
+        edge_ids: bool = False,
+        one_list: bool = False,
+    ) -> None:
+        """one_list: a node has one neighbour list in all layers, for models that run on the union of the blocks."""
+        check_fanouts(fanouts, replace)
+        self.graph = graph
+        self.fanouts = tuple(fanouts)
+        self.replace = replace
+        self.edge_ids = edge_ids
+        self.one_list = one_list
+        self._local = threading.local()
+
+    def sample(self, seeds: Tensor, key: int | Tensor) -> tuple[Block, ...]:
+        """One block per layer in the order of computation: the last one's destinations are the seeds."""
+        seeds = _beside(self.graph, seeds)
+        check_ids(seeds, self.graph.num_nodes)
+        id_map = self._id_map(seeds.device)
+        hops: list[Block] = []
+        try:
+            _add_seeds(id_map, seeds)
+            dst_ids = id_map.ids()
+            for fanout, drawn_by in zip(self.fanouts, hop_keys(key, len(self.fanouts), self.one_list), strict=True):
+                hops.append(self._hop(id_map, dst_ids, fanout, key, drawn_by))
+                dst_ids = hops[-1].src_ids
+        finally:
+            id_map.clear()
+        return tuple(reversed(hops))
+
+    def sample_subgraph(self, seeds: Tensor, key: int | Tensor) -> Subgraph:
+        """One graph for all layers, as PyG's NeighborLoader samples: a node's in-edges are drawn once, at the hop
+        after the one that reached it."""
+        seeds = _beside(self.graph, seeds)
+        check_ids(seeds, self.graph.num_nodes)
+        graph, id_map = self.graph, self._id_map(seeds.device)
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        edge_ids: list[Tensor] = []
+        num_known = [0]  # nodes that were known when each hop began
+        try:
+            _add_seeds(id_map, seeds)
+            for fanout in self.fanouts:
+                first, stop = num_known[-1], id_map.size
+                num_known.append(stop)
+                new_ids = id_map.ids()[first:]
+                found = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, fanout, key, self.replace)
+                local_ids = torch.arange(first, stop, device=seeds.device)
+                num_found = found.edge_ids.numel()
+                targets.append(torch.repeat_interleave(local_ids, found.indptr.diff(), output_size=num_found))
+                sources.append(id_map.add(found.ids))
+                edge_ids.append(found.edge_ids)
+            node_ids = id_map.ids()
+        finally:
+            id_map.clear()
+        num_known.append(node_ids.numel())
+        return Subgraph(
+            node_ids=node_ids,
+            edge_index=torch.stack([torch.cat(sources).long(), torch.cat(targets)]),
+            edge_ids=torch.cat(edge_ids),
+            num_nodes=[after - before for before, after in itertools.pairwise(num_known)],
+            num_edges=[ids.numel() for ids in edge_ids],
+        )
+
+    def _hop(
+        self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor, drawn_by: int | Tensor
+    ) -> Block:
+        graph = self.graph
+        found = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, drawn_by, self.replace)
+        src_idx = id_map.add(found.ids)
+        edge = {name: ops.gather_rows(array, found.edge_ids) for name, array in graph.edge.items()}
+        part = Part(found.indptr, src_idx, edge, found.edge_ids if self.edge_ids else None)
+        return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key, in_graph_order=fanout < 0)
+
+    def _id_map(self, device: torch.device) -> ops.AnyIdMap:
+        """A map of this thread's own: threads that prepare batches share no state."""
+        maps: dict[torch.device, ops.AnyIdMap] = self._local.__dict__.setdefault("id_maps", {})
+        if device not in maps:
+            maps[device] = ops.new_id_map(self.graph.num_nodes, device)
+        return maps[device]
+
+
+def hop_keys(key: int | Tensor, num_hops: int, one_list: bool) -> list[int | Tensor]:
+    """The keys by which the hops of a batch draw, the seeds' first. one_list: as in `NeighborSampler`."""
+    return [key if one_list else ops.layer_key(key, layer) for layer in reversed(range(num_hops))]
+
+
+def _add_seeds(id_map: ops.AnyIdMap, seeds: Tensor) -> None:
+    id_map.add(seeds)
+    if id_map.size != seeds.numel():
+        raise ValueError("the seeds of a batch must be distinct: pass each node id once")
+
+
+def _beside(graph: Graph, nodes: Tensor) -> Tensor:
+    """Nodes on the graph's GPU; a graph in host memory is read from where the nodes are."""
+    return nodes if graph.device.type == "cpu" else nodes.to(graph.device)
+
+
+def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
+    """All in-edges of `nodes`, without drawing anything: the block of exact inference."""
+    assert sampler.fanouts == (-1,)
+    (block,) = sampler.sample(nodes, 0)
+    return Block(block.src_ids, block.num_dst, block.parts, block.graph, key=None)
+
+
+def whole_block(graph: Graph) -> Block:
+    """The block of all nodes, where the graph is: its edges are the graph's own, and nothing is made."""
+    if not _all_inside(graph.indices, graph.num_nodes):
+        raise ValueError(WRONG_EDGE)
+    nodes = torch.arange(graph.num_nodes, device=graph.indptr.device)
+    return Block(nodes, graph.num_nodes, (Part(graph.indptr, graph.indices, dict(graph.edge)),), graph, key=None)
+
+
+def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
+    """`nodes` and all their in-neighbours, each once: int64."""
+    nodes = _beside(graph, nodes)
+    found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
+    if not _all_inside(found.ids, graph.num_nodes):
+        raise ValueError(WRONG_EDGE)
+    marked = torch.zeros(graph.num_nodes, dtype=torch.bool, device=nodes.device)
+    marked[nodes] = True
+    marked[found.ids.long()] = True
+    return marked.nonzero().view(-1)
+
+
+def check_ids(ids: Tensor, num_nodes: int) -> None:
+    """Refuse what is not a list of nodes of the graph."""
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"node ids must be a 1-D int64 tensor, not a {type(ids).__name__}: write torch.tensor([...])")
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"node ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}: "
+            "turn a mask into ids by mask.nonzero().view(-1)"
+        )
+    if not _all_inside(ids, num_nodes):
+        raise ValueError(f"an id is not a node: ids go from 0 to {num_nodes - 1}")
+
+
+def _all_inside(ids: Tensor, num_nodes: int) -> bool:
+    if ids.numel() == 0:
+        return True
+    lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # a GPU is waited for once
+    return lowest >= 0 and highest < num_nodes

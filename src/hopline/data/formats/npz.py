@@ -1,0 +1,169 @@
+"""Graphs in one `.npz` file of plain arrays."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hopline.data.arrays import as_tensor
+from hopline.data.convert import from_edges
+from hopline.data.dataset import Dataset
+from hopline.data.nodes import KNOWN_TASKS, usual_split
+from hopline.data.options import merged
+from hopline.data.paths import default_name
+from hopline.tables import SparseTable
+from hopline.util.log import logger
+
+DAMAGED = (
+    *(ValueError, OSError, EOFError, KeyError, AttributeError, struct.error),
+    *(zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError),  # the last two for what looks encrypted
+)
+"""What NumPy and zipfile raise over damaged archives."""
+_SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
+_EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
+"""Arrays that are of edges where they have a row for each, though their names do not begin with "edge_"."""
+_ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
+"""Arrays that are refused where they do not have a row for each edge."""
+_NODE_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
+_SPLIT_KEYS = re.compile("(train|val|valid|validation|dev|test)_(mask|idx)")
+
+
+def from_npz(
+    path: str | os.PathLike[str],
+    *,
+    split_per_class: tuple[int, int] | None = (20, 30),
+    seed: int = 0,
+    **arguments: Any,
+) -> Dataset:
+    """A dataset from `edge_index`, `x` (dense, or CSR in four arrays), `y`, masks, edge arrays and `meta`.
+
+    A labelled graph without masks gets a seeded split with so many training and validation nodes per class,
+    unless `split_per_class` is None. Edges that `meta` calls undirected and stored once are symmetrized.
+    `arguments` are those of `from_edges` and take precedence.
+    """
+    path = Path(path).expanduser()
+    arrays = _load(path)
+    meta = _meta(arrays)
+    if "edge_index" not in arrays:
+        kind = "several node types" if any(k.startswith("edge_") for k in arrays) else "no edge_index"
+        raise ValueError(f"{path} has {kind}: hopline reads one edge_index [2, E]; join the types into one graph.")
+    name = str(meta.get("name", path.stem))
+    for key in ("x", "y", "edge_index"):
+        if key in arrays and not as_tensor(arrays[key], f"{path}: array {key!r}").dim():  # which refuses texts, too
+            raise ValueError(f"{path}: array {key!r} is a single number: give one row per node, and edges as [2, E].")
+    given: dict[str, Any] = {
+        "name": default_name(arguments.get("folder"), name),
+        "x": _features(arrays, path),
+        "y": arrays.get("y"),
+        "splits": {key: array for key, array in arrays.items() if _SPLIT_KEYS.fullmatch(key)},
+        "num_nodes": arguments.get("num_nodes") or _num_nodes(arrays, meta),  # else as the edges tell
+        "meta": {"origin": path.name, **meta},
+        "symmetrize": "each edge once" in str(meta.get("edges", "")),
+        "task": KNOWN_TASKS.get(name),
+    }
+    others = {k: v for k, v in arrays.items() if k not in {*_NODE_KEYS, *given["splits"]}}
+    index = arrays["edge_index"]
+    num_nodes = given["num_nodes"] or (int(index.max()) + 1 if index.size else 0)
+    given["edge"], given["tables"] = _sorted_out(others, num_nodes, index.shape[-1], path)
+    drawn = usual_split(given["y"], given["task"], split_per_class, seed) if split_per_class else None
+    if not given["splits"] and drawn is not None:
+        given["splits"], given["meta"]["split"] = drawn
+    return from_edges(arrays["edge_index"], **merged(given, arguments))
+
+
+def _sorted_out(
+    arrays: dict[str, np.ndarray], num_nodes: int, num_edges: int, path: Path
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(edge arrays, tables) among the other arrays of a file; those that are neither are named."""
+    edge: dict[str, np.ndarray] = {}
+    tables: dict[str, np.ndarray] = {}
+    left: list[str] = []
+    for key, array in arrays.items():
+        num_rows = array.shape[0] if array.ndim and array.dtype.kind in "fiub" else -1
+        is_edge = key in _ALWAYS_EDGE or (num_rows == num_edges and (key in _EDGE_NAMES or key.startswith("edge_")))
+        if is_edge and num_nodes == num_edges and not key.startswith("edge_"):
+            raise ValueError(
+                f"{path}: array {key!r} has {num_rows} rows, one per node or one per edge: call it edge_{key} or "
+                f"node_{key}."
+            )
+        if is_edge:
+            ours = _EDGE_NAMES.get(key, key.removeprefix("edge_"))
+            if ours in edge:
+                raise ValueError(
+                    f"{path} has two arrays for the edge array {ours!r}, one of them {key!r}: leave one out."
+                )
+            edge[ours] = array
+        elif num_rows == num_nodes and not key.endswith("_mask"):
+            tables[key] = array
+        else:
+            left.append(f"{key} {list(array.shape)} {array.dtype}")
+    if left:
+        logger.warning(
+            f"{path}: not taken: {', '.join(left)} (tables have {num_nodes} rows, one per node; edge arrays are called "
+            f"edge_NAME and have {num_edges} rows; splits are train_mask or train_idx, and the like)"
+        )
+    return edge, tables
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {path}: check the path.") from error
+    except DAMAGED as error:
+        raise ValueError(f"{path} is damaged or not an .npz of plain arrays ({error}): copy it again.") from error
+
+
+def _meta(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    if "meta" not in arrays:
+        return {}
+    try:
+        meta = json.loads(str(arrays["meta"]))
+    except ValueError:
+        return {"note": str(arrays["meta"])}
+    return meta if isinstance(meta, dict) else {"note": str(meta)}
+
+
+def _features(arrays: dict[str, np.ndarray], path: Path) -> Any:
+    """Features as float32: dense, or a sparse table."""
+    if "x" in arrays:
+        return as_tensor(arrays["x"]).float()
+    if missing := [key for key in _SPARSE if key not in arrays]:
+        if len(missing) < len(_SPARSE):
+            raise ValueError(f"{path} has no {' and '.join(missing)}: sparse features are {', '.join(_SPARSE)}.")
+        return None
+    data, columns, indptr, shape = (as_tensor(arrays[key], f"{path}: array {key!r}") for key in _SPARSE)
+    if shape.numel() != 2 or indptr.shape != (int(shape[0]) + 1,) or columns.dim() != 1 or data.shape != columns.shape:
+        raise ValueError(
+            f"{path}: x_data {list(data.shape)}, x_indices {list(columns.shape)} and x_indptr {list(indptr.shape)} are "
+            f"no CSR matrix of x_shape {shape.tolist()}: write them again."
+        )
+    beyond = ((columns < 0) | (columns >= min(int(shape[1]), 2**31))).nonzero()
+    if beyond.numel():
+        at = int(beyond[0])
+        raise ValueError(
+            f"{path}: x_indices holds {int(columns[at])} at position {at}: columns go from 0 to x_shape[1] - 1, and "
+            "are fewer than 2^31."
+        )
+    return SparseTable(indptr.long(), columns.int(), data.float(), int(shape[1]))
+
+
+def _num_nodes(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> int | None:
+    """The number of nodes where something but the edges tells it."""
+    for key in ("x", "y"):
+        if key in arrays:
+            return int(arrays[key].shape[0])
+    if "x_shape" in arrays:
+        return int(arrays["x_shape"][0])
+    if isinstance(meta.get("num_nodes"), int):
+        return meta["num_nodes"]
+    return None

@@ -1,0 +1,389 @@
+"""Datasets from CSV and Parquet: an edge file, and a node file with features, labels and a split."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hopline.data.convert import from_edges
+from hopline.data.dataset import Dataset
+from hopline.data.formats.text import MISSING, Chunk, MissingColumns, columns_of, index_columns, lacks, read_file
+from hopline.data.ids import IdMap, are_numbers, checked_ids, first_not_whole, settled, to_numbers
+from hopline.data.nodes import split_name, usual_split
+from hopline.data.options import Columns, merged
+from hopline.data.paths import default_name
+from hopline.util.log import logger
+
+Ids = Literal["number", "map"]
+EDGE_FIELDS = ("src", "dst", "edge")
+"""Fields of `Columns` that name columns of the edge file."""
+NODE_FIELDS = ("id", "label", "split", "features")
+"""Fields of `Columns` that name columns of the node file."""
+SEVERAL = ("edge", "features")
+"""Fields of `Columns` that name more than one."""
+
+
+class _EdgeFile:
+    """Edge chunks of a file; can be read more than once."""
+
+    def __init__(self, path: Path, columns: Columns, *, any_ids: bool, mapping: IdMap | None = None) -> None:
+        self.path = path
+        self.columns = columns
+        self.any_ids = any_ids
+        """Whether ids may be anything, kept as they are written; else they are node numbers."""
+        self.mapping = mapping
+        self.where = f"{path}, edge"
+        """How a refusal names an edge."""
+
+    def raw(self, *extra: str) -> Iterator[Chunk]:
+        """Columns of the file in chunks, the ids as whole numbers or as text."""
+        c = self.columns
+        settings: dict[str, Any] = {} if c.header is None else {"header": c.header}
+        settings["delimiter"] = c.separator(self.path)
+        settings["ids"] = (c.src, c.dst) if self.any_ids else ()
+        row = 0
+        try:
+            for chunk in read_file(self.path, columns=[c.src, c.dst, *extra], **settings):
+                ids = {n: checked_ids(chunk[n], self.where, row, numbers=not self.any_ids) for n in (c.src, c.dst)}
+                yield chunk | ids
+                row += len(chunk[c.src])
+        except MissingColumns as missing:
+            lacking = lacks(self.path, missing.names, missing.found)
+            raise ValueError(f"{lacking}: {_what_to_type(missing, c, EDGE_FIELDS)}.") from None
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        row = 0
+        for chunk in self.raw(*self.columns.edge):
+            ends = [chunk[self.columns.src], chunk[self.columns.dst]]
+            index = np.stack([self._numbers(end, row) for end in ends])
+            yield index, {name: _edge_array(chunk[name], name, self.path) for name in self.columns.edge}
+            row += index.shape[1]
+
+    def _numbers(self, ids: np.ndarray, row: int) -> np.ndarray:
+        if self.mapping is not None:
+            return self.mapping.positions(ids, self.where, row)
+        if ids.dtype.kind == "U":
+            # One text makes a column one of texts, so the first of them need not be the one.
+            at = next((i for i, text in enumerate(ids) if not re.fullmatch("-?[0-9]+", text)), 0)
+            raise ValueError(
+                f"{self.where} {row + at}: node id {str(ids[at])!r} is not a number: number the nodes from 0, or "
+                "let ids=map do it."
+            )
+        return ids
+
+
+def _what_to_type(missing: MissingColumns, columns: Columns, fields: Sequence[str]) -> str:
+    """How to name the columns that a file has, instead of those that it does not have.
+
+    fields: those of `Columns` that are about this file.
+    """
+    found = missing.found
+    separator = next((c for c in ";\t| " if len(found) == 1 and c in found[0]), None)
+    if separator is not None:
+        typed = {"\t": "tab", " ": "space"}.get(separator, repr(separator))  # as a shell reads it
+        return f"if {separator!r} separates its columns, type columns.delimiter={typed}"
+    header = ""
+    if fields == EDGE_FIELDS and not {columns.src, columns.dst} & set(found):
+        wanted = [columns.src, columns.dst, *columns.edge]
+        header = "columns.header=" + ",".join([*wanted, *(f"column{i}" for i in range(len(wanted), len(found)))])
+        if all(re.fullmatch("-?[0-9.]+", name) for name in found):
+            return f"its first line holds no names, so type {header}"
+
+    named = {field: _as_tuple(getattr(columns, field)) for field in fields}
+    free = [column for column in found if not any(column in names for names in named.values())]
+    guesses: dict[str, str] = {}
+    for name in missing.names:
+        first = free[:1] if name in (columns.src, columns.dst, columns.id) else []
+        close = [] if name == "id" else _close(name, free)  # two letters are like those of too many words
+        guesses[name] = [*close, *first, "NAME"][0]
+        free = [column for column in free if column != guesses[name]]
+    mended = {
+        field: tuple(guesses.get(name, name) for name in names)
+        for field, names in named.items()
+        if any(name in guesses for name in names)
+    }
+    words = [shlex.quote(f"columns.{field}={','.join(names)}") for field, names in mended.items()]
+    in_python = [f"{field}={names if field in SEVERAL else names[0]!r}" for field, names in mended.items()]
+    otherwise = f", or {header} if its first line holds no names" if header else ""
+    return f"type {' '.join(words)} (in Python Columns({', '.join(in_python)})){otherwise}"
+
+
+def _close(name: str, columns: Sequence[str]) -> list[str]:
+    """The column that is spelt most like a name, if one is at all."""
+    by_lower = {column.lower(): column for column in columns}
+    return [by_lower[close] for close in difflib.get_close_matches(name.lower(), by_lower, n=1)]
+
+
+def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value or ()
+
+
+def _edge_array(values: np.ndarray, name: str, path: Path) -> np.ndarray:
+    if values.dtype.kind not in "iufb":
+        raise ValueError(f"{path}: edge column {name!r} holds text: only numbers can be edge arrays.")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused by its row
+        return values.astype(np.float32) if values.dtype.kind == "f" else values
+
+
+def from_csv(
+    edges: str | os.PathLike[str],
+    nodes: str | os.PathLike[str] | None = None,
+    *,
+    columns: Columns | None = None,
+    ids: Ids = "number",
+    **arguments: Any,
+) -> Dataset:
+    """A dataset from an edge file and, optionally, a node file; each may be CSV, `.csv.gz`, `.tsv` or Parquet.
+
+    The edges may be an `.npy` file of node numbers [2, E], too.
+    A node file with labels and without a split column gets 20 training and 30 validation nodes per class, as an `.npz`
+    file does; `split_shares=` draws others. `ids="map"` accepts any whole numbers or texts as ids, kept as they are
+    written in the table "node_ids" (see `original_ids`). `arguments` are those of `from_edges`, among them `folder` for
+    edge files larger than memory; its `tables` come beside those of the files.
+    """
+    if ids not in ("number", "map"):
+        raise ValueError(f"ids is {ids!r}: choose 'number' or 'map'.")
+    is_npy = Path(edges).suffix.lower() == ".npy"
+    if is_npy and ids == "map":
+        raise ValueError(f"ids=map reads the ids of text and Parquet files: leave it out for {edges}.")
+    source = _EdgeFile(Path(edges).expanduser(), columns or Columns(), any_ids=ids == "map")
+    given: dict[str, Any] = {
+        "name": default_name(arguments.get("folder"), source.path.name.split(".")[0]),
+        "meta": {"origin": source.path.name},
+    }
+    known = None
+    if nodes is not None:
+        node_part, known = _read_nodes(Path(nodes).expanduser(), source.columns, ids)
+        meta = {"origin": f"{source.path.name} and {Path(nodes).name}", **node_part.pop("meta")}
+        if "splits" not in node_part and (drawn := usual_split(node_part.get("y"), None)):
+            node_part["splits"], meta["split"] = drawn
+        given |= {**node_part, "meta": meta}
+    if ids == "map":
+        mapping = IdMap(known if known is not None else _distinct(source))
+        source = _EdgeFile(source.path, source.columns, any_ids=True, mapping=mapping)
+        given |= {"num_nodes": mapping.ids.size, "tables": {"node_ids": mapping.table()}}
+        if "node_ids" in (arguments.get("tables") or {}):
+            raise ValueError("ids=map keeps the ids in the table 'node_ids': give the table of tables= another name.")
+    return from_edges(source.path if is_npy else source, **merged(given, arguments))
+
+
+def from_parquet(
+    edges: str | os.PathLike[str], nodes: str | os.PathLike[str] | None = None, **arguments: Any
+) -> Dataset:
+    """`from_csv` for Parquet files."""
+    return from_csv(edges, nodes, **arguments)
+
+
+def _distinct(source: _EdgeFile) -> np.ndarray:
+    """All ids of an edge file, sorted."""
+    numbers, texts = np.empty(0, dtype=np.int64), np.empty(0, dtype=str)
+    for chunk in source.raw():
+        for ids in (chunk[source.columns.src], chunk[source.columns.dst]):
+            if ids.dtype.kind == "U":
+                texts = np.union1d(texts, ids)
+            else:
+                numbers = np.union1d(numbers, ids)
+    if not texts.size and not numbers.size:
+        raise ValueError(f"{source.path} holds no edges, so there are no ids to number: add some, or give nodes=FILE.")
+    if not texts.size:
+        return numbers
+    if not are_numbers(texts):
+        return np.union1d(numbers.astype(str), texts)
+    row = 0
+    if first_not_whole(texts) is not None:
+        for chunk in source.raw():  # again, for the row
+            for ids in (chunk[source.columns.src], chunk[source.columns.dst]):
+                settled(ids, source.where, row)
+            row += len(chunk[source.columns.src])
+    return np.union1d(numbers, to_numbers(texts))
+
+
+def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any], np.ndarray | None]:
+    """(arguments for `from_edges`, ids) of a node file."""
+    separator = columns.separator(path)
+    names = columns_of(path, delimiter=separator)
+    _check_node_columns(path, names, columns, ids)
+    if numbers := [name for name in names if _is_number(name)]:
+        raise ValueError(
+            f"the first line of {path} must name its columns, and it holds {numbers[0]!r}: add a line such as "
+            "id,age,score,label."
+        )
+    special = [columns.id, columns.label, columns.split]
+    index = [name for name in index_columns(path, names) if name not in special]
+    free = [name for name in names if name not in special]
+    features = columns.features if columns.features is not None else [name for name in free if name not in index]
+    # The index, too, of rows that have no ids: it may hold them.
+    looked_at = index if columns.id not in names and columns.features is None else []
+    wanted = [*features, *looked_at, *(name for name in special if name in names)]
+    exact = [columns.id] if ids == "map" else []
+    whole = _whole_file(path, wanted, delimiter=separator, ids=exact)
+    given: dict[str, Any] = {"num_nodes": len(whole[wanted[0]])}
+    if texts := [name for name in features if whole[name].dtype.kind == "U"]:
+        numbers = ",".join(name for name in features if name not in texts)
+        raise ValueError(
+            f"{path}: column {' and '.join(map(repr, texts))} holds text, and features are numbers: say what it is "
+            f"with columns.id=, columns.label= or columns.split=, or name the features with columns.features={numbers}."
+        )
+    if columns.id not in whole:
+        in_order = [name for name in looked_at if np.array_equal(whole[name], np.arange(given["num_nodes"]))]
+        may_be_ids = [name for name in [*features, *looked_at] if name not in in_order]
+        _check_rows_are_nodes(path, {name: whole[name] for name in may_be_ids}, columns)
+    _tell_features(path, features, [name for name in free if name not in features], index)
+    if features:
+        parts = [_feature(whole[name], name, path) for name in features]
+        given["x"] = np.concatenate([p if p.ndim == 2 else p[:, None] for p in parts], axis=1)
+    meta: dict[str, Any] = {}
+    if columns.label not in whole:
+        logger.warning(
+            f"{path} has no column {columns.label!r}, so nodes get no labels and all columns are features: name the "
+            f"column of labels with columns.label={features[-1] if features else 'NAME'}"
+        )
+    else:
+        given["y"], classes = _labels(whole[columns.label], path)
+        _tell_unused_classes(given["y"], path)
+        meta = {"classes": classes} if classes else {}
+    if columns.split in whole:
+        given["splits"] = _split_masks(whole[columns.split], path)
+    given["meta"] = meta
+    if columns.id not in whole:
+        return given, None
+    where = f"{path}, row"
+    known = checked_ids(whole[columns.id], where, numbers=ids == "number")
+    if ids == "number":
+        _reorder(given, known, path)
+        return given, known
+    return given, settled(known, where)
+
+
+def _whole_file(path: Path, wanted: list[str], **settings: Any) -> dict[str, np.ndarray]:
+    """Columns of a node file, all rows."""
+    chunks = list(read_file(path, columns=wanted, whole=True, **settings)) if wanted else []
+    whole = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in wanted} if chunks else {}
+    if not whole or not len(whole[wanted[0]]):
+        raise ValueError(f"{path} holds no nodes: add a row for each, with columns such as id,age,score,label.")
+    return whole
+
+
+def _tell_features(path: Path, features: Sequence[str], others: Sequence[str], index: Sequence[str]) -> None:
+    """Say which columns become features, so that one that is none is seen."""
+    taken = f"features ({len(features)}): {_listed(features)}" if features else "no column is a feature"
+    left = [(name or "''") + " (the index of a table)" * (name in index) for name in others]
+    logger.info(f"{path}: {taken}" + (f"; not taken: {_listed(left)}" if left else ""))
+
+
+def _listed(names: Sequence[str], most: int = 12) -> str:
+    """Names in a line, without the middle of a long list."""
+    if len(names) > most:
+        names = [*names[: most - 2], "...", names[-1]]
+    return ", ".join(names)
+
+
+def _feature(values: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """A feature column as float32; what it cannot hold is named."""
+    with np.errstate(over="ignore"):
+        numbers = values.astype(np.float32)
+    wrong = np.argwhere(~np.isfinite(numbers))
+    if wrong.size:
+        at = tuple(int(i) for i in wrong[0])
+        place = ", entry ".join(map(str, at))
+        is_large = np.isfinite(values[at])
+        advice = "which float32 cannot hold: scale the column" if is_large else "fill it in, as with the column's mean"
+        raise ValueError(
+            f"{path}: column {name!r} holds {values[at]} in row {place}{', ' if is_large else ': '}{advice}, or name "
+            "the other features with columns.features=."
+        )
+    return numbers
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_rows_are_nodes(path: Path, features: dict[str, np.ndarray], columns: Columns) -> None:
+    """Refuse a column of ids by another name: its rows would become nodes 0, 1, 2, ... in the order of the file."""
+    for name, values in features.items():
+        is_numbered = values.dtype.kind in "iu" and values.ndim == 1 and values.size > 1 and columns.features is None
+        if is_numbered and np.array_equal(np.sort(values), np.arange(values.size)):
+            typed = f"type columns.id={name}" if name else "give it a name in the first line, such as id"
+            raise ValueError(
+                f"{path} has no column {columns.id!r}, and {name!r} holds each node number once: if it holds the ids, "
+                f"{typed}; else name the features with columns.features=."
+            )
+    logger.warning(f"{path} has no column {columns.id!r}, so its rows are nodes 0, 1, 2, ... (else columns.id=NAME)")
+
+
+def _check_node_columns(path: Path, names: list[str], columns: Columns, ids: Ids) -> None:
+    """Refuse a node file without a column that was named, or that ids=map needs."""
+    usual = Columns()
+    asked = [name for f in ("id", "label", "split") if (name := getattr(columns, f)) != getattr(usual, f)]
+    asked += columns.features or ()
+    why = ""
+    if ids == "map" and columns.id not in names:
+        asked = [columns.id, *(name for name in asked if name != columns.id)]
+        why = "ids=map needs the ids of the nodes, and "
+    missing = [name for name in asked if name not in names]
+    if missing:
+        advice = _what_to_type(MissingColumns(path, missing, names), columns, NODE_FIELDS)
+        raise ValueError(f"{why}{lacks(path, missing, names)}: {advice}.")
+
+
+def _labels(values: np.ndarray, path: Path) -> tuple[np.ndarray, list[str]]:
+    """Class numbers with -1 for empty cells; classes given as text are numbered in alphabetical order."""
+    if values.dtype.kind != "U":
+        return values, []
+    for word in (word for word in MISSING if word and (values == word).any()):
+        rows = np.flatnonzero(values == word)
+        logger.warning(
+            f"{path}: label {word!r} in row {rows[0]} is taken for no label, as in {rows.size} of {values.size} rows: "
+            "if it is a class, give it another name"
+        )
+    values = np.where(np.isin(values, MISSING), "", values)
+    classes = [str(c) for c in np.unique(values) if c != ""]
+    return np.where(values == "", -1, np.searchsorted(classes, values) if classes else -1), classes
+
+
+def _tell_unused_classes(labels: np.ndarray, path: Path) -> None:
+    """Numbers are class numbers as they stand: 100 and 200 make 201 classes, which is seldom meant."""
+    used = np.unique(labels[np.isfinite(labels) & (labels >= 0)]) if labels.dtype.kind in "iuf" else np.empty(0)
+    if used.size and used[-1] + 1 > used.size:
+        logger.warning(
+            f"{path}: labels are class numbers from 0, so {used[-1]:.0f} makes {used[-1] + 1:.0f} classes, of which "
+            f"{used.size} occur: write labels as words, or number them from 0"
+        )
+
+
+def _split_masks(values: np.ndarray, path: Path) -> dict[str, np.ndarray]:
+    if values.dtype.kind != "U":
+        raise ValueError(f"{path}: the split column must hold train, valid, test or nothing.")
+    names = [str(name) for name in np.unique(values) if name != ""]
+    masks: dict[str, np.ndarray] = {}
+    for name in names:
+        ours = split_name(name.lower())
+        if ours not in ("train", "valid", "test"):
+            raise ValueError(f"{path}: split {name!r} is not known: write train, valid, test or nothing.")
+        masks[ours] = masks.get(ours, False) | (values == name)
+    return masks
+
+
+def _reorder(given: dict[str, Any], ids: np.ndarray, path: Path) -> None:
+    """Put the rows of a node file in the order of its ids, which must be 0 .. N - 1."""
+    order = np.argsort(ids, kind="stable")
+    if ids.dtype.kind not in "iu" or not np.array_equal(ids[order], np.arange(ids.size)):
+        _ = IdMap(ids)  # which refuses an id that is there twice, by name
+        raise ValueError(f"{path}: the ids are not the numbers 0 to {ids.size - 1}, each once: use ids=map.")
+    for key in ("x", "y"):
+        if key in given:
+            given[key] = given[key][order]
+    if "splits" in given:
+        given["splits"] = {name: mask[order] for name, mask in given["splits"].items()}

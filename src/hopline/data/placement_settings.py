@@ -1,0 +1,37 @@
+"""Settings of where a dataset lies while a GPU trains on it: plain data, so that reading them needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from hopline.util.spec import parse_size
+from hopline.util.validate import check_fields, settings
+
+
+@settings
+class Placement:
+    """Where graph and features lie while a GPU trains."""
+
+    features: Literal["auto", "device", "pinned", "host"] = "auto"
+    """Where the rows are: `device`, `pinned` (the GPU reads them on the host), `host` (the host does), or what fits."""
+    graph: Literal["auto", "device", "pinned", "host"] = "auto"
+    """Where the edges are: `device`, `pinned`, `host` (sampled by the host), or what fits."""
+    cache: str | int = "auto"
+    """Device memory for rows of pinned features, such as 2G; `auto` is what is left."""
+    order: Literal["degree", "access", "observed"] = "access"
+    """Which rows are cached: by edges, by how probably a batch reads them, or by what the first epoch read."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.cache != "auto":
+            parse_size(self.cache)
+            if self.features in ("device", "host"):
+                raise ValueError(f"cache={self.cache} needs pinned features: set features=pinned, or leave cache=auto")
+
+
+def with_graph_on_host(wanted: Placement, why: str) -> Placement:
+    """For methods that work on the edges there."""
+    if wanted.graph in ("device", "pinned"):
+        raise ValueError(f"placement.graph={wanted.graph}, but {why}: set placement.graph=host, or leave it at auto")
+    return replace(wanted, graph="host")

@@ -1,0 +1,209 @@
+"""`open`: a dataset by its name, folder or file, wherever it has to come from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hopline.data import download
+from hopline.data.built_in import BUILT_IN, built_in
+from hopline.data.paths import existing, is_dataset, is_ogb_folder
+from hopline.util.spec import nearest
+
+if TYPE_CHECKING:  # finding a dataset needs no torch; opening one imports what it needs
+    from hopline.data.dataset import Dataset
+
+ALIASES = {"products": "ogbn-products", "arxiv": "ogbn-arxiv", "papers100m": "ogbn-papers100m"}
+IN_MEMORY = ("demo", "planted")
+"""Built-in graphs that are made anew at each opening; the others are made once, under the data root."""
+
+
+class NameInfo(NamedTuple):
+    """One line of the list of datasets."""
+
+    name: str
+    what: str
+    where: str
+
+
+def default_data_root() -> Path:
+    """$HOPLINE_DATA, else the user's cache folder."""
+    if os.environ.get("HOPLINE_DATA"):
+        return Path(os.environ["HOPLINE_DATA"]).expanduser()
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "hopline"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "hopline"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hopline"
+
+
+class Location(NamedTuple):
+    """Where a dataset comes from: a path, a built-in graph or a download."""
+
+    path: Path | None = None
+    """A folder or a file."""
+    built_in: str | None = None
+    """The name of a built-in graph."""
+    source: download.Source | None = None
+    """What can be downloaded."""
+    converted: bool = False
+    """Whether the path was made with the options that were asked for, so that none is left to apply."""
+
+
+def locate(
+    name_or_folder: str | os.PathLike[str],
+    *,
+    data_root: str | os.PathLike[str] | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Location:
+    """Find a dataset without opening it; refuse a name or a path under which there is none."""
+    root = _root(data_root)
+    text = os.fspath(name_or_folder)
+    path = Path(text).expanduser()
+    # "./demo" is a path too, which pathlib writes "demo".
+    is_path = isinstance(name_or_folder, Path) or os.path.basename(text) != text or path.suffix == ".npz"
+    name = ALIASES.get(text.lower(), text)
+    if not is_path and name in BUILT_IN:
+        _check_alone(name, path, root)
+        return Location(built_in=name)
+    if is_path or is_dataset(path):
+        _check_exists(path)
+        return Location(path=path)
+    source = download.find(name)
+    called = (name, source.name) if source else (name,)
+    if converted := _first(root, [_label(n, options) for n in called]):
+        return Location(path=converted, converted=is_dataset(converted))
+    plain = _first(root, called)
+    if plain is not None and (source is None or not is_dataset(plain)):
+        return Location(path=plain)
+    if source is None:
+        known = sorted({info.name for info in names(data_root=root)} | set(ALIASES))
+        raise ValueError(
+            f"There is no dataset {text!r} built in, under {root} or known to PyG and OGB: "
+            f"see `hopline datasets`, or give a folder.{nearest(text, known)}"
+        )
+    return Location(source=source)
+
+
+def open_dataset(
+    name_or_folder: str | os.PathLike[str],
+    *,
+    data_root: str | os.PathLike[str] | None = None,
+    split: int = 0,
+    verify: bool = False,
+    **options: Any,
+) -> Dataset:
+    """Open a dataset: a folder, an `.npz` file, a built-in graph, or a name of the data root, PyG or OGB.
+
+    What has to be downloaded or made is converted once into the data root. `verify` reads everything first.
+    `options` are those of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With
+    device="cuda" a built-in graph is made in the GPU's memory, and nothing is written.
+    """
+    root = _root(data_root)
+    found = locate(name_or_folder, data_root=root, options=options)
+    if found.built_in is not None:
+        return _open_built_in(found.built_in, root, split, verify, options)
+    if found.source is not None:
+        target = root / _label(found.source.name, options)
+        found.source.fetch(root / "raw", target, options)
+        return _open_path(target, split, verify, {})
+    assert found.path is not None
+    return _open_path(found.path, split, verify, {} if found.converted else options)
+
+
+def _root(data_root: str | os.PathLike[str] | None) -> Path:
+    return default_data_root() if data_root is None else Path(data_root).expanduser()
+
+
+def _check_alone(name: str, folder: Path, root: Path) -> None:
+    """Refuse the name of a built-in graph that a dataset here, or under the data root, has too."""
+    others = [(folder, os.path.join(".", name)), (root / name, str(root / name))]
+    for other, typed in others if name in IN_MEMORY else others[:1]:  # the rest are themselves kept under the root
+        if is_dataset(other):
+            raise ValueError(
+                f"{name!r} is a built-in graph, and {typed} is a dataset of the same name: type {typed} for the "
+                "dataset, or rename its folder to have the built-in graph."
+            )
+
+
+def _check_exists(path: Path) -> None:
+    if path.suffix == ".npz" and not path.exists():
+        raise ValueError(f"There is no file {path}: check the path.")
+    if path.suffix != ".npz" and not existing(path).is_dir():
+        raise ValueError(f"There is no dataset folder {path}: check the path, or make it with save().")
+
+
+def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    from hopline.data.formats.npz import from_npz
+    from hopline.data.formats.ogb import from_ogb_folder
+    from hopline.data.store import open_folder, verify
+
+    if path.suffix == ".npz" and not path.is_dir():
+        return _checked(from_npz(path, split=split, **options), check)
+    if not is_dataset(path) and is_ogb_folder(path):
+        return _checked(from_ogb_folder(path, split=split, **options), check)
+    if options:
+        raise ValueError(f"{path} is already converted: leave out {', '.join(options)}, or convert it anew with them.")
+    if check:
+        verify(path)
+    return open_folder(path, split=split)
+
+
+def _checked(dataset: Dataset, check: bool) -> Dataset:
+    if check:
+        dataset.validate()
+    return dataset
+
+
+def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
+    from hopline.data import synthetic
+
+    device = options.pop("device", "cpu")
+    settings = built_in(name, options)
+    if name in IN_MEMORY or device != "cpu":
+        return _checked(synthetic.planted(settings, name=name, device=device), check).with_split(split)
+    target = root / _label(name, options)
+    if not is_dataset(target):
+        synthetic.planted(settings, name=name, folder=target)
+    return _open_path(target, split, check, {})
+
+
+def _label(name: str, options: Mapping[str, Any]) -> str:
+    """The folder of a dataset made with some options: each choice of them has its own."""
+    return "-".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
+
+
+def _first(root: Path, candidates: Iterable[str]) -> Path | None:
+    return next((path for name in candidates if (path := _under(root, name))), None)
+
+
+def _under(root: Path, name: str) -> Path | None:
+    """What the data root holds under a name, give or take capitals and '-' for '_'."""
+    for candidate in dict.fromkeys(
+        (name, name.lower(), name.lower().replace("-", "_"), name.lower().replace("_", "-"))
+    ):
+        if is_dataset(root / candidate):
+            return root / candidate
+        if (root / f"{candidate}.npz").is_file():
+            return root / f"{candidate}.npz"
+    return None
+
+
+def names(data_root: str | os.PathLike[str] | None = None) -> list[NameInfo]:
+    """Every dataset that can be opened by name: built in, under the data root, or by download."""
+    root = _root(data_root)
+    listed = {name: NameInfo(name, what, "built in") for name, (_, what) in BUILT_IN.items()}
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if path.name.startswith("."):
+            continue
+        if path.suffix == ".npz":
+            listed.setdefault(path.stem, NameInfo(path.stem, "arrays in one file", str(path)))
+        elif is_dataset(path):
+            listed.setdefault(path.name, NameInfo(path.name, "converted dataset", str(path)))
+    for source in download.SOURCES.values():
+        listed.setdefault(source.name, NameInfo(source.name, source.what, "download"))
+    return list(listed.values())

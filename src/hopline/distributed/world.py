@@ -1,0 +1,433 @@
+"""`World`: the processes that train together, and the few things they say to each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hopline.distributed.heartbeat import Heart
+from hopline.util.cores import num_cores
+from hopline.util.errors import PeerError
+from hopline.util.log import logger
+
+BUCKET_BYTES = 25 << 20
+"""Gradients are exchanged in pieces of about this size: few enough to be fast, small enough to be held twice."""
+LEAVE_S = 5.0
+"""How long a rank that keeps the rendezvous waits, at the end, for the others to leave it."""
+RESUME = "start the same command again with resume=true to go on from the last checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where one process sits, and where it meets the others: plain data, for a process that is about to start."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    device: str = "cpu"
+    backend: str = "gloo"
+    address: str = "127.0.0.1"
+    port: int = 0
+    timeout_s: float = 600.0
+    keeps_store: bool = False
+    """Whether this process keeps the store in which the ranks find each other."""
+    key: str = ""
+    """What tells this start from others that meet in the same store."""
+
+
+class World:
+    """One rank's view of all ranks. Alone, every exchange is free; else each must be called by all, in one order.
+
+    Sums are the same from run to run for the same number of ranks on the same machines, and the same on every rank.
+    """
+
+    def __init__(self, seat: Seat, heart: Heart | None = None, store: dist.Store | None = None) -> None:
+        self.rank, self.size = seat.rank, seat.size
+        self.local_rank, self.local_size = seat.local_rank, seat.local_size
+        self.node = seat.node
+        self.device = torch.device(seat.device)
+        self.timeout_s = seat.timeout_s
+        self.num_cores = num_cores()
+        """Cores that this rank may use beside the other ranks of its host."""
+        self._heart, self._store = heart, store
+        self._keeps_store = seat.keeps_store
+        self._lost = ""
+
+    @classmethod
+    def alone(cls, device: str | torch.device = "cpu") -> World:
+        """The world of a single process."""
+        return cls(Seat(device=str(device)))
+
+    @classmethod
+    def join(cls, seat: Seat) -> World:
+        """Meet the other ranks; every one of them must call this within `timeout_s`."""
+        start = time.monotonic()
+        try:
+            store, own = _stores(seat)
+        except RuntimeError as error:
+            place = f"{seat.address}:{seat.port} ({_reason(error)})"
+            raise PeerError(f"rank {seat.rank} cannot reach rank 0 at {place}: check address= and port=") from error
+        heart = Heart(own, seat.rank, seat.size, f"{seat.address}:{seat.port}")
+        world = cls(seat, heart, store)
+        try:
+            with world._exchange(start):
+                world.num_cores = _share_of_cores(seat, store)
+                if world.device.type == "cuda":
+                    torch.cuda.set_device(world.device)
+                with _defaults_in_environment(_backend_environment(seat)):
+                    dist.init_process_group(
+                        seat.backend,
+                        store=dist.PrefixStore("group", store),
+                        rank=seat.rank,
+                        world_size=seat.size,
+                        timeout=timedelta(seconds=seat.timeout_s),
+                    )
+            world.barrier()
+        except BaseException as error:
+            world.close(f"{type(error).__name__}: {error}")
+            raise
+        return world
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace every gradient by its sum over the ranks; one that only some ranks have counts as zero elsewhere.
+
+        Afterwards all ranks have the same gradients: one that no rank has stays None. Half-precision gradients are
+        summed in float32.
+        """
+        if self.size == 1:
+            return
+        buckets = list(_buckets([p for p in parameters if p.requires_grad]))
+        flats = [_flatten(bucket, self.device) for bucket in buckets]
+        with self._exchange():
+            works = [dist.all_reduce(flat, async_op=True) for flat in flats]
+            for work in works:
+                assert work is not None
+                work.wait()
+        for bucket, flat in zip(buckets, flats, strict=True):
+            _unflatten(bucket, flat)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over the ranks, in float64."""
+        if self.size == 1:
+            return [float(value) for value in values]
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The largest over the ranks, one by one."""
+        return [float(value) for value in values] if self.size == 1 else self._reduce(values, dist.ReduceOp.MAX)
+
+    def any(self, flag: bool) -> bool:
+        """Whether some rank says yes."""
+        return bool(flag) if self.size == 1 else self._reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.any(False)
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """The value that rank `src` has, as JSON makes it (tuples become lists); the others' is not looked at."""
+        data, problem = b"", None
+        if self.rank == src:
+            try:
+                data = json.dumps(value).encode()
+            except (TypeError, ValueError) as error:
+                problem = error
+        if self.size > 1:
+            # The others must not wait for a value that cannot be sent.
+            length = torch.tensor([-1 if problem else len(data)], device=self.device)
+            self._broadcast(length, src)
+            content = torch.empty(max(0, int(length)), dtype=torch.uint8, device=self.device)
+            if self.rank == src and data:
+                content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            if content.numel():
+                self._broadcast(content, src)
+            data = content.cpu().numpy().tobytes()
+            if int(length) < 0 and problem is None:
+                raise ValueError(f"rank {src} has a value that is not plain: broadcast numbers, text, lists and dicts")
+        if problem is not None:
+            raise ValueError(f"{problem}: broadcast numbers, text, lists and dicts") from problem
+        return json.loads(data.decode())
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor], src: int = 0) -> None:
+        """Give every rank the numbers of rank `src`, in place; types and shapes must be the same everywhere."""
+        if self.size == 1:
+            return
+        for bucket in _within(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
+            whole = [tensor.contiguous() for tensor in bucket]
+            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in whole]
+            flat = torch.cat([part.to(self.device) for part in parts])
+            self._broadcast(flat, src)
+            if self.rank == src:
+                continue
+            sizes = [part.numel() for part in parts]
+            for tensor, copy, part, received in zip(bucket, whole, parts, flat.split(sizes), strict=True):
+                part.copy_(received)
+                if copy.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(copy)
+
+    def swap(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """By rank, the rows that each has for this one: piece r goes to rank r. Only the number of rows may differ."""
+        if self.size == 1:
+            return list(pieces)
+        counts = torch.tensor([piece.size(0) for piece in pieces], device=self.device)
+        coming = torch.empty_like(counts)
+        sent = torch.cat(list(pieces)).contiguous().to(self.device)
+        with self._exchange():
+            dist.all_to_all_single(coming, counts)
+            got = sent.new_empty(int(coming.sum()), *sent.shape[1:])
+            received, given = (t[:, None].flatten(1).view(torch.uint8) for t in (got, sent))
+            dist.all_to_all_single(received, given, coming.tolist(), counts.tolist())
+        return list(got.to(pieces[0].device).split(coming.tolist()))
+
+    def close(self, error: str = "") -> None:
+        """Leave; `error` is what the others are told where this rank could not go on. May be called twice."""
+        heart, self._heart = self._heart, None
+        if heart is None:
+            return
+        heart.stop(f"error {error[:500]}" if error else "left")
+        if dist.is_initialized():
+            with suppress(RuntimeError):
+                _destroy_group(broken=bool(self._lost))
+        if self._keeps_store:
+            heart.wait_for_others(LEAVE_S)
+        self._store = None
+
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        with self._exchange():
+            dist.all_reduce(tensor, operation)
+        return tensor.tolist()
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        with self._exchange():
+            dist.broadcast(tensor, src)
+
+    @contextmanager
+    def _exchange(self, start: float | None = None) -> Generator[None]:
+        """Whatever goes wrong inside is another rank's doing: find out whose."""
+        if self._heart is None or self._lost:
+            raise PeerError(self._lost or "this rank has left the others: nothing can be exchanged after close()")
+        self._heart.exchanges += 1
+        start = time.monotonic() if start is None else start
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            who = self._heart.find_lost()
+            after = f"rank {self.rank} noticed after {time.monotonic() - start:.0f} s"
+            self._lost = f"{who} ({after}: {_reason(error)}): {RESUME}"
+            raise PeerError(self._lost) from error
+
+
+def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCPStore:
+    """The store in which ranks meet, kept by this process; port 0 takes a free one (see `.port`).
+
+    It answers whoever reaches it, so it listens only at the address that the ranks use. local: whether all are here.
+    """
+    listener: int | None = None
+    try:
+        own = _own_address(address, local=local)
+        if own is None:  # as a public address that another machine passes on
+            logger.warning(
+                f"the ranks meet at {address}, which is no address of this host that others can reach: listening on "
+                "all of its interfaces; to use one of them, give address= its number"
+            )
+        else:
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            server = socket.create_server((own, port), family=family)
+            port, listener = server.getsockname()[1], server.detach()
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener,
+        )
+    except (OSError, RuntimeError) as error:
+        place = f"{address}:{port}" if port else address
+        raise ValueError(f"cannot listen at {place} ({_reason(error)}): choose another port= or address=") from error
+
+
+def _own_address(address: str, *, local: bool) -> str | None:
+    """The number of this host's interface that an address names; None where it names none.
+
+    On many hosts the host's own name means 127.0.1.1, at which no other one can reach it: not what ranks on several
+    hosts use. A loopback number itself, as of a tunnel, they do use.
+    """
+    found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+    ours = {known.address.partition("%")[0] for all_ in psutil.net_if_addrs().values() for known in all_}
+    for number in found:
+        if number.startswith("127.") or number == "::1":
+            if local or number == address:
+                return number
+        elif number.partition("%")[0] in ours:
+            return number
+    return None
+
+
+def _stores(seat: Seat) -> tuple[dist.Store, dist.Store]:
+    """Two connections, one of them for the heart: a store answers one question at a time, and some wait for others."""
+    timeout = timedelta(seconds=seat.timeout_s)
+    first = (
+        serve(seat.address, seat.port, seat.timeout_s, local=seat.local_size == seat.size)
+        if seat.keeps_store
+        else dist.TCPStore(seat.address, seat.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    )
+    second = dist.TCPStore(seat.address, seat.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    prefix = f"hopline/{seat.key}"
+    return dist.PrefixStore(prefix, first), dist.PrefixStore(prefix, second)
+
+
+def _share_of_cores(seat: Seat, store: dist.Store) -> int:
+    """Cores for this rank beside those that may run on the same ones, after all ranks were compared."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    gpu = _gpu_of(seat.device) if seat.backend == "nccl" else ""
+    store.set(f"seat/{seat.rank}", json.dumps([seat.size, seat.node, cores, gpu]))
+    said = store.multi_get([f"seat/{r}" for r in range(seat.size)])
+    seats = [_read_seat(rank, bytes(value), seat) for rank, value in enumerate(said)]
+    first_with: dict[str, int] = {}
+    for rank, (size, _, _, gpu) in enumerate(seats):
+        if size != seat.size:
+            raise ValueError(
+                f"rank {rank} was started as one of {size} and rank {seat.rank} as one of {seat.size}: "
+                "give the same devices= on every host"
+            )
+        if gpu and (other := first_with.setdefault(gpu, rank)) != rank:
+            raise ValueError(
+                f"ranks {other} and {rank} have the same GPU ({gpu}), which nccl cannot share: start one process per "
+                "GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), or give backend=gloo"
+            )
+    beside = sum(other[1:3] == (seat.node, cores) for other in seats)
+    share = max(1, num_cores() // beside)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(share)
+    return share
+
+
+def _read_seat(rank: int, said: bytes, seat: Seat) -> tuple[int, int, list[int], str]:
+    try:
+        size, node, cores, gpu = json.loads(said.decode())
+    except (ValueError, TypeError) as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(
+            f"what stands for rank {rank} at {seat.address}:{seat.port} was not written by hopline ({said[:40]!r}): "
+            "choose another port="
+        ) from error
+    return size, node, cores, gpu
+
+
+def _gpu_of(device: str) -> str:
+    """What tells a GPU from all others, whatever its number is among those that a process may see."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def _backend_environment(seat: Seat) -> dict[str, str]:
+    """What the backends read from the environment when they start."""
+    if seat.backend == "nccl":
+        return {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # a lost rank raises an error; by default it aborts the process
+    # Gloo asks what the host's own name means, which on many machines is an address that no other host can reach.
+    name = _interface_towards(seat.address, several_hosts=seat.local_size < seat.size)
+    return {"GLOO_SOCKET_IFNAME": name} if name else {}
+
+
+def _interface_towards(address: str, *, several_hosts: bool) -> str | None:
+    """The network interface over which this host reaches another, if that can be told."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing: the system only picks the way
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    if several_hosts and own.startswith(("127.", "::1")):
+        return None
+    return next((name for name, all_ in psutil.net_if_addrs().items() if any(a.address == own for a in all_)), None)
+
+
+@contextmanager
+def _defaults_in_environment(values: dict[str, str]) -> Generator[None]:
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _destroy_group(*, broken: bool) -> None:
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if broken and abort is not None and dist.get_backend() == "nccl":
+        abort()  # destroying waits for exchanges that will never end
+    else:
+        dist.destroy_process_group()
+
+
+def _exchanged(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _within(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in their order, in groups of about that size."""
+    group: list[Tensor] = []
+    for tensor in tensors:
+        if group and sum(t.nbytes for t in group) + tensor.nbytes > num_bytes:
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters that are exchanged together: the same on every rank, whichever gradients it has."""
+    for dtype in dict.fromkeys(_exchanged(p.dtype) for p in parameters):
+        yield from _within(BUCKET_BYTES, [p for p in parameters if _exchanged(p.dtype) == dtype])
+
+
+def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The gradients one after another, zeros for missing ones, then 1 for each that is there and 0 for others."""
+    dtype = _exchanged(bucket[0].dtype)
+    flat = torch.zeros(sum(p.numel() for p in bucket) + len(bucket), dtype=dtype, device=device)
+    start = 0
+    for position, parameter in enumerate(bucket, start=-len(bucket)):
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                raise ValueError("a gradient is sparse, which ranks cannot sum: make the embedding with sparse=False")
+            flat[start : start + parameter.numel()].copy_(parameter.grad.reshape(-1))
+            flat[position] = 1
+        start += parameter.numel()
+    return flat
+
+
+def _unflatten(bucket: Sequence[Tensor], flat: Tensor) -> None:
+    parts = flat[: -len(bucket)].split([p.numel() for p in bucket])
+    # Looked at only where a gradient is missing: on a GPU this waits for the exchange to end.
+    incomplete = any(p.grad is None for p in bucket)
+    held = (flat[-len(bucket) :].tolist()) if incomplete else [1.0] * len(bucket)
+    for parameter, part, ranks in zip(bucket, parts, held, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.copy_(part.view_as(parameter))
+        elif ranks:
+            parameter.grad = part.view_as(parameter).to(parameter.device, parameter.dtype, copy=True)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what torch says, without the place in its source."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rpartition("] ")[2].rstrip(". ")[:160] or type(error).__name__

@@ -1,0 +1,269 @@
+"""Inference: exact, layer by layer over the whole graph or over what some nodes need; or sampled.
+
+A module that is not made of layers is run on the hops around the nodes (`hops=`), or on the whole graph at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hopline import metrics
+from hopline.batch_unit import too_narrow
+from hopline.budget.guard import Guard
+from hopline.core.batch import Batch
+from hopline.core.sampler import check_ids
+from hopline.data.dataset import Dataset
+from hopline.data.fingerprint import checksum_of, contents_of
+from hopline.inference.chunks import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
+from hopline.inference.local import LocalInference, run_whole, whole_bytes
+from hopline.inference.resumable import LayerFiles, weights_checksum
+from hopline.nn.structure import structure_of
+from hopline.nn.whole_module import Whole, as_walkable
+from hopline.nn.whole_module_probe import find_hops, find_reach, initialise
+from hopline.util.log import logger
+from hopline.util.progress import progress
+from hopline.util.spec import format_size
+from hopline.util.validate import checked_bytes
+
+WHOLE_BYTES = 2 << 30
+"""A model without layers is run on the whole graph up to this size of its edge matrix."""
+ReadRows = Callable[[Tensor], Tensor]
+"""From node ids to their rows."""
+
+
+def exact(
+    model: nn.Module,
+    data: Dataset,
+    ids: Tensor | None = None,
+    *,
+    hops: int | None = None,
+    chunk_edges: int | None = None,
+    chunk_bytes: int | str | None = None,
+    device: torch.device | str = "cpu",
+    show: bool = False,
+    keep: KeepRows | None = None,
+    folder: Path | str | None = None,
+) -> Tensor:
+    """The model's output for `ids` (all nodes by default), over every edge, in evaluation mode: [n, ...].
+
+    Each layer is computed for all nodes it is needed at before the next one starts, in chunks of about `chunk_edges`
+    edges (a million, more on a GPU), or as large as `chunk_bytes` ("2GiB") let them be beside the hidden rows; these
+    are kept in tables, on the host or on a device with room. keep: is given the rows of every layer but the last, which
+    are then computed at all nodes. folder: keeps the hidden rows there, and the same call goes on from them if it was
+    killed.
+
+    A module that is not made of layers is run on the whole graph at once. With `hops`, the number of hops around a node
+    that its output depends on, it is run on those hops around chunks of `ids` instead; a trial on a tiny graph refuses
+    too few of them.
+    """
+    read = exact_rows(
+        model,
+        data,
+        ids,
+        hops=hops,
+        chunk_edges=chunk_edges,
+        chunk_bytes=chunk_bytes,
+        device=device,
+        show=show,
+        keep=keep,
+        folder=folder,
+    )
+    return read(torch.arange(data.num_nodes) if ids is None else ids)
+
+
+def exact_rows(
+    model: nn.Module,
+    data: Dataset,
+    ids: Tensor | None = None,
+    *,
+    hops: int | None = None,
+    chunk_edges: int | None = None,
+    chunk_bytes: int | str | None = None,
+    device: torch.device | str = "cpu",
+    show: bool = False,
+    keep: KeepRows | None = None,
+    folder: Path | str | None = None,
+) -> ReadRows:
+    """The same, where the output is read piece by piece: a function from some of `ids` to their rows, on the host."""
+    check_wanted(ids, data.num_nodes)
+    most = checked_bytes(chunk_bytes)
+    walk = as_walkable(model)
+    with evaluating(walk):
+        if isinstance(walk, Whole):
+            if folder is not None:
+                raise ValueError(
+                    f"{type(walk.module).__name__} has no layers to go on from: leave out folder=, or use hl.nn.GNN"
+                )
+            if keep is not None:
+                raise ValueError(f"{type(walk.module).__name__} has no layers whose rows keep= could be given")
+            initialise(walk, data.x, data.graph.edge)
+            limits = {"chunk_edges": chunk_edges, "chunk_bytes": most}
+            part_hops = part_hops_of(walk, data, hops, [name for name, limit in limits.items() if limit is not None])
+            if part_hops is None and show:
+                logger.info(describe_whole(walk, data))
+            return whole_rows(walk, data, ids, part_hops, device=torch.device(device), show=show, **limits)
+        if hops is not None:
+            raise ValueError(
+                f"hops= is for a module that is not made of layers, and {type(model).__name__} is: leave it out"
+            )
+        walk.check_blocks(data.num_features, data.graph.edge)
+        files = None
+        if folder is not None:
+            if keep is not None:
+                raise ValueError("rows that are in folder= already would not come to keep=: give one of them")
+            files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, most))
+        work = Layerwise(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=most, files=files)
+        return partial(read_on, CPU, work.outputs(ids, show))
+
+
+def check_wanted(ids: Tensor | None, num_nodes: int) -> None:
+    """Refuse what are no nodes to infer at."""
+    if ids is not None:
+        check_ids(ids, num_nodes)
+    if ids is not None and ids.numel() == 0:
+        raise ValueError("there are no nodes to infer at: give ids that are not empty, or none for all nodes")
+
+
+def identity(
+    model: nn.Module, contents: Mapping[str, str], ids: Tensor | None, chunk_edges: int | None, chunk_bytes: int | None
+) -> dict[str, str]:
+    """What must be the same for inference to go on from a folder. contents: of the dataset."""
+    return {
+        **contents,
+        "model": structure_of(as_walkable(model)),
+        "weights": weights_checksum(model),
+        "nodes": "all" if ids is None else checksum_of(ids),
+        "chunks": f"{chunk_edges or CHUNK_EDGES} edges" if chunk_bytes is None else f"{chunk_bytes} bytes",
+    }
+
+
+def sampled(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    num_nodes: int | None = None,
+    show: bool = False,
+    guard: Guard | None = None,
+) -> Tensor:
+    """The model's output for the batches' seeds, in their order: an estimate over sampled edges.
+
+    batches: for example `Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`; num_nodes: for the progress bar;
+    guard: of training under a budget, within which batches that would take more are computed in pieces.
+    """
+    walk = as_walkable(model)
+    outputs = []
+    with (
+        evaluating(walk),
+        progress("inference", num_nodes, "nodes", enabled=show, brief=True) as bar,
+    ):
+        for batch in batches:
+            outputs.append(walk(batch).cpu() if guard is None else guard.outputs(walk, batch))
+            bar.advance(batch.num_seeds)
+    return torch.cat(outputs)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode comes back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
+def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
+    """The metric that goes with the dataset's task."""
+    if data.task != "multi" and scores.size(-1) == 1:  # one score, of the second of two classes
+        if data.num_classes > 2:
+            raise ValueError(too_narrow(1, data.num_classes))
+        scores = scores.squeeze(-1)
+        scores = (scores > 0).to(labels.dtype) if data.metric == "accuracy" else scores
+    return {data.metric: metrics.METRICS[data.metric](scores.float(), labels)}
+
+
+# ---- modules that are not made of layers
+
+
+def whole_rows(
+    walk: Whole,
+    data: Dataset,
+    ids: Tensor | None,
+    part_hops: int | None,
+    *,
+    device: torch.device,
+    show: bool = False,
+    chunk_edges: int | None = None,
+    chunk_bytes: int | None = None,
+) -> ReadRows:
+    """A function from some of `ids` to a module's outputs, on parts of so many hops or on the whole graph at once."""
+    if part_hops is None:
+        if is_too_large(data):
+            enough = find_hops(walk, data.x, data.graph.edge)
+            raise ValueError(
+                f"{type(walk.module).__name__} has no layers that could be computed one by one, and the whole graph is "
+                f"too large for it: {'' if enough is None else f'give hops={enough}, '}build it as "
+                "hl.nn.GNN([...convs...]), or set inference=sampled"
+            )
+        return run_whole(walk, data, device).__getitem__
+    seeds = torch.arange(data.num_nodes) if ids is None else torch.unique(ids.cpu().long())
+    local = LocalInference(walk, data, part_hops, device, chunk_edges=chunk_edges, chunk_bytes=chunk_bytes)
+    has_limit = chunk_edges is not None or chunk_bytes is not None
+    if not has_limit and not is_too_large(data) and local.is_dearer_than_whole(seeds):
+        return run_whole(walk, data, device).__getitem__
+    rows = local.rows(seeds, show)
+
+    def read(some: Tensor) -> Tensor:
+        return rows[torch.searchsorted(seeds, some.cpu().long())]
+
+    return read
+
+
+def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
+    """Hops of the parts that a module is run on, if it reads `hops` hops around a node; None for the whole graph.
+
+    Refuses hops that are too few, and limits on the size of parts where there are none.
+    """
+    name = type(walk.module).__name__
+    if hops is None and limits:
+        enough = find_hops(walk, data.x, data.graph.edge)
+        raise ValueError(
+            f"{limits[0]}= needs the number of hops around a node that {name} reads, since it has no layers to compute "
+            f"one by one: {f'add hops={enough}' if enough is not None else 'leave it out'}, or build it as "
+            "hl.nn.GNN([...convs...])"
+        )
+    if hops is None:
+        return None
+    if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
+        raise ValueError(f"hops must be a number from 0, not {hops!r}")
+    reach = find_reach(walk, hops, data.x, data.graph.edge)
+    if reach.part_hops is None:
+        enough = find_hops(walk, data.x, data.graph.edge)
+        instead = "" if enough is None or enough <= hops else f"hops={enough}, or "
+        raise ValueError(
+            f"{name} with hops={hops} would not give its outputs on the whole graph: {reach.reason or reach.refusal}. "
+            f"Give {instead}no hops=, which runs it on the whole graph at once"
+        )
+    return reach.part_hops
+
+
+def describe_whole(walk: Whole, data: Dataset) -> str:
+    """What one forward pass over the whole graph takes, in a sentence."""
+    return (
+        f"exact inference runs {type(walk.module).__name__} on the whole graph at once, which takes about "
+        f"{format_size(whole_bytes(walk, data))}"
+    )
+
+
+def is_too_large(data: Dataset) -> bool:
+    """Whether a row of features per edge would take more than a module is run on at once."""
+    return data.graph.num_edges * data.num_features * 4 > WHOLE_BYTES

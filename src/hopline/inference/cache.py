@@ -1,0 +1,110 @@
+"""What exact inference at the same nodes needs again after every epoch, kept as far as there is room."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+import psutil
+import torch
+from torch import Tensor
+
+from hopline.core.batch import Block, ReducedRows
+from hopline.core.graph import Graph
+from hopline.tables import Table
+
+SHARE = 32
+"""What may be kept is 1 / so many of the memory of the device that computes."""
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes that may be kept there."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // SHARE
+    memory = psutil.virtual_memory()
+    return min(memory.total // SHARE, memory.available // 4)
+
+
+@dataclass(eq=False)
+class Kept:
+    """Of inference at some nodes: the nodes of each layer in chunks, their blocks, and the first layer's sums.
+
+    These need no parameter, so they are the same whatever the weights are. Nodes that are asked for only once leave
+    nothing but the list of those that they need.
+    """
+
+    ids: weakref.ref[Tensor]
+    version: int
+    about: Hashable
+    """What else the rest depends on."""
+    x: weakref.ref[Table]
+    x_version: int | None
+    edge_versions: Mapping[str, int]
+    """Of the graph's arrays, whose rows are in the blocks."""
+    needed: list[Tensor]
+    """Nodes whose rows are needed before each layer, and at the end."""
+    room: int
+    times: int = 1
+    """How often the nodes were asked for."""
+    chunks: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By the identity of the nodes, which are among `needed`."""
+    blocks: dict[int, Block] = field(default_factory=dict)
+    """By the identity of the chunk; without their graph, which would live as long as they do."""
+    sums: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    """Of chunks in the first layer: what `ReducedRows` need beside the table."""
+
+    def is_of(self, graph: Graph, ids: Tensor, about: Hashable, x: Table) -> bool:
+        same = self.ids() is ids and self.version == ids._version and self.about == about
+        return same and self.x() is x and self.x_version == x.version and self.edge_versions == graph.versions
+
+    def in_chunks(self, nodes: Tensor, cut: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """The nodes as they were cut before, or are cut now."""
+        known = self.chunks.get(id(nodes))
+        # Of two threads that cut at once both take the first one's: the rest goes by what the chunks are.
+        return self.chunks.setdefault(id(nodes), cut()) if known is None else known
+
+    def is_complete(self, num_layers: int) -> bool:
+        """Whether it has the blocks of all layers, none of which is cut into chunks."""
+        return all(id(nodes) in self.blocks for nodes in self.needed[-num_layers:])
+
+    def has_sums(self, num_layers: int) -> bool:
+        """Whether the features are not read again."""
+        return id(self.needed[-num_layers]) in self.sums
+
+    def block(self, chunk: Tensor, graph: Graph) -> Block | None:
+        """All in-edges of a chunk, if they are known."""
+        block = self.blocks.get(id(chunk))
+        return None if block is None else replace(block, graph=graph)
+
+    def keep(self, chunk: Tensor, block: Block, rows: ReducedRows | None) -> None:
+        """For the next time, if there is room: the block of a chunk, and in the first layer its sums."""
+        if self.times < 2 or id(chunk) in self.blocks:
+            return
+        sums = None if rows is None or self.x_version is None else (rows.beside, rows.how)
+        taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
+        taken += 0 if sums is None else sums[0].nbytes
+        if taken > self.room:
+            return
+        self.room -= taken
+        if sums is not None:
+            self.sums[id(chunk)] = sums
+        self.blocks[id(chunk)] = replace(block, graph=None)
+
+
+_kept: weakref.WeakKeyDictionary[Graph, Kept] = weakref.WeakKeyDictionary()
+
+
+def kept_of(
+    graph: Graph, x: Table, ids: Tensor, about: Hashable, device: torch.device, needed: Callable[[], list[Tensor]]
+) -> Kept:
+    """What was kept of the last inference on a graph, if that was the same but for the weights; else a new one."""
+    kept = _kept.get(graph)
+    if kept is not None and kept.is_of(graph, ids, about, x):
+        kept.times += 1
+    else:
+        kept = Kept(
+            weakref.ref(ids), ids._version, about, weakref.ref(x), x.version, graph.versions, needed(), room_on(device)
+        )
+        _kept[graph] = kept
+    return kept

@@ -1,0 +1,222 @@
+"""Exact inference at the same nodes, again and again with other weights: on a GPU as one CUDA graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hopline import inference as infer
+from hopline.contract import Job
+from hopline.device import streams as recording
+from hopline.device.meter import free_bytes
+from hopline.inference.cache import Kept
+from hopline.inference.chunks import CPU, Layerwise, read_on
+from hopline.nn.attention import is_fused_attention
+from hopline.nn.fused import is_fused
+from hopline.nn.gnn import GNN
+from hopline.util import trace
+
+BEFORE = 1
+"""Inferences before one is recorded, in which kernels are compiled."""
+MOST_RECORDED = 3
+"""Weights or features that keep moving about in memory are not worth another graph."""
+SHARE = 16
+"""A graph keeps the memory that it computes in: at most 1 / so many of the GPU's, and of what is free a quarter."""
+KNOWN = ("torch", "torch_geometric", "hopline")
+"""Whose modules do the same every time: others may count, or read what is no weight."""
+
+
+class Replayed:
+    """Exact inference with a job's model at some nodes: recorded when it was done once, and then replayed.
+
+    A graph computes with the weights that are in memory when it is replayed, and leaves the host alone, which launching
+    a few dozen kernels would keep busy for longer than they take.
+    """
+
+    def __init__(self, job: Job, ids: Tensor) -> None:
+        assert isinstance(job.model, GNN)
+        self.model, self.data, self.device, self.ids = job.model, job.data, job.device, ids
+        self.times, self.recordings = 0, 0
+        self.left_to_others = False
+        """Whether it waits for somebody to call `record`, and does not do so itself."""
+        self._job = weakref.ref(job)
+        self._graph: _Graph | None = None
+
+    def __call__(self) -> Tensor:
+        """The output rows of the nodes, on the host."""
+        if self._graph is not None and not self._graph.is_current(self):
+            self._graph, self.times = None, 0
+        if self.is_due and not self.left_to_others:
+            self.record(recording.stream_to_record("evaluations", self.device))
+        if self._graph is not None:
+            return self._graph.replay(self.device)
+        self.times += 1
+        return infer.exact(self.model, self.data, self.ids, device=self.device)
+
+    def launched(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> Launched | None:
+        """Given to a stream with other weights, when those are there, and not waited for; None if it is not recorded.
+
+        At most two may be under way, since each leaves its rows in one of two places.
+        """
+        graph, job = self._graph, self._job()
+        if graph is None or job is None or not graph.is_current(self):
+            return None
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            stream.wait_event(after)
+            own = job.module.state_dict()
+            torch._foreach_copy_(list(own.values()), [weights[name] for name in own])
+            return graph.launch()
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._graph is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be recorded before the next time."""
+        return self._graph is None and self.times >= BEFORE and self.recordings < MOST_RECORDED
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is recorded, or never will be."""
+        return self._graph is not None or self.recordings >= MOST_RECORDED
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Make it a graph whose kernels have the stream's priority, if that can be; nobody else may draw meanwhile."""
+        self.recordings += 1
+        outer = torch.cuda.current_stream(self.device)
+        stream.wait_stream(outer)
+        try:
+            with (
+                recording.turn,
+                torch.cuda.device(self.device),
+                torch.cuda.stream(stream),
+                infer.evaluating(self.model),
+            ):
+                self._graph = _recorded(self, stream)
+        except Exception as error:
+            job, reason = self._job(), " ".join(str(error).split())[:200]
+            if job is not None:
+                job.say(f"evaluation is not recorded in a CUDA graph, it runs one kernel after the other: {reason}")
+        if self._graph is None:
+            self.recordings = MOST_RECORDED  # it would be no other the next time
+        outer.wait_stream(stream)
+
+    def addresses(self, *, features: bool) -> list[int] | None:
+        """Where the weights are, and the features; None where these are not on the GPU, or may be moved there."""
+        read = [*self.model.parameters(), *self.model.buffers()]
+        if features:
+            stored = self.data.x.storage()
+            if stored is None or not stored.is_cuda:
+                return None
+            read.append(stored)
+        return [tensor.data_ptr() for tensor in read]
+
+
+class Launched(NamedTuple):
+    """An inference that a GPU has been given."""
+
+    rows: Tensor
+    """Where its output will be, on the host,"""
+    begun: torch.cuda.Event
+    done: torch.cuda.Event
+    """when this has come."""
+
+    def wait(self) -> tuple[Tensor, float]:
+        """The output rows, and the seconds that they took."""
+        self.done.synchronize()
+        return self.rows.clone(), self.begun.elapsed_time(self.done) / 1e3
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A recorded inference, and what it reads: it knows only where that is."""
+
+    graph: torch.cuda.CUDAGraph
+    rows: Tensor
+    """Where it leaves the output."""
+    kept: Kept
+    reads_features: bool
+    addresses: list[int]
+    held: tuple[Layerwise, Tensor]
+    places: list[Tensor] = field(default_factory=list)
+    """Pinned memory for the output of two that are under way."""
+
+    def is_current(self, inference: Replayed) -> bool:
+        """Whether all that it reads is where it was, and of the same nodes and features."""
+        same = self.kept.is_of(inference.data.graph, inference.ids, self.kept.about, inference.data.x)
+        return same and inference.addresses(features=self.reads_features) == self.addresses
+
+    def replay(self, device: torch.device) -> Tensor:
+        with trace.span("infer.layer", device):
+            self.graph.replay()
+        return self.rows.to(CPU)
+
+    def launch(self) -> Launched:
+        if not self.places:
+            self.places = [torch.empty_like(self.rows, device=CPU, pin_memory=True) for _ in range(2)]
+        self.places.reverse()
+        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+        begun.record()
+        self.graph.replay()
+        self.places[0].copy_(self.rows, non_blocking=True)
+        done.record()
+        return Launched(self.places[0], begun, done)
+
+
+def _recorded(inference: Replayed, stream: torch.cuda.Stream) -> _Graph | None:
+    """None where a graph would take too much memory, or read what may move or is the host's."""
+    device, ids = inference.device, inference.ids.to(inference.device)
+    work = Layerwise(inference.model, inference.data, None, device)
+    for _ in range(2):  # as a rehearsal: what is asked for twice is kept
+        if not work.is_known:
+            read_on(device, work.outputs(inference.ids, show=False), ids)
+    if not work.is_known or work.kept is None or (work.model.encodes and work.kept.needed[0].device.type == "cpu"):
+        return None
+    reads_features = not work.kept.has_sums(inference.model.num_layers)
+    addresses = inference.addresses(features=reads_features)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    room, before = min(total // SHARE, free_bytes(device) // 4), torch.cuda.memory_reserved(device)
+    if addresses is None:
+        return None
+    graph = torch.cuda.CUDAGraph()
+    with recording.recorded(graph, stream):
+        rows = read_on(device, work.outputs(inference.ids, show=False), ids)
+    if torch.cuda.memory_reserved(device) - before > room:
+        return None
+    return _Graph(graph, rows, work.kept, reads_features, addresses, (work, ids))
+
+
+def repeats(model: nn.Module) -> bool:
+    """Whether a model does the same every time but for its weights, and nobody listens to what its modules do."""
+    if not isinstance(model, GNN) or not all(is_fused(conv) or is_fused_attention(conv) for conv in model.convs):
+        return False
+    modules, act = list(model.modules()), model.act
+    known = all(_is_known(type(module)) for module in modules)
+    silent = not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return known and silent and (isinstance(act, nn.Module | None) or _is_known(act))
+
+
+def _is_known(made: Any) -> bool:
+    """By where a class or function comes from; what is compiled has no such place."""
+    return (getattr(made, "__module__", None) or "torch").split(".")[0] in KNOWN
+
+
+_known: WeakKeyDictionary[Job, dict[int, Replayed]] = WeakKeyDictionary()
+
+
+def replayed_of(job: Job, ids: Tensor) -> Replayed | None:
+    """A job's inference at some nodes, the same one every time; None where it is not for a graph."""
+    if job.device.type != "cuda" or not repeats(job.model):
+        return None
+    known = _known.setdefault(job, {})
+    if id(ids) not in known:
+        known[id(ids)] = Replayed(job, ids)
+    return known[id(ids)]

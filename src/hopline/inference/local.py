@@ -1,0 +1,139 @@
+"""Exact inference of a module that is not made of layers: whole, or on the hops around some nodes at a time.
+
+A module that reads k hops around a node gives the same output on the part of the graph within k hops, or within k + 1
+where it reads degrees of the outermost nodes too (`nn/whole_probe.py` finds out which). Seeds are taken in chunks, each
+as large as a limit on the nodes and edges of its part allows:
+
+    seeds -> neighborhood(part_hops) -> features -> module -> rows of the seeds
+
+Parts of different chunks overlap, so that chunks together compute more than the whole graph once they are many. Where
+nobody set a limit, the whole graph is run at once if that is less work and not too large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.budget.predictor import Sizes, costs_of
+from hopline.core.batch import Block, Part
+from hopline.core.neighborhood import neighborhood
+from hopline.data.dataset import Dataset
+from hopline.device.meter import meter_of, numbered
+from hopline.inference.chunks import BYTES_PER_EDGE, CHUNK_EDGES, MARGIN, MOST_EDGES, WORTH_ALL, read_on
+from hopline.nn.whole_module import Whole
+from hopline.util.progress import progress
+
+CPU = torch.device("cpu")
+
+
+def whole_bytes(walk: Whole, data: Dataset) -> int:
+    """Bytes that a module takes on the whole graph, by the widths of its parameters.
+
+    More than it takes for convs; too little for a module that compares all pairs of nodes.
+    """
+    bound = costs_of(walk, data.x, 1).forward_only()
+    return int(bound.bound(Sizes((data.num_nodes, data.num_nodes), (data.num_edges,))))
+
+
+def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
+    """The outputs of all nodes, by one forward pass over the whole graph: on the host."""
+    graph = data.graph
+    part = Part(graph.indptr, graph.indices, graph.edge).to(device)
+    block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (part,), graph)
+    return walk.on_block(read_on(device, data.x, block.src_ids), block).cpu()
+
+
+class LocalInference:
+    """The outputs of some nodes, by forward passes over the hops around them.
+
+    chunk_edges: nodes and edges of a part, by default a million, more on a GPU. chunk_bytes: what a chunk may take,
+    instead. A single node around which there is more is a chunk of its own.
+    """
+
+    def __init__(
+        self,
+        walk: Whole,
+        data: Dataset,
+        part_hops: int,
+        device: torch.device,
+        *,
+        chunk_edges: int | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self.walk, self.data, self.part_hops, self.device = walk, data, part_hops, numbered(device)
+        self.chunk_bytes = chunk_bytes
+        if chunk_bytes is not None:
+            # By the bound, which is far above what chunks take, until the first of them was measured.
+            costs = costs_of(walk, data.x, 1).forward_only()
+            self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
+        else:
+            self.limit = chunk_edges or _default_limit(data, self.device)
+        graph = data.graph
+        self._id_map = ops.new_id_map(graph.num_nodes, graph.device)
+        self._most_bytes = 0.0
+        """Per node and edge, of the chunks so far."""
+
+    def is_dearer_than_whole(self, seeds: Tensor) -> bool:
+        """Whether all chunks together have about as many nodes and edges as the whole graph, by the first of them."""
+        chunk, block = next(self._chunks(seeds))
+        whole = self.data.num_nodes + self.data.num_edges
+        return _size(block) * seeds.numel() / chunk.numel() >= WORTH_ALL * whole
+
+    def rows(self, seeds: Tensor, show: bool = False) -> Tensor:
+        """The outputs of distinct nodes: [n, ...] on the host."""
+        rows: Tensor | None = None
+        done = 0
+        with progress("inference", seeds.numel(), "nodes", enabled=show, brief=True) as bar:
+            for chunk, block in self._chunks(seeds):
+                out = self._compute(block)[: chunk.numel()].to(CPU)
+                if rows is None:
+                    rows = torch.empty((seeds.numel(), *out.shape[1:]), dtype=out.dtype)
+                rows[done : done + chunk.numel()] = out
+                done += chunk.numel()
+                bar.advance(chunk.numel())
+        assert rows is not None
+        return rows
+
+    def _chunks(self, seeds: Tensor) -> Iterator[tuple[Tensor, Block]]:
+        """Seeds and the part around them, as many of them as the limit lets be; the limit may change between two."""
+        graph = self.data.graph
+        mean_degree = graph.num_edges / max(1, graph.num_nodes)
+        start, count = 0, max(1, int(self.limit / (1 + mean_degree)))
+        while start < seeds.numel():
+            chunk = seeds[start : start + count]
+            limit = self.limit if chunk.numel() > 1 else None
+            block = neighborhood(graph, chunk, self.part_hops, limit, self._id_map)
+            if block is None:
+                count = chunk.numel() // 2
+                continue
+            yield chunk, block
+            start += chunk.numel()
+            count = chunk.numel() * (2 if 2 * _size(block) <= self.limit else 1)
+
+    def _compute(self, block: Block) -> Tensor:
+        """The outputs of a part; where chunks have a limit in bytes, what it took sets the size of the next ones."""
+        if self.chunk_bytes is None:
+            return self.walk.on_block(read_on(self.device, self.data.x, block.src_ids), block.to(self.device))
+        with meter_of(self.device) as meter:
+            out = self.walk.on_block(read_on(self.device, self.data.x, block.src_ids), block.to(self.device))
+        self._most_bytes = max(self._most_bytes, meter.peak_bytes / _size(block))
+        self.limit = max(1, int(self.chunk_bytes / (MARGIN * max(1.0, self._most_bytes))))
+        return out
+
+
+def _size(block: Block) -> int:
+    return block.num_src + block.num_edges
+
+
+def _default_limit(data: Dataset, device: torch.device) -> int:
+    """Nodes and edges of a part, where nobody says: by what a GPU has and not by what is free, as `layerwise` does."""
+    if device.type != "cuda":
+        return CHUNK_EDGES
+    num_numbers = math.prod(data.x.shape[1:])
+    per_edge = max(BYTES_PER_EDGE, 8 * num_numbers * 4)
+    return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), MOST_EDGES)

@@ -1,0 +1,264 @@
+"""Exact inference on shards in one process, one shard after the other: for graphs larger than memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops
+from hopline.core.batch import Block, Part
+from hopline.core.graph import Graph
+from hopline.core.partial import PartialGraph
+from hopline.data.dataset import Dataset
+from hopline.inference import ReadRows, check_wanted, evaluating, identity
+from hopline.inference.chunks import CPU, Layerwise, read_on
+from hopline.inference.resumable import LayerFiles
+from hopline.nn.gnn import GNN
+from hopline.nn.whole_module import as_walkable
+from hopline.shards.collective_sampler import weights_of_shard
+from hopline.shards.shard import ADVICE, Shard, open_shard, read_about
+from hopline.tables import Table
+from hopline.util.validate import checked_bytes
+
+CHUNK = 1 << 22
+"""Edges looked at in one go."""
+
+
+class StackedTable(Table):
+    """The rows of several tables, one behind the other."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = list(tables)
+        self.ptr = torch.tensor([0, *map(len, tables)]).cumsum(0)  # where the rows of each begin
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (int(self.ptr[-1]), *self.tables[0].shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tables[0].dtype
+
+    def _by_table(self, ids: Tensor) -> tuple[list[tuple[Table, Tensor]], Tensor]:
+        """(tables with the rows that are read of each, the positions of these rows among `ids`)."""
+        owners = torch.bucketize(ids, self.ptr[1:-1], right=True)
+        ends, order = ops.group_edges(owners, len(self.tables))
+        rows = (ids - self.ptr[owners])[order].split(ends.diff().tolist())
+        return [(table, some) for table, some in zip(self.tables, rows, strict=True) if some.numel()], order
+
+    def read(self, ids: Tensor) -> Tensor:
+        wanted, order = self._by_table(ids)
+        rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
+        for (table, some), at in zip(wanted, order.split([some.numel() for _, some in wanted]), strict=True):
+            rows[at] = table.read(some)
+        return rows
+
+    def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        wanted, order = self._by_table(ids)
+        found = [table.read_csr(some) for table, some in wanted or [(self.tables[0], ids)]]
+        pieces = [(starts.diff(), *rest) for starts, *rest in filter(None, found)]
+        if len(pieces) < len(found):
+            return None
+        counts, columns, values = (torch.cat([piece[k] for piece in pieces]) for k in range(3))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel())
+        indptr, positions = ops.row_positions(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), back)
+        return indptr, columns[positions], values[positions]
+
+
+class AllShards(Dataset):
+    """A dataset in shards, of which one process has all: sizes, splits and features; edges one shard at a time."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
+        self.folder, _, about = read_about(folder)
+        self.split, self.num_shards = split, about["num_shards"]
+        self._opened: Shard | None = None
+        shards = [open_shard(self.folder, rank, split=split) for rank in range(self.num_shards)]
+        first = shards[0]
+        for shard in shards:
+            if shard.cut != first.cut or shard.num_shards != self.num_shards:
+                raise ValueError(f"shards 0 and {shard.rank} in {folder} are of different cuts: {ADVICE}")
+        self.name, self.task, self.num_classes, self.cut = first.name, first.task, first.num_classes, first.cut
+        self.tables, self.y, self.alternatives, self.meta = {}, None, (), {}
+        self.splits = {name: torch.cat([s.splits[name] for s in shards]).sort().values for name in first.splits}
+        self.ptr, self._num_edges = first.ptr, first.num_edges
+        self.nodes = torch.cat([shard.nodes for shard in shards])
+        """[N] int64: the node at each place, when all shards stand one behind the other."""
+        self.rows = StackedTable([s.tables["x"] for s in shards]) if "x" in first.tables else None
+        """Features by place."""
+
+    @property
+    def graph(self) -> Graph:  # type: ignore[override]
+        raise ValueError(
+            f"dataset {self.name!r} is in shards, and this needs the whole graph: open the dataset that was cut, or "
+            f"start one process per shard (devices={self.num_shards})"
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        return self.nodes.numel()
+
+    @property
+    def num_edges(self) -> int:
+        return self._num_edges
+
+    @property
+    def num_features(self) -> int:
+        return 0 if self.rows is None else self.rows.shape[1]
+
+    def shard(self, rank: int) -> Shard:
+        """One shard; the one before it is let go."""
+        if self._opened is None or self._opened.rank != rank:
+            self._opened = None
+            assert self.folder is not None
+            self._opened = open_shard(self.folder, rank, split=self.split)
+        return self._opened
+
+    @cached_property
+    def place(self) -> Tensor:
+        """[N] int64: the place of each node."""
+        place = torch.empty_like(self.nodes)
+        place[self.nodes] = torch.arange(self.num_nodes)
+        return place
+
+    def __repr__(self) -> str:
+        return f"AllShards({self.name!r}, {self.num_shards} shards, {self.num_nodes:,} nodes, {self.num_edges:,} edges)"
+
+
+class _ByPlace(PartialGraph):
+    """What is known of all nodes; their edges are read shard by shard."""
+
+    def _places(self, ids: Tensor) -> Tensor:
+        return ids.cpu()
+
+
+def _known(data: AllShards) -> _ByPlace:
+    """Degrees of all nodes, and weights where there are weights or loops."""
+    has_loops, weights, degrees = False, [], []
+    for rank in range(data.num_shards):
+        shard = data.shard(rank)
+        own = shard.layout.parts[0]
+        has_loops = has_loops or ops.self_loops(own.indptr, own.src_idx).numel() > 0
+        degrees.append(shard.layout.degrees)
+    if has_loops or "weight" in data.shard(0).edge:
+        weights = [weights_of_shard(data.shard(rank)) for rank in range(data.num_shards)]
+    return _ByPlace(
+        torch.zeros(1, dtype=torch.int64).expand(data.num_nodes + 1),
+        torch.zeros(0, dtype=torch.int64),
+        {name: rows[:0] for name, rows in data.shard(0).edge.items()},
+        ids=torch.zeros(0, dtype=torch.int64),
+        degrees=torch.cat(degrees),
+        has_loops=has_loops,
+        weights=torch.cat(weights) if weights else None,
+    )
+
+
+class _OverShards(Layerwise):
+    """Nodes are numbered by their places, so that the chunks of a layer go through one shard after the other."""
+
+    by_graph_alone = False
+    has_all_edges = False
+
+    def __init__(
+        self,
+        model: GNN,
+        shards: AllShards,
+        chunk_edges: int | None,
+        device: torch.device,
+        chunk_bytes: int | None,
+        files: LayerFiles | None,
+    ) -> None:
+        self.shards = shards
+        data = Dataset(name=shards.name, graph=_known(shards))
+        if shards.rows is not None:
+            data.tables["x"] = shards.rows
+        super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes, files=files)
+        self.id_map = ops.new_id_map(shards.num_nodes, CPU)
+
+    def needed(self, ids: Tensor | None) -> list[Tensor]:
+        everything = torch.arange(self.data.num_nodes)
+        if ids is None:
+            return [everything] * (self.model.num_layers + 1)
+        needed = [ids.unique()]
+        for _ in range(self.model.num_layers):
+            full = needed[0].numel() == everything.numel()
+            needed.insert(0, needed[0] if full else self._with_sources(needed[0]))
+        return needed
+
+    def _with_sources(self, places: Tensor) -> Tensor:
+        """Some nodes and all their sources."""
+        marked = torch.zeros(self.data.num_nodes, dtype=torch.bool)
+        marked[places] = True
+        for chunk in self.chunks(places, CHUNK):
+            marked[self._edges(chunk)[1]] = True
+        return marked.nonzero().view(-1)
+
+    def _shard_of(self, places: Tensor) -> Shard:
+        """The one that has all these nodes."""
+        return self.shards.shard(int(torch.searchsorted(self.shards.ptr, places[0], right=True)) - 1)
+
+    def _edges(self, places: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(indptr, places of the sources, edge arrays) of the in-edges of nodes of one shard."""
+        shard = self._shard_of(places)
+        indptr, taken = ops.row_positions(shard.indptr, places - shard.ptr[shard.rank])
+        at = ops.gather_rows(shard.at, taken).long()
+        return indptr, shard.sources(at), {name: ops.gather_rows(rows, at) for name, rows in shard.edge.items()}
+
+    def block(self, nodes: Tensor) -> Block:
+        indptr, sources, edge = self._edges(nodes)
+        try:
+            self.id_map.add(nodes)
+            src_idx = self.id_map.add(sources)
+            src_ids = self.id_map.ids()
+        finally:
+            self.id_map.clear()
+        return Block(src_ids, nodes.numel(), (Part(indptr, src_idx, edge, None),), self.data.graph, None)
+
+    def _by_shard(self, nodes: Tensor) -> list[Tensor]:
+        bounds = torch.searchsorted(nodes, self.shards.ptr)
+        return [some for some in nodes.split(bounds.diff().tolist()) if some.numel()]
+
+    def probed(self, nodes: Tensor) -> Tensor:
+        few = super().probed(max(self._by_shard(nodes), key=len))
+        self._shard_of(few)  # opened now: it is not what a few nodes take
+        return few
+
+    def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
+        """None has nodes of two shards."""
+        return [chunk for some in self._by_shard(nodes) for chunk in super(_OverShards, self).chunks(some, chunk_edges)]
+
+
+def exact_rows(
+    model: nn.Module,
+    data: AllShards,
+    ids: Tensor | None = None,
+    *,
+    chunk_edges: int | None = None,
+    chunk_bytes: int | str | None = None,
+    device: torch.device | str = "cpu",
+    show: bool = False,
+    folder: Path | str | None = None,
+) -> ReadRows:
+    """As `hopline.inference.exact_rows`: a function from some of `ids` (all nodes by default) to their output rows.
+
+    In memory are the hidden rows of two layers (with `folder` in mapped files instead), a chunk, and some 40 bytes a
+    node; features and edges are read from the shards.
+    """
+    check_wanted(ids, data.num_nodes)
+    most = checked_bytes(chunk_bytes)
+    walk = as_walkable(model)
+    if not isinstance(walk, GNN):
+        raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
+    walk.check_blocks(data.num_features, data.shard(0).edge)
+    files = None
+    if folder is not None:
+        files = LayerFiles(Path(folder), identity(model, {"cut of the dataset": data.cut}, ids, chunk_edges, most))
+    with evaluating(walk):
+        work = _OverShards(walk, data, chunk_edges, torch.device(device), most, files)
+        table = work.outputs(None if ids is None else data.place[ids], show)
+    return lambda some: read_on(CPU, table, data.place[some])

@@ -1,0 +1,374 @@
+"""Other frameworks: a sampler and a feature store that stand alone, with arrays in and out without a copy."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hopline import ops
+from hopline.core.batch import Batch, Block, as_tensor
+from hopline.core.graph import Graph
+from hopline.core.sampler import NeighborSampler, check_ids
+from hopline.device.meter import numbered
+from hopline.distributed.handles import SharedArray, release, share
+from hopline.interop.dlpack import (
+    FRAMEWORKS,
+    aligned,
+    converter,
+    from_any,
+    to,
+    to_cupy,
+    to_jax,
+    to_numpy,
+    to_paddle,
+    to_tensorflow,
+)
+from hopline.methods.sampled.settings import check_fanouts
+from hopline.tables import SparseTable, Table, TensorTable
+
+# TensorFlow and Triton each bring an LLVM. Triton's ends the process if it is loaded second.
+if "tensorflow" not in sys.modules and all(importlib.util.find_spec(name) for name in ("tensorflow", "triton")):
+    importlib.import_module("triton._C.libtriton")
+
+__all__ = [
+    "FRAMEWORKS",
+    "Adj",
+    "Features",
+    "Sample",
+    "Sampler",
+    "batch_to",
+    "from_any",
+    "graph",
+    "graph_from_edges",
+    "release",
+    "shared",
+    "table",
+    "to",
+    "to_cupy",
+    "to_jax",
+    "to_numpy",
+    "to_paddle",
+    "to_tensorflow",
+]
+
+
+class Adj(NamedTuple):
+    """One layer's edges."""
+
+    edge_index: Any
+    """[2, E], sources first: positions in `n_id`, sorted by destination."""
+    e_id: Any
+    """[E] each edge's position in the graph's `indices` and edge arrays."""
+    size: tuple[int, int]
+    """(sources, destinations); the destinations are the first of the sources."""
+
+
+class Sample(NamedTuple):
+    """What a sampler gives, as PyG's old NeighborSampler and torch-quiver do: `n_id, batch_size, adjs = sample`."""
+
+    n_id: Any
+    """[N] the nodes whose rows are needed, the seeds first."""
+    batch_size: int
+    """How many seeds there are."""
+    adjs: list[Adj]
+    """One per layer, outermost first: the order of computation."""
+
+    def to(self, framework: str) -> Sample:
+        """The same in the framework's arrays, without a copy."""
+
+        def convert(array: Any) -> Any:
+            return to(from_any(array), framework)
+
+        adjs = [Adj(convert(adj.edge_index), convert(adj.e_id), adj.size) for adj in self.adjs]
+        return Sample(convert(self.n_id), self.batch_size, adjs)
+
+
+class Sampler:
+    """Neighbours of seeds of any framework, for a loop of your own. May be called from many threads.
+
+    Every call draws anew; equal (seed, step) draw the same. Its pickle is a handle: processes that get it share the
+    graph, and go on from the same step, so give each its own `seed`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        fanouts: Sequence[int],
+        *,
+        seed: int = 0,
+        replace: bool = False,
+        device: torch.device | str | None = None,
+        to: str = "torch",
+        index_dtype: torch.dtype = torch.int64,
+        pad: bool = False,
+        pinned: bool = False,
+    ) -> None:
+        """data: a graph or a dataset. device: where to sample, if not where the graph is. to: framework of the samples.
+
+        index_dtype: of all ids in a sample; torch.int32 is what JAX takes as it is when it is not set to 64 bits.
+        pad: give all samples of as many seeds one shape, for compilers: see `_padded`.
+        pinned: leave the edges in host memory and let the GPU read them there.
+        """
+        found = data if isinstance(data, Graph) else getattr(data, "graph", None)
+        if not isinstance(found, Graph):
+            raise TypeError(f"a Sampler takes a graph or a dataset, not {type(data).__name__}: see interop.graph")
+        _check_fanouts(fanouts, replace, pad)
+        converter(to)
+        _check_index_dtype(index_dtype, found)
+        self.graph: Graph = found
+        self.seed = seed
+        self.step = 0
+        """How many samples were drawn; may be set."""
+        self.device = _device(device, found)
+        self.framework = to
+        self.index_dtype = index_dtype
+        self._replace, self._pad = replace, pad
+        self._pinned = pinned or (found.device.type == "cuda" and found.indices.device.type == "cpu")
+        self._fanouts = tuple(fanouts)
+        self._neighbors: NeighborSampler | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def fanouts(self) -> tuple[int, ...]:
+        """Neighbours per node and hop, those of the seeds first; may be set between calls."""
+        return self._fanouts
+
+    @fanouts.setter
+    def fanouts(self, fanouts: Sequence[int]) -> None:
+        _check_fanouts(fanouts, self._replace, self._pad)
+        with self._lock:
+            self._fanouts = tuple(fanouts)
+            if self._neighbors is not None:
+                self._neighbors.fanouts = self._fanouts
+
+    def sample(self, seeds: Any) -> Sample:
+        """The nodes and edges that lead to the seeds, which must be distinct."""
+        ids = from_any(seeds).to(self.device)
+        with self._lock:
+            step, self.step = self.step, self.step + 1
+            if self._neighbors is None:
+                self._neighbors = NeighborSampler(self._placed(), self._fanouts, replace=self._replace, edge_ids=True)
+            neighbors = self._neighbors
+        blocks = neighbors.sample(ids, ops.derive_key(self.seed, step))
+        n_id = aligned(blocks[0].src_ids.to(self.index_dtype))
+        sample = Sample(n_id, ids.numel(), [self._adj(block) for block in blocks])
+        if self._pad:
+            sample = _padded(sample, neighbors.fanouts, self.graph.num_nodes)
+        return sample.to(self.framework)
+
+    def _placed(self) -> Graph:
+        """The graph where it is sampled."""
+        if self.graph.device == self.device:
+            return self.graph
+        return self.graph.pinned(self.device, copy=True) if self._pinned else self.graph.to(self.device)
+
+    def _adj(self, block: Block) -> Adj:
+        part = block.part
+        assert part.edge_ids is not None
+        edge_index = part.edge_index.to(self.index_dtype)
+        return Adj(edge_index, aligned(part.edge_ids.to(self.index_dtype)), (block.num_src, block.num_dst))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with self._lock:
+            twin = shared(self.graph)
+            if self.graph is not twin and self.graph.device.type == "cpu":
+                self.graph, self._neighbors = twin, None
+        settings = {"seed": self.seed, "replace": self._replace, "device": str(self.device), "to": self.framework}
+        settings |= {"index_dtype": self.index_dtype, "pad": self._pad, "pinned": self._pinned}
+        return _open_sampler, (twin, self._fanouts, self.step, settings)
+
+
+def _open_sampler(graph: Graph, fanouts: Sequence[int], step: int, settings: dict[str, Any]) -> Sampler:
+    sampler = Sampler(graph, fanouts, **settings)
+    sampler.step = step
+    return sampler
+
+
+def _padded(sample: Sample, fanouts: Sequence[int], num_nodes: int) -> Sample:
+    """The sample filled up to the most that its fan-outs allow.
+
+    Nodes are filled up with node 0, and edges with ones from source 0 to a destination behind the last: JAX's segment
+    ops leave those out, elsewhere give the segment op one destination more and drop it.
+    """
+    edges, nodes = [], [sample.batch_size]
+    for fanout in fanouts:
+        edges.append(nodes[-1] * fanout)
+        nodes.append(min(nodes[-1] * (1 + fanout), max(num_nodes, nodes[0])))
+    adjs = []
+    for layer, adj in enumerate(reversed(sample.adjs)):
+        missing, size = (0, edges[layer] - adj.e_id.numel()), (nodes[layer + 1], nodes[layer])
+        source, target = adj.edge_index
+        edge_index = torch.stack([pad(source, missing), pad(target, missing, value=size[1])])
+        adjs.append(Adj(edge_index, pad(adj.e_id, missing), size))
+    return Sample(pad(sample.n_id, (0, nodes[-1] - sample.n_id.numel())), sample.batch_size, adjs[::-1])
+
+
+def _check_fanouts(fanouts: Sequence[int], replace: bool, pad: bool) -> None:
+    check_fanouts(fanouts, replace)
+    if pad and -1 in fanouts:
+        raise ValueError("pad=True needs to know how many neighbours there can be: give a number in place of -1")
+
+
+def _check_index_dtype(dtype: torch.dtype, graph: Graph) -> None:
+    if dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"index_dtype is torch.int64 or torch.int32, not {dtype}")
+    if dtype == torch.int32 and max(graph.num_nodes, graph.num_edges) >= 2**31:
+        raise ValueError("the ids of this graph do not fit 32 bits: use index_dtype=torch.int64")
+
+
+def _device(device: torch.device | str | None, graph: Graph) -> torch.device:
+    asked = graph.device if device is None else torch.device(device)
+    if asked.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(asked)!r}, but torch sees no CUDA device here: use device='cpu'")
+    return numbered(asked)
+
+
+def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
+    """A batch as a plain dict of the framework's arrays, its rows read; a `Sample` as a `Sample` of them."""
+    if isinstance(batch, Sample):
+        return batch.to(framework)
+    convert = converter(framework)
+
+    def block(one: Block) -> dict[str, Any]:
+        part = one.part
+        ids = {} if part.edge_ids is None else {"e_id": convert(aligned(part.edge_ids))}
+        edge = {name: convert(aligned(rows)) for name, rows in part.edge.items()}
+        return {"edge_index": convert(part.edge_index), "size": (one.num_src, one.num_dst), "edge": edge, **ids}
+
+    rows = {"x": batch.x, "y": batch.y, **batch.tables}
+    arrays = {name: convert(aligned(as_tensor(value))) for name, value in rows.items() if value is not None}
+    ids = {"seeds": convert(aligned(batch.seeds)), "n_id": convert(aligned(batch.input_ids))}
+    return {**ids, **arrays, "blocks": [block(one) for one in batch.blocks]}
+
+
+def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = None) -> Graph:
+    """A graph over any framework's arrays: node v receives from `indices[indptr[v]:indptr[v + 1]]`.
+
+    Or over a square SciPy matrix whose entry (i, j) is the edge from i to j; one in CSC form is shared, others are
+    brought into it. `indices` (int32 or int64) is not copied; `indptr` only if it is not int64.
+    """
+    if hasattr(indptr, "tocsc"):
+        matrix = indptr.tocsc()
+        if matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"a graph's matrix is square, not {list(matrix.shape)}")
+        indptr, indices = matrix.indptr, matrix.indices
+    if indices is None:
+        raise ValueError("give indptr and indices, or one SciPy matrix; for edges [2, E], graph_from_edges(edges)")
+    arrays = {name: from_any(rows) for name, rows in (edge or {}).items()}
+    return Graph(from_any(indptr).long(), from_any(indices), arrays)
+
+
+def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mapping[str, Any] | None = None) -> Graph:
+    """A graph from edges [2, E], sources first, of any framework, grouped by destination (so they are copied)."""
+    edges = from_any(edge_index).cpu()
+    if edges.dim() != 2 or edges.size(0) != 2 or edges.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"edges must be int64 or int32 [2, E], sources first, not {list(edges.shape)} {edges.dtype}")
+    size = int(edges.max()) + 1 if num_nodes is None and edges.numel() else num_nodes or 0
+    check_ids(edges.reshape(-1), size)
+    indptr, order = ops.group_edges(edges[1].contiguous(), size)
+    arrays = {name: from_any(rows).cpu()[order] for name, rows in (edge or {}).items()}
+    return Graph(indptr, edges[0][order].to(torch.int32 if size < 2**31 else torch.int64), arrays)
+
+
+class Features(Table):
+    """A table whose `features[ids]` takes ids of any framework and gives rows in the one that is named."""
+
+    def __init__(self, below: Table, to: str = "torch") -> None:
+        converter(to)
+        self.below = below
+        self.framework = to
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.below.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.below.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.below.num_bytes
+
+    def __getitem__(self, ids: Any) -> Any:
+        asked, rows = from_any(ids).reshape(-1), self.below.storage()
+        if rows is not None and rows.is_cuda:
+            asked = asked.to(rows.device)
+        return to(aligned(self.below.read(asked)), self.framework)
+
+    def read(self, ids: Tensor) -> Tensor:
+        return self.below.read(ids)
+
+    def write(self, ids: Any, rows: Any) -> None:
+        self.below.write(from_any(ids), from_any(rows))
+
+    def storage(self) -> Tensor | None:
+        return self.below.storage()
+
+    def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        return self.below.read_csr(ids)
+
+    def tiers(self, device: torch.device | str | None = None) -> Any:
+        return self.below.tiers(device)
+
+    def end_epoch(self) -> None:
+        self.below.end_epoch()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Features, (shared(self.below), self.framework)
+
+
+def table(rows: Any, to: str = "torch") -> Features:
+    """A feature store over any framework's array [N, ...] (not copied), a SciPy matrix, or a table."""
+    if hasattr(rows, "tocsr"):
+        csr = rows.tocsr()
+        parts = (from_any(csr.indptr).long(), from_any(csr.indices), from_any(csr.data))
+        return Features(SparseTable(*parts, csr.shape[1]), to)
+    return Features(rows if isinstance(rows, Table) else TensorTable(from_any(rows)), to)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SharedGraph(Graph):
+    """A graph whose pickle is a handle: who opens it reads the same memory."""
+
+    arrays: Mapping[str, SharedArray] = field(default_factory=dict, repr=False)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _open_graph, (dict(self.arrays),)
+
+
+_TWINS: WeakKeyDictionary[Graph, SharedGraph] = WeakKeyDictionary()
+"""The shared twins of graphs, so that each is copied once."""
+
+
+def shared(what: Any) -> Any:
+    """The graph or table in memory that processes share: copied once, unless it is mapped from a file already.
+
+    A graph gets a twin there; a table is the same one, with its rows there. Sending one does the same.
+    """
+    if isinstance(what, Table):
+        what.__reduce__()
+        return what
+    if isinstance(what, SharedGraph):
+        return what
+    if not isinstance(what, Graph):
+        raise TypeError(f"a {type(what).__name__} cannot be shared: pass a graph or a table")
+    if what not in _TWINS:
+        arrays = {"indptr": what.indptr, "indices": what.indices}
+        arrays |= {f"edge.{name}": rows for name, rows in what.edge.items()}
+        _TWINS[what] = _open_graph({name: share(rows) for name, rows in arrays.items()})
+    return _TWINS[what]
+
+
+def _open_graph(arrays: Mapping[str, SharedArray]) -> SharedGraph:
+    edge = {name[5:]: array.tensor for name, array in arrays.items() if name.startswith("edge.")}
+    return SharedGraph(arrays["indptr"].tensor, arrays["indices"].tensor, edge, arrays)

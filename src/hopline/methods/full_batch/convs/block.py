@@ -1,0 +1,229 @@
+"""`ShardBlock`: a shard's in-edges, handed to a conv where it expects `edge_index`.
+
+What a conv does to its edges before it sends messages (nothing, self-loops, the degree norm of GCN) is found by a
+probe on a tiny graph: the first way whose outputs and gradients equal the conv's own on plain PyG. A conv that equals
+itself in none of them is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hopline.core.batch import Handle
+from hopline.core.graph import Graph
+from hopline.core.row_handles import typed
+from hopline.methods.full_batch.convs.edges import Edges, gcn_edges, loop_attributes, to_keep
+from hopline.methods.full_batch.convs.messages import CannotSplit
+from hopline.methods.full_batch.convs.patch_message_passing import Mode, on_shard
+from hopline.methods.full_batch.transports import LocalTransport, Transport
+from hopline.nn.conv_adapter import RunsConvs, edge_arguments, initialise, takes_x0, whole_output
+from hopline.nn.fused import dtype_of
+from hopline.nn.probe import options_of, probe_graph, random_rows, trial_of, without_caches
+from hopline.shards.layout import ShardLayout, slab_layout
+
+Rule = Literal["plain", "loops", "gcn"]
+CHUNK_BYTES = 4 << 20
+"""Memory for the messages of one chunk of edges, in forward and backward."""
+RUN = (
+    "Convs such as SAGEConv, GCNConv, GINConv, GINEConv, GraphConv, GATConv, GATv2Conv, PNAConv, NNConv, EdgeConv, "
+    "ResGatedGraphConv, TAGConv, SGConv and TransformerConv can, with aggregations put together from sum, mean, max, "
+    "min, var, std, softmax and powermean; mode='one_shot' takes any other aggregation"
+)
+
+_rules: WeakKeyDictionary[nn.Module, dict[tuple[Mode, bool], tuple[Any, Rule]]] = WeakKeyDictionary()
+"""What was found out about convs by mode and training, with the settings and edge arrays that it is for."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardBlock(RunsConvs):
+    """All in-edges of a shard's nodes. Its sources and its destinations are these nodes; others' rows are fetched."""
+
+    layout: ShardLayout
+    transport: Transport
+    edge_rows: Mapping[str, Tensor]
+    """[num_edges, ...] rows of the graph's edge arrays, part after part."""
+    mode: Mode = "sequential"
+    """"sequential": one part's rows at a time, fetched again in backward. "stored": rows and messages are kept for
+    backward. "one_shot": the same, and the rows come in one exchange per layer and direction."""
+    depth: int = 1
+    """Rounds of rows that are asked for ahead; no result depends on it."""
+    chunk_bytes: int = CHUNK_BYTES
+    """About what the messages of a chunk of edges take."""
+
+    @classmethod
+    def of(cls, layout: ShardLayout, transport: Transport | None = None, **options: Any) -> ShardBlock:
+        """transport: by default that of virtual shards in one process. options: mode, depth, chunk_bytes, key, ..."""
+        if transport is None:
+            transport = LocalTransport(layout)
+        names = layout.parts[0].edge
+        options.setdefault("edge_rows", {n: torch.cat([part.edge[n] for part in layout.parts]) for n in names})
+        return cls(layout.own_ids, layout.num_own, layout.parts, layout=layout, transport=transport, **options)
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode={self.mode!r}: choose one of {', '.join(get_args(Mode))}")
+        if self.depth < 0 or self.chunk_bytes < 1:
+            raise ValueError(f"depth={self.depth}, chunk_bytes={self.chunk_bytes}: give 0 or more, and at least 1")
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> ShardBlock:
+        layout = self.layout.to(device)
+        edge_rows = {name: rows.to(device) for name, rows in self.edge_rows.items()}
+        src_ids, transport = self.src_ids.to(device), self.transport.on(layout)
+        return replace(
+            self, src_ids=src_ids, parts=layout.parts, layout=layout, transport=transport, edge_rows=edge_rows
+        )
+
+    @property
+    def edge(self) -> Mapping[str, Tensor]:
+        return self.edge_rows
+
+    @cached_property
+    def edges(self) -> Edges:
+        return Edges.of(self.layout)
+
+    @cached_property
+    def looped(self) -> Edges:
+        with to_keep():
+            return self.edges.with_loops()
+
+    @cached_property
+    def _norms(self) -> dict[Any, Tensor]:
+        return {}
+
+    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+        return run_conv(conv, h, self, x0)
+
+    def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
+        """[num_edges] the degree norm of GCN: exchanged once where it has no gradient."""
+        weight, looped = self.edge_rows.get("weight"), self.looped if add_loops else None
+        if weight is not None and weight.requires_grad:
+            return gcn_edges(self.edges, looped, self.transport, weight, improved, dtype)
+        key = (add_loops, improved, dtype)
+        if key not in self._norms:
+            with to_keep():
+                self._norms[key] = gcn_edges(self.edges, looped, self.transport, weight, improved, dtype)
+        return self._norms[key]
+
+
+def run_conv(conv: nn.Module, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
+    """A PyG conv on a shard: the output of its own nodes, [num_own, ...], differentiable. h: their rows.
+
+    Every rank must call it, and backward, in the same order.
+    """
+    known = _rules.setdefault(conv, {})
+    way: tuple[Mode, bool] = (block.mode, conv.training)
+    about = (options_of(conv), frozenset(block.edge_rows))
+    if known.get(way, (None, None))[0] != about:
+        initialise(conv, h.shape[1], block.edge, None if x0 is None else x0.size(1))
+        with torch.inference_mode(False):  # the probe takes gradients
+            known[way] = (about, find_rule(conv, h.shape[1], block, x0))
+    return run_by_rule(conv, known[way][1], h, block, x0)
+
+
+def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
+    rows = typed(h, dtype_of(conv, h))
+    dtype = rows.dtype
+    edges, arguments = block.edges, edge_arguments(conv, block.edge_rows, dtype)
+    if rule == "loops":
+        edges = block.looped
+        fill = getattr(conv, "fill_value", 1.0)
+        arguments = {
+            name: edges.values(values, loop_attributes(block.edges, values, fill)) for name, values in arguments.items()
+        }
+    elif rule == "gcn":
+        add_loops = bool(getattr(conv, "add_self_loops", False))
+        edges = block.looped if add_loops else block.edges
+        arguments = {"edge_weight": block.norm(add_loops, bool(getattr(conv, "improved", False)), dtype)}
+    first = (x0,) if takes_x0(conv) else ()
+    with (
+        without_caches(conv),
+        on_shard(conv, edges, block.transport, block.mode, block.depth, block.chunk_bytes),
+    ):
+        return conv(rows, *first, block, **arguments)
+
+
+def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None) -> Rule:
+    """How the conv's edges are made, by comparing it with plain PyG on a tiny graph, outputs and gradients."""
+    trial = trial_of(conv)
+    graph = probe_graph(block.edge)
+    x = random_rows(graph.num_nodes, width)
+    start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
+    whole_output(conv, x, graph, *(start or (None,)))  # refuses what plain PyG cannot run either
+    arguments = edge_arguments(trial, graph.edge, torch.float64)
+    with without_caches(trial):
+        expected = _tried(trial, x, lambda h: trial(h, *start, graph.edge_index(), **arguments))
+    small = _small_block(graph, block.mode)
+    reason = "it does something to its edges that is neither self-loops nor the norm of GCNConv"
+    for rule in get_args(Rule):
+        try:
+            found = _tried(trial, x, lambda h, rule=rule: run_by_rule(trial, rule, h, small, *start))
+            if _is_same(found, expected):
+                if not isinstance(block.transport, LocalTransport):
+                    _check_row_wise(trial, rule, graph, block.mode, x, *start)
+                with torch.random.fork_rng([]):  # what it does in training may be more than in evaluation
+                    run_by_rule(trial.train(conv.training), rule, x, small, *start)
+                    plain = trial_of(conv).train(conv.training)
+                    if any(True for _ in plain.buffers()):
+                        plain(x, *start, graph.edge_index(), **arguments)
+                if not all(map(torch.allclose, trial.buffers(), plain.buffers())):
+                    raise CannotSplit("it changes its buffers in each call of message, which runs once per chunk")
+                return rule
+        except CannotSplit as error:
+            reason = str(error)
+            if isinstance(error, MixesRows):
+                break
+        except Exception as error:  # not a way in which this conv can run
+            if rule == "plain":
+                reason = f"it works on edge_index itself, which no shard has whole ({type(error).__name__}: {error})"
+    raise CannotSplit(f"{_name(conv)} cannot run over shards in mode {block.mode}: {reason}. {RUN}")
+
+
+class MixesRows(CannotSplit):
+    """A conv looks at rows of other nodes outside of its messages, and a rank has only its own."""
+
+
+def _small_block(graph: Graph, mode: Mode) -> ShardBlock:
+    """Three virtual shards."""
+    ptr = torch.tensor([0, 5, 8, graph.num_nodes])
+    return ShardBlock.of(slab_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
+
+
+def _check_row_wise(
+    trial: nn.Module, rule: Rule, graph: Graph, mode: Mode, x: Tensor, x0: Tensor | None = None
+) -> None:
+    """Refuse a conv that is not the same when there are three more nodes, without edges."""
+    longer = Graph(nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges), graph.indices, graph.edge)
+    more_x, more_x0 = torch.cat([x, 1 + x[:3]]), None if x0 is None else torch.cat([x0, 1 + x0[:3]])
+    with torch.no_grad():
+        expected = run_by_rule(trial, rule, x, _small_block(graph, mode), x0)
+        found = run_by_rule(trial, rule, more_x, _small_block(longer, mode), more_x0)[: x.size(0)]
+    if not torch.allclose(found, expected, 1e-7, 1e-9, equal_nan=True):
+        raise MixesRows("its output at a node depends on rows of nodes that send it nothing, and a rank has its own")
+
+
+def _tried(conv: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+    """The output of a call, and the gradients of its input and of the conv's parameters."""
+    h = x.clone().requires_grad_()
+    with torch.enable_grad():
+        out = call(h)
+        wanted = [h, *(p for p in conv.parameters() if p.requires_grad)]
+        return [out.detach(), *torch.autograd.grad((out * random_rows(*out.shape)).sum(), wanted, allow_unused=True)]
+
+
+def _is_same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    """No gradient is one of 0."""
+    zero = torch.zeros((), dtype=torch.float64)
+    pairs = [(zero if a is None else a, zero if b is None else b) for a, b in zip(found, expected, strict=True)]
+    same_shapes = found[0] is not None and expected[0] is not None and found[0].shape == expected[0].shape
+    return same_shapes and all(torch.allclose(a, b, 1e-7, 1e-9, equal_nan=True) for a, b in pairs)
+
+
+def _name(conv: nn.Module) -> str:
+    return type(conv).__name__

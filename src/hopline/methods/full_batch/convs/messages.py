@@ -1,0 +1,310 @@
+"""A conv's own `message`, `edge_update` and aggregation on a few edges, as often as they are needed.
+
+Aggregations run as PyG wrote them, but what they reduce over the edges is recorded instead: sums, maxima and minima,
+which can be put together from pieces. Afterwards they run once more, on the reductions of all edges. A softmax over a
+node's edges becomes a weight e^(logit - m) with the largest logit so far, m, and a sum of these weights by which the
+sums are divided in the end.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch_geometric.utils as pyg_utils
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation, MultiAggregation
+
+from hopline.methods.full_batch.convs.edges import Chunk
+
+Role = str
+"""What an input is to an edge: "source", "destination", "edge" or "constant"."""
+REDUCES = {"sum": "sum", "add": "sum", "mean": "sum", "max": "max", "min": "min"}
+"""How PyG reduces -> what is put together from pieces."""
+EPSILON = 1e-16
+"""PyG adds it to the sum of a softmax."""
+
+
+class CannotSplit(ValueError):
+    """What a conv does over its edges cannot be put together from pieces."""
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A tensor that an argument is taken from."""
+
+    role: Role
+    index: int
+    """Its place among the inputs of that role."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function of a conv, and where each of its arguments comes from."""
+
+    function: str
+    """"message", "edge_update", "aggregate" or "update"."""
+    arguments: Mapping[str, Any]
+    """By name: a `Given`, another `Call`, or a value as it is."""
+    about_edges: tuple[str, ...]
+    """Arguments that say which edges these are: "index", "ptr", "dim_size", ..."""
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """What `edge_updater` was asked for, to be computed where its edges are."""
+
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Inputs:
+    """The tensors that messages are made of, each once."""
+
+    source: list[Tensor] = field(default_factory=list)
+    """[num_own, ...]: rows that other shards read too."""
+    destination: list[Tensor] = field(default_factory=list)
+    """[num_own, ...]: the destinations' rows."""
+    edge: list[Tensor] = field(default_factory=list)
+    """[num_edges, ...]"""
+    constant: list[Tensor] = field(default_factory=list)
+    """The same for every edge."""
+
+    def take(self, role: Role, tensor: Tensor) -> Given:
+        known = getattr(self, role)
+        for index, other in enumerate(known):
+            if other is tensor:
+                return Given(role, index)
+        known.append(tensor)
+        return Given(role, len(known) - 1)
+
+
+def plan(
+    conv: MessagePassing, function: str, kwargs: Mapping[str, Any], inputs: Inputs, num_edges: int, num_own: int
+) -> Call:
+    """How a function of the conv is called, given what `propagate` was; tensors are added to the inputs."""
+    arguments: dict[str, Any] = {}
+    about_edges = []
+    parameters = list(inspect.signature(getattr(conv, function)).parameters.items())
+    for name, parameter in parameters[1 if function in ("aggregate", "update") else 0 :]:
+        if name in conv.special_args:
+            about_edges.append(name)
+            continue
+        base, end = (name[:-2], name[-2:]) if name[-2:] in ("_i", "_j") else (name, "")
+        if base not in kwargs:
+            if parameter.default is inspect.Parameter.empty:
+                raise CannotSplit(f"{function} asks for {name}, which propagate is not given")
+            continue
+        value = kwargs[base]
+        if end and isinstance(value, tuple | list):
+            value = value[1 if end == "_i" else 0]
+        if isinstance(value, Deferred):
+            value = plan(conv, "edge_update", value.kwargs, inputs, num_edges, num_own)
+        elif isinstance(value, Tensor) and function != "update":
+            if end and (value.size(0) != num_own or conv.node_dim % value.dim() != 0):
+                raise CannotSplit(f"{name} has shape {list(value.shape)}, not one row for each of {num_own} nodes")
+            value = inputs.take(_role(value, end, num_edges), value)
+        arguments[name] = value
+    return Call(function, arguments, tuple(about_edges))
+
+
+def _role(value: Tensor, end: str, num_edges: int) -> Role:
+    if end:
+        return "destination" if end == "_i" else "source"
+    return "edge" if value.dim() and value.size(0) == num_edges else "constant"
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """Rows, one per edge, that are reduced over each destination's edges."""
+
+    rows: Tensor
+    how: str
+    """"sum", "max" or "min"."""
+
+
+@dataclass(eq=False)
+class Replayed:
+    """What a conv reduces over a few edges."""
+
+    records: list[Record] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    """Which of them the aggregation asks for, each time that it reduces."""
+    weights: Tensor | None = None
+    """[num_edges, ...] e^(logit - m) of its softmax, where it has one."""
+
+
+Largest = Callable[[Tensor], Tensor]
+"""Logits of a chunk's edges -> the largest of each of its destinations, now or so far."""
+
+
+def replay(
+    conv: MessagePassing,
+    call: Call,
+    given: Mapping[Role, Sequence[Tensor]],
+    chunk: Chunk,
+    degrees: Tensor,
+    largest: Largest,
+) -> Replayed:
+    """Run a conv on a chunk. given: rows by role, one per edge of the chunk; degrees: of its destinations."""
+    found = Replayed()
+
+    def softmax(src: Tensor, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: int = 0) -> Tensor:
+        if found.weights is not None:
+            raise CannotSplit("it takes more than one softmax over the edges")
+        if dim % src.dim() != 0:
+            raise CannotSplit("it takes a softmax over something else than the edges of a node")
+        found.weights = (src - largest(src.detach()).index_select(0, chunk.dst)).exp()
+        return found.weights
+
+    def reduce(x: Tensor, index: Any, ptr: Any, dim_size: int, dim: int = -2, reduce: str = "sum") -> Tensor:
+        how = REDUCES.get(reduce)
+        if how is None:
+            raise CannotSplit(f"it reduces by {reduce!r}")
+        same = [i for i, record in enumerate(found.records) if record.rows is x and record.how == how]
+        if not same:
+            found.records.append(Record(x, how))
+        found.calls.append(same[0] if same else len(found.records) - 1)
+        return x.new_zeros(chunk.num_dst, *x.shape[1:])
+
+    messages = run(conv, call, given, chunk, softmax)
+    _aggregate(conv, messages, chunk.dst, degrees, reduce, softmax)
+    if not found.records:
+        raise CannotSplit(f"{aggregation_name(conv)} needs all edges of a node at once")
+    if found.weights is not None and any(record.how != "sum" for record in found.records):
+        raise CannotSplit("it takes maxima or minima of messages weighted by a softmax")
+    return found
+
+
+def finish(
+    conv: MessagePassing, calls: Sequence[int], reduced: Sequence[Tensor], weight_sum: Tensor | None, degrees: Tensor
+) -> Tensor:
+    """The aggregation's output, from the reductions over all edges. calls: as found by `replay`."""
+    wanted = iter(calls)
+
+    def reduce(x: Tensor, index: Any, ptr: Any, dim_size: int, dim: int = -2, reduce: str = "sum") -> Tensor:
+        out = reduced[next(wanted)]
+        if weight_sum is not None:
+            # In half precision the small number is 0, and a node without edges has no weights.
+            total = torch.where(weight_sum == 0, 1, weight_sum + EPSILON)
+            out = out / aligned(total, out)
+        return out / aligned(degrees.clamp(min=1).to(out.dtype), out) if reduce == "mean" else out
+
+    no_messages = reduced[calls[0]].new_zeros(0, *reduced[calls[0]].shape[1:])
+    no_index = torch.zeros(0, dtype=torch.int64, device=no_messages.device)
+    return _aggregate(conv, no_messages, no_index, degrees, reduce, lambda src, *_, **__: src)
+
+
+def aligned(per_node: Tensor, rows: Tensor) -> Tensor:
+    """With ones behind its own dimensions, as many as `rows` has."""
+    return per_node.reshape(per_node.shape + (1,) * (rows.dim() - per_node.dim()))
+
+
+def aggregation_name(conv: MessagePassing) -> str:
+    own = type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None
+    return f"the aggregate of {type(conv).__name__}" if own else type(conv.aggr_module).__name__
+
+
+def arguments_of(
+    call: Call, given: Mapping[Role, Sequence[Tensor]], chunk: Chunk, inner: Callable[[Call], Any]
+) -> dict[str, Any]:
+    """A call's arguments on a chunk. inner: runs a call that an argument is the result of."""
+    src, dst = chunk.src, chunk.dst
+    about_edges = {
+        "edge_index": torch.stack([src, dst]) if "edge_index" in call.about_edges else None,
+        "edge_index_i": dst,
+        "edge_index_j": src,
+        "index": dst,
+        "ptr": None,
+        "adj_t": None,
+        "size_i": chunk.num_dst,
+        "dim_size": chunk.num_dst,
+    }
+    found: dict[str, Any] = {}
+    for name in call.about_edges:
+        if name not in about_edges:
+            raise CannotSplit(f"{call.function} asks for {name}, the number of all sources")
+        found[name] = about_edges[name]
+    for name, value in call.arguments.items():
+        if isinstance(value, Given):
+            value = given[value.role][value.index]
+        found[name] = inner(value) if isinstance(value, Call) else value
+    return found
+
+
+def run(
+    conv: MessagePassing,
+    call: Call,
+    given: Mapping[Role, Sequence[Tensor]],
+    chunk: Chunk,
+    softmax: Callable[..., Tensor] = pyg_utils.softmax,
+) -> Any:
+    """A function of the conv on a chunk's edges."""
+
+    def inner(other: Call) -> Any:
+        return run(conv, other, given, chunk, softmax)
+
+    return _with_globals(getattr(conv, call.function), softmax=softmax)(**arguments_of(call, given, chunk, inner))
+
+
+def _aggregate(
+    conv: MessagePassing,
+    messages: Tensor,
+    index: Tensor,
+    degrees: Tensor,
+    reduce: Callable[..., Tensor],
+    softmax: Callable[..., Tensor],
+) -> Tensor:
+    """The conv's aggregation, with other functions in place of those that look at the edges."""
+    if type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None:
+        raise CannotSplit(f"{aggregation_name(conv)} needs all edges of a node at once")
+
+    def degree(index: Tensor, num_nodes: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        return degrees.to(dtype or torch.float32)
+
+    with _replaced(conv.aggr_module, reduce, softmax=softmax, degree=degree):
+        return conv.aggr_module(messages, index, ptr=None, dim_size=degrees.numel(), dim=conv.node_dim)
+
+
+@contextmanager
+def _replaced(module: Aggregation, reduce: Callable[..., Tensor], **functions: Any) -> Generator[None]:
+    """Within, a module's aggregations call these functions; nothing is left behind on it."""
+    inside = [m for m in module.modules() if isinstance(m, Aggregation)]
+    for m in inside:
+        forward = MethodType(_each_alone, m) if isinstance(m, MultiAggregation) else m.forward
+        m.__dict__.update(reduce=reduce, forward=_with_globals(forward, **functions))
+    try:
+        yield
+    finally:
+        for m in inside:
+            del m.__dict__["reduce"], m.__dict__["forward"]
+
+
+def _each_alone(
+    self: MultiAggregation, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
+) -> Tensor:
+    """Several aggregations without PyG's fused one, which does not call `reduce`."""
+    return self.combine([aggregation(x, index, ptr, dim_size, dim) for aggregation in self.aggrs])
+
+
+def _with_globals(method: Any, **functions: Any) -> Any:
+    """The method, calling these instead of PyG's functions of the same names. PyG itself is not touched."""
+    function = method.__func__
+    mine = {name: f for name, f in functions.items() if function.__globals__.get(name) is getattr(pyg_utils, name)}
+    if not mine.keys() & set(function.__code__.co_names):
+        return method
+    copied = FunctionType(
+        function.__code__,
+        {**function.__globals__, **mine},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copied, method.__self__)

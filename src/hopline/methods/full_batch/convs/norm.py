@@ -1,0 +1,51 @@
+"""Batch norms over the rows of all ranks: one mean, one variance, one pair of running statistics."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hopline.distributed.world import World
+from hopline.nn.norms import OwnStatistics
+
+
+def over_all_ranks(world: World) -> AbstractContextManager[Any]:
+    """Within, batch norms in training, also those inside convs, are those of all ranks' rows together.
+
+    Every rank must run the same ones in the same order, forward and backward; in evaluation nothing changes.
+    """
+    return nullcontext() if world.size == 1 else OwnStatistics(partial(_of_all_ranks, world))
+
+
+def _of_all_ranks(world: World, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    count = _sum(torch.tensor([float(rows.size(0))], dtype=rows.dtype, device=rows.device), world).clamp(min=1)
+    mean = _Summed.apply(rows.sum(0), world) / count
+    return mean, _Summed.apply((rows - mean).square().sum(0), world) / count, count
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over ranks. Each rank's loss depends on the sum, so its gradient is summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return _sum(x, world)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _sum(grad, ctx.world), None
+
+
+def _sum(x: Tensor, world: World) -> Tensor:
+    on_host = dist.get_backend() == "gloo"
+    total = (x.cpu() if on_host else x).clone(memory_format=torch.contiguous_format)
+    with world._exchange():  # says which rank stopped
+        dist.all_reduce(total)
+    return total.to(x.device)

@@ -1,0 +1,103 @@
+"""PyG's `propagate` and `edge_updater` on a shard: for as long as a conv runs, its own are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+
+from hopline.methods.full_batch.convs.edges import Edges, all_gathered
+from hopline.methods.full_batch.convs.messages import CannotSplit, Deferred, Inputs, arguments_of, plan, run
+from hopline.methods.full_batch.convs.sequential_aggregation import aggregate, lifted
+from hopline.methods.full_batch.transports import FORWARD, Transport
+
+Mode = Literal["sequential", "stored", "one_shot"]
+HOOKS = (
+    "_propagate_forward_pre_hooks",
+    "_propagate_forward_hooks",
+    "_message_forward_pre_hooks",
+    "_message_forward_hooks",
+    "_aggregate_forward_pre_hooks",
+    "_aggregate_forward_hooks",
+    "_edge_update_forward_pre_hooks",
+    "_edge_update_forward_hooks",
+)
+
+
+@contextmanager
+def on_shard(
+    module: nn.Module, edges: Edges, transport: Transport, mode: Mode, depth: int, chunk_bytes: int
+) -> Iterator[None]:
+    """Within, every conv in the module exchanges rows between shards and aggregates over these edges."""
+    convs = [m for m in module.modules() if isinstance(m, MessagePassing)]
+    before = [{name: conv.__dict__.get(name) for name in ("propagate", "edge_updater")} for conv in convs]
+    for conv in convs:
+        _check(conv)
+        conv.__dict__["propagate"] = _propagate(conv, edges, transport, mode, depth, chunk_bytes)
+        conv.__dict__["edge_updater"] = _edge_updater
+    try:
+        yield
+    finally:
+        for conv, values in zip(convs, before, strict=True):
+            for name, value in values.items():
+                conv.__dict__.pop(name, None)
+                if value is not None:
+                    conv.__dict__[name] = value
+
+
+def _check(conv: MessagePassing) -> None:
+    if conv.flow != "source_to_target":
+        raise CannotSplit("it sends messages from target to source: build it with the default flow")
+    if conv.explain or any(getattr(conv, name) for name in HOOKS):
+        raise CannotSplit("it has hooks on its messages, or explains them: remove them first")
+
+
+def _edge_updater(edge_index: Any, size: Any = None, **kwargs: Any) -> Deferred:
+    return Deferred(kwargs)
+
+
+def _propagate(
+    conv: MessagePassing, edges: Edges, transport: Transport, mode: Mode, depth: int, chunk_bytes: int
+) -> Callable[..., Tensor]:
+    def propagate(edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        if mode == "sequential":
+            out = aggregate(conv, kwargs, edges, transport, depth, chunk_bytes)
+        else:
+            out = _all_at_once(conv, kwargs, edges, transport, None if mode == "one_shot" else depth)
+        return _update(conv, out, kwargs, edges)
+
+    return propagate
+
+
+def _all_at_once(
+    conv: MessagePassing, kwargs: Mapping[str, Any], edges: Edges, transport: Transport, depth: int | None
+) -> Tensor:
+    """The conv's own code on all edges at once, with the rows of all sources: in rounds, or in one exchange."""
+    inputs = Inputs()
+    message = plan(conv, "message", kwargs, inputs, edges.num_edges, edges.num_dst)
+    aggregation = plan(conv, "aggregate", kwargs, inputs, edges.num_edges, edges.num_dst)
+    chunk, order = edges.whole
+    given = lifted(
+        {
+            "source": all_gathered(inputs.source, transport, depth, FORWARD),
+            "destination": inputs.destination,
+            "edge": [t.index_select(0, order) for t in inputs.edge],
+            "constant": inputs.constant,
+        },
+        chunk,
+    )
+    messages = run(conv, message, given, chunk)
+    return conv.aggregate(messages, **arguments_of(aggregation, given, chunk, lambda c: run(conv, c, given, chunk)))
+
+
+def _update(conv: MessagePassing, out: Tensor, kwargs: Mapping[str, Any], edges: Edges) -> Tensor:
+    if type(conv).update is MessagePassing.update:
+        return out
+    call = plan(conv, "update", kwargs, Inputs(), edges.num_edges, edges.num_dst)
+    known = {"dim_size": edges.num_dst, "size_i": edges.num_dst, "ptr": None}
+    if any(name not in known for name in call.about_edges):
+        raise CannotSplit("its update asks for the edges")
+    return conv.update(out, **call.arguments, **{name: known[name] for name in call.about_edges})

@@ -1,0 +1,77 @@
+"""`FullBatch`, the settings of exact full-batch training in shards: plain data, so that reading them needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from hopline.contract import Job, Method, Work
+from hopline.data.placement_settings import Placement, with_graph_on_host
+from hopline.util.spec import parse_size
+from hopline.util.validate import check_fields, settings
+
+Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
+
+
+@settings
+class FullBatch(Method):
+    """One step per epoch, over every edge and every training node; gradients are exact to rounding."""
+
+    num_shards: int = 8
+    """Shards that the graph is cut into; with several ranks, as many as these."""
+    aggregation: Aggregation = "auto"
+    """`sweep`: by parts, layer by layer, rows in tables; `sequential`: other shards' rows come one shard at a time and
+    again in backward; `stored`: they are kept; `one_shot`: they come all at once; `auto`: sweep in one process."""
+    partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
+    """How the graph is cut; `metis` needs pymetis, `streaming` takes any size, `labels` takes y for the parts."""
+    depth: int = 1
+    """Shards whose rows are asked for ahead; no result depends on it."""
+    chunk: str | int = "4MiB"
+    """About what the messages of a chunk of edges take, in all ways but sweep."""
+    trim: bool = False
+    """Compute and send, layer by layer, only what the training nodes need; the gradient stays the same."""
+    compress: Literal["none", "bf16", "topk"] = "none"
+    """How rows travel between ranks: as they are, as bfloat16, or of each message the largest rows, the rest as 0."""
+    topk: float = 0.25
+    """The share of a message's rows that compress=topk sends."""
+    compress_gradients: bool = False
+    """Whether the gradients of these rows are compressed on their way back too."""
+    boundary_rate: float = 1.0
+    """The share of other ranks' rows that is drawn and fetched in an epoch, made larger by as much; 1 takes all."""
+    stale: bool = False
+    """Take other ranks' rows and gradients from the epoch before, while those of this one are on their way."""
+    tables: Literal["auto", "device", "pinned", "host"] = "auto"
+    """Where a GPU's tables of a sweep are: on it, `pinned` in host memory that it reads, `host`, or what fits."""
+    folder: Path | None = None
+    """Where a sweep's tables are kept as mapped files, for those larger than memory; in memory by default."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.num_shards < 1:
+            raise ValueError(f"num_shards must be at least 1, not {self.num_shards}")
+        if self.depth < 0:
+            raise ValueError(f"depth must be at least 0, not {self.depth}")
+        if parse_size(self.chunk) < 1:
+            raise ValueError(f"chunk must be at least a byte, not {self.chunk}")
+        for name in ("topk", "boundary_rate"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share: give more than 0 and at most 1, not {getattr(self, name)}")
+        if self.stale and self.aggregation not in ("auto", "stored"):
+            raise ValueError(f"stale=true keeps other ranks' rows: set aggregation=stored, not {self.aggregation}")
+        if self.folder is not None and self.aggregation not in ("auto", "sweep"):
+            raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
+
+    def for_graph(self, num_nodes: int) -> FullBatch:
+        """The same settings, with a shard per node where there are fewer nodes than shards by default."""
+        if self.num_shards != FullBatch.num_shards or num_nodes >= self.num_shards:
+            return self  # a number that was given is followed or refused
+        return replace(self, num_shards=num_nodes)
+
+    def placement(self, wanted: Placement) -> Placement:
+        return with_graph_on_host(wanted, "method=full_batch cuts the graph on the host")
+
+    def bind(self, job: Job) -> Work:
+        from hopline.methods.full_batch.work import bind
+
+        return bind(self, job)

@@ -1,0 +1,339 @@
+"""The work of `FullBatch`: by parts in one process, or by shards, one or more ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.batch_unit import autocast
+from hopline.contract import Job, Unit, Work
+from hopline.core.batch import Batch, Rows
+from hopline.core.partition import Partition
+from hopline.data.dataset import Dataset
+from hopline.distributed.all_to_all import Channel
+from hopline.distributed.world import World
+from hopline.methods.full_batch.compression import LossyTransport, codecs_of
+from hopline.methods.full_batch.convs.block import ShardBlock
+from hopline.methods.full_batch.convs.norm import over_all_ranks
+from hopline.methods.full_batch.convs.trimming import trimmed_blocks
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.full_batch.stale import Memory, StaleTransport
+from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
+from hopline.methods.historical.settings import Historical
+from hopline.methods.historical.work import HistoricalWork, partition_together
+from hopline.methods.partitioned.sweep import fill, go_back
+from hopline.methods.partitioned.sweep_loss import batch_of_seeds, loss_at
+from hopline.methods.partitioned.trimming import NeededRows
+from hopline.nn.gnn import GNN
+from hopline.nn.row_wise import described, mixing_in_training
+from hopline.nn.whole_module import Whole
+from hopline.shards.data import ShardedData
+from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
+from hopline.tables import Table
+from hopline.util import trace
+from hopline.util.spec import parse_size
+
+EXACT = {"compress": "none", "boundary_rate": 1.0, "stale": False}
+"""Settings that make an approximation of training by ranks, at the values where they do not."""
+
+
+def bind(method: FullBatch, job: Job) -> Work:
+    """The work of a job, by the aggregation that suits it; refuses what cannot be exact."""
+    model = job.model
+    if isinstance(model, Whole):
+        raise ValueError(
+            f"{type(model.module).__name__} is not made of layers, of which each goes over all shards: use "
+            "hl.nn.GNN, or a PyG model such as GCN"
+        )
+    about = (job.data.num_features, _edge_arrays(job.data))
+    model.check_blocks(*about)
+    changed = [name for name, neutral in EXACT.items() if getattr(method, name) != neutral]
+    if changed and job.world.size == 1:
+        raise ValueError(
+            f"{changed[0]}= is about rows that travel between ranks: set devices=2 or more, or leave it out"
+        )
+    if job.world.size > 1 and (found := mixing_in_training(model, *about, over_ranks=True)) is not None:
+        raise ValueError(
+            f"{described(found)} mixes rows in training, and a rank has only its own: use BatchNorm or "
+            "LayerNorm(..., mode='node'), or devices=1"
+        )
+    mixing = mixing_in_training(model, *about)
+    if method.trim and mixing is not None:
+        raise ValueError(
+            f"{described(mixing)} looks at all rows at once, as batch norms do, and trim=true leaves some out: set "
+            "trim=false, or norm=layer"
+        )
+    chosen = _choose_aggregation(method, job, None if mixing is None else described(mixing))
+    if chosen == "sweep":
+        return SweepWork(job, model, method)
+    return (StaleWork if method.stale else ShardedWork)(job, model, method, chosen)
+
+
+def _choose_aggregation(
+    method: FullBatch, job: Job, mixing: str | None
+) -> Literal["sweep", "sequential", "stored", "one_shot"]:
+    """The aggregation, "auto" replaced and said."""
+    several = job.world.size > 1 or isinstance(job.data, ShardedData)
+    if method.aggregation == "auto":
+        reasons = {"several ranks": several, f"{mixing} needs all rows at once": mixing is not None}
+        reason = next((text for text, holds in reasons.items() if holds), "one process")
+        chosen = "sweep" if reason == "one process" else "stored" if method.stale else "sequential"
+        job.say(f"full batch by aggregation={chosen} ({reason}), {_num_shards(method, job)} shards")
+        return chosen
+    if method.aggregation == "sweep" and several:
+        raise ValueError("aggregation=sweep is for one process: set aggregation=sequential, or devices=1")
+    if method.aggregation == "sweep" and mixing is not None:
+        raise ValueError(
+            f"{mixing} looks at all rows at once, as batch norms do, and a sweep has some of them at a time: set "
+            "aggregation=sequential, or norm=layer"
+        )
+    return method.aggregation
+
+
+def _num_shards(method: FullBatch, job: Job) -> int:
+    return job.world.size if job.world.size > 1 else method.num_shards
+
+
+def _edge_arrays(data: Dataset) -> Mapping[str, Tensor]:
+    return data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
+
+
+class SweepWork:
+    """Layer by layer over the parts, forward and then back, in the memory of a part and its neighbours.
+
+    After the forward pass the tables hold every layer's rows, so that going back can compute each layer again.
+    """
+
+    def __init__(self, job: Job, model: GNN, method: FullBatch) -> None:
+        parts = Historical(
+            num_parts=method.num_shards, parts_per_batch=1, partition=method.partition, groups="fixed",
+            tables=method.tables, folder=method.folder,
+        )  # fmt: skip
+        self.job, self.work = job, HistoricalWork(job, model, parts)
+        self.needed = NeededRows(self.work) if method.trim else None
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if not done:
+            yield SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0), self.needed)
+
+
+@dataclass(eq=False)
+class SweepUnit(Unit):
+    """One step: a sweep over all parts, there and back."""
+
+    job: Job
+    work: HistoricalWork
+    key: int
+    needed: NeededRows | None = None
+    """What the training nodes need, where the sweep is trimmed to it."""
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.job.train_ids.numel()
+
+    @property
+    def total_size(self) -> int:
+        return self.size  # a sweep is for one process
+
+    def forward_backward(self, total: float) -> Tensor:
+        needed, layers = self.needed, self.work.model.num_layers
+        trace.count("sweep.rows", self.job.data.num_nodes * layers if needed is None else needed.num_rows)
+        trace.count("sweep.edges", self.job.data.num_edges * layers if needed is None else needed.num_edges)
+        with autocast(self.job), trace.span("forward", self.job.device):
+            fill(self.work, self.key) if needed is None else needed.forward(self.key)
+        with autocast(self.job), trace.span("backward", self.job.device):
+            if needed is not None:
+                return needed.backward(self.key, 1 / total)
+            return go_back(self.work, self.key, 1 / total, keep=False)
+
+
+class ShardedWork:
+    """All own rows of a layer at once; those of other shards come one shard at a time, or all together."""
+
+    def __init__(
+        self, job: Job, model: GNN, method: FullBatch, mode: Literal["sequential", "stored", "one_shot"]
+    ) -> None:
+        self.job, self.model = job, model
+        device, self.channel = job.device, None
+        if job.world.size > 1:
+            self.channel = Channel(job.world)
+            self.channel.check_same(_common(job, model, method), "the method, the seed, the dataset or the layers")
+        self.tables, transport, ids, self.y = self._opened(method)
+        self.rows = torch.arange(ids.numel()) if isinstance(job.data, ShardedData) else ids
+        options: dict[str, Any] = {"mode": mode, "depth": method.depth, "chunk_bytes": parse_size(method.chunk)}
+        is_training = torch.zeros(job.data.num_nodes, dtype=torch.bool)
+        is_training[job.train_ids.cpu()] = True
+        self.output_idx = is_training[ids].nonzero().view(-1)
+        self.transport = transport
+        whole = ShardBlock.of(transport.layout, transport, **options)
+        self.blocks = (
+            trimmed_blocks(whole, is_training[ids], model.num_layers, device, **options)
+            if method.trim
+            else (whole.to(device),) * model.num_layers
+        )
+        self.seeds = ids[self.output_idx]
+        self.total = job.train_ids.numel()
+        self.agreed = False
+
+    def _opened(self, method: FullBatch) -> tuple[dict[str, Table], Transport, Tensor, Tensor | None]:
+        """(tables, transport, the own nodes' ids, their labels)."""
+        job, data, world = self.job, self.job.data, self.job.world
+        if isinstance(data, ShardedData):
+            layout = data.shard.layout
+            transport = _between_ranks(layout, method, world) if world.size > 1 else LocalTransport(layout)
+            return dict(data.shard.tables), transport, layout.own_ids, data.shard.y
+        num_shards = world.size if world.size > 1 else method.num_shards
+        partition = _cut(job, method, num_shards)
+        if world.size == 1:
+            layout = virtual_layout(data.graph, partition)
+            transport: Transport = LocalTransport(layout)
+        else:
+            layout = shard_layouts(data.graph, partition)[world.rank]
+            transport = _between_ranks(layout, method, world)
+        y = None if data.y is None else ops.gather_rows(data.y, layout.own_ids.to(data.y.device))
+        return dict(data.tables), transport, layout.own_ids, y
+
+    def agree(self) -> None:
+        """Ranks must have the same model, and begin with the first one's weights."""
+        model = self.job.module
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        assert self.channel is not None
+        self.channel.check_same(repr([(n, tuple(t.shape), t.dtype) for n, t in tensors]).encode(), "the model")
+        self.job.world.broadcast_tensors(t.data for _, t in tensors)
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if self.channel is not None and not self.agreed:
+            self.agree()
+            self.agreed = True
+        if not done:
+            yield ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
+
+    def batch(self, key: int | None) -> Batch:
+        """All own nodes; the seeds are those that train."""
+        device = self.job.device
+        self.blocks = _with_key(self.blocks, key)
+
+        def rows_of(table: Table) -> Rows | Tensor:
+            if device.type == "cpu":
+                return Rows(table, self.rows)
+            near = table.tiers(device) is not None
+            return Rows(table, self.rows.to(device)) if near else table.read(self.rows).to(device)
+
+        found = {name: rows_of(table) for name, table in self.tables.items()}
+        y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)
+        x = found.pop("x", None)
+        seeds, output_idx = self.seeds.to(device), self.output_idx.to(device)
+        return Batch(seeds, self.blocks, x, y, found, key, self.total, output_idx)
+
+
+class StaleWork(ShardedWork):
+    """As above, where the rows and gradients of others are those of the epoch before: these are in the checkpoints."""
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if epoch == 1 and not done:
+            self.memory.known.clear()  # what is there is of a run before
+        yield from super().units(epoch, done, examples)
+
+    @property
+    def memory(self) -> Memory:
+        assert isinstance(self.transport, StaleTransport)
+        return self.transport.memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """By rank, what it knows: complete in the first one, which writes it."""
+        known, world = self.memory.to_bytes(), self.job.world
+        return {"known": world.swap([known if rank == 0 else known[:0] for rank in range(world.size)])}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        known, world = state["known"], self.job.world
+        if len(known) != world.size:
+            raise ValueError(f"with stale=true a run goes on with as many ranks as it had: set devices={len(known)}")
+        self.memory.read_bytes(known[world.rank])
+
+
+@dataclass(eq=False)
+class ShardedUnit(Unit):
+    """One step over all shards."""
+
+    work: ShardedWork
+    key: int
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.work.seeds.numel()
+
+    @property
+    def total_size(self) -> int:
+        return self.work.total
+
+    def forward_backward(self, total: float) -> Tensor:
+        job, batch, transport = self.work.job, self.work.batch(self.key), self.work.transport
+        transport.begin_step(self.key)
+        if job.world.size > 1 and not job.usual_loss:
+            return self._by_all_ranks(batch, total)
+        with autocast(job), over_all_ranks(job.world):
+            with trace.span("forward", job.device):
+                # A rank without seeds takes part: others wait for its rows and its gradients.
+                loss = job.train_step(job.model, batch) if self.size else job.model(batch).sum() * 0
+            with trace.span("backward", job.device):
+                (loss * (max(1, self.size) / total)).backward()
+        transport.end_step()
+        return loss.detach() * self.size
+
+    def _by_all_ranks(self, batch: Batch, total: float) -> Tensor:
+        """The same, for a loss of the user's own: every rank computes it over the training nodes of all ranks."""
+        work, job = self.work, self.work.job
+        assert work.channel is not None
+        with autocast(job), over_all_ranks(job.world):
+            with trace.span("forward", job.device):
+                outputs = job.model(batch)
+            # Random numbers of the loss are the same on all ranks, and those of the model go on as they would.
+            with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []):
+                torch.manual_seed(self.key)
+                found = loss_at(job, self._of_all_ranks(batch), self._gathered(outputs.detach()), 1 / total)
+            first = int(work.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
+            with trace.span("backward", job.device):
+                (outputs * found.given[first : first + self.size]).sum().backward()
+        found.add_to_parameters(1 / job.world.size)  # gradients are summed over the ranks, and all have these
+        work.transport.end_step()
+        return found.summed * (self.size / work.total)
+
+    def _of_all_ranks(self, batch: Batch) -> Batch:
+        y = None if batch.y is None else self._gathered(batch.y)
+        return batch_of_seeds(self.work.job, self._gathered(batch.seeds), y, self.key)
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, one rank after the other."""
+        assert self.work.channel is not None
+        return self.work.channel.all(rows.cpu()).to(rows.device)
+
+
+def _between_ranks(layout: ShardLayout, method: FullBatch, world: World) -> Transport:
+    codecs = codecs_of(method.compress, method.topk, method.compress_gradients, method.boundary_rate)
+    if method.stale:
+        return StaleTransport(layout, world, codecs)
+    return LossyTransport(layout, world, codecs) if codecs else P2PTransport(layout, world=world)
+
+
+def _common(job: Job, model: GNN, method: FullBatch) -> bytes:
+    """What decides which messages the ranks exchange."""
+    layers, data = [type(conv).__name__ for conv in model.convs], job.data
+    found = [repr(method), job.seed, data.num_nodes, data.num_edges, layers, int(job.train_ids.sum()), job.bf16]
+    if not isinstance(data, ShardedData):  # else the cuts were compared
+        found += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
+    return repr(found).encode()
+
+
+def _with_key(blocks: Sequence[ShardBlock], key: int | None) -> tuple[ShardBlock, ...]:
+    """Blocks for the draws of another step; those that are one block stay one."""
+    copies = {id(block): block.with_key(key) for block in blocks}
+    return tuple(copies[id(block)] for block in blocks)
+
+
+def _cut(job: Job, method: FullBatch, num_shards: int) -> Partition:
+    return partition_together(job, Historical(num_parts=num_shards, parts_per_batch=1, partition=method.partition))

@@ -1,0 +1,137 @@
+"""`Historical`: training over parts of a graph, all edges of each, with neighbours' hidden rows from the past."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hopline.contract import Job, Method
+from hopline.data.placement_settings import Placement, with_graph_on_host
+from hopline.util.validate import check_fields, settings
+
+if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
+    from hopline.methods.historical.work import HistoricalWork
+
+
+@settings
+class Historical(Method):
+    """Historical embeddings: each batch is some parts of the graph with all their in-edges.
+
+    Hidden rows of neighbours outside the batch are those that earlier batches pushed (GNNAutoScale). Every edge is used
+    once per epoch, and memory is that of a batch and its neighbours, whatever the number of layers.
+    """
+
+    num_parts: int = 40
+    """Parts that the graph is cut into."""
+    parts_per_batch: int = 10
+    """Parts of a batch."""
+    partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
+    """How the graph is cut; `metis` needs pymetis, `streaming` takes any size, `labels` takes y for the parts."""
+    groups: Literal["redrawn", "fixed"] = "redrawn"
+    """Which parts make a batch: drawn anew each epoch, or the same ones always, whose blocks are then kept."""
+    halo: Literal["history", "drop"] = "history"
+    """Rows of neighbours in other parts: from the tables, or left out with their edges (Cluster-GCN)."""
+    warm_up: bool = True
+    """Fill the tables by one exact forward pass before the first epoch."""
+    refresh_every: int | None = None
+    """Epochs from one exact forward pass that fills the tables to the next; none: batches alone write them."""
+    refresh_with_evaluation: bool = False
+    """Exact evaluation fills the tables of rows on its way, computing hidden rows of all nodes; one process only."""
+    compensate: bool = False
+    """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
+    momentum: float = 0.0
+    """Feature momentum (GraphFM): how far stored rows of the halo move towards fresh, incomplete ones; 0 is off."""
+    mixing: float = 0.0
+    """LMC's mixing: largest weight of fresh, incomplete rows of the halo beside the stored ones; 0 is off."""
+    mixing_score: Literal["constant", "linear", "convex", "concave"] = "convex"
+    """How that weight goes with the share of a node's in-edges that a batch has: 1, s, s², s (2 - s)."""
+    measure_bias: bool = False
+    """Report each epoch how far tables and gradient are from exact, as `bias.` counters; takes some epochs' time."""
+    max_batches: int | None = None
+    """Batches of an epoch, all by default; where groups are redrawn, the other parts have their turn in later ones."""
+    edge_dropout: float = 0.0
+    """Share of a batch's edges that is left out in training, drawn anew for each batch."""
+    lipschitz: float = 0.0
+    """Weight of a penalty on how far noise on a layer's input moves its output, since stored rows are not exact."""
+    lag: int = 0
+    """Steps that a commit waits before it is seen: batch t sees the commits of batches up to t - 1 - lag."""
+    storage: Literal["model", "float32", "bf16", "fp16"] = "model"
+    """Element type of the tables; `model` is that of the rows."""
+    tables: Literal["auto", "device", "pinned", "host"] = "auto"
+    """Where a GPU's tables are: on it, `pinned` in host memory that it reads itself, `host`, or what fits."""
+    pool_size: int | Literal["auto"] = "auto"
+    """Pinned buffers through which rows of `host` tables go; 0 moves rows only when they are needed."""
+    buffer_rows: int | Literal["auto"] = "auto"
+    """Rows that a pinned buffer has room for."""
+    folder: Path | None = None
+    """Where tables are kept as mapped files, for those larger than memory; in memory by default."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("num_parts", "parts_per_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.parts_per_batch > self.num_parts:
+            raise ValueError(
+                f"parts_per_batch={self.parts_per_batch} is more than num_parts={self.num_parts}: make it smaller"
+            )
+        for name in ("refresh_every", "max_batches"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or none, not {value}")
+        for name in ("lag", "lipschitz"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for name, least in (("pool_size", 0), ("buffer_rows", 1)):
+            if (value := getattr(self, name)) != "auto" and value < least:
+                raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value}")
+        if self.folder is not None and self.tables in ("device", "pinned"):
+            raise ValueError(f"tables={self.tables} are not files: set tables=host, or leave out folder=")
+        if not 0 <= self.edge_dropout < 1:
+            raise ValueError(f"edge_dropout must be at least 0 and below 1, not {self.edge_dropout}")
+        for name in ("momentum", "mixing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
+        if self.momentum and self.mixing:
+            raise ValueError("momentum= and mixing= are two ways to mix halo rows: set one of them to 0")
+        if self.mixes and self.halo == "drop":
+            raise ValueError(
+                "momentum= and mixing= are for rows of the halo, which halo=drop leaves out: set them to 0"
+            )
+        if self.compensate and self.halo == "drop":
+            raise ValueError(
+                "compensate=true adds messages of the halo, which halo=drop leaves out: choose one of them"
+            )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether rows of the halo are computed as far as a batch can."""
+        return self.momentum > 0 or self.mixing > 0
+
+    def for_graph(self, num_nodes: int) -> Historical:
+        """The same settings, with a part per node where there are fewer nodes than parts by default."""
+        if self.num_parts != Historical.num_parts or num_nodes >= self.num_parts:
+            return self  # a number that was given is followed or refused
+        return replace(self, num_parts=num_nodes, parts_per_batch=min(self.parts_per_batch, num_nodes))
+
+    def placement(self, wanted: Placement) -> Placement:
+        return with_graph_on_host(wanted, "method=historical makes its batches on the host")
+
+    def bind(self, job: Job) -> HistoricalWork:
+        from hopline.methods.historical.work import HistoricalWork
+        from hopline.nn.whole_module import Whole
+
+        if isinstance(job.model, Whole):
+            raise ValueError(
+                f"{type(job.model.module).__name__} is not made of layers, between which history could be kept: "
+                "use hl.nn.GNN, or a PyG model such as GCN"
+            )
+        if self.refresh_with_evaluation and job.world.size > 1:
+            raise ValueError(
+                "refresh_with_evaluation=true is for one process, since the first rank evaluates alone: set "
+                "refresh_every=1 instead, which all ranks share"
+            )
+        if job.data.graph.device.type != "cpu":
+            raise ValueError("method=historical makes its batches on the host: give it a graph that is there")
+        job.model.check_blocks(job.data.num_features, job.data.graph.edge)
+        return HistoricalWork(job, job.model, self)

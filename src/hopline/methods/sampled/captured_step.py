@@ -1,0 +1,323 @@
+"""Sampled training on a GPU as one CUDA graph per step: sampling, gathering, forward, loss and backward.
+
+The epoch's order, the step's number and its keys are on the device, so replaying the graph is all a step takes. What
+cannot be captured runs as it is, on the same batches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops
+from hopline.batch_unit import BatchUnit, autocast
+from hopline.contract import Job, Unit
+from hopline.core.batch import Batch
+from hopline.core.tree import TreeRows
+from hopline.core.tree_sampling import TreeSampler
+from hopline.device import streams as recording
+from hopline.methods.sampled.loader import Loader
+from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
+from hopline.ops import on_tree
+from hopline.ops.tree_slots import Slots
+from hopline.util import trace
+
+WARM_UP_STEPS = 3
+"""Steps run before capture: kernels are compiled and libraries set up in them."""
+
+
+class DeviceBatches:
+    """Batches in the tree layout, made on the GPU from what is there."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        assert isinstance(loader.sampler, TreeSampler)
+        self.sampler = loader.sampler
+        device = loader.device
+        self.ids = loader.ids.to(device)
+        self.order = torch.empty_like(self.ids)
+        self.state = torch.zeros(3, dtype=torch.int64, device=device)  # as `on_tree.next_step` reads it
+        self.ahead = torch.zeros_like(self.state)  # the same, of batches that are looked at before their turn
+
+    def start(self, epoch: int, done: int, seeds_done: int) -> None:
+        """Stand at a place of an epoch."""
+        key = ops.derive_key(self.loader.seed, epoch)
+        draws = on_tree.start_epoch(self.state, self.ahead, self.ids.numel(), key, done, seeds_done)
+        if self.loader.method.shuffle:
+            torch.index_select(self.ids, 0, draws.argsort(stable=True), out=self.order)
+        else:
+            self.order.copy_(self.ids)
+
+    def held(self, num_seeds: int, first: int) -> list[Tensor]:
+        """What every batch of that size reads beside its own tensors."""
+        slots, device = Slots(num_seeds, self.sampler.fanouts, first), self.loader.device
+        return [slots.ids(device), slots.parents(device), slots.first_children(device)]
+
+    def nodes_ahead(self, num_seeds: int, first: int, total: int) -> Tensor:
+        """The nodes of the next batch that was not looked at yet."""
+        seeds, keys = on_tree.next_step(self.ahead, self.order, num_seeds, first, total)
+        return self.sampler.sample(seeds, keys, first)[0].tree.nodes
+
+    def next(self, num_seeds: int, first: int, total: int) -> Batch:
+        """The next step's batch: `num_seeds` of its `total` seeds, from the `first` on."""
+        seeds, keys = on_tree.next_step(self.state, self.order, num_seeds, first, total)
+        blocks = self.sampler.sample(seeds, keys, first)
+        if self.loader.method.scale_sums:
+            blocks = tuple(block.scaling_sums(True) for block in blocks)
+        rows = {name: TreeRows(table, blocks[0]) for name, table in self.loader.data.tables.items()}
+        x: TreeRows | Tensor | None = rows.pop("x", None)
+        if x is not None and not self.loader.keeps_handle:
+            x = x.table.read(x.ids.cpu()).to(self.loader.device)
+        return Batch(seeds, blocks, x, self.loader.labels(seeds), rows, keys, total)
+
+
+class CapturedWork:
+    """Sampled training of one job on one GPU."""
+
+    def __init__(self, job: Job, loader: Loader) -> None:
+        self.job, self.loader = job, loader
+        self.batches = DeviceBatches(loader)
+        self.steps: dict[int, CapturedStep | None] = {}
+        """By their number of seeds; None where it cannot be captured."""
+        self.parameters = list(job.module.parameters())
+        self.trained = self._trained_now()
+        """Which parameters have gradients in these steps."""
+        self.look_ahead = self._look_ahead()
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        loader = self.loader
+        size = loader.method.batch_size
+        per_step, left = size * loader.size, loader.ids.numel() - examples
+        self.batches.start(epoch, done, examples)
+        if self.trained != self._trained_now():
+            self.steps, self.trained = {}, self._trained_now()
+        if left >= per_step and per_step not in self.steps:
+            self.steps[per_step] = capture(self.job, self.batches, size, loader.rank * size, per_step)
+        yield from self._full_steps(left // per_step, size, per_step)
+        rest = left % per_step
+        if rest and not loader.method.drop_last:
+            yield self._last_step(rest, epoch)
+
+    def _last_step(self, rest: int, epoch: int) -> Unit:
+        """The last step of an epoch, which is smaller: worth a graph from the second epoch on.
+
+        The epoch alone decides: a capture waits for an evaluation beside training that has the turn, so that what is
+        run does not depend on how long that takes, or on where a run was interrupted.
+        """
+        loader, job, batches = self.loader, self.job, self.batches
+        first, stop = (rest * r // loader.size for r in (loader.rank, loader.rank + 1))
+        size, others = stop - first, list(self.steps.values())
+        worth = size and epoch > 1 and None not in others and self.trained == self._trained_now()
+        if rest not in self.steps and worth:
+            self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
+        step = self._captured(rest)
+        return DrawnUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
+
+    def _captured(self, num_seeds: int) -> CapturedStep | None:
+        """The captured step of that size, unless a callback has frozen parameters since, or trains more of them."""
+        return self.steps.get(num_seeds) if self.trained == self._trained_now() else None
+
+    def _trained_now(self) -> list[bool]:
+        return [p.requires_grad for p in self.parameters]
+
+    def _full_steps(self, num_steps: int, size: int, per_step: int) -> Iterator[Unit]:
+        ahead = self.look_ahead
+        if ahead is not None:
+            ahead.start(num_steps)
+        for number in range(num_steps):
+            step = self._captured(per_step)
+            first = partial(ahead.before, number) if ahead is not None else None
+            if step is not None:
+                yield CapturedUnit(step, size, per_step, first)
+            else:
+                yield DrawnUnit(self.job, self.batches, size, self.loader.rank * size, per_step, first)
+        if ahead is not None:
+            ahead.end()
+
+    def _look_ahead(self) -> LookAhead | None:
+        """For tables with rows in host memory."""
+        loader, batches = self.loader, self.batches
+        size, method = loader.method.batch_size, loader.method
+        steps = STEPS if method.look_ahead == "auto" else method.look_ahead
+        slots = Slots(size, method.fanout_per_layer).offsets[-1]
+        tables = loader.data.tables.values() if loader.keeps_handle else ()
+        stagings = stage_tables(tables, loader.device, slots, steps, loader.data.graph.indices.dtype)
+        draw = partial(batches.nodes_ahead, size, loader.rank * size, size * loader.size)
+        return LookAhead(stagings, loader.device, steps, draw) if stagings else None
+
+
+@dataclass
+class CapturedUnit(Unit):
+    """One replay of a captured step."""
+
+    step: CapturedStep
+    size: int
+    total: int
+    before: Callable[[], None] | None = None
+    """What is to be done before it runs."""
+
+    @property
+    def total_size(self) -> int:
+        return self.total
+
+    def forward_backward(self, total: float) -> Tensor:
+        if self.before is not None:
+            self.before()
+        with trace.span("step", self.step.job.device):
+            return self.step.replay(total)
+
+
+@dataclass
+class DrawnUnit(Unit):
+    """A batch that is drawn when its turn comes, since the device counts the steps."""
+
+    job: Job
+    batches: DeviceBatches
+    size: int
+    first: int
+    total: int
+    before: Callable[[], None] | None = None
+
+    @property
+    def total_size(self) -> int:
+        return self.total
+
+    def forward_backward(self, total: float) -> Tensor:
+        if self.before is not None:
+            self.before()
+        with trace.span("sample", self.job.device):
+            batch = self.batches.next(self.size, self.first, self.total)
+        return BatchUnit(self.job, batch).forward_backward(total)
+
+
+def capture(
+    job: Job, batches: DeviceBatches, size: int, first: int, per_step: int, beside: CapturedStep | None = None
+) -> CapturedStep | None:
+    """A captured step, or None and a line that says why there is none.
+
+    beside: another, in whose memory it may compute. It keeps what that leaves, while what it leaves is written over.
+    """
+    step = CapturedStep(job, batches, size, first, per_step)
+    try:
+        step.capture(None if beside is None else beside.graph)
+    except Exception as error:
+        for parameter in step.parameters:
+            parameter.grad = None
+        reason = " ".join(str(error).split())[:200]
+        job.say(f"steps are not captured in a CUDA graph, they run one kernel after the other: {reason}")
+        return None
+    return step
+
+
+class CapturedStep:
+    """Everything from the seeds to the gradients of a full batch, as a CUDA graph."""
+
+    def __init__(self, job: Job, batches: DeviceBatches, size: int, first: int, per_step: int) -> None:
+        self.job, self.batches = job, batches
+        self.size, self.first, self.per_step = size, first, per_step
+        self.parameters = [p for p in job.module.parameters() if p.requires_grad]
+        precision = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        # Of the step's seeds, by which its gradient is weighted.
+        self.share = torch.ones((), dtype=precision, device=job.device)
+        self.total = size
+        self.graph = torch.cuda.CUDAGraph()
+
+    def capture(self, beside: torch.cuda.CUDAGraph | None) -> None:
+        job = self.job
+        renew_accumulators(self.parameters)
+        stream = recording.stream_to_record("steps", job.device)
+        with recording.turn, _unchanged(job.module, self.batches.state, job.device), _after_this_stream(stream):
+            begin = self.batches.state.clone()
+            self._run()  # compiles, and asks the host whatever is asked only once
+            with no_waiting():
+                for _ in range(WARM_UP_STEPS - 1):
+                    self.batches.state.copy_(begin)  # the epoch may have no more steps than one
+                    self._run()
+            self._forget_gradients()
+            with recording.recorded(self.graph, stream, beside):
+                self.loss = self._run()
+            self.gradients = [p.grad for p in self.parameters]
+            # The graph knows only where they are.
+            self.held = self.batches.held(self.size, self.first)
+            self._forget_gradients()
+        torch.cuda.current_stream(job.device).wait_stream(stream)
+
+    def _run(self) -> Tensor:
+        self._forget_gradients()
+        job, batch = self.job, self.batches.next(self.size, self.first, self.per_step)
+        with autocast(job):
+            loss = job.train_step(job.model, batch)
+        (loss * self.share).backward()
+        return loss.detach() * self.size
+
+    def replay(self, total: float) -> Tensor:
+        """Add this step's share of the gradient; the summed loss of its seeds."""
+        if total != self.total:
+            self.share.fill_(self.size / total)
+            self.total = total
+        before = [p.grad for p in self.parameters]
+        # What an earlier unit left in the graph's own memory would be written over.
+        kept = [g.clone() if g is not None and g is own else g for g, own in zip(before, self.gradients, strict=True)]
+        self.graph.replay()
+        for parameter, earlier, own in zip(self.parameters, kept, self.gradients, strict=True):
+            parameter.grad = own if earlier is None or own is None else earlier + own
+        return self.loss.clone()
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
+    """Have autograd make new nodes where gradients arrive.
+
+    A node goes by the stream that it was made in, which a capture cannot wait for. It lives as long as any graph that
+    leads to it, and the traceback of a step that failed may hold one.
+    """
+    for parameter in parameters:
+        own = parameter.data
+        # A node is of one type of numbers: with another one in between, the next use makes a new node.
+        parameter.data = own.new_empty(0, dtype=torch.float32 if own.dtype != torch.float32 else torch.float64)
+        parameter.data = own
+
+
+@contextmanager
+def _after_this_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Within, another stream, which begins when all is done that this one was given until now."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within, an operation that waits for the device raises: such a step cannot be captured."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode does not find everything; the capture does
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _unchanged(module: nn.Module, state: Tensor, device: torch.device) -> Iterator[None]:
+    """What warming up changes is put back: running statistics, the place in the epoch, torch's generator."""
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    place, random_state = state.clone(), torch.cuda.get_rng_state(device)
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        torch.cuda.set_rng_state(random_state, device)
+        state.copy_(place)
+        for buffer, before in buffers:
+            buffer.data.copy_(before)

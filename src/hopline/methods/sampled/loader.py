@@ -1,0 +1,256 @@
+"""Batches of a dataset, prepared ahead: sample, gather, move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.core.batch import Batch, Block, Readable, Rows
+from hopline.core.sampler import NeighborSampler, seed_batches, share_of
+from hopline.core.tree import TreeBlock, TreeRows
+from hopline.core.tree_sampling import TreeSampler
+from hopline.data.dataset import Dataset
+from hopline.device.out_of_memory import free_memory
+from hopline.distributed.world import World
+from hopline.nn.gnn import GNN
+from hopline.nn.whole_module import Whole
+from hopline.ops import Slots
+from hopline.pipeline.stages import Load, Pipeline, Stage
+from hopline.pipeline.transfer import Moved, Mover
+from hopline.pipeline.tuning import Tuning
+from hopline.tables import Table
+from hopline.util import trace
+from hopline.util.memory import reuse_freed_memory
+
+if TYPE_CHECKING:
+    from hopline.methods.sampled.settings import Sampled
+
+MOST_WORKERS = 8
+"""Threads that prepare batches, until epochs show that training waits for more."""
+MOST_SLOTS = 1 << 24
+"""Of a tree, where the graph has fewer nodes: above, a block that has each of them once is the smaller work."""
+
+
+class Loader:
+    """Batches of a dataset, prepared ahead: sample, gather, move. Iterating gives epoch after epoch.
+
+    The ranks of a `world` share the seeds of each batch of `batch_size` times their number: every rank gets as many
+    batches, `batch.total_seeds` is the number of seeds over all ranks, and a rank may have none of the last ones.
+    Without a `world` the seeds are all this process's own, and `batch.total_seeds` is None.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        ids: Tensor,
+        method: Sampled,
+        seed: int,
+        device: torch.device,
+        model: GNN | Whole | None,
+        world: World | None = None,
+    ) -> None:
+        if ids.numel() == 0:
+            raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
+        self.data, self.ids, self.method, self.seed, self.device = data, ids, method, seed, device
+        self.on_gpu = data.graph.indptr.device.type != "cpu"
+        self.layout = resolve_layout(method, data, device, model)
+        if self.layout == "tree":
+            self.sampler = TreeSampler(data.graph, method.fanout_per_layer, replace=method.replace)
+        else:
+            one_list = isinstance(model, Whole)
+            self.sampler = NeighborSampler(
+                data.graph, method.fanout_per_layer, replace=method.replace, one_list=one_list
+            )
+        self.read_by_gpu = self._is_read_by_gpu()
+        self.keeps_handle = self._keeps_handle(model)
+        self.model = model
+        self.knows_ranks = world is not None
+        world = World.alone(device) if world is None else world
+        self.rank, self.size = world.rank, world.size  # of the ranks that share each step's seeds
+        self.num_cores = world.num_cores
+        self.divide: Callable[[Batch], Batch] | None = None  # a budget's part of the preparation
+        self.waits_on_host = False  # whether batches for a GPU stay here, for a guard that moves what there is room for
+        self.load: Load | None = None  # of the last epoch, if threads prepared it
+        self._tuning: Tuning | None = None
+        self._next_epoch = 1
+        reuse_freed_memory()
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.ids.numel(), self.method.batch_size * self.size)
+        return full + (rest > 0 and not self.method.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        return self.epoch(epoch)
+
+    def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
+        """The batches of one epoch, counted from 1: the same for any number of workers.
+
+        After `done` batches of `seeds_done` seeds it goes on, also where these were batches of another size.
+        """
+        self.load, (workers, look_ahead) = None, self.threads
+        mover = None if self._stays else Mover(self.device, look_ahead)
+        stages = [Stage("sample", self._sample), Stage("gather", self._gather)]
+        stages += [Stage("divide", self.divide)] if self.divide is not None and workers else []
+        stages += [] if mover is None else [Stage("move", mover.move)]
+        pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
+        epoch_key = ops.derive_key(self.seed, epoch)
+        seeds = seed_batches(
+            self.ids,
+            self.method.batch_size * self.size,
+            epoch_key,
+            shuffle=self.method.shuffle,
+            drop_last=self.method.drop_last,
+            done=seeds_done,
+        )
+        requests = ((s, ops.derive_key(epoch_key, step)) for step, s in enumerate(seeds, start=done))
+        with closing(pipeline.run(requests)) as batches:
+            for batch in batches:
+                yield batch if mover is None else self._moved(mover, batch)
+        self.load = pipeline.load
+        self._tune()
+
+    @property
+    def _stays(self) -> bool:
+        """Whether batches stay on the host although they are for a GPU."""
+        return self.waits_on_host and not self.on_gpu and self.device.type != "cpu"
+
+    def _moved(self, mover: Mover, prepared: Batch | Moved[Batch]) -> Batch:
+        """The batch where steps are. Without room for it there it stays, if there is a budget whose guard copes."""
+        batch = prepared
+        try:
+            batch = mover.ready(prepared)
+            return self._with_near_rows(batch)
+        except torch.OutOfMemoryError:
+            if self.divide is None:
+                raise
+            trace.count("batches.without_room", 1)
+        assert isinstance(batch, Batch)
+        batch = batch.to("cpu")
+        free_memory(self.device)
+        return replace(batch, x=self.data.tables["x"].read(batch.input_ids)) if self.read_by_gpu else batch
+
+    @property
+    def threads(self) -> tuple[int, int]:
+        """(threads that prepare the next epoch, how many batches they may be ahead)."""
+        if self.on_gpu:
+            return 0, 1  # what a GPU prepares is prepared in its own order: threads would only take turns
+        if self._tuning is not None:
+            return self._tuning.threads
+        return resolve_workers(self.method, self.num_cores)
+
+    def _tune(self) -> None:
+        """After an epoch, where the method leaves it open how batches are prepared."""
+        if self.load is None or self.method.workers != "auto" or self.method.look_ahead != "auto":
+            return
+        if self._tuning is None:
+            self._tuning = Tuning(*self.threads, self.num_cores, 2 * MOST_WORKERS)
+        self._tuning.learn(self.load)
+
+    def _sample(self, request: tuple[Tensor, int]) -> Batch:
+        all_seeds, key = request
+        first = all_seeds.numel() * self.rank // self.size
+        seeds = share_of(all_seeds, self.rank, self.size)
+        seeds = seeds.to(self.device) if self.on_gpu else seeds
+        if isinstance(self.sampler, TreeSampler):
+            blocks: tuple[Block, ...] = self.sampler.sample(seeds, key, first)
+        else:
+            blocks = self.sampler.sample(seeds, key)
+        if self.method.scale_sums:
+            blocks = tuple(block.scaling_sums(True) for block in blocks)
+        if not self.on_gpu:
+            trace.count("edges.sampled", sum(b.num_edges for b in blocks))
+        # A loader that was told of no ranks may be one of several, each with seeds of its own.
+        total = all_seeds.numel() if self.knows_ranks else None
+        return Batch(seeds, blocks, None, None, key=key, total_seeds=total)
+
+    def _gather(self, batch: Batch) -> Batch:
+        handles = {name: self._handle(table, batch) for name, table in self.data.tables.items()}
+        x: Rows | Tensor | None = handles.pop("x", None)
+        if self.read_by_gpu and not self._stays:
+            x = None  # until the ids are there
+        elif isinstance(x, Rows) and self.keeps_handle and not self._stays:
+            reads = isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows
+            x = self.model.read_ahead(x, batch.blocks[0]) if reads else x  # type: ignore[union-attr]
+        elif isinstance(x, Rows):
+            x = x.read() if self._is_near(x.table) else x.table.read(x.ids.cpu())
+            trace.count("bytes.gathered", x.numel() * x.element_size())
+        return replace(batch, x=x, y=self.labels(batch.seeds), tables=handles)
+
+    def _with_near_rows(self, batch: Batch) -> Batch:
+        """The batch with rows that the GPU reads itself, of ids that came from the host."""
+        if not self.read_by_gpu:
+            return batch
+        x = self._handle(self.data.tables["x"], batch)
+        if self.keeps_handle:
+            return replace(batch, x=x)
+        try:
+            return replace(batch, x=x.read())
+        except torch.OutOfMemoryError:
+            free_memory(self.device)
+            return replace(batch, x=x.read())
+
+    def labels(self, seeds: Tensor) -> Tensor | None:
+        y = self.data.y
+        return None if y is None else ops.gather_rows(y, seeds.to(y.device))
+
+    def _handle(self, table: Table, batch: Batch) -> Rows:
+        block = batch.blocks[0]
+        return TreeRows(table, block) if isinstance(block, TreeBlock) else Rows(table, batch.input_ids)
+
+    def _is_near(self, table: Readable) -> bool:
+        """Whether ids are where the table's kernels are."""
+        return not self.on_gpu or table.tiers(self.device) is not None
+
+    def _is_read_by_gpu(self) -> bool:
+        """Whether the host draws batches whose features a GPU has, or some of them and reads the rest in place."""
+        if self.on_gpu or self.device.type != "cuda" or "x" not in self.data.tables:
+            return False
+        tiers = self.data.tables["x"].tiers(self.device)
+        return tiers is not None and tiers.hot.device.type == "cuda"
+
+    def _keeps_handle(self, model: GNN | Whole | None) -> bool:
+        """Whether rows of the features are best left unread: some kernel of the model reads them itself."""
+        if model is None or "x" not in self.data.tables:
+            return False
+        table = self.data.tables["x"]
+        if self.on_gpu and self.layout == "tree":
+            return self._is_near(table)
+        here = self.read_by_gpu or self.device.type == ("cuda" if self.on_gpu else "cpu")
+        if not (here and self._is_near(table) and model.keeps_handle(table)):
+            return False
+        # Rows in host memory come sooner by ascending ids, each one once, than in the order of the edges.
+        stored = table.storage()
+        return stored is None or stored.device.type == self.device.type
+
+
+def resolve_layout(
+    method: Sampled, data: Dataset, device: torch.device, model: GNN | Whole | None
+) -> Literal["block", "tree"]:
+    """ "auto" replaced: trees where a GPU reads graph and features, since a step of theirs never asks the host."""
+    if method.layout == "tree" and isinstance(model, Whole):
+        raise ValueError(
+            f"layout=tree needs a model made of layers, and {type(model.module).__name__} is not: use hl.nn.GNN, or "
+            "set layout=block"
+        )
+    if method.layout != "auto":
+        return method.layout
+    if data.graph.indptr.device.type != "cuda" or -1 in method.fanout_per_layer or not isinstance(model, GNN):
+        return "block"
+    x, num_slots = data.tables.get("x"), Slots(method.batch_size, method.fanout_per_layer).offsets[-1]
+    tiers = None if x is None else x.tiers(device)
+    readable = tiers is not None and tiers.hot.device.type == "cuda"  # but for rows that are staged ahead
+    return "tree" if readable and num_slots <= max(MOST_SLOTS, data.num_nodes) else "block"
+
+
+def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:
+    """(workers, look_ahead) with "auto" replaced: preparing threads give way to training, so there is one per core."""
+    workers = min(MOST_WORKERS, num_cores) if method.workers == "auto" else method.workers
+    look_ahead = 2 * max(1, workers) if method.look_ahead == "auto" else method.look_ahead
+    return workers, look_ahead

@@ -1,0 +1,138 @@
+"""Staging: cold rows of the next steps, brought from host memory to the GPU while earlier steps train.
+
+The rows of many steps are read at once and in order, which is what host memory is fast at, and each of them once. A
+kernel finds them as it finds hot rows; what was not staged it reads from the host itself, so nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline.device.meter import free_bytes
+from hopline.device.streams import stream_for
+from hopline.tables.base import Table
+from hopline.tables.tiered import TieredTable
+
+STEPS = 16
+"""Steps whose rows are read at once: of a table of papers100M's size, enough that pages are read whole."""
+MOST_BYTES = 5 << 29
+"""Of the rows of so many steps; there is room for twice that."""
+
+
+class Staging:
+    """For one table on one GPU: two regions behind its hot rows, of which one is read while the other is filled."""
+
+    def __init__(self, table: TieredTable, device: torch.device, capacity: int, id_dtype: torch.dtype) -> None:
+        placed = table.reserve(device, 2 * capacity)
+        self.hot, self.cold, self.place = placed.tiers
+        self.fetched = placed.fetched
+        self.first_slots = (table.num_hot, table.num_hot + capacity)
+        self.stamp = torch.zeros(len(table), dtype=torch.int32, device=device)
+        self.found = torch.zeros(2, capacity, dtype=id_dtype, device=device)
+        self.count = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        self.window = 0
+
+    def fill(self, trees: Sequence[Tensor]) -> None:
+        """Read what the nodes of these trees need into the region that is not being read from."""
+        kernels, window = _kernels(), self.window + 1
+        found, count = self.found[window % 2], self.count[window % 2]
+        found.fill_(kernels.unclaimed(found.dtype))
+        count.zero_()
+        for nodes in trees:
+            kernels.claim(nodes, self.place, self.stamp, window, found, count)
+        found.copy_(found.sort().values)
+        first_slot = self.first_slots[window % 2]
+        kernels.stage(self.hot, self.cold, self.place, found, count, first_slot, self.fetched)
+
+    def turn(self) -> None:
+        """From now on rows are read where the last `fill` put them."""
+        self.clear()
+        self.window += 1
+        here = self.window % 2
+        _kernels().point(self.place, self.found[here], self.count[here], self.first_slots[here])
+
+    def clear(self) -> None:
+        """Forget what is staged."""
+        here = self.window % 2
+        _kernels().point(self.place, self.found[here], self.count[here], None)
+        self.count[here].zero_()
+
+
+class LookAhead:
+    """The staging of an epoch's steps, some of them at a time."""
+
+    def __init__(self, stagings: Sequence[Staging], device: torch.device, steps: int, draw: Callable[[], Tensor]):
+        """draw: the nodes of the next step's tree, -1 where there is none; its own counter goes on with each call."""
+        self.stagings, self.device, self.steps, self.draw = stagings, device, steps, draw
+        self.stream = stream_for("staging", device) if device.type == "cuda" else None
+        self.left = 0
+
+    def start(self, num_steps: int) -> None:
+        """An epoch of so many steps begins."""
+        self.left = num_steps
+        self._fill()
+
+    def before(self, step: int) -> None:
+        """Call it before each step, counted from 0."""
+        if step % self.steps:
+            return
+        self._wait(torch.cuda.current_stream, lambda: self.stream)
+        for staging in self.stagings:
+            staging.turn()
+        self._fill()
+
+    def end(self) -> None:
+        """Nothing is staged any more: the table may choose other hot rows."""
+        self._wait(torch.cuda.current_stream, lambda: self.stream)
+        for staging in self.stagings:
+            staging.clear()
+
+    def _fill(self) -> None:
+        num = min(self.steps, self.left)
+        self.left -= num
+        self._wait(lambda _: self.stream, lambda: torch.cuda.current_stream(self.device))
+        with self._aside():
+            trees = [self.draw() for _ in range(num)]
+            for staging in self.stagings if num else ():
+                staging.fill(trees)
+
+    def _aside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _wait(self, who: Callable[[torch.device], Any], whom: Callable[[], Any]) -> None:
+        if self.stream is not None:
+            who(self.device).wait_stream(whom())
+
+
+def stage_tables(
+    tables: Iterable[Table], device: torch.device, slots: int, steps: int, id_dtype: torch.dtype
+) -> list[Staging]:
+    """Staging for those of the tables that have rows in host memory, where there is room.
+
+    slots: nodes that a step looks at, at most.
+    """
+    found = []
+    for table in tables:
+        if not isinstance(table, TieredTable) or not _has_cold(table, device):
+            continue
+        most = min(MOST_BYTES, free_bytes(device) // 8) // max(1, table.row_bytes)
+        capacity = min(steps * slots, most, len(table) - table.num_hot)
+        if capacity > 0:
+            found.append(Staging(table, device, capacity, id_dtype))
+    return found
+
+
+def _has_cold(table: TieredTable, device: torch.device) -> bool:
+    tiers = table.tiers(device)
+    return tiers is not None and tiers.cold is not None
+
+
+def _kernels() -> Any:
+    """Triton is imported by those who use it only."""
+    return importlib.import_module("hopline.ops.gpu.stage")

@@ -1,0 +1,467 @@
+"""`NeighborLoader`: PyG's loader by hopline's sampler and threads, for a training script as it is.
+
+One batch goes through these stages:
+
+    sample (thread)          gather (thread)            move (thread)       finish (caller's thread)
+    nodes and edges     ->   rows of what lies     ->   to the GPU, if ->   rows of what lies on the GPU,
+    around the seeds         in host memory             there is one        then `transform`
+
+A batch has what PyG's has: every attribute with one row per node or edge, cut down to the batch. Rows
+are read from the tensors that the Data has, which are neither copied nor converted. The in-edges of
+all nodes are grouped once (12 bytes per edge, 4 if `edge_index` is sorted by destination), and loaders
+of one `edge_index` share them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from hopline import ops
+from hopline.core.graph import Graph, version_of
+from hopline.core.sampler import NeighborSampler, Subgraph, check_ids, seed_batches
+from hopline.data.dataset import Dataset
+from hopline.data.formats.pyg import split_masks
+from hopline.device.meter import numbered
+from hopline.methods.sampled.loader import MOST_WORKERS, resolve_workers
+from hopline.methods.sampled.settings import Sampled
+from hopline.pipeline.stages import Load, Pipeline, Stage
+from hopline.pipeline.transfer import Mover
+from hopline.pipeline.tuning import Tuning
+from hopline.tables import Table, TensorTable
+from hopline.tables.build import check_cuda
+from hopline.util.cores import num_cores
+from hopline.util.memory import reuse_freed_memory
+from hopline.util.spec import nearest
+
+IGNORED = frozenset(
+    {
+        "persistent_workers",
+        "pin_memory",
+        "pin_memory_device",
+        "prefetch_factor",
+        "filter_per_worker",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "timeout",
+        "in_order",
+        "is_sorted",
+        "temporal_strategy",
+        "collate_fn",
+        "dataset",
+    }
+)
+"""PyG's arguments on which no batch depends. PyG itself drops the last two."""
+
+_PYG = "keep torch_geometric.loader.NeighborLoader for it"
+REFUSED: Mapping[str, tuple[Any, str]] = {
+    "input_time": (None, _PYG),
+    "time_attr": (None, _PYG),
+    "weight_attr": (None, f"neighbours are drawn uniformly; {_PYG}"),
+    "subgraph_type": ("directional", f"a batch has the sampled edges alone; {_PYG}"),
+    "directed": (True, f"a batch has the sampled edges alone; {_PYG}"),
+    "disjoint": (False, f"seeds share their neighbours; {_PYG}"),
+    "neighbor_sampler": (None, _PYG),
+    "transform_sampler_output": (None, "use transform=, which gets the finished batch"),
+    "custom_cls": (None, "batches are of the class of the Data"),
+    "input_id": (None, "batch.input_id are positions in input_nodes"),
+    "sampler": (None, "give the seeds by input_nodes= and shuffle="),
+    "batch_sampler": (None, "give the seeds by input_nodes=, batch_size= and shuffle="),
+    "generator": (None, "give seed="),
+}
+"""PyG's arguments that would change batches: the value that changes nothing, and what to do instead."""
+
+
+class NeighborLoader:
+    """Batches of a PyG graph by neighbour sampling, in place of `torch_geometric.loader.NeighborLoader`.
+
+        train_loader = hl.NeighborLoader(data, [15, 10], input_nodes=data.train_mask, batch_size=1024, shuffle=True)
+
+    Each batch is a `Data` as PyG's loader makes it: x, edge_index, y, all other attributes by node and edge,
+    batch_size, n_id, e_id, input_id, num_sampled_nodes and num_sampled_edges; the seeds come first. Batches are
+    prepared ahead by threads, and every epoch draws anew. Equal `seed` draws the same, whatever the number of threads.
+
+    A loader belongs to one thread. It holds `data` and reads its attributes when an epoch begins, so that attributes
+    may be set and deleted between epochs; the edges are those of the beginning.
+    """
+
+    def __init__(
+        self,
+        data: Data | Dataset,
+        num_neighbors: Sequence[int],
+        input_nodes: Tensor | Sequence[int] | str | None = None,
+        *,
+        batch_size: int = 1,
+        shuffle: bool | None = False,
+        drop_last: bool = False,
+        replace: bool = False,
+        transform: Callable[[Data], Data] | None = None,
+        num_workers: int | Literal["auto"] = "auto",
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        **pyg_arguments: Any,
+    ) -> None:
+        """data: a PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have.
+
+        num_neighbors: in-edges drawn per node and hop, those of the seeds first; -1 takes all.
+        input_nodes: the seeds as ids, as a bool mask or by the name of a dataset's split; None takes all nodes.
+        transform: called on each batch, in order and in the thread that iterates.
+        num_workers: threads (not processes) that prepare batches; 0 prepares them in the thread that iterates.
+        device: where batches come; by default the GPU that `data` has tensors on, else the CPU.
+        pyg_arguments: PyG's other arguments. Those that only concern its worker processes are taken and do nothing;
+            those that would change batches are refused.
+        """
+        _check_arguments(pyg_arguments)
+        _check_num_neighbors(num_neighbors)
+        if num_workers != "auto" and (not isinstance(num_workers, int) or num_workers < 0):
+            raise ValueError(f"num_workers must be 'auto' or a number from 0, not {num_workers!r}")
+        self.data: Any = data
+        self.num_neighbors = [int(number) for number in num_neighbors]
+        self.input_nodes = input_nodes
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.transform = transform
+        self.num_workers: int | Literal["auto"] = num_workers
+        self.seed = seed
+        self._edges = _edges_of(data)
+        graph = self._edges.graph
+        self.device = _device_of(data, graph, device)
+        self._masks = split_masks(data) if isinstance(data, Dataset) else {}
+        ids, self._input_ids = _seeds_of(data, input_nodes, graph.num_nodes)
+        self._seeds = ids.to(graph.device)
+        self.dataset = range(ids.numel())
+        """Of the length that PyG's has: one entry per seed."""
+        self._method = Sampled(
+            fanouts=tuple(self.num_neighbors),
+            batch_size=batch_size,
+            replace=replace,
+            shuffle=bool(shuffle),
+            drop_last=drop_last,
+            workers=num_workers,
+        )
+        self._sampler = NeighborSampler(graph, self.num_neighbors, replace=replace)
+        self._tuning: Tuning | None = None
+        self._num_epochs = 0
+        reuse_freed_memory()
+
+    def __repr__(self) -> str:
+        return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.dataset), self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the next epoch, each a `Data`; not typed as one, as in PyG, where attributes may be None."""
+        self._num_epochs += 1
+        return self._epoch(self._num_epochs)
+
+    def _epoch(self, epoch: int) -> Iterator[Data]:
+        workers, look_ahead = self._threads
+        cutter = _Cutter(self._columns(), self._edges, self.device)
+        mover = Mover(self.device, look_ahead)
+        stages = [Stage("sample", self._sample), Stage("gather", cutter.gather), Stage("move", mover.move)]
+        pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
+        epoch_key = ops.derive_key(self.seed, epoch)
+        positions = seed_batches(
+            torch.arange(len(self.dataset)),
+            self.batch_size,
+            epoch_key,
+            shuffle=self._method.shuffle,
+            drop_last=self.drop_last,
+        )
+        requests = ((chosen, ops.derive_key(epoch_key, step)) for step, chosen in enumerate(positions))
+        with closing(pipeline.run(requests)) as prepared:
+            for moved in prepared:
+                batch = cutter.finish(mover.ready(moved))
+                yield batch if self.transform is None else self.transform(batch)
+        self._tune(pipeline.load)
+
+    def _sample(self, request: tuple[Tensor, int]) -> tuple[Tensor, Subgraph]:
+        """(`input_id` of the seeds, the sample around them)."""
+        chosen, key = request
+        input_id = chosen if self._input_ids is None else self._input_ids[chosen]
+        return input_id, self._sampler.sample_subgraph(self._seeds[chosen.to(self._seeds.device)], key)
+
+    @property
+    def _threads(self) -> tuple[int, int]:
+        """(threads that prepare the next epoch, how many batches they may be ahead)."""
+        if self._edges.graph.device.type != "cpu":
+            return 0, 1  # what a GPU prepares is prepared in its own order: threads would only take turns
+        return resolve_workers(self._method, num_cores()) if self._tuning is None else self._tuning.threads
+
+    def _tune(self, load: Load | None) -> None:
+        """After an epoch that threads prepared, if their number is left open."""
+        if load is None or self.num_workers != "auto":
+            return
+        if self._tuning is None:
+            self._tuning = Tuning(*self._threads, num_cores(), 2 * MOST_WORKERS)
+        self._tuning.learn(load)
+
+    def _columns(self) -> Columns:
+        """What the data has now."""
+        if isinstance(self.data, Dataset):
+            return _dataset_columns(self.data, self._masks)
+        return _data_columns(self.data)
+
+
+# ---- edges
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """A graph's in-edges, grouped by destination."""
+
+    graph: Graph
+    order: Tensor | None
+    """[num_edges] int64: each grouped edge's position in `edge_index`; None where it is the same."""
+    edge_index: Tensor | None
+    """What was grouped. Held so that no other tensor can get its id."""
+
+    def original_ids(self, edge_ids: Tensor) -> Tensor:
+        """Positions in `edge_index` of edges given by their positions in the graph."""
+        return edge_ids if self.order is None else ops.gather_rows(self.order, edge_ids)
+
+
+_grouped: WeakValueDictionary[tuple[int, int, int], Edges] = WeakValueDictionary()
+"""Edges that loaders hold, by (id and version of `edge_index`, number of nodes)."""
+
+
+def _edges_of(data: Data | Dataset) -> Edges:
+    if isinstance(data, Dataset):
+        return Edges(data.graph, None, None)
+    if not isinstance(data, Data):
+        raise TypeError(
+            f"NeighborLoader takes a torch_geometric.data.Data or a hopline Dataset, not {type(data).__name__}: "
+            "call .to_homogeneous() on a HeteroData first"
+        )
+    if "adj_t" in data:
+        raise ValueError("the Data has an adj_t, and batches have edge_index: make the Data without T.ToSparseTensor()")
+    edge_index, num_nodes = data.edge_index, data.num_nodes
+    if edge_index is None or num_nodes is None:
+        raise ValueError("the Data has no edge_index: give it one, [2, E] with sources first")
+    key = (id(edge_index), version_of(edge_index), num_nodes)
+    edges = _grouped.get(key)
+    if edges is None:
+        edges = _grouped[key] = _group(edge_index, num_nodes)
+    return edges
+
+
+def _group(edge_index: Tensor, num_nodes: int) -> Edges:
+    # PyG's EdgeIndex is a Tensor whose operations do more than needed here.
+    plain = edge_index.as_subclass(Tensor)
+    if plain.dim() != 2 or plain.size(0) != 2:
+        raise ValueError(f"edge_index must be [2, E], sources first, not {list(plain.shape)}")
+    check_ids(plain.reshape(-1), num_nodes)
+    src, dst = plain
+    indptr, order = ops.group_edges(dst.contiguous(), num_nodes)
+    is_sorted = bool((dst[1:] >= dst[:-1]).all())
+    small = src.to(torch.int32 if num_nodes < 2**31 else torch.int64)
+    if is_sorted:
+        return Edges(Graph(indptr, small.contiguous()), None, edge_index)
+    return Edges(Graph(indptr, ops.gather_rows(small.contiguous(), order)), order, edge_index)
+
+
+# ---- attributes
+
+
+@dataclass(frozen=True)
+class Column:
+    """An attribute with one row per node or edge."""
+
+    table: Table
+    dim: int
+    """The dimension of the attribute along which its rows lie; the table has them along 0."""
+
+    def read(self, ids: Tensor) -> Tensor:
+        return self.table.read(ids).movedim(0, self.dim)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What an epoch's batches are cut from."""
+
+    template: Data
+    """A Data with what batches share: attributes of the whole graph."""
+    node: Mapping[str, Column]
+    edge: Mapping[str, Column]
+
+
+def _data_columns(data: Data) -> Columns:
+    node, edge = {}, {}
+    for key in data.keys():  # noqa: SIM118, a Data is not iterated by its keys
+        if key in ("edge_index", "num_nodes"):
+            continue
+        value = data[key]
+        columns = node if data.is_node_attr(key) else edge if data.is_edge_attr(key) else None
+        if columns is None:
+            continue
+        value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"data.{key} is a {type(value).__name__} with an entry per node or edge: make it a tensor, or delete it"
+            )
+        if value.layout != torch.strided:
+            raise ValueError(
+                f"data.{key} is sparse: give NeighborLoader the dataset hl.from_pyg(data), which keeps it so and whose "
+                f"batches have dense rows, or set data.{key} = data.{key}.to_dense()"
+            )
+        dim = data.__cat_dim__(key, value)
+        columns[key] = Column(TensorTable(value.movedim(dim, 0)), dim)
+    return Columns(copy.copy(data), node, edge)
+
+
+def _dataset_columns(data: Dataset, masks: Mapping[str, Tensor]) -> Columns:
+    tables = dict(data.tables)
+    if data.y is not None:
+        tables["y"] = TensorTable(data.y)
+    tables |= {name: TensorTable(mask) for name, mask in masks.items()}
+    edge = {f"edge_{name}": Column(TensorTable(rows), 0) for name, rows in data.graph.edge.items()}
+    return Columns(Data(), {name: Column(table, 0) for name, table in tables.items()}, edge)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A batch on its way."""
+
+    data: Data
+    subgraph_ids: tuple[Tensor, Tensor]
+    """(global node ids, positions in `edge_index`), on the device of the batch."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in host memory, which have a way to go."""
+        values = [*self.data.to_dict().values(), *self.subgraph_ids]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.device.type == "cpu")
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Cut:
+        if device.type == "cpu":
+            return self
+        node_ids, edge_ids = (ids.to(device, non_blocking=non_blocking) for ids in self.subgraph_ids)
+        data = self.data.apply(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return _Cut(data, (node_ids, edge_ids))
+
+
+class _Cutter:
+    """Makes the batches of one epoch. Any thread may call it."""
+
+    def __init__(self, columns: Columns, edges: Edges, device: torch.device) -> None:
+        self.columns = columns
+        self.edges = edges
+        self.device = device
+        # Rows on a GPU are read by ids that come there with the batch: ids copied for this alone would wait for the
+        # steps before.
+        self.is_late = edges.graph.device.type == "cpu" and device.type != "cpu"
+
+    def gather(self, sampled: tuple[Tensor, Subgraph]) -> _Cut:
+        """The batch with all that its ids can read where they were drawn."""
+        input_id, subgraph = sampled
+        edge_ids = self.edges.original_ids(subgraph.edge_ids)
+        batch = copy.copy(self.columns.template)
+        batch.edge_index = subgraph.edge_index
+        batch.num_nodes = subgraph.node_ids.numel()
+        batch.batch_size = input_id.numel()
+        batch.input_id = input_id.to(subgraph.node_ids.device)
+        batch.num_sampled_nodes = subgraph.num_nodes
+        batch.num_sampled_edges = subgraph.num_edges
+        cut = _Cut(batch, (subgraph.node_ids, edge_ids))
+        self._read(cut, late=False)
+        return cut
+
+    def finish(self, cut: _Cut) -> Data:
+        """The whole batch."""
+        if self.is_late:
+            self._read(cut, late=True)
+        node_ids, edge_ids = cut.subgraph_ids
+        # An attribute of the data's own by these names was cut like any other.
+        if "n_id" not in self.columns.template:
+            cut.data.n_id = node_ids
+        if "e_id" not in self.columns.template:
+            cut.data.e_id = edge_ids
+        return cut.data
+
+    def _read(self, cut: _Cut, late: bool) -> None:
+        for columns, ids in zip((self.columns.node, self.columns.edge), cut.subgraph_ids, strict=True):
+            for key, column in columns.items():
+                tiers = column.table.tiers(self.device)
+                is_on_gpu = tiers is not None and tiers.hot.device.type != "cpu"
+                if late == (self.is_late and is_on_gpu):
+                    # Where no kernel reaches the rows, the host reads them.
+                    cut.data[key] = column.read(ids if tiers is not None else ids.cpu())
+
+
+# ---- arguments
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in IGNORED:
+            continue
+        if name not in REFUSED:
+            close = nearest(name, [*inspect.signature(NeighborLoader).parameters, *REFUSED, *IGNORED])
+            raise TypeError(f"NeighborLoader has no argument {name!r}.{close}")
+        default, advice = REFUSED[name]
+        value = getattr(value, "value", value)  # of an enum of PyG's
+        if type(value) is not type(default) or value != default:
+            raise ValueError(f"hopline's NeighborLoader has no {name}=: {advice}")
+
+
+def _check_num_neighbors(num_neighbors: Any) -> None:
+    good = isinstance(num_neighbors, Iterable) and not isinstance(num_neighbors, Mapping | str)
+    if not good or not list(num_neighbors):
+        raise ValueError(f"num_neighbors must have one number per hop, for example [15, 10], not {num_neighbors!r}")
+
+
+def _seeds_of(data: Data | Dataset, given: Any, num_nodes: int) -> tuple[Tensor, Tensor | None]:
+    """(ids, `input_id` of each): PyG's are positions in what was given, so those of a mask are the ids themselves.
+
+    None stands for 0, 1, 2, ...
+    """
+    if given is None:
+        return torch.arange(num_nodes), None
+    if isinstance(given, str):
+        splits = data.splits if isinstance(data, Dataset) else {}
+        if given not in splits:
+            raise ValueError(f"there is no split {given!r}: give input_nodes= as ids or as a mask, {_one_of(splits)}")
+        given = splits[given]
+    nodes = given.cpu() if isinstance(given, Tensor) else torch.as_tensor(given)
+    if nodes.dtype == torch.bool:
+        if nodes.shape != (num_nodes,):
+            raise ValueError(f"a mask must be [{num_nodes}], one entry per node, not {list(nodes.shape)}")
+        ids = nodes.nonzero().view(-1)
+        return ids, ids
+    check_ids(nodes, num_nodes)
+    is_seed = torch.zeros(num_nodes, dtype=torch.bool)
+    is_seed[nodes.long()] = True
+    if int(is_seed.sum()) != nodes.numel():
+        raise ValueError("input_nodes names a node more than once: give each id once, for example input_nodes.unique()")
+    return nodes.long(), None
+
+
+def _one_of(splits: Mapping[str, Tensor]) -> str:
+    return f"or one of {', '.join(splits)}" if splits else "since the data has no named splits"
+
+
+def _device_of(data: Data | Dataset, graph: Graph, given: torch.device | str | None) -> torch.device:
+    if isinstance(data, Dataset):
+        tensors = [table.storage() for table in data.tables.values()] + [data.y]
+    else:
+        tensors = list(data.to_dict().values())
+    devices = [graph.device, *(tensor.device for tensor in tensors if isinstance(tensor, Tensor))]
+    found = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    if given is not None:
+        check_cuda(torch.device(given))
+    device = found if given is None else numbered(given)
+    if device.type == "cpu" and found.type != "cpu":
+        raise ValueError(f"the data has tensors on {found} and batches are asked for on the CPU: leave out device=")
+    return device

@@ -1,0 +1,102 @@
+"""The work of `Sampled`: its loaders, and the units of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hopline.batch_unit import BatchUnit
+from hopline.budget.guard import Guard
+from hopline.contract import Job, Unit, Work
+from hopline.data.dataset import Dataset
+from hopline.distributed.world import World
+from hopline.methods.sampled.captured_step import CapturedWork
+from hopline.methods.sampled.loader import Loader
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn.whole_module import Whole, as_walkable, tell_calls, unwrapped
+from hopline.nn.whole_module_probe import check_batches
+from hopline.shards.collective_sampler import CollectiveLoader
+from hopline.shards.data import ShardedData
+from hopline.shards.shard import Shard
+
+
+def bind(method: Sampled, job: Job) -> Work:
+    """The work of a job: captured as a CUDA graph where a GPU samples trees, else batch by batch."""
+    method = method.for_model(job.model)
+    num_fanouts = len(method.fanout_per_layer)
+    num_layers = getattr(job.model, "num_layers", num_fanouts)
+    if num_layers != num_fanouts:
+        raise ValueError(
+            f"the model has {num_layers} layers and fanouts={method.fanouts} names {num_fanouts}: "
+            f"give one fan-out per layer, for example fanouts={','.join(['10'] * num_layers)}"
+        )
+    if method.scale_sums and isinstance(job.model, Whole):
+        raise ValueError("scale_sums=true needs a model made of layers: use hl.nn.GNN, or set scale_sums=false")
+    if isinstance(job.data, ShardedData):
+        shard, ids = job.data.shard, job.train_ids
+        job.model.check_blocks(shard.num_features, shard.edge)
+        loader = method.loader(shard, ids, seed=job.seed, device=job.device, model=job.model, world=job.world)
+        return SampledWork(job, loader)
+    job.model.check_blocks(job.data.num_features, job.data.graph.edge)
+    if isinstance(job.model, Whole) and "x" in job.data.tables:
+        check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
+    given = {"seed": job.seed, "device": job.device, "model": job.model, "world": job.world}
+    loader = method.loader(job.data, job.train_ids, **given)
+    if loader.layout == "tree" and loader.on_gpu:
+        return CapturedWork(job, loader)
+    return SampledWork(job, loader)
+
+
+def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
+    """Batches at `ids`, in their order."""
+    in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
+    options = {"seed": job.seed, "device": job.device}
+    if isinstance(job.data, ShardedData):
+        one_list = isinstance(job.model, Whole)
+        return CollectiveLoader(job.data.shard, ids, in_order, channel=job.data.channel, one_list=one_list, **options)
+    return in_order.loader(job.data, ids, model=job.model, **options)
+
+
+def make_loader(
+    method: Sampled,
+    data: Dataset | Shard,
+    ids: Tensor | str,
+    *,
+    seed: int,
+    device: torch.device | str,
+    model: nn.Module | None,
+    world: World | None,
+) -> Loader | CollectiveLoader:
+    """The batches alone; `Sampled.loader` says what the arguments are."""
+    if isinstance(data, Shard):
+        one_list = model is not None and isinstance(as_walkable(model), Whole)
+        return CollectiveLoader(data, ids, method, seed, device, world, one_list=one_list)
+    if isinstance(ids, str) and ids not in data.splits:
+        raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
+    chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
+    if model is not None:
+        tell_calls(unwrapped(model))
+    walk = None if model is None else as_walkable(model)
+    method = method if walk is None else method.for_model(walk)
+    return Loader(data, chosen, method, seed, torch.device(device), walk, world)
+
+
+@dataclass
+class SampledWork:
+    """Sampled training of one job."""
+
+    job: Job
+    loader: Loader | CollectiveLoader
+    guard: Guard | None = None
+    """Keeps the steps within a budget, where there is one."""
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        if isinstance(self.loader, Loader):
+            self.loader.divide = None if self.guard is None else self.guard.prepare
+        with closing(self.loader.epoch(epoch, done, examples)) as batches:
+            for batch in batches:
+                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)

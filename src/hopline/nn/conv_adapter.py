@@ -1,0 +1,359 @@
+"""Any PyG conv on a block, by one adapter.
+
+A conv is called in the first of these ways that a probe on a tiny graph shows to be equal to the conv on the whole
+graph: fused; with a pair (source rows, destination rows); square, with the output cut to the destinations. A conv
+that equals itself in none of them (several hops in one layer, a norm over the nodes present, padding to the largest
+degree present) is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn import CGConv, GENConv
+
+from hopline.core.batch import Block, Handle
+from hopline.core.graph import Graph
+from hopline.core.row_handles import typed
+from hopline.core.tree import TreeBlock
+from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
+from hopline.nn.fused import NORMALISED, dtype_of, fused, is_fused
+from hopline.nn.probe import (
+    BATCHES,
+    PaddedTree,
+    PlainTree,
+    block_of,
+    has_cache,
+    options_of,
+    probe_graph,
+    random_rows,
+    reordered,
+    tree_of,
+    trial_of,
+    without_caches,
+)
+
+Convention = Literal["fused", "pair", "square"]
+
+CALLS: tuple[Convention, ...] = ("pair", "square")
+"""Those in which the conv's own code runs."""
+EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type"}
+"""Argument of a PyG conv -> name of the graph's edge array."""
+
+
+class RunsConvs(Block, ABC):
+    """A block that runs convs itself, since its source rows are not all here."""
+
+    @abstractmethod
+    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+        """The conv's output for the block's destinations."""
+
+
+class SeesMore(ValueError):
+    """A conv whose output at a node depends on more than the node and its in-edges: no block has all that it needs."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a conv is called on blocks of one layout."""
+
+    convention: Convention
+    without_loops: bool = False
+    """Whether it leaves out edges from a node to itself, which it does not recognise in a tree."""
+    with_edges: bool = False
+    """Whether a destination with two edges is put before the others. Some aggregations fail where there are no edges,
+    and quantiles where the first node has none, or where a node without comes after a single edge."""
+    by_order: bool = False
+    """Whether its output depends on the order of a node's in-edges."""
+    has_cache: bool = False
+    """Whether it was built with cached=True."""
+
+
+_ways: WeakKeyDictionary[nn.Module, dict[type[Block], tuple[Any, Way]]] = WeakKeyDictionary()
+"""What was found out about convs by the layout of the blocks, with the settings and edge arrays that it is for."""
+
+
+def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
+    """The conv's output for the block's destinations: [num_dst, ...].
+
+    h: source rows [num_src, ...] or the handle to them; x0: initial rows, whose first num_dst are the destinations'.
+    layer: which of the model's it is, for draws of the conv's own.
+    """
+    if isinstance(block, RunsConvs):
+        return block.convolve(conv, h, x0)
+    layout = layout_of(conv, block)
+    names = block.edge if block.graph is None else block.graph.edge
+    way = _known_way(conv, layout, names)
+    if way is None:  # only then are the edge arrays looked at, which a tree has to gather
+        way = way_of(conv, h.shape[1], block.edge, layout, None if x0 is None else x0.size(1))
+    if block.scale_sums and way.convention != "fused":
+        raise ValueError(
+            f"scale_sums=true needs convs that sum plain rows (SAGEConv, GINConv, GraphConv); {_name(conv)} does not: "
+            "set method.scale_sums=false"
+        )
+    if way.by_order and not block.in_graph_order:
+        raise ValueError(
+            f"the output of {_name(conv)} depends on the order of a node's in-edges, which sampling does not keep: "
+            "set fanouts to -1 at every layer, or use an aggregation such as mean or max"
+        )
+    if is_fused_attention(conv) and is_on_gpu(block):
+        return attention(conv, h, block, layer)
+    with without_caches(conv) if way.has_cache else nullcontext():
+        return _call(conv, way, h, block, x0)
+
+
+def way_of(
+    conv: nn.Module,
+    width: int,
+    edge: Mapping[str, Tensor],
+    layout: type[Block] = Block,
+    initial_width: int | None = None,
+) -> Way:
+    """How the conv is called on blocks of a layout, found out when it is first asked for.
+
+    width, initial_width: of its input rows and of the initial rows, where a model has them. edge: the edge arrays.
+    """
+    way = _known_way(conv, layout, edge)
+    if way is None:
+        way = find_way(conv, width, edge, layout, initial_width)
+        _ways.setdefault(conv, {})[layout] = (_about(conv, edge), way)
+    return way
+
+
+def _known_way(conv: nn.Module, layout: type[Block], edge: Mapping[str, Tensor]) -> Way | None:
+    about, way = _ways.get(conv, {}).get(layout, (None, None))
+    return way if about == _about(conv, edge) else None
+
+
+def _about(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
+    """What the way of a conv depends on and may change; hooks decide whether it is fused."""
+    return options_of(conv), is_fused(conv), frozenset(edge)
+
+
+def layout_of(conv: nn.Module, block: Block) -> type[Block]:
+    """The class of the blocks that it is tried on. Kernels of fused convs know the empty slots of a GPU's trees."""
+    if not isinstance(block, TreeBlock):
+        return Block
+    return PaddedTree if block.on_gpu and not is_fused(conv) else PlainTree
+
+
+def _call(conv: nn.Module, way: Way, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
+    if way.convention == "fused":
+        return fused(conv, h, block, x0 if takes_x0(conv) else None)
+    dtype = dtype_of(conv, h)
+    rows, num_dst = typed(h, dtype), block.num_dst
+    edge_index, edge = _edges_of(block, way.without_loops)
+    edges = edge_arguments(conv, edge, dtype)
+    first = (_padded(x0, rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
+    own = rows[:num_dst]
+    if way.convention == "pair" and _is_padded(block):  # edges out of empty slots lead to one row more
+        own = torch.cat([own, rows[:1]])
+    if way.with_edges:
+        edges = {name: torch.cat([_two_rows(values), values]) for name, values in edges.items()}
+        shift = edge_index.new_tensor([[0], [1]] if way.convention == "pair" else [[1], [1]])
+        edge_index = torch.cat([edge_index.new_zeros(2, 2), edge_index + shift], dim=1)
+        own = torch.cat([rows[:1], own])
+        if way.convention == "square":
+            rows, first = torch.cat([rows[:1], rows]), tuple(torch.cat([x[:1], x]) for x in first)
+    x = (rows, own) if way.convention == "pair" else rows
+    start = int(way.with_edges)
+    return conv(x, *first, edge_index, **edges)[start : start + num_dst]
+
+
+def _two_rows(like: Tensor) -> Tensor:
+    """Rows of an edge array that every conv can compute with: numbers 1, type 0."""
+    return like.new_full((2, *like.shape[1:]), int(like.is_floating_point()))
+
+
+def _is_padded(block: Block) -> bool:
+    return isinstance(block, TreeBlock) and block.on_gpu
+
+
+def _edges_of(block: Block, without_loops: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """(edge_index, edge arrays). In a tree a conv does not see which edges come from the node itself."""
+    if not isinstance(block, TreeBlock):
+        return block.edge_index, block.edge
+    edge_index, edge = block.padded if block.on_gpu else (block.edge_index, block.edge)
+    if not without_loops or block.graph is None or not block.graph.self_loops.numel():
+        return edge_index, edge
+    src, dst = edge_index
+    loops = block.src_ids[src] == block.src_ids[dst.clamp(max=block.num_dst - 1)]
+    if block.on_gpu:
+        return torch.stack([src, torch.where(loops, block.num_dst, dst)]), edge
+    return edge_index[:, ~loops], {name: rows[~loops] for name, rows in edge.items()}
+
+
+def _padded(x0: Tensor, num_rows: int) -> Tensor:
+    """A square call wants a row per source; only the destinations' are used."""
+    missing = num_rows - x0.size(0)
+    return x0 if missing <= 0 else torch.cat([x0, x0.new_zeros(missing, *x0.shape[1:])])
+
+
+def takes_x0(conv: nn.Module) -> bool:
+    """Whether the conv takes the initial rows as an argument, as GCN2Conv does."""
+    return "x_0" in _arguments(type(conv))
+
+
+@functools.cache
+def _arguments(kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The graph's edge arrays that this conv takes, by argument name."""
+    parameters = _arguments(type(conv))
+    found = {}
+    for argument, name in EDGE_ARGUMENTS.items():
+        wanted = argument in parameters and name in edge
+        if wanted and not (argument == "edge_attr" and _lacks_edge_features(conv, edge[name])):
+            rows = edge[name]
+            found[argument] = rows.to(dtype) if rows.is_floating_point() or name == "weight" else rows
+    return found
+
+
+def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
+    """Whether a conv was built without edge features; with PyG alone its user would not pass them."""
+    if any(getattr(conv, name, 0) is None for name in ("edge_dim", "in_edge_channels")):
+        return True
+    if isinstance(conv, CGConv):
+        return conv.dim == 0
+    # It does not say, but without a layer of its own for them it adds them to its messages.
+    return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
+
+
+def find_way(
+    conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: type[Block], initial_width: int | None
+) -> Way:
+    """The first way of calling that equals the conv on a whole graph, for blocks that differ in what else they have."""
+    if getattr(conv, "flow", "source_to_target") != "source_to_target":
+        raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
+    initialise(conv, width, edge, initial_width)
+    graph = probe_graph(edge)
+    x = random_rows(graph.num_nodes, width)
+    start = None if initial_width is None else random_rows(graph.num_nodes, initial_width)
+    expected = whole_output(conv, x, graph, start)
+    trial = trial_of(conv)  # one for all blocks: what it keeps from one shows on the next
+    is_tree = issubclass(layout, TreeBlock)
+
+    def output(trial: nn.Module, way: Way, graph: Graph, nodes: Sequence[int]) -> Tensor | None:
+        """None where this is not a way in which the conv can be called."""
+        block = tree_of(graph, nodes, layout) if issubclass(layout, TreeBlock) else block_of(graph, nodes)
+        try:
+            with without_caches(trial):
+                return _call(trial, way, x[block.src_ids], block, None if start is None else start[block.dst_ids])
+        except Exception:
+            return None
+
+    def is_right(way: Way, graph: Graph, batches: Sequence[Sequence[int]] = BATCHES, anew: bool = False) -> bool:
+        """anew: with a copy for each block."""
+        found = ((nodes, output(trial_of(conv) if anew else trial, way, graph, nodes)) for nodes in batches)
+        return all(
+            out is not None
+            and out.shape == expected[[*nodes]].shape
+            and torch.allclose(out, expected[[*nodes]], 1e-8, 1e-10, equal_nan=True)
+            for nodes, out in found
+        )
+
+    def trains(way: Way) -> bool:
+        """Whether it can also be called in training, where SuperGATConv draws edges, with few edges or none."""
+        other = trial_of(conv).train()  # whose norms may move
+        with torch.random.fork_rng([]):
+            return all(output(other, way, graph, nodes) is not None for nodes in BATCHES[2:4])
+
+    cached = has_cache(conv)
+    if is_fused(conv):
+        ways = [Way("fused", has_cache=cached)]
+    else:
+        choices = itertools.product((False, True), CALLS, (False, True) if is_tree else (False,))
+        ways = [Way(call, without_loops, with_edges, has_cache=cached) for with_edges, call, without_loops in choices]
+    with torch.no_grad():
+        for way in ways:
+            if is_right(way, graph) and (way.convention == "fused" or trains(way)):
+                # Of fused ones GCN goes by the last of a node's loops, but takes it from the graph.
+                by_order = way.convention != "fused" and not is_right(way, reordered(graph), BATCHES[:1])
+                return replace(way, by_order=by_order)
+        keeps = any(is_right(way, graph, anew=True) and not is_right(way, graph) for way in ways)
+    if keeps:
+        raise ValueError(
+            f"{_name(conv)} keeps something of its first call, such as the edges, and every block has others: let it "
+            "compute that anew in each call"
+        )
+    if is_tree:
+        way_of(conv, width, edge, Block, initial_width)  # refused there if it cannot run on blocks either
+        raise ValueError(
+            f"{_name(conv)} cannot run on trees, in which every edge has a source of its own: set layout=block"
+        )
+    if isinstance(conv, NORMALISED) and (conv._forward_hooks or conv._forward_pre_hooks):
+        raise SeesMore(
+            f"{_name(conv)} has hooks, with which PyG's own forward runs, by the degrees of the nodes that are "
+            "present, and a batch has only some: remove the hooks, or use method=full_batch with "
+            "aggregation=sequential"
+        )
+    raise SeesMore(
+        f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "
+        "in-edges (several hops in one layer, a norm by degrees or nodes that are present, padding to the largest "
+        "degree present); convs such as SAGEConv, GCNConv, GATConv, GINConv, PNAConv and TransformerConv can, and "
+        "method=full_batch runs most others"
+    )
+
+
+def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) -> Tensor:
+    """The conv's output at all nodes of a graph, as plain PyG computes it, in float64 and in evaluation mode."""
+    trial = trial_of(conv)
+    first = (x0,) if takes_x0(conv) else ()
+    edges = edge_arguments(trial, graph.edge, torch.float64)
+    with torch.no_grad():
+        try:
+            out = trial(x, *first, graph.edge_index(), **edges)
+        except Exception as error:
+            raise ValueError(
+                f"{_name(conv)} cannot be called as conv({', '.join(['x', 'edge_index', *edges])}) with rows of width "
+                f"{x.size(1)}: {_reason(conv, error, edges)}"
+            ) from error
+    if not isinstance(out, Tensor) or out.size(0) != x.size(0):
+        kind = f"shape {list(out.shape)}" if isinstance(out, Tensor) else f"type {type(out).__name__}"
+        raise ValueError(f"{_name(conv)} puts out {kind}: a conv must put out one tensor, with a row per node")
+    if not out.isfinite().any():
+        raise ValueError(f"{_name(conv)} puts out nothing but inf and nan for ordinary rows")
+    return out
+
+
+def _reason(conv: nn.Module, error: Exception, edges: Mapping[str, Tensor]) -> str:
+    """Why a call failed, and what the conv takes that the graph has not; of an assertion without words, its line."""
+    words = " ".join(str(error).split()) or f"it stops at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+    taken = [name for name in EDGE_ARGUMENTS if name in _arguments(type(conv)) and name not in edges]
+    arrays = " and ".join(f"{name} (edge array {EDGE_ARGUMENTS[name]!r})" for name in taken)
+    return f"{words}; it can take {arrays}, which the graph does not have" if taken else words
+
+
+def initialise(conv: nn.Module, width: int, edge: Mapping[str, Tensor], initial_width: int | None) -> None:
+    """Give a conv built with in_channels=-1 its parameters."""
+    if not any(is_lazy(p) for p in conv.parameters()):
+        return
+    mode = conv.training
+    conv.eval()
+    like = next(conv.parameters())
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    graph = probe_graph(edge)
+    needs_x0 = takes_x0(conv) and initial_width is not None
+    first = (torch.zeros(graph.num_nodes, initial_width, **options),) if needs_x0 else ()  # type: ignore[arg-type]
+    edges = {name: rows.to(like.device) for name, rows in edge_arguments(conv, graph.edge, like.dtype).items()}
+    with torch.no_grad():
+        conv(torch.zeros(graph.num_nodes, width, **options), *first, graph.edge_index().to(like.device), **edges)
+    conv.train(mode)
+
+
+def _name(conv: nn.Module) -> str:
+    return type(conv).__name__

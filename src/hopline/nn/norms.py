@@ -1,0 +1,99 @@
+"""Norms by name, and the statistics of batch norms: of which rows they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch_geometric.nn import norm as pyg_norm
+
+from hopline.core.batch import Block
+from hopline.core.tree import TreeBlock
+
+
+def make_norm(name: str, width: int) -> nn.Module:
+    """'batch' or 'layer', under the parameter names of PyG's own."""
+    if name == "batch":
+        return pyg_norm.BatchNorm(width)
+    if name == "layer":
+        return pyg_norm.LayerNorm(width, mode="node")
+    raise ValueError(f"norm must be 'batch', 'layer', None or modules, not {name!r}")
+
+
+@contextmanager
+def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterator[None]:
+    """Batch norms go by their running statistics while this lasts: a single row has no variance to go by."""
+    norms = [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
+    if not only_if:
+        norms = []
+    for norm in norms:
+        norm.eval()
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.train()
+
+
+def empty_rows_left_out(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
+    """Batch norms, also those inside convs, take their statistics from a tree's slots that are not empty."""
+    norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
+    if not isinstance(block, TreeBlock) or next(norms, None) is None:
+        return nullcontext()
+    return OwnStatistics(partial(_of_present, block.present))
+
+
+Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Rows -> (mean, variance, how many rows they are of)."""
+
+
+class OwnStatistics(TorchFunctionMode):
+    """Replaces `batch_norm` in training by one whose statistics are not simply those of its rows."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        super().__init__()
+        self.statistics = statistics
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return torch.batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps, False)
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean, var, count = self.statistics(exact)
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.lerp_((var * count / (count - 1).clamp(min=1)).to(running_var.dtype), momentum)
+        out = (exact - mean) * (var + eps).rsqrt()
+        out = out if weight is None else out * weight
+        return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rows that are there; shapes stay as they are."""
+    there = present[: rows.size(0), None].to(rows.dtype)
+    count = there.sum().clamp(min=1)
+    mean = (rows * there).sum(0) / count
+    return mean, ((rows - mean).square() * there).sum(0) / count, count

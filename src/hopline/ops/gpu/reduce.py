@@ -1,0 +1,400 @@
+"""Triton kernels for reductions over destination-sorted edges, with their gradients; definitions in `reference.py`.
+
+No kernel builds a matrix with a row per edge: rows are read straight from their table, on the device or in pinned host
+memory. Gradients run over edges grouped by source, so that no two threads add to the same number and every run gives
+the same bits. Half types are summed in float32. Nothing here waits for the device.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hopline.ops.gpu.errors import EDGE_ERROR, error_flags, report
+from hopline.ops.gpu.runtime import check_readable, is_interpreted, launching
+from hopline.ops.gpu.sampling import gather_rows, group_edges
+
+COLUMNS_AT_ONCE = 256
+TILE = 4096
+"""Numbers a program has in flight: destinations times edges times columns."""
+WARP_COLUMNS = 128
+"""Columns of all rows that one warp sums."""
+
+
+@triton.jit
+def _divide(a, b):
+    """Rounded as IEEE asks, which `/` on float32 is not."""
+    return a / b if a.dtype == tl.float64 else tl.div_rn(a, b)
+
+
+@triton.jit
+def _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS: tl.constexpr):
+    """(destination, first edge, end of its edges) of a program's destinations; a row that does not fit has none."""
+    d = tl.program_id(0) * DSTS + tl.arange(0, DSTS)
+    there = d < num_dst
+    start = tl.load(indptr + d, mask=there, other=0)
+    stop = tl.load(indptr + d + 1, mask=there, other=0)
+    wrong = (start < 0) | (stop < start) | (stop > num_edges)
+    report(flags, EDGE_ERROR, wrong)
+    return d, start, tl.where(wrong, start, stop)
+
+
+@triton.jit
+def _sources(src_idx, flags, start, stop, step, num_rows, EDGES: tl.constexpr):
+    """(edge, source, whether there is one) of the next EDGES edges of each destination."""
+    edge = start[:, None] + step + tl.arange(0, EDGES)[None, :]
+    is_edge = edge < stop[:, None]
+    src = tl.load(src_idx + edge, mask=is_edge, other=0).to(tl.int64)
+    wrong = is_edge & ((src < 0) | (src >= num_rows))
+    report(flags, EDGE_ERROR, wrong)
+    return edge, src, is_edge & (wrong == 0)
+
+
+@triton.jit
+def _read(rows, row, mask, column, WIDTH: tl.constexpr, ACC: tl.constexpr):
+    """rows[row][column] as numbers to add: [DSTS, EDGES, COLUMNS], 0 where there is none."""
+    mask = mask[:, :, None] & (column < WIDTH)[None, None, :]
+    return tl.load(rows + row[:, :, None] * WIDTH + column[None, None, :], mask=mask, other=0).to(ACC)
+
+
+@triton.jit
+def _put_own(rows, own, out, flags, d, there, column, num_rows, WIDTH: tl.constexpr):
+    row = tl.load(own + d, mask=there, other=0).to(tl.int64)
+    wrong = there & ((row < 0) | (row >= num_rows))
+    report(flags, EDGE_ERROR, wrong)
+    mask = (there & (wrong == 0))[:, None] & (column < WIDTH)[None, :]
+    values = tl.load(rows + row[:, None] * WIDTH + column[None, :], mask=mask, other=0)
+    tl.store(out + d.to(tl.int64)[:, None] * (2 * WIDTH) + WIDTH + column[None, :], values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_dst", "num_edges", "num_rows"])
+def _sum_kernel(
+    rows, indptr, src_idx, weight, own, out, flags, num_dst, num_edges, num_rows,
+    MEAN: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
+    DSTS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((DSTS, COLUMNS), ACC)
+    for step in range(0, tl.max(stop - start, axis=0), EDGES):
+        edge, src, is_edge = _sources(src_idx, flags, start, stop, step, num_rows, EDGES)
+        values = _read(rows, src, is_edge, column, WIDTH, ACC)
+        if weight is not None:
+            values *= tl.load(weight + edge, mask=is_edge, other=0).to(ACC)[:, :, None]
+        total += tl.sum(values, axis=1)
+    if MEAN:
+        total = _divide(total, tl.maximum(stop - start, 1).to(ACC)[:, None])
+    there = d < num_dst
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + d.to(tl.int64)[:, None] * STRIDE + column[None, :], total, mask=mask)
+    if own is not None:
+        _put_own(rows, own, out, flags, d, there, column, num_rows, WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_dst", "num_edges", "num_rows"])
+def _max_kernel(
+    rows, indptr, src_idx, own, out, flags, num_dst, num_edges, num_rows,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
+    DSTS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    most = tl.full((DSTS, COLUMNS), float("-inf"), ACC)
+    is_nan = tl.full((DSTS, COLUMNS), 0, tl.int32)
+    for step in range(0, tl.max(stop - start, axis=0), EDGES):
+        _, src, is_edge = _sources(src_idx, flags, start, stop, step, num_rows, EDGES)
+        values = _read(rows, src, is_edge, column, WIDTH, ACC)
+        # NaN must come through, as it does in torch; `max` drops it.
+        is_nan = tl.maximum(is_nan, tl.max((values != values).to(tl.int32), axis=1))
+        numbers = tl.where(is_edge[:, :, None] & (values == values), values, float("-inf"))
+        most = tl.maximum(most, tl.max(numbers, axis=1))
+    most = tl.where((stop > start)[:, None], most, 0)
+    most = tl.where(is_nan > 0, float("nan"), most)
+    there = d < num_dst
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + d.to(tl.int64)[:, None] * STRIDE + column[None, :], most, mask=mask)
+    if own is not None:
+        _put_own(rows, own, out, flags, d, there, column, num_rows, WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_dst", "num_edges", "num_rows"])
+def _max_shares_kernel(
+    rows, indptr, src_idx, out, grad, shares, flags, num_dst, num_edges, num_rows,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
+    DSTS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """torch's rule: the edges that reach the maximum share its gradient, with the initial 0 if the maximum is 0."""
+    d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (d < num_dst)[:, None] & (column < WIDTH)[None, :]
+    place = d.to(tl.int64)[:, None]
+    most = tl.load(out + place * STRIDE + column[None, :], mask=mask, other=0).to(ACC)
+    ties = (most == 0).to(tl.int32)
+    for step in range(0, tl.max(stop - start, axis=0), EDGES):
+        _, src, is_edge = _sources(src_idx, flags, start, stop, step, num_rows, EDGES)
+        values = _read(rows, src, is_edge, column, WIDTH, ACC)
+        ties += tl.sum((is_edge[:, :, None] & (values == most[:, None, :])).to(tl.int32), axis=1)
+    whole = tl.load(grad + place * STRIDE + column[None, :], mask=mask, other=0).to(ACC)
+    # Nothing equals NaN, so a maximum that is NaN has no ties, and nobody will ask for its share.
+    tl.store(shares + place * WIDTH + column[None, :], _divide(whole, tl.maximum(ties, 1).to(ACC)), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_src", "num_edges", "num_dst"])
+def _max_backward_kernel(
+    rows, src_indptr, dst_idx, out, shares, grad_rows, flags, num_src, num_edges, num_dst,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
+    DSTS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same loop, over sources: each sums the shares of the destinations whose maximum its row reaches."""
+    s, start, stop = _rows_of_edges(src_indptr, flags, num_src, num_edges, DSTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (s < num_src)[:, None] & (column < WIDTH)[None, :]
+    place = s.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    row = tl.load(rows + place, mask=mask, other=0).to(ACC)
+    total = tl.zeros((DSTS, COLUMNS), ACC)
+    for step in range(0, tl.max(stop - start, axis=0), EDGES):
+        _, dst, is_edge = _sources(dst_idx, flags, start, stop, step, num_dst, EDGES)
+        share = _read(shares, dst, is_edge, column, WIDTH, ACC)
+        inside = is_edge[:, :, None] & (column < WIDTH)[None, None, :]
+        most = tl.load(out + dst[:, :, None] * STRIDE + column[None, None, :], mask=inside, other=0).to(ACC)
+        total += tl.sum(tl.where(most == row[:, None, :], share, 0), axis=1)
+    tl.store(grad_rows + place, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_edges", "num_rows", "num_dst"])
+def _dots_kernel(
+    rows, grad, src_idx, dst_idx, dots, num_edges, num_rows, num_dst,
+    WIDTH: tl.constexpr, ACC: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of weights: of each edge its source's row times its destination's gradient."""
+    edge = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
+    is_edge = edge < num_edges
+    src = tl.load(src_idx + edge, mask=is_edge, other=0).to(tl.int64)
+    dst = tl.load(dst_idx + edge, mask=is_edge, other=0).to(tl.int64)
+    fits = is_edge & (src >= 0) & (src < num_rows) & (dst >= 0) & (dst < num_dst)
+    total = tl.zeros((EDGES,), ACC)
+    for first in range(0, WIDTH, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        mask = fits[:, None] & (column < WIDTH)[None, :]
+        values = tl.load(rows + src[:, None] * WIDTH + column[None, :], mask=mask, other=0).to(ACC)
+        total += tl.sum(values * tl.load(grad + dst[:, None] * WIDTH + column[None, :], mask=mask, other=0), axis=1)
+    tl.store(dots + edge, total, mask=is_edge)
+
+
+def _tile(num_rows: int, num_edges: int, width: int, warp: bool = False) -> tuple[tuple[int, int], dict[str, int]]:
+    """(grid, block sizes) for a loop over the edges of each of so many rows. warp: one does what fits into it."""
+    columns = min(triton.next_power_of_2(width), COLUMNS_AT_ONCE)
+    edges, tile, more = 16 if num_edges > 4 * num_rows else 8, TILE, {}
+    if is_interpreted():  # there, work costs by the number of steps and not by their size
+        edges, tile = 64, 64 * TILE
+    elif warp and columns <= WARP_COLUMNS:
+        edges, tile, more = 16, 16 * WARP_COLUMNS, {"num_warps": 1}
+    at_once = max(1, tile // (columns * edges))
+    grid = (triton.cdiv(num_rows, at_once), triton.cdiv(width, columns))
+    return grid, {"DSTS": at_once, "EDGES": edges, "COLUMNS": columns, **more}
+
+
+def _accumulator(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
+    """What numbers of a type are summed in, for torch and for Triton."""
+    return (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
+
+
+def _run_sum(
+    rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor | None, mean: bool, out: Tensor
+) -> None:
+    """out[:, : width] = the sum or mean over each group's edges of (weight *) rows[src_idx]; rows[own] to the right."""
+    num_dst, width = indptr.numel() - 1, rows.size(1)
+    if out.numel() == 0:
+        return
+    grid, blocks = _tile(num_dst, src_idx.numel(), width, warp=True)
+    with launching(out.device):
+        _sum_kernel[grid](
+            *(rows, indptr, src_idx, weight, own, out, error_flags(out.device)),
+            *(num_dst, src_idx.numel(), rows.size(0)),
+            MEAN=mean,
+            WIDTH=width,
+            STRIDE=out.size(1),
+            ACC=_accumulator(rows.dtype)[1],
+            **blocks,
+        )
+
+
+def _run_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, own: Tensor | None, out: Tensor) -> None:
+    num_dst, width = indptr.numel() - 1, rows.size(1)
+    if out.numel() == 0:
+        return
+    grid, blocks = _tile(num_dst, src_idx.numel(), width)
+    with launching(out.device):
+        _max_kernel[grid](
+            *(rows, indptr, src_idx, own, out, error_flags(out.device)),
+            *(num_dst, src_idx.numel(), rows.size(0)),
+            WIDTH=width,
+            STRIDE=out.size(1),
+            ACC=_accumulator(rows.dtype)[1],
+            **blocks,
+        )
+
+
+def _sum_backward(
+    grad: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, num_rows: int, dtype: torch.dtype
+) -> Tensor:
+    """Each source's gradient: the sum of (weight *) grad over its edges' destinations."""
+    src_indptr, order = group_edges(src_idx, num_rows)
+    grad_rows = torch.empty(num_rows, grad.size(1), dtype=dtype, device=grad.device)
+    scale = None if weight is None else weight[order]
+    _run_sum(grad, src_indptr, dst_idx[order], scale, None, False, grad_rows)
+    return grad_rows
+
+
+def _max_backward(rows: Tensor, indptr: Tensor, src_idx: Tensor, dst_idx: Tensor, out: Tensor, grad: Tensor) -> Tensor:
+    """`out` and `grad` may be wider than the rows: their own rows stand to the right."""
+    (num_dst, stride), width, num_edges = out.shape, rows.size(1), src_idx.numel()
+    exact, accumulator = _accumulator(rows.dtype)
+    shares = torch.empty(num_dst, width, dtype=exact, device=grad.device)
+    grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=grad.device)
+    src_indptr, order = group_edges(src_idx, rows.size(0))
+    flags, sizes = error_flags(grad.device), {"WIDTH": width, "STRIDE": stride, "ACC": accumulator}
+    with launching(grad.device):
+        if shares.numel():
+            grid, blocks = _tile(num_dst, num_edges, width)
+            edges = (rows, indptr, src_idx, out, grad, shares, flags, num_dst, num_edges, rows.size(0))
+            _max_shares_kernel[grid](*edges, **sizes, **blocks)
+        if grad_rows.numel():
+            grid, blocks = _tile(rows.size(0), num_edges, width)
+            edges = (rows, src_indptr, dst_idx[order], out, shares, grad_rows, flags, rows.size(0), num_edges, num_dst)
+            _max_backward_kernel[grid](*edges, **sizes, **blocks)
+    return grad_rows
+
+
+def _dots(rows: Tensor, grad: Tensor, src_idx: Tensor, dst_idx: Tensor, dtype: torch.dtype) -> Tensor:
+    num_edges, width = src_idx.numel(), rows.size(1)
+    dots = torch.empty(num_edges, dtype=dtype, device=grad.device)
+    if num_edges and width:
+        columns = min(triton.next_power_of_2(width), COLUMNS_AT_ONCE)
+        edges = max(1, TILE // columns)
+        with launching(grad.device):
+            _dots_kernel[(triton.cdiv(num_edges, edges),)](
+                *(rows, grad, src_idx, dst_idx, dots, num_edges, rows.size(0), grad.size(0)),
+                WIDTH=width,
+                ACC=_accumulator(rows.dtype)[1],
+                EDGES=edges,
+                COLUMNS=columns,
+            )
+        return dots
+    return dots.zero_()
+
+
+class _ReduceEdges(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        indptr: Tensor,
+        src_idx: Tensor,
+        reduce: str,
+        weight: Tensor | None,
+        own: Tensor | None,
+    ) -> Tensor:
+        flat = _as_matrix(rows)
+        num_dst, width = indptr.numel() - 1, flat.size(1)
+        shape = rows.shape[1:] if own is None else (2 * width,)
+        out = torch.empty(num_dst, *shape, dtype=rows.dtype, device=src_idx.device)
+        target = out.view(num_dst, math.prod(shape))
+        if reduce == "max":
+            _run_max(flat, indptr, src_idx, own, target)
+        else:
+            _run_sum(flat, indptr, src_idx, weight, own, reduce == "mean", target)
+        ctx.reduce, ctx.shape, ctx.dtype = reduce, rows.shape, rows.dtype
+        needs_rows = reduce == "max" or (weight is not None and weight.requires_grad)
+        maxima = out if reduce == "max" else None
+        ctx.save_for_backward(rows if needs_rows else None, indptr, src_idx, weight, own, maxima)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        rows, indptr, src_idx, weight, own, out = ctx.saved_tensors
+        (num_rows, *_), width, num_dst = ctx.shape, math.prod(ctx.shape[1:]), grad.size(0)
+        grad = grad.reshape(num_dst, width if own is None else 2 * width).contiguous()
+        left, right = grad[:, :width], grad[:, width:]
+        if ctx.reduce == "mean":
+            exact = _accumulator(ctx.dtype)[0]
+            left, right = left.to(exact) / indptr.diff().clamp(min=1).to(exact)[:, None], right.to(exact)
+        dst_idx = _destinations(indptr, src_idx.numel())
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0] and ctx.reduce == "max":
+            maxima = out.view(num_dst, grad.size(1))
+            grad_rows = _max_backward(_as_matrix(rows), indptr, src_idx, dst_idx, maxima, grad)
+            if own is not None:
+                beside = torch.arange(num_dst, device=grad.device)
+                grad_rows += _sum_backward(right.contiguous(), beside, own, None, num_rows, ctx.dtype)
+        elif ctx.needs_input_grad[0]:
+            edges = (left.contiguous(), dst_idx, src_idx, weight)
+            if own is not None:
+                edges = _with_own_edges(left, right, dst_idx, src_idx, weight, own)
+            grad_rows = _sum_backward(*edges, num_rows, ctx.dtype)
+        if weight is not None and ctx.needs_input_grad[4]:
+            grad_weight = _dots(_as_matrix(rows), left.contiguous(), src_idx, dst_idx, weight.dtype)
+        shaped = None if grad_rows is None else grad_rows.view(ctx.shape)
+        return shaped, None, None, None, grad_weight, None
+
+
+def _with_own_edges(
+    left: Tensor, right: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(grad, destinations, sources, weight): own rows are sources of edges too, to the right halves, of weight 1."""
+    beside = torch.arange(own.numel(), 2 * own.numel(), device=own.device)
+    scale = None if weight is None else torch.cat([weight, weight.new_ones(own.numel())])
+    return torch.cat([left, right]), torch.cat([dst_idx, beside]), torch.cat([src_idx.to(own.dtype), own]), scale
+
+
+def _destinations(indptr: Tensor, num_edges: int) -> Tensor:
+    """The destination of each edge; safe for any indptr, where `repeat_interleave` would have to ask its sum."""
+    edges = torch.arange(num_edges, device=indptr.device)
+    return torch.searchsorted(indptr, edges, right=True, out_int32=True) - 1
+
+
+def _as_matrix(rows: Tensor) -> Tensor:
+    return rows.detach().reshape(rows.size(0), math.prod(rows.shape[1:])).contiguous()
+
+
+def reduce_edges(
+    rows: Tensor,
+    indptr: Tensor,
+    src_idx: Tensor,
+    reduce: str,
+    weight: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Tensor:
+    """A source, own row or indptr that does not fit raises at the next wait for the device: see `gpu_errors`."""
+    check_readable("the table of rows", rows)
+    if weight is not None and weight.shape != src_idx.shape:
+        raise ValueError(f"there are {weight.numel()} weights for {src_idx.numel()} edges: give one per edge")
+    if own is not None and (rows.dim() != 2 or own.shape != (indptr.numel() - 1,)):
+        raise ValueError("own rows stand beside a matrix's reduced ones: give one id per destination")
+    if weight is not None and reduce == "max":
+        return _weighted_max(rows, indptr, src_idx, weight, own)
+    if weight is not None:
+        weight = weight.to(_accumulator(rows.dtype)[0]).contiguous()
+    own = None if own is None else own.contiguous()
+    out = _ReduceEdges.apply(rows, indptr.contiguous(), src_idx.contiguous(), reduce, weight, own)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor, own: Tensor | None) -> Tensor:
+    """Every product is needed for the gradient; no conv asks for weighted maxima often enough to fuse them."""
+    exact = _accumulator(rows.dtype)[0]
+    scale = weight.to(exact).view(-1, *[1] * (rows.dim() - 1))
+    messages = gather_rows(rows, src_idx).to(exact) * scale
+    edges = torch.arange(src_idx.numel(), device=src_idx.device)
+    out = reduce_edges(messages, indptr, edges, "max").to(rows.dtype)
+    return out if own is None else torch.cat([out, gather_rows(rows, own)], dim=1)

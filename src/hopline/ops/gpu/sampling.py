@@ -1,0 +1,291 @@
+"""Triton kernels for sampling and gathering, and torch's own for grouping; definitions in `reference.py`.
+
+Graphs and rows may lie in device memory or in pinned host memory, which kernels read in place. Sizes are the host's:
+sampling waits for the device once, to learn how many edges there are.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hopline.ops import reference
+from hopline.ops.cpu import sampling as cpu
+from hopline.ops.gpu.errors import GROUP_ERROR, NODE_ERROR, ROW_ERROR, error_flags, read_with_errors, report
+from hopline.ops.gpu.map import DeviceIdMap
+from hopline.ops.gpu.runtime import (
+    GOLDEN,
+    bounded,
+    check_readable,
+    first_state,
+    key_on,
+    launching,
+    mix,
+    readable,
+    shuffled,
+)
+from hopline.ops.reference import Neighbors
+
+NODES_AT_ONCE = 128
+"""Nodes per program: one per thread."""
+
+UNROLLED_FANOUT = 25
+"""Up to here a shuffle is unrolled, a register per swap; beyond, a row of registers holds the swaps of a node."""
+
+GATHER_WORDS, GATHER_COLUMNS = 2048, 512
+"""Words a program of `gather_rows` has in flight, and the most of them in one row."""
+
+SELF_LOOP_EDGES = 1 << 24
+"""Edges that are looked at together: their destinations are spelt out."""
+
+
+@triton.jit(do_not_specialize=["num", "num_nodes", "num_edges", "fanout"])
+def _count_kernel(
+    indptr, nodes, starts, degrees, out_indptr, flags, num, num_nodes, num_edges, fanout,
+    REPLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = i < num
+    node = tl.load(nodes + i, mask=there, other=0).to(tl.int64)
+    inside = there & (node >= 0) & (node < num_nodes)
+    start = tl.load(indptr + node, mask=inside, other=0)
+    stop = tl.load(indptr + node + 1, mask=inside, other=0)
+    fits = inside & (start >= 0) & (stop >= start) & (stop <= num_edges)
+    report(flags, NODE_ERROR, there & (fits == 0))
+    degree = tl.where(fits, stop - start, 0)
+    limit = tl.where(fanout < 0, degree, fanout)
+    count = tl.where(degree > 0, limit, 0) if REPLACE else tl.minimum(degree, limit)
+    tl.store(starts + i, tl.where(fits, start, 0), mask=there)
+    tl.store(degrees + i, degree.to(tl.int32), mask=there)
+    tl.store(out_indptr + 1 + i, count, mask=there)
+
+
+def _count(
+    indptr: Tensor, nodes: Tensor, num_edges: int, fanout: int, replace: bool
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(where each node's edges start, how many there are, indptr of those to take, how many these are)."""
+    num, device = nodes.numel(), nodes.device
+    starts = torch.empty(num, dtype=torch.int64, device=device)
+    degrees = torch.empty(num, dtype=torch.int32, device=device)
+    out_indptr = torch.zeros(num + 1, dtype=torch.int64, device=device)
+    if num == 0:
+        return starts, degrees, out_indptr, 0
+    with launching(device):
+        _count_kernel[(triton.cdiv(num, 1024),)](
+            *(indptr, nodes, starts, degrees, out_indptr, error_flags(device)),
+            *(num, indptr.numel() - 1, num_edges, fanout),
+            REPLACE=replace,
+            BLOCK=1024,
+        )
+    out_indptr.cumsum_(0)
+    return starts, degrees, out_indptr, read_with_errors(out_indptr[-1:])
+
+
+@triton.jit
+def _node(nodes, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
+    """What drawing for a block of nodes begins with: first edge, degree (0 beyond the end), place, state."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = i < num
+    start = tl.load(starts + i, mask=there, other=0)
+    degree = tl.load(degrees + i, mask=there, other=0)
+    place = tl.load(out_indptr + i, mask=there, other=0)
+    node = tl.load(nodes + i, mask=there, other=0).to(tl.int64)
+    return start, degree, place, first_state(tl.load(key), node)
+
+
+@triton.jit(do_not_specialize=["num"])
+def _distinct_kernel(
+    indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, FANOUT: tl.constexpr, BLOCK: tl.constexpr
+):
+    start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    picks = shuffled(state, degree, FANOUT)
+    # All loads before the first store, so that they are in flight together.
+    found = ()
+    for j in tl.static_range(FANOUT):
+        found = found + (tl.load(indices + start + picks[j], mask=j < degree, other=0),)
+    for j in tl.static_range(FANOUT):
+        tl.store(ids + place + j, found[j], mask=j < degree)
+        tl.store(edge_ids + place + j, start + picks[j], mask=j < degree)
+
+
+@triton.jit
+def _latest(targets, moved, columns, position, otherwise):
+    """What stands at a position after the swaps so far: that of the latest one into it."""
+    swap = tl.max(tl.where(targets == position[:, None], columns[None, :], -1), axis=1)
+    value = tl.sum(tl.where(columns[None, :] == swap[:, None], moved, 0), axis=1)
+    return tl.where(swap >= 0, value, otherwise)
+
+
+@triton.jit(do_not_specialize=["num", "fanout"])
+def _distinct_many_kernel(
+    indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_distinct_kernel`, for fan-outs too large to unroll; a node's swaps are a row of COLUMNS registers."""
+    start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    columns = tl.arange(0, COLUMNS)
+    targets = tl.full((BLOCK, COLUMNS), -1, tl.int32)
+    moved = tl.full((BLOCK, COLUMNS), 0, tl.int32)
+    for j in range(tl.minimum(tl.max(degree, axis=0), fanout)):
+        state += GOLDEN
+        target = (j + bounded(mix(state), tl.maximum(degree - j, 1))).to(tl.int32)
+        own = tl.zeros_like(target) + j
+        edge = start + _latest(targets, moved, columns, target, target)
+        at_j = _latest(targets, moved, columns, own, own)
+        is_j = columns[None, :] == j
+        targets = tl.where(is_j, target[:, None], targets)
+        moved = tl.where(is_j, at_j[:, None], moved)
+        tl.store(ids + place + j, tl.load(indices + edge, mask=j < degree, other=0), mask=j < degree)
+        tl.store(edge_ids + place + j, edge, mask=j < degree)
+
+
+@triton.jit(do_not_specialize=["num", "fanout"])
+def _replace_kernel(indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout, BLOCK: tl.constexpr):
+    start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
+    for j in range(fanout):
+        state += GOLDEN
+        edge = start + bounded(mix(state), degree)
+        tl.store(ids + place + j, tl.load(indices + edge, mask=degree > 0, other=0), mask=degree > 0)
+        tl.store(edge_ids + place + j, edge, mask=degree > 0)
+
+
+def sample_neighbors(
+    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, replace: bool = False
+) -> Neighbors:
+    indptr, indices, nodes = indptr.contiguous(), indices.contiguous(), nodes.contiguous()
+    check_readable("the graph", indptr, indices)
+    if fanout < 0:
+        out_indptr, edge_ids = _row_positions(indptr, nodes, indices.numel())
+        return Neighbors(out_indptr, gather_rows(indices, edge_ids), edge_ids)
+    num, device = nodes.numel(), nodes.device
+    starts, degrees, out_indptr, total = _count(indptr, nodes, indices.numel(), fanout, replace)
+    ids = torch.empty(total, dtype=indices.dtype, device=device)
+    edge_ids = torch.empty(total, dtype=torch.int64, device=device)
+    arguments = (indices, nodes, starts, degrees, out_indptr, key_on(device, key), ids, edge_ids, num)
+    with launching(device):
+        if total == 0:
+            pass
+        elif replace:
+            _replace_kernel[(triton.cdiv(num, NODES_AT_ONCE),)](*arguments, fanout, BLOCK=NODES_AT_ONCE)
+        elif fanout <= UNROLLED_FANOUT:
+            _distinct_kernel[(triton.cdiv(num, NODES_AT_ONCE),)](*arguments, FANOUT=fanout, BLOCK=NODES_AT_ONCE)
+        else:
+            columns = triton.next_power_of_2(fanout)
+            block = max(1, 2048 // columns)
+            _distinct_many_kernel[(triton.cdiv(num, block),)](*arguments, fanout, COLUMNS=columns, BLOCK=block)
+    return Neighbors(out_indptr, ids, edge_ids)
+
+
+def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    indptr, nodes = indptr.contiguous(), nodes.contiguous()
+    check_readable("the graph", indptr)
+    # Positions are not followed here: any row that does not fall fits.
+    return _row_positions(indptr, nodes, (1 << 63) - 1)
+
+
+def _row_positions(indptr: Tensor, nodes: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
+    starts, _, out_indptr, total = _count(indptr, nodes, num_edges, -1, False)
+    shift = torch.repeat_interleave(starts - out_indptr[:-1], out_indptr.diff(), output_size=total)
+    return out_indptr, shift + torch.arange(total, device=nodes.device)
+
+
+def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
+    both = torch.cat([seeds.long(), neighbors.long()])
+    if both.numel() == 0:
+        return both, both.int()
+    low, top = torch.stack(torch.aminmax(both)).tolist()
+    if low < 0:
+        raise ValueError("an edge index is out of range: node ids are not negative")
+    if top >= 16 * both.numel():
+        return reference.relabel(seeds, neighbors)
+    id_map = DeviceIdMap(top + 1, both.device, dense=True)
+    places = id_map.add(both)
+    return id_map.ids(), places[seeds.numel() :]
+
+
+# ---- rows
+
+
+@triton.jit(do_not_specialize=["num", "num_rows"])
+def _gather_kernel(
+    rows, ids, out, flags, num, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    for block in range(tl.program_id(0), tl.cdiv(num, ROWS), tl.num_programs(0)):
+        i = block * ROWS + tl.arange(0, ROWS)
+        row = tl.load(ids + i, mask=i < num, other=0).to(tl.int64)
+        wrong = (row < 0) | (row >= num_rows)
+        report(flags, ROW_ERROR, wrong)
+        row = tl.where(wrong, 0, row)
+        mask = (i < num)[:, None] & (column < WIDTH)[None, :]
+        words = tl.load(rows + row[:, None] * WIDTH + column[None, :], mask=mask)
+        tl.store(out + i.to(tl.int64)[:, None] * WIDTH + column[None, :], words, mask=mask)
+
+
+def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tensor:
+    """Rows are copied as machine words, so one kernel serves every dtype. An id out of range raises at the next wait.
+
+    programs: at most so many work at a time, and leave the rest of the GPU to others while they wait for host memory.
+    """
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
+    if not readable(rows) or (not rows.is_contiguous() and not rows.is_cuda):
+        return cpu.gather_rows(rows, ids.cpu()).to(ids.device)
+    if ids.numel() and rows.size(0) == 0:
+        raise IndexError("a row id is outside its table, which is empty")
+    if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):
+        return rows[ids.long()]
+    ids = ids.contiguous()
+    out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype, device=ids.device)
+    if out.numel() == 0:
+        return out
+    word = _widest_word(rows, out)
+    width = out[0].numel() * out.element_size() // word.itemsize
+    columns = min(triton.next_power_of_2(width), GATHER_COLUMNS)
+    at_once = max(1, GATHER_WORDS // columns)
+    blocks = triton.cdiv(ids.numel(), at_once)
+    with launching(ids.device):
+        _gather_kernel[(min(blocks, programs or blocks), triton.cdiv(width, columns))](
+            *(_words(rows, word), ids, _words(out, word), error_flags(ids.device), ids.numel(), rows.size(0)),
+            WIDTH=width,
+            ROWS=at_once,
+            COLUMNS=columns,
+        )
+    return out
+
+
+def _widest_word(rows: Tensor, out: Tensor) -> torch.dtype:
+    """Of the integer types the widest that divides a row and where the rows begin."""
+    sizes = (rows[0].numel() * rows.element_size(), rows.data_ptr(), out.data_ptr())
+    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return next(word for word in words if all(size % word.itemsize == 0 for size in sizes))
+
+
+def _words(tensor: Tensor, word: torch.dtype) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8).view(word)
+
+
+# ---- edges
+
+
+def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    wrong = error_flags(keys.device)[GROUP_ERROR.value]
+    wrong.logical_or_(((keys < 0) | (keys >= num_groups)).any())
+    narrow = keys.int() if num_groups < 1 << 31 else keys.long()  # half the bits to sort
+    ordered, order = torch.sort(narrow, stable=True)
+    groups = torch.arange(num_groups + 1, dtype=narrow.dtype, device=keys.device)
+    return torch.searchsorted(ordered, groups), order
+
+
+def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
+    found = [torch.empty(0, dtype=torch.int64, device=indices.device)]
+    for first in range(0, indices.numel(), SELF_LOOP_EDGES):
+        part = indices[first : first + SELF_LOOP_EDGES]
+        edges = torch.arange(first, first + part.numel(), device=indices.device)
+        destinations = torch.searchsorted(indptr, edges, right=True) - 1
+        found.append((part == destinations).nonzero().view(-1) + first)
+    return torch.cat(found)

@@ -1,0 +1,187 @@
+"""The Triton twins of `cpu_synthetic`, which says what the numbers mean: the same graph, made in device memory.
+
+Every result is that of the CPU to the last bit: integers and IEEE operations only, and no product is fused with a sum.
+Degrees have no kernel here: they come from float64 powers, whose last bit may differ between the two libraries, and
+one edge more at a node would shift all that follow.
+"""
+
+# Triton compiles what stands in kernels and takes launch options beside their arguments; its stubs know neither.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hopline.ops.gpu.runtime import GOLDEN, first_state, is_interpreted, key_on, mix
+
+_ROUNDS = tl.constexpr(4)
+_LAST_TURN = tl.constexpr(3 * GOLDEN.value % 2**64)
+_UNIT = tl.constexpr(2.0**-53)
+_SUM_MEAN = tl.constexpr(131070.0)
+_SUM_DEVIATION = 37837.2272
+
+
+@triton.jit
+def _shuffle(value, key, half, mask):
+    left, right = value >> half, value & mask
+    for _ in tl.static_range(_ROUNDS):
+        left, right = right, left ^ (mix(right ^ key) & mask)
+        key += GOLDEN
+    return (left << half) | right
+
+
+@triton.jit
+def _unshuffle(value, key, half, mask):
+    left, right = value >> half, value & mask
+    key += _LAST_TURN
+    for _ in tl.static_range(_ROUNDS):
+        left, right = right ^ (mix(left ^ key) & mask), left
+        key -= GOLDEN
+    return (left << half) | right
+
+
+@triton.jit
+def _walk(value, key, half, num_nodes, INVERSE: tl.constexpr):
+    """Ranks of nodes (or nodes at ranks, INVERSE): uint64. All values must be below num_nodes, or it may never end."""
+    half = half.to(tl.uint64)
+    num_nodes = num_nodes.to(tl.uint64)
+    mask = (tl.full((), 1, tl.uint64) << half) - 1
+    outside = value < num_nodes  # all of them: the first pass is for every value
+    while tl.max(outside.to(tl.int32), 0) > 0:
+        moved = _unshuffle(value, key, half, mask) if INVERSE else _shuffle(value, key, half, mask)
+        value = tl.where(outside, moved, value)
+        outside = value >= num_nodes
+    return value
+
+
+@triton.jit(do_not_specialize=["first", "count", "num_nodes", "half"])
+def _ranks_kernel(key_ptr, out_ptr, first, count, num_nodes, half, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    node = tl.where(inside, first + i, 0).to(tl.uint64)
+    rank = _walk(node, tl.load(key_ptr).to(tl.uint64), half, num_nodes, False)
+    tl.store(out_ptr + i, rank.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _node_of(edge, indptr_ptr, num_nodes, num_halvings):
+    """The node that each edge leads to, by halving the range in which indptr[low] <= edge < indptr[high]."""
+    low = tl.zeros_like(edge)
+    high = low + num_nodes
+    for _ in range(num_halvings):
+        middle = (low + high) // 2
+        begun = tl.load(indptr_ptr + middle) <= edge
+        low = tl.where(begun, middle, low)
+        high = tl.where(begun, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_nodes", "num_edges", "num_classes", "half", "num_heads"])
+def _sources_kernel(
+    indptr_ptr, ranks_ptr, rank_key_ptr, draw_key_ptr, out_ptr,
+    num_nodes, num_edges, num_classes, half, num_heads, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_edges
+    edge = tl.where(inside, at, 0)
+    node = _node_of(edge, indptr_ptr, num_nodes, 2 * half)  # num_nodes is at most 4**half
+    own = tl.load(ranks_ptr + node)
+    home = own % num_classes
+    num_members = (num_nodes - home + num_classes - 1) // num_classes
+
+    state = first_state(tl.load(draw_key_ptr), node)
+    place = 2 * (edge - tl.load(indptr_ptr + node)).to(tl.uint64)
+    coin = (mix(state + (place + 1) * GOLDEN) >> 11).to(tl.int64)
+    u = (mix(state + (place + 2) * GOLDEN) >> 11).to(tl.int64).to(tl.float64) * _UNIT
+    at_home = coin < num_heads
+    choices = tl.where(at_home, num_members, num_nodes)
+    drawn = (choices.to(tl.float64) * u * u).to(tl.int64)
+    rank = tl.where(at_home, home + num_classes * drawn, drawn)
+    beside = tl.where(rank + num_classes < num_nodes, rank + num_classes, rank - num_classes)
+    rank = tl.where(rank == own, beside, rank)
+
+    source = _walk(rank.to(tl.uint64), tl.load(rank_key_ptr).to(tl.uint64), half, num_nodes, True)
+    tl.store(out_ptr + at, source.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_features"])
+def _features_kernel(
+    labels_ptr, means_ptr, scale_ptr, key_ptr, out_ptr, num_rows, num_features,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    node = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (node < num_rows)[:, None] & (column < num_features)[None, :]
+    label = tl.load(labels_ptr + node, mask=node < num_rows, other=0)
+    center = tl.load(means_ptr + label[:, None] * num_features + column[None, :], mask=inside, other=0.0)
+
+    state = first_state(tl.load(key_ptr), node)
+    bits = mix(state[:, None] + ((column + 1).to(tl.uint64) * GOLDEN)[None, :])
+    total = ((bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + (bits >> 48)).to(tl.float32)
+    rows = center + tl.load(scale_ptr) * (total - _SUM_MEAN)
+    tl.store(out_ptr + node[:, None] * num_features + column[None, :], rows.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_WALKS, _WARPS = 128, 1
+"""Numbers per program, and its warps: a walk lasts until the slowest of them has ended, so they are few."""
+_CELLS = 1024
+"""Features per program."""
+
+
+def _block(size: int, block: int) -> int:
+    """What one program does of `size`: the interpreter has a cost per program, not per number."""
+    return min(triton.next_power_of_2(size), 1 << 16) if is_interpreted() else block
+
+
+def ranks(first: int, count: int, key: int, half: int, num_nodes: int, device: torch.device) -> Tensor:
+    """[count] int64: the ranks of the nodes from `first` on; the keyed order shuffles the numbers below 4**half."""
+    out = torch.empty(count, dtype=torch.int64, device=device)
+    block = _block(count, _WALKS)
+    grid = (triton.cdiv(count, block),)
+    _ranks_kernel[grid](key_on(device, key), out, first, count, num_nodes, half, BLOCK=block, num_warps=_WARPS)
+    return out
+
+
+def sources(
+    indptr: Tensor,
+    ranks: Tensor,
+    rank_key: int,
+    draw_key: int,
+    half: int,
+    num_classes: int,
+    homophily: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[num_edges]: the source of every in-edge. `indptr` and `ranks` are those of all nodes."""
+    num_nodes, num_edges, device = ranks.numel(), int(indptr[-1]), indptr.device
+    out = torch.empty(num_edges, dtype=dtype, device=device)
+    if num_edges == 0:
+        return out
+    # Triton would round a float argument to float32. A coin is a whole number of 2**-53, so this one is exact.
+    num_heads = math.ceil(homophily * 2**53)
+    block = _block(num_edges, _WALKS)
+    _sources_kernel[(triton.cdiv(num_edges, block),)](
+        indptr, ranks, key_on(device, rank_key), key_on(device, draw_key), out,
+        num_nodes, num_edges, num_classes, half, num_heads,
+        BLOCK=block, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def features(labels: Tensor, means: Tensor, key: int, dtype: torch.dtype) -> Tensor:
+    """[num_nodes, num_features]: each node's class mean with noise of deviation 1. `means` is float32."""
+    num_nodes, num_features = labels.numel(), means.size(1)
+    out = torch.empty(num_nodes, num_features, dtype=dtype, device=labels.device)
+    scale = torch.full((1,), 1 / _SUM_DEVIATION, dtype=torch.float32, device=labels.device)
+    columns = triton.next_power_of_2(num_features)
+    block_rows = max(1, _block(num_nodes * columns, _CELLS) // columns)
+    _features_kernel[(triton.cdiv(num_nodes, block_rows),)](
+        labels, means, scale, key_on(labels.device, key), out, num_nodes, num_features,
+        ROWS=block_rows, COLUMNS=columns, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,187 @@
+"""GNNAutoScale's runs: its tables for small and for large graphs, as data. `gas-MODEL-DATASET` names a row.
+
+Tables are filled exactly before every epoch, as its evaluation does after every epoch. Where it ends an epoch early,
+`max_batches` does. What differs: PNA is PyG's own conv, with aggregation of pairs, where it has a lighter one; and in
+`pna-jk` rows are dropped before they are put side by side, not after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hopline.methods.historical.settings import Historical
+from hopline.run.model_settings import ModelSpec
+from hopline.run.settings import RunConfig
+from hopline.training.settings import Schedule
+from hopline.util.spec import nearest
+
+PREFIX = "gas-"
+DATA: dict[str, dict[str, Any]] = {
+    "cora": {"data": "cora", "features": "normalized"},
+    "citeseer": {"data": "citeseer", "features": "normalized"},
+    "pubmed": {"data": "pubmed", "features": "normalized"},
+    "reddit": {"data": "reddit2", "features": "standardized"},
+    "yelp": {"data": "yelp", "features": "standardized"},
+    "arxiv": {"data": "ogbn-arxiv", "symmetrize": True},
+    "products": {"data": "ogbn-products"},
+}
+"""What a dataset's name stands for, where it is not the dataset of that name as it is."""
+SPECS: dict[str, dict[str, Any]] = {
+    "gat": {"act": "elu"},
+    "pna": {"aggregators": ("mean",), "scalers": ("identity", "amplification")},
+    "pna-jk": {"name": "pna", "scalers": ("identity", "amplification"), "jk": "cat", "linear": True},
+}
+"""What all runs of a model have in common, besides its name."""
+METHOD = {field.name for field in fields(Historical)}
+RUN = {field.name for field in fields(RunConfig)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of the tables."""
+
+    model: str
+    data: str
+    layers: int
+    hidden: int
+    dropout: float
+    lr: float
+    decay: tuple[float, float | None]
+    """Weight decay, and that of the rest."""
+    parts: tuple[int, int]
+    """Parts, and those of a batch."""
+    clip: float | None
+    epochs: int
+    more: dict[str, Any]
+    """Other settings of the model, the method and the run, by their names."""
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{self.model}-{self.data}"
+
+    def config(self) -> RunConfig:
+        num_parts, parts_per_batch = self.parts
+        spec = {"name": self.model, "layers": self.layers, "hidden": self.hidden, "dropout": self.dropout}
+        spec |= SPECS.get(self.model, {})
+        spec |= {key: value for key, value in self.more.items() if key not in METHOD | RUN}
+        if "residual" in spec:
+            spec.setdefault("residual_first", True)
+        return RunConfig(
+            **DATA.get(self.data, {"data": self.data}),
+            **{key: value for key, value in self.more.items() if key in RUN},
+            model=ModelSpec(**spec),
+            method=Historical(
+                num_parts=num_parts,
+                parts_per_batch=parts_per_batch,
+                refresh_every=1,
+                **{key: value for key, value in self.more.items() if key in METHOD},
+            ),
+            epochs=self.epochs,
+            lr=self.lr,
+            weight_decay=self.decay[0],
+            weight_decay_rest=self.decay[1],
+            clip_norm=self.clip,
+        )
+
+
+def _small(model: str, data: str, layers: int, hidden: int, dropout: float, lr: float, *rest: Any, **more: Any) -> Row:
+    """A row of the table for small graphs: input features are dropped out too, and attention weights."""
+    more |= {"input_dropout": dropout} | ({"attention_dropout": dropout} if model == "gat" else {})
+    return Row(model, data, layers, hidden, dropout, lr, *rest, more=more)
+
+
+def _large(model: str, data: str, layers: int, hidden: int, dropout: float, lr: float, *rest: Any, **more: Any) -> Row:
+    """A row of the table for large graphs: no weight decay, and one weight each for both halves of GCNII."""
+    more |= {"shared_weights": more.get("shared_weights", False)} if model == "gcnii" else {}
+    return Row(model, data, layers, hidden, dropout, lr, (0.0, None), *rest, more=more)
+
+
+# fmt: off
+SMALL = (  # layers, hidden, dropout, lr, (weight decay, of the rest), (parts, of a batch), clip, epochs
+    _small("gcn", "cora", 2, 16, 0.5, 0.01, (5e-4, 0.0), (40, 10), 1.0, 200),
+    _small("gcn", "citeseer", 2, 16, 0.5, 0.01, (5e-4, 0.0), (24, 8), None, 200),
+    _small("gcn", "pubmed", 2, 16, 0.5, 0.01, (5e-4, 0.0), (8, 4), 1.0, 200),
+    _small("gcn", "coauthor-cs", 2, 64, 0.5, 0.01, (1e-3, 0.0), (2, 1), 1.0, 200),
+    _small("gcn", "coauthor-physics", 2, 64, 0.5, 0.01, (1e-3, 0.0), (4, 2), None, 200),
+    _small("gcn", "amazon-computers", 2, 64, 0.5, 0.01, (1e-3, 0.0), (32, 16), 1.0, 200),
+    _small("gcn", "amazon-photo", 2, 64, 0.5, 0.01, (1e-3, 0.0), (32, 16), None, 200),
+    _small("gcn", "wikics", 2, 33, 0.25, 0.02, (5e-4, 0.0), (32, 16), 1.0, 200),
+    # All convs of GAT have the same weight decay, though the table names another one.
+    _small("gat", "cora", 2, 64, 0.6, 0.005, (5e-4, None), (40, 10), 1.0, 400, heads=8),
+    _small("gat", "citeseer", 2, 64, 0.6, 0.005, (5e-4, None), (24, 8), None, 400, heads=8),
+    _small("gat", "pubmed", 2, 64, 0.6, 0.01, (1e-3, None), (4, 1), None, 400, heads=8, out_heads=8),
+    _small("gat", "coauthor-cs", 2, 64, 0.6, 0.005, (0.01, None), (8, 2), None, 400, heads=8),
+    _small("gat", "coauthor-physics", 2, 64, 0.6, 0.005, (0.01, None), (4, 1), None, 400, heads=8),
+    _small("gat", "wikics", 2, 70, 0.5, 0.007, (5e-4, None), (2, 1), None, 400, heads=5),
+    _small("appnp", "cora", 10, 64, 0.5, 0.01, (5e-3, 0.0), (4, 2), None, 600, alpha=0.1),
+    _small("appnp", "citeseer", 10, 64, 0.5, 0.01, (5e-3, 0.0), (24, 6), 1.0, 600, alpha=0.1),
+    _small("appnp", "pubmed", 10, 64, 0.5, 0.01, (5e-3, 0.0), (4, 2), 1.0, 600, alpha=0.1),
+    _small("appnp", "coauthor-cs", 10, 64, 0.5, 0.01, (5e-3, 0.0), (32, 16), None, 600, alpha=0.2),
+    _small("appnp", "coauthor-physics", 10, 64, 0.5, 0.01, (5e-3, 0.0), (2, 1), 1.0, 600, alpha=0.2),
+    _small("appnp", "amazon-computers", 10, 64, 0.5, 0.01, (5e-3, 0.0), (4, 2), None, 600, alpha=0.2),
+    _small("appnp", "amazon-photo", 10, 64, 0.5, 0.01, (5e-3, 0.0), (16, 8), 1.0, 600, alpha=0.2),
+    _small("appnp", "wikics", 2, 64, 0.4, 0.02, (5e-4, 0.0), (4, 2), None, 600, alpha=0.11),
+    _small("gcnii", "cora", 64, 64, 0.6, 0.01, (0.01, 5e-4), (2, 1), None, 1000, theta=0.5),
+    _small("gcnii", "citeseer", 32, 256, 0.7, 0.01, (0.01, 5e-4), (40, 20), 1.0, 1000, theta=0.6),
+    _small("gcnii", "pubmed", 16, 256, 0.5, 0.01, (5e-4, 5e-4), (4, 2), None, 1000, theta=0.4),
+    _small("gcnii", "coauthor-cs", 16, 64, 0.5, 0.01, (0.01, 5e-4), (16, 8), None, 1000, theta=0.5),
+    _small("gcnii", "coauthor-physics", 16, 64, 0.5, 0.01, (0.01, 5e-4), (2, 1), 1.0, 1000, theta=0.5),
+    _small("gcnii", "amazon-computers", 16, 64, 0.2, 0.01, (0.01, 5e-4), (32, 16), 1.0, 300, theta=0.5),
+    _small("gcnii", "amazon-photo", 16, 64, 0.5, 0.01, (0.01, 5e-4), (4, 2), 1.0, 1000, theta=0.5),
+    _small("gcnii", "wikics", 4, 128, 0.5, 0.01, (5e-4, 5e-4), (4, 2), None, 1000, theta=0.5),
+)
+LARGE = (  # layers, hidden, dropout, lr, (parts, of a batch), clip, epochs
+    _large("gcn", "reddit", 2, 256, 0.5, 0.01, (200, 100), None, 400),
+    _large("gcn", "ppi", 2, 1024, 0.0, 0.005, (20, 2), None, 1000, linear=True, norm="batch", residual=True),
+    _large("gcn", "flickr", 2, 256, 0.3, 0.01, (24, 12), None, 400, input_dropout=0.3, norm="batch"),
+    _large("gcn", "yelp", 2, 512, 0.0, 0.01, (40, 5), None, 500, residual=True, max_batches=4),
+    _large("gcn", "arxiv", 3, 256, 0.5, 0.01, (80, 40), None, 300, norm="batch"),
+    _large("gcn", "products", 3, 256, 0.3, 0.005, (7, 1), None, 300, max_batches=4),
+    _large("gcnii", "reddit", 4, 256, 0.5, 0.01, (200, 100), None, 400, input_dropout=0.5, norm="batch"),
+    _large("gcnii", "ppi", 9, 2048, 0.2, 0.001, (20, 2), 1.0, 2000, input_dropout=0.2, residual=True, alpha=0.5,
+           theta=1.0),
+    _large("gcnii", "arxiv", 4, 256, 0.3, 0.01, (40, 20), None, 500, norm="batch", alpha=0.2, shared_weights=True),
+    _large("gcnii", "flickr", 8, 256, 0.5, 0.01, (24, 12), None, 400, input_dropout=0.5, norm="batch"),
+    _large("gcnii", "yelp", 2, 512, 0.0, 0.01, (40, 5), None, 500, alpha=0.2, max_batches=4),
+    _large("gcnii", "products", 5, 128, 0.0, 0.001, (150, 1), None, 240, edge_dropout=0.8),
+    _large("pna", "ppi", 5, 2048, 0.2, 0.001, (20, 2), 1.0, 300, input_dropout=0.2, norm="batch", residual=True),
+    _large("pna", "arxiv", 3, 256, 0.5, 0.005, (40, 20), None, 500, norm="batch"),
+    _large("pna", "flickr", 4, 64, 0.5, 0.005, (24, 12), None, 500, input_dropout=0.5, norm="batch",
+           aggregators=("mean", "max")),
+    _large("pna", "yelp", 3, 512, 0.0, 0.005, (40, 5), 1.0, 400, residual=True, max_batches=4),
+    _large("pna", "products", 3, 256, 0.3, 0.001, (150, 1), None, 150, edge_dropout=0.8),
+    _large("pna-jk", "reddit", 3, 128, 0.5, 0.005, (200, 100), 1.0, 400, input_dropout=0.5, norm="batch",
+           residual=True, aggregators=("mean", "max")),
+    # From its examples: CLUSTER's graphs side by side, as a dataset called `cluster` under the data root.
+    _large("gin", "cluster", 4, 128, 0.0, 0.001, (10000, 256), None, 150, linear=True, residual=True,
+           residual_first=False, lipschitz=1.0, schedule=Schedule(name="plateau", factor=0.5, patience=20, floor=1e-5)),
+)
+# fmt: on
+ROWS = {row.name: row for row in (*SMALL, *LARGE)}
+
+
+def history(name: str) -> RunConfig:
+    """hopline train gas-MODEL-DATASET
+
+    Historical embeddings by GNNAutoScale's own settings for a model (gcn, gat, appnp, gcnii, pna, pna-jk, gin) and a
+    dataset (cora ... products). Published on cora: gcn 82.3%, gat 83.3%, appnp 83.2%, gcnii 85.5%.
+    """
+    if name in ROWS:
+        return ROWS[name].config()
+    raise ValueError(f"there is no run {name!r}: {'; '.join(_choices(name))}.{nearest(name, ROWS)}")
+
+
+def _choices(name: str) -> Iterator[str]:
+    """What there is instead: for the model that a name begins with, and for the dataset it ends with."""
+    models = list(dict.fromkeys(row.model for row in ROWS.values()))
+    given = name.removeprefix(PREFIX)
+    model = max((m for m in models if given.startswith(f"{m}-")), key=len, default=None)
+    data = next((row.data for row in ROWS.values() if given.endswith(f"-{row.data}")), None)
+    if model is None:
+        yield f"models are {', '.join(models)}"
+    else:
+        yield f"{model} is there for {', '.join(row.data for row in ROWS.values() if row.model == model)}"
+    if data is not None:
+        yield f"{data} is there for {', '.join(row.model for row in ROWS.values() if row.data == data)}"

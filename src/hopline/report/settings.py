@@ -1,0 +1,72 @@
+"""Which settings of a run differ from their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from hopline.budget.settings import Budget
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.historical.settings import Historical
+from hopline.methods.sampled.settings import Auto, Sampled
+from hopline.run.settings import RunConfig
+from hopline.training.settings import TrainSettings
+from hopline.util.spec import kind_of, to_dict
+
+METHODS = (Sampled, Historical, FullBatch, Auto)
+
+
+class Settings(NamedTuple):
+    """The settings of a run by key, such as "method.fanouts"."""
+
+    changed: dict[str, Any]
+    """Those that differ from their defaults; all of them where defaults are not known."""
+    others: dict[str, Any]
+
+
+def split_settings(config: Mapping[str, Any]) -> Settings:
+    """Tell the settings that were changed from the others.
+
+    config: what config.json holds, of a `hopline train` run (a `RunConfig`) or of a `Trainer` in Python (data, method,
+    train, model). With a key that neither has, such as one of a later version, all settings count as changed.
+    """
+    settings = dict(flatten(config))
+    of_trainer = isinstance(config.get("train"), Mapping)
+    defaults = dict(flatten(_trainer_defaults(config) if of_trainer else _run_defaults(config)))
+    if not settings.keys() <= defaults.keys():
+        return Settings(settings, {})
+    changed = {key: value for key, value in settings.items() if value != defaults[key]}
+    return Settings(changed, {key: value for key, value in settings.items() if key not in changed})
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ("method.fanouts", value) for {"method": {"fanouts": value}}."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _run_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = to_dict(RunConfig())
+    defaults["method"] = {**_method_defaults(config.get("method")), "kind": kind_of(Sampled)}
+    if isinstance(config.get("budget"), Mapping):
+        defaults["budget"] = to_dict(Budget())
+    return defaults
+
+
+def _trainer_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    method = {**_method_defaults(config.get("method")), "kind": Sampled.__name__}
+    # Which data and which model has no default.
+    return {"data": None, "method": method, "train": to_dict(TrainSettings()), "model": None}
+
+
+def _method_defaults(given: Any) -> dict[str, Any]:
+    """The defaults of the method's own settings; of a method of the user's, nothing has one."""
+    if not isinstance(given, Mapping):
+        return {}
+    for method in METHODS:
+        if given.get("kind") in (kind_of(method), method.__name__):
+            return to_dict(method())
+    return dict.fromkeys(given)

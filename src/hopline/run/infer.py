@@ -1,0 +1,200 @@
+"""Predictions of a finished run, as an .npy file."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hopline import inference as infer
+from hopline.data.dataset import Dataset
+from hopline.device.meter import find_device
+from hopline.distributed import launch
+from hopline.distributed.all_to_all import Channel
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.inference import distributed as shard_infer
+from hopline.inference import over_shards as shard_by_shard
+from hopline.inference.over_shards import AllShards
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn.whole_module import as_walkable
+from hopline.run.models import make_model
+from hopline.run.settings import InferConfig, RunConfig, load_trusted
+from hopline.run.train import load_weights, open_data
+from hopline.shards.data import ShardedData, open_sharded
+from hopline.shards.shard import is_shards
+from hopline.training.measure import hops_of
+from hopline.util.spec import from_dict, to_dict
+
+PIECE = 1 << 18
+"""Nodes whose rows are written at a time."""
+
+
+def predict(folder: Path, config: InferConfig) -> Path | None:
+    """Predict with a run's weights; returns the file written, in the first rank."""
+    find_device(config.device)  # before processes are started, each of which would say it
+    load_trusted(folder, config.trust)
+    places = {f.name: getattr(config, f.name) for f in dataclasses.fields(LaunchSettings)}
+    done = launch.run(predict_rank, LaunchSettings(**places), str(folder), to_dict(config), device=config.device)
+    return None if done is None else Path(done)
+
+
+def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | None:
+    """One rank's part of a prediction; the first one writes, and names the file."""
+    config = from_dict(InferConfig, stored)
+    settings = load_trusted(Path(folder), config.trust)
+    root = config.data_root or settings.data_root
+    settings = dataclasses.replace(settings, data=config.data or settings.data, data_root=root)
+    if config.nodes == "all":  # so that data= may be a graph without labels
+        settings = dataclasses.replace(settings, split_shares=None)
+    data = _open(settings, config, world)
+    model = make_model(settings.model, data)
+    load_weights(model, _weights(Path(folder), config))
+    model.to(world.device)
+    pieces = _pieces(model, data, settings, config, world)
+    if world.rank > 0:
+        for _ in pieces:
+            pass  # its rows go to the first rank
+        return None
+    out = config.out or Path(folder) / "predictions.npy"
+    _write(out, pieces, data.num_nodes if config.nodes == "all" else data.splits[config.nodes].numel())
+    return str(out)
+
+
+def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
+    """The dataset as this rank sees it: whole, all shards of it, or one."""
+    if not is_shards(settings.data):
+        if world.size > 1:
+            raise ValueError(
+                f"devices={world.size} is for a dataset in shards: leave it out, or cut the dataset by `hopline "
+                f"partition {settings.data} FOLDER shards={world.size}` and give data=FOLDER"
+            )
+        data = open_data(settings)
+    elif settings.symmetrize or settings.features != "given":
+        raise ValueError(
+            f"the run has symmetrize=true or features={settings.features}, which cannot be made of shards: give data= "
+            "the dataset that was cut"
+        )
+    elif settings.split_shares is not None:
+        raise ValueError(
+            f"the run has split_shares=, and nodes={config.nodes} cannot be drawn on shards: give data= the dataset "
+            "that was cut, or set nodes=all"
+        )
+    elif world.size == 1 and config.inference == "exact":
+        data = AllShards(settings.data, split=settings.split)
+    else:
+        if config.folder is not None:
+            raise ValueError("folder= is for one process, which goes over all shards: leave out devices= or folder=")
+        data = open_sharded(settings.data, world, split=settings.split)
+    if config.nodes != "all" and config.nodes not in data.splits:
+        known = list(data.splits)
+        raise ValueError(f"dataset {data.name!r} has no split {config.nodes!r}: choose nodes=all or one of {known}")
+    return data
+
+
+def _weights(folder: Path, config: InferConfig) -> Path:
+    if isinstance(config.weights, str):
+        return folder / f"{config.weights}.pt"
+    if not config.weights.is_file():
+        raise ValueError(f"there is no file {config.weights}: give weights=best, weights=last or a state_dict file")
+    return config.weights
+
+
+def _pieces(
+    model: nn.Module, data: Dataset, settings: RunConfig, config: InferConfig, world: World
+) -> Iterator[Tensor]:
+    """What is to be written, in its order; of several ranks the first one gets it."""
+    if isinstance(data, ShardedData):
+        ids, scores = _of_rank(model, data, settings, config, world)
+        yield from _to_first(data.channel, ids, _wanted(scores, data, config), data.num_nodes)
+        return
+    ids = None if config.nodes == "all" else data.splits[config.nodes]
+    every = torch.arange(data.num_nodes) if ids is None else ids
+    if config.inference == "sampled":
+        batches = _in_order(settings).loader(data, every, seed=settings.seed, device=world.device, model=model)
+        yield _wanted(infer.sampled(model, batches, num_nodes=every.numel(), show=True), data, config)
+        return
+    options: dict[str, Any] = {"chunk_bytes": config.chunk_bytes, "device": world.device, "folder": config.folder}
+    if isinstance(data, AllShards):
+        if config.hops is not None:
+            raise ValueError("hops= is for a dataset that is not cut: leave it out, or give data= the one that was cut")
+        read = shard_by_shard.exact_rows(model, data, ids, show=True, **options)
+    else:
+        walk = as_walkable(model)
+        hops = hops_of(walk, data, settings.method) if config.hops is None else config.hops
+        read = infer.exact_rows(walk, data, ids, hops=hops, show=True, **options)
+    for some in every.split(PIECE):
+        yield _wanted(read(some), data, config)
+
+
+def _of_rank(
+    model: nn.Module, data: ShardedData, settings: RunConfig, config: InferConfig, world: World
+) -> tuple[Tensor, Tensor]:
+    """(ids, ascending, their scores): of the rank's own nodes, or of those that were dealt to it."""
+    shard = data.shard
+    if config.inference == "sampled":
+        every = torch.arange(data.num_nodes) if config.nodes == "all" else config.nodes
+        batches = _in_order(settings).loader(shard, every, seed=settings.seed, device=world.device, world=world)
+        ids, scores, _ = shard_infer.sampled(model, data.channel, batches)
+        order = ids.argsort()
+        return ids[order], scores[order]
+    ids = shard.nodes if config.nodes == "all" else shard.splits[config.nodes]
+    scores = shard_infer.exact(
+        model,
+        shard,
+        data.channel,
+        shard.rows_of(ids),
+        chunk_bytes=config.chunk_bytes,
+        device=world.device,
+        show=world.rank == 0,
+    )
+    return ids, scores
+
+
+def _in_order(settings: RunConfig) -> Sampled:
+    if not isinstance(settings.method, Sampled):
+        raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
+    return dataclasses.replace(settings.method, shuffle=False, drop_last=False)
+
+
+def _to_first(channel: Channel, ids: Tensor, rows: Tensor, num_nodes: int) -> Iterator[Tensor]:
+    """The rows of all ranks by ascending ids, piece by piece, for the first rank; the others get nothing."""
+    for start in range(0, num_nodes, PIECE):
+        low, high = torch.searchsorted(ids, torch.tensor([start, start + PIECE])).tolist()
+        giving = torch.tensor([high - low] + [0] * (channel.size - 1))
+        coming = channel.counts(giving).tolist()
+        got_ids, got = (channel.send(a[low:high], giving.tolist(), coming) for a in (ids, rows))
+        yield got[got_ids.argsort()]
+
+
+def _wanted(scores: Tensor, data: Dataset, config: InferConfig) -> Tensor:
+    return scores.float() if config.write == "scores" else _classes(scores, data.task)
+
+
+def _classes(scores: Tensor, task: str) -> Tensor:
+    if task == "multi":
+        return (scores > 0).to(torch.uint8)
+    if scores.size(-1) == 1:
+        return (scores > 0).view(-1).to(torch.uint8)
+    return scores.argmax(dim=-1)
+
+
+def _write(out: Path, pieces: Iterable[Tensor], count: int) -> None:
+    """The rows as one .npy file, which is never in memory as a whole."""
+    pieces = iter(pieces)
+    first = next(pieces)  # before a file that is there is touched: what can go wrong has by now
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("wb") as file:
+            about = {"descr": first.numpy().dtype.str, "fortran_order": False, "shape": (count, *first.shape[1:])}
+            np.lib.format.write_array_header_1_0(file, about)
+            for piece in itertools.chain([first], pieces):
+                file.write(piece.contiguous().numpy().data)
+    except OSError as error:
+        raise ValueError(f"cannot write {out} ({error.strerror or error}): choose another file with out=") from error

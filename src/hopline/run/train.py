@@ -1,0 +1,318 @@
+"""A run from its settings: the one place that turns names into objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hopline.budget.memory_plan import Outline
+from hopline.budget.settings import Budget
+from hopline.data.dataset import Dataset
+from hopline.data.formats.dgl import from_dgl, is_dgl_folder
+from hopline.data.formats.npz import from_npz
+from hopline.data.formats.ogb import from_ogb_folder
+from hopline.data.formats.tabular import from_csv
+from hopline.data.options import EdgeOptions
+from hopline.data.paths import default_name, is_ogb_folder
+from hopline.data.registry import locate, open_dataset
+from hopline.data.splits import random_split
+from hopline.data.store import verify
+from hopline.device.meter import find_device
+from hopline.distributed import launch
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.sharing import share
+from hopline.distributed.world import World
+from hopline.inference.over_shards import AllShards
+from hopline.methods.sampled.settings import Auto, Sampled
+from hopline.nn.whole_module import as_walkable
+from hopline.run.compare_methods import Candidate, choose, compare
+from hopline.run.models import make_model
+from hopline.run.settings import (
+    EDGE_LISTS,
+    ConvertConfig,
+    ExportConfig,
+    RunConfig,
+    check_conversion,
+    load_config,
+    load_trusted,
+)
+from hopline.shards.data import open_sharded
+from hopline.shards.shard import is_shards
+from hopline.training import checkpoint
+from hopline.training.callbacks import EpochEnd, Evaluation, Run
+from hopline.training.settings import TrainSettings
+from hopline.training.trainer import Trainer
+from hopline.util.log import logger, printed
+from hopline.util.spec import from_dict, to_dict
+from hopline.util.trace import RegionStatistics
+
+RUNS = Path("runs")
+"""Where runs are written that are not told where, in the current folder."""
+LONGEST_NAME = 100
+"""Characters of a dataset's name, as of the names of arrays."""
+
+
+def train(config: RunConfig) -> Run:
+    """Open the data, build the model, train, test."""
+    find_device(config.device)  # before processes are started, each of which would say it
+    config = _with_whole_paths(config)
+    places = {f.name: getattr(config, f.name) for f in dataclasses.fields(LaunchSettings)}
+    done = launch.run(train_rank, LaunchSettings(**places), to_dict(config), device=config.device)
+    return done if isinstance(done, Run) else _from_plain(done)
+
+
+def _with_whole_paths(config: RunConfig) -> RunConfig:
+    """The settings with paths that mean the same everywhere: `hopline infer` may be called from another folder."""
+    if config.data_root is not None:
+        config = dataclasses.replace(config, data_root=config.data_root.expanduser().absolute())
+    found = locate(config.data, data_root=config.data_root, options=config.conversion).path
+    if found is not None and found == Path(config.data).expanduser():  # and not a name under the data root
+        config = dataclasses.replace(config, data=str(found.resolve()))
+    return config
+
+
+def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
+    """One rank's part of a run; with several of them, what is left of the run as plain data."""
+    config = from_dict(RunConfig, stored)
+    with printed(config.show):
+        return _train_rank(world, config)
+
+
+def _train_rank(world: World, config: RunConfig) -> Run | dict[str, Any]:
+    data = _open_together(config, world)
+    check_name(data.name)
+    torch.manual_seed(config.seed)
+    model = make_model(config.model, data)
+    if config.weights is not None:
+        load_weights(model, config.weights)
+    config = _for_model(config, model, data)
+    with _run_folder(data.name, config, world) as out:
+        config = _with_method(config, model, data, out, world)
+        settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainSettings)}
+        trainer = Trainer(
+            model,
+            data,
+            config.method,
+            out=out,
+            config=to_dict(config),
+            world=world,
+            placement=config.placement,
+            budget=config.budget,
+            **settings,
+        )
+        done = trainer.fit()
+    return done if world.size == 1 else dataclasses.asdict(done) | {"folder": str(out)}
+
+
+def check_name(name: str) -> None:
+    """Refuse a dataset whose name, under which its runs are written and shown, is a path or holds control characters.
+
+    A dataset may come from somebody else, and must not choose where files are written.
+    """
+    if not name.strip(" .") or any(c in "/\\" or not c.isprintable() for c in name) or len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"the dataset is called {name[:LONGEST_NAME]!r}, which cannot name a run: convert it anew by `hopline "
+            "convert DATASET FOLDER`, which calls it as FOLDER"
+        )
+
+
+def _for_model(config: RunConfig, model: nn.Module, data: Dataset) -> RunConfig:
+    """The settings with those of the method that follow model and graph as numbers, as config.json keeps them."""
+    method = config.method.for_model(as_walkable(model)).for_graph(data.num_nodes)
+    return dataclasses.replace(config, method=method)  # type: ignore[arg-type]
+
+
+def _with_method(config: RunConfig, model: nn.Module, data: Dataset, out: Path, world: World) -> RunConfig:
+    """The settings with method=auto replaced: by what the run that goes on began with, or by what fits and is fast."""
+    if not isinstance(config.method, Auto):
+        return config
+    found: dict[str, Any] | None = None
+    if world.rank == 0:
+        method = load_config(out).method if config.resume and (out / checkpoint.FILE).exists() else config.method
+        if isinstance(method, Auto):
+            outline = Outline.of(model.to(world.device), data, config, config.placement)
+            method, why = choose(outline, config.budget or Budget())
+            logger.info(why)
+        found = to_dict(dataclasses.replace(config, method=method))  # type: ignore[arg-type]
+    return from_dict(RunConfig, world.broadcast_object(found))
+
+
+def plan(config: RunConfig) -> list[Candidate]:
+    """What each method would take of the run's budget, and how long an epoch would last."""
+    data = open_data(config)
+    torch.manual_seed(config.seed)
+    model = make_model(config.model, data).to(find_device(config.device))
+    method = None if isinstance(config.method, Auto) else _for_model(config, model, data).method
+    return compare(method, Outline.of(model, data, config, config.placement), config.budget or Budget())
+
+
+def _from_plain(done: dict[str, Any]) -> Run:
+    """A run that came from another process."""
+    kinds = {"history": EpochEnd, "evaluations": Evaluation, "stages": RegionStatistics}
+    fields = {**done, "folder": Path(done["folder"])}
+    for name, kind in kinds.items():
+        fields[name] = [kind(**entry) for entry in done[name]]
+    return Run(**fields)
+
+
+def _open_together(config: RunConfig, world: World) -> Dataset:
+    """The run's dataset, one copy of it per host; what has to be downloaded or converted is so once."""
+    if is_shards(config.data):
+        if config.symmetrize or config.features != "given":
+            raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
+        if config.split_shares is not None:
+            shares = ",".join(f"{share:g}" for share in config.split_shares)
+            raise ValueError(
+                f"{config.data} is cut already, so split_shares= comes too late: type `hopline convert DATASET FOLDER "
+                f"split_shares={shares}` and cut FOLDER by `hopline partition`, or leave split_shares= out"
+            )
+        return open_sharded(config.data, world, split=config.split)
+    data = open_data(config) if world.local_rank == 0 else None
+    mapped = world.broadcast_object(data is not None and data.folder is not None)  # all hosts wait for the first rank
+    if not mapped:
+        return share(data, world)
+    return data if data is not None else open_data(config)
+
+
+@contextlib.contextmanager
+def _run_folder(name: str, config: RunConfig, world: World) -> Iterator[Path]:
+    """The folder of the run: the one that was asked for, or under runs/ the one to resume, or a new one."""
+    if config.out is not None:
+        yield config.out
+        return
+    found: Path | None = None
+    made: list[Path] = []
+    if world.rank == 0:
+        found = _newest_run(name, config) if config.resume else None
+        if found is None:
+            made = [] if RUNS.exists() else [RUNS]
+            found = _new_folder(name)
+            made.insert(0, found)
+    try:
+        yield Path(world.broadcast_object(str(found)))
+    finally:
+        with contextlib.suppress(OSError):  # not empty: the run has begun
+            for folder in made:
+                folder.rmdir()
+
+
+def _newest_run(name: str, config: RunConfig) -> Path | None:
+    """The newest run of the same settings that has a checkpoint."""
+    for folder in sorted(RUNS.glob(f"{glob.escape(name)}-*"), reverse=True):
+        try:
+            stored = load_config(folder)
+        except ValueError:
+            continue
+        any_method = isinstance(config.method, Auto)
+        same = _without(stored, any_method) == _without(config, any_method)
+        if same and (folder / checkpoint.FILE).exists():
+            return folder
+    return None
+
+
+def _new_folder(name: str) -> Path:
+    """A new folder, made at once: of runs that begin in the same second each gets its own."""
+    fresh = RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
+        folder = fresh if number == 1 else fresh.with_name(f"{fresh.name}-{number}")
+        number += 1
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(
+                f"cannot write the run folder '{folder}' ({error.strerror or error}): choose another with out=FOLDER"
+            ) from error
+        return folder
+
+
+def _without(config: RunConfig, any_method: bool) -> RunConfig:
+    """The settings that make it the same run, whatever it shows and wherever it is."""
+    places = {f.name: f.default for f in dataclasses.fields(LaunchSettings)}
+    config = dataclasses.replace(config, method=Sampled()) if any_method else config
+    return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **places)
+
+
+def export(folder: Path, file: Path, config: ExportConfig) -> Path:
+    """A run's weights as a plain `state_dict`, with PyG's names, for torch.load(..., weights_only=True)."""
+    settings = load_trusted(folder, config.trust)
+    data = AllShards(settings.data) if is_shards(settings.data) else open_data(settings)
+    model = make_model(settings.model, data)
+    load_weights(model, folder / f"{config.weights}.pt")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), file)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        raise ValueError(f"cannot write {file} ({error}): choose another file") from error
+    return file
+
+
+def open_data(config: RunConfig) -> Dataset:
+    """The run's dataset, its rows as the run wants them."""
+    data = open_dataset(config.data, data_root=config.data_root, split=config.split, **config.conversion)
+    if config.split_shares is not None:
+        data = random_split(data, config.split_shares)
+    if config.features == "given":
+        return data
+    return getattr(data, config.features)()
+
+
+DDP = "module."
+"""What torch's DistributedDataParallel puts before the names of weights."""
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """A `state_dict` file into a model; nothing in it is executed."""
+    if not path.exists():
+        raise ValueError(f"there are no weights at {path}: the run has not finished an epoch, or they were removed")
+    try:
+        weights = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}): restore it or train again") from error
+    if isinstance(weights, dict) and all(str(name).startswith(DDP) for name in weights):
+        weights = {name.removeprefix(DDP): value for name, value in weights.items()}
+    try:
+        model.load_state_dict(weights)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} does not hold weights of this model: {reason}") from error
+
+
+def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
+    """Bring a source into hopline's folder format, and check what was written."""
+    check_conversion(source, folder, config)
+    path = Path(source).expanduser()
+    suffix = path.suffix.lower()
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
+    changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
+    known: dict[str, Any] = {} if config.split_shares is None else {"split_shares": config.split_shares}
+    if config.num_nodes is not None:
+        known["num_nodes"] = config.num_nodes
+    if suffix in EDGE_LISTS:
+        from_csv(path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **known, **options)
+    elif suffix == ".npz":
+        from_npz(path, folder=folder, **known, **changed)
+    elif suffix == ".npy":
+        from_csv(path, config.nodes, folder=folder, columns=config.columns, **known, **options)
+    elif is_dgl_folder(path):
+        from_dgl(path, folder=folder, **known, **changed)
+    elif is_ogb_folder(path):
+        from_ogb_folder(path, folder=folder, **known, **changed)
+    else:
+        if config.num_nodes is not None:
+            raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
+        data = open_dataset(source, data_root=config.data_root, **changed)
+        data = data if config.split_shares is None else random_split(data, config.split_shares)
+        dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
+    verify(folder)
+    return open_dataset(str(folder))

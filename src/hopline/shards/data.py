@@ -1,0 +1,64 @@
+"""`ShardedData`: a dataset of which every rank has one shard, as the Trainer sees it."""
+
+from __future__ import annotations
+
+import os
+
+from hopline.core.graph import Graph
+from hopline.data.dataset import Dataset
+from hopline.distributed.all_to_all import Channel, rank_and_size
+from hopline.distributed.world import World
+from hopline.shards.shard import Shard, check_fits, open_shard
+
+
+class ShardedData(Dataset):
+    """What all ranks know of a dataset in shards: its sizes and the ids of its splits; the rest is in `shard`.
+
+    Made by all ranks together. Methods that look at the whole graph are refused when they ask for it.
+    """
+
+    def __init__(self, shard: Shard, world: World | None = None) -> None:
+        self.shard, self.channel = shard, Channel(world)
+        check_fits(shard, self.channel)
+        self.name, self.task, self.num_classes = shard.name, shard.task, shard.num_classes
+        self.tables, self.y, self.alternatives = {}, None, ()
+        self.splits = {name: self.channel.all(ids).sort().values for name, ids in shard.splits.items()}
+        self.meta, self.folder = {}, shard.folder
+
+    @property
+    def graph(self) -> Graph:  # type: ignore[override]
+        raise ValueError(
+            f"dataset {self.name!r} is in shards, of which this rank has one, and this needs the whole graph: train by "
+            "method=sampled on layers with known widths, or open the dataset that was cut"
+        )
+
+    def _no_labels(self) -> ValueError:
+        return ValueError(
+            f"dataset {self.name!r} is in shards, of which this rank has one: its labels are data.shard.labels, and a "
+            "split is drawn before the dataset is cut, by `hopline convert DATASET FOLDER split_shares=0.6,0.2,0.2`"
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        return self.shard.num_nodes
+
+    @property
+    def num_edges(self) -> int:
+        return self.shard.num_edges
+
+    @property
+    def num_features(self) -> int:
+        return self.shard.num_features
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's shard."""
+        return self.shard.num_bytes
+
+    def __repr__(self) -> str:
+        return f"ShardedData({self.shard!r})"
+
+
+def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, split: int = 0) -> ShardedData:
+    """Open this rank's shard for a Trainer: every rank must call this. world: as of `hopline.distributed.launch`."""
+    return ShardedData(open_shard(folder, rank_and_size(world)[0], split=split), world)

@@ -1,0 +1,280 @@
+"""`Shard`: one shard of a dataset on disk, opened alone by memory map."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.core.batch import Part
+from hopline.data.dataset import METRICS
+from hopline.data.manifest import Manifest, Task, read_manifest
+from hopline.data.paths import existing
+from hopline.data.store import SHARDS, map_arrays, splits_of, tables_of
+from hopline.distributed.all_to_all import Channel
+from hopline.shards.layout import ShardLayout
+from hopline.tables import Table
+
+VERSION = 1
+"""Shards of another version are not opened."""
+ADVICE = "cut the dataset again by `hopline partition`"
+
+
+def shard_name(rank: int) -> str:
+    """The folder of one shard within that of all."""
+    return f"shard-{rank}"
+
+
+def node_ranges(indptr: Tensor, limit: int) -> Iterator[tuple[int, int]]:
+    """Ranges of nodes with at most `limit` nodes and about as many edges."""
+    num_nodes = indptr.numel() - 1
+    by_edges = torch.searchsorted(indptr, torch.arange(0, int(indptr[-1]), limit))
+    by_nodes = torch.arange(0, num_nodes, limit)
+    bounds = torch.cat([by_edges, by_nodes, torch.tensor([num_nodes])]).unique()
+    yield from itertools.pairwise(bounds.tolist())
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Shard:
+    """The nodes that one rank owns: their in-edges, rows, labels and splits.
+
+    Ids are the dataset's. A node's place is its number when all shards stand one behind the other: shard s has the
+    places ptr[s] .. ptr[s + 1] - 1, its nodes in ascending order.
+    """
+
+    name: str
+    """What the dataset is called."""
+    layout: ShardLayout
+    """In-edges by owner of their sources, and which rows travel between the shards."""
+    num_nodes: int
+    """Nodes of all shards."""
+    num_edges: int
+    """Edges of all shards."""
+    indptr: Tensor
+    """[num_own + 1] int64: own node i has the in-edges at[indptr[i]:indptr[i + 1]], in the dataset's order."""
+    at: Tensor
+    """[own edges] where each is among the edges by owner: shard 0's, then shard 1's, and so on."""
+    part_ptr: Tensor
+    """[num_shards + 1] int64: edges from shard s are number part_ptr[s] .. part_ptr[s + 1] - 1 among those."""
+    src_idx: Tensor
+    """[own edges] int32, by owner: the source, as a number among the wanted rows of its owner."""
+    edge_ids: Tensor
+    """[own edges] int64, by owner: its place in the dataset's edge arrays."""
+    edge: dict[str, Tensor]
+    """Rows of the dataset's edge arrays, by owner."""
+    halo_ptr: Tensor
+    """[num_shards + 1] int64: where each owner's nodes begin among those that are wanted of others."""
+    halo_nodes: Tensor
+    """[H] int64: the wanted nodes, by owner."""
+    halo_places: Tensor
+    """[H] int64: their places."""
+    tables: dict[str, Table] = field(default_factory=dict)
+    """Named rows of the own nodes."""
+    y: Tensor | None = None
+    """Labels of the own nodes."""
+    splits: dict[str, Tensor] = field(default_factory=dict)
+    """The own nodes of "train", "valid" and "test": sorted ids."""
+    all_splits: tuple[dict[str, Tensor], ...] = ()
+    """The same of every published split."""
+    task: Task = "single"
+    """What the labels mean."""
+    num_classes: int = 0
+    """Number of classes, or of labels in the multi-label task."""
+    cut: str = ""
+    """What the shards of one cut have in common."""
+    folder: Path | None = None
+    """Where it was opened."""
+
+    @property
+    def rank(self) -> int:
+        return self.layout.rank
+
+    @property
+    def num_shards(self) -> int:
+        return self.layout.num_shards
+
+    @property
+    def ptr(self) -> Tensor:
+        """[num_shards + 1] int64: the places of each shard."""
+        return self.layout.ptr
+
+    @property
+    def nodes(self) -> Tensor:
+        """[num_own] int64: the own nodes, ascending."""
+        return self.layout.own_ids
+
+    @property
+    def num_own(self) -> int:
+        return self.layout.num_own
+
+    @property
+    def num_features(self) -> int:
+        """Width of the table "x"; 0 without one."""
+        return self.tables["x"].shape[1] if "x" in self.tables else 0
+
+    @property
+    def num_outputs(self) -> int:
+        """How many numbers a model predicts per node."""
+        return 1 if self.task == "binary" else self.num_classes
+
+    @property
+    def metric(self) -> str:
+        """The metric that goes with the task."""
+        return METRICS[self.task]
+
+    @property
+    def labels(self) -> Tensor:
+        """`y`, where there must be one."""
+        if self.y is None:
+            raise ValueError(f"dataset {self.name!r} has no labels: cut one that has y")
+        return self.y
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """The local rows of some of the own nodes, by their ids."""
+        rows = torch.searchsorted(self.nodes, ids).clamp(max=self.num_own - 1)
+        if not torch.equal(self.nodes[rows], ids):
+            raise ValueError(f"a node is not of shard {self.rank}: give ids that are in its nodes")
+        return rows
+
+    def sources(self, positions: Tensor) -> Tensor:
+        """The places of the sources of some edges, given by their numbers among the edges by owner."""
+        owner = torch.bucketize(positions, self.part_ptr[1:-1], right=True)
+        idx = ops.gather_rows(self.src_idx, positions).long()
+        if not self.halo_places.numel():
+            return idx + self.ptr[self.rank]
+        wanted = (idx + self.halo_ptr[owner]).clamp(max=self.halo_places.numel() - 1)
+        others = ops.gather_rows(self.halo_places, wanted)
+        return torch.where(owner == self.rank, idx + self.ptr[self.rank], others)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the edges, rows and labels of this shard."""
+        arrays = [self.indptr, self.at, self.src_idx, self.edge_ids, *self.edge.values()]
+        arrays += [part.indptr for part in self.layout.parts] + ([] if self.y is None else [self.y])
+        return sum(a.nbytes for a in arrays) + sum(table.num_bytes for table in self.tables.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"Shard({self.rank} of {self.num_shards} of {self.name!r}, {self.num_own:,} of {self.num_nodes:,} nodes, "
+            f"{self.edge_ids.numel():,} of {self.num_edges:,} edges, {self.halo_nodes.numel():,} nodes of others)"
+        )
+
+
+def is_shards(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds the shards of a dataset."""
+    path = existing(Path(folder).expanduser())
+    return (path / "manifest.json").is_file() and SHARDS in read_manifest(path).meta
+
+
+def read_about(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, dict[str, Any]]:
+    """(path, manifest, what it says about the shards) of a folder of shards, or of one of them."""
+    path = existing(Path(folder).expanduser())
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {folder}: make it by `hopline partition DATASET {folder} shards=N`")
+    manifest = read_manifest(path)
+    about = manifest.meta.get(SHARDS)
+    if not isinstance(about, dict):
+        raise ValueError(f"{folder} holds no shards: make some by `hopline partition {folder} OUT shards=N`")
+    if about.get("version") != VERSION:
+        raise ValueError(f"{folder} has version {about.get('version')}, this hopline reads {VERSION}: {ADVICE}")
+    return path, manifest, about
+
+
+def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> Shard:
+    """One shard of a folder made by `hopline partition`; the others are not looked at, and need not be there."""
+    top = existing(Path(folder).expanduser())
+    here = top / shard_name(rank)
+    if not here.is_dir():
+        count = read_about(top)[2]["num_shards"]
+        reason = "it is missing: copy it there" if 0 <= rank < count else f"ranks go from 0 to {count - 1}"
+        raise ValueError(f"there is no shard {rank} in {folder}: {reason}")
+    path, manifest, about = read_about(here)
+    if about["rank"] != rank:
+        raise ValueError(f"{path} holds shard {about['rank']}: rename its folder to {shard_name(about['rank'])}")
+    try:
+        shard = _assemble(path, manifest, about)
+    except KeyError as error:
+        raise ValueError(f"the arrays of {path} do not fit together ({error} is missing): {ADVICE}") from error
+    except (ValueError, RuntimeError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the arrays of {path} do not fit together ({reason}): {ADVICE}") from error
+    if not 0 <= split < max(1, len(shard.all_splits)):
+        raise ValueError(f"{folder} has no split {split}: choose from 0 to {max(1, len(shard.all_splits)) - 1}")
+    return replace(shard, splits=shard.all_splits[split]) if shard.all_splits else shard
+
+
+def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
+    arrays = map_arrays(path, manifest)
+    halo_ptr, halo_rows = arrays["halo_ptr"], arrays["halo_rows"]
+    owners = torch.repeat_interleave(torch.arange(about["num_shards"]), halo_ptr.diff())
+    edge = {name.removeprefix("edge."): array for name, array in arrays.items() if name.startswith("edge.")}
+    return Shard(
+        name=manifest.name,
+        layout=_layout(arrays, edge, about["rank"], about["num_shards"]),
+        num_nodes=about["num_nodes"],
+        num_edges=about["num_edges"],
+        indptr=arrays["indptr"],
+        at=arrays["at"],
+        part_ptr=arrays["part_ptr"],
+        src_idx=arrays["src_idx"],
+        edge_ids=arrays["edge_ids"],
+        edge=edge,
+        halo_ptr=halo_ptr,
+        halo_nodes=arrays["halo_nodes"],
+        halo_places=halo_rows + arrays["ptr"][owners],
+        tables=tables_of(manifest, arrays),
+        y=arrays.get("y"),
+        all_splits=tuple(splits_of(manifest, arrays)),
+        task=manifest.task,
+        num_classes=manifest.num_classes,
+        cut=about["cut"],
+        folder=path,
+    )
+
+
+def _layout(arrays: dict[str, Tensor], edge: dict[str, Tensor], rank: int, num_shards: int) -> ShardLayout:
+    """The layout over the mapped arrays, by rounds: nothing of the size of the edges is read."""
+
+    def part(shard: int) -> Part:
+        of = slice(int(arrays["part_ptr"][shard]), int(arrays["part_ptr"][shard + 1]))
+        rows = {name: array[of] for name, array in edge.items()}
+        return Part(arrays["part_indptr"][shard], arrays["src_idx"][of], rows, arrays["edge_ids"][of])
+
+    def rows(what: str, shard: int) -> Tensor:
+        if shard == rank:
+            return torch.arange(arrays["nodes"].numel())
+        ptr = arrays[f"{what}_ptr"]
+        return arrays[f"{what}_rows"][int(ptr[shard]) : int(ptr[shard + 1])]
+
+    senders = [(rank - k) % num_shards for k in range(num_shards)]
+    receivers = [(rank + k) % num_shards for k in range(num_shards)]
+    return ShardLayout(
+        rank,
+        num_shards,
+        arrays["ptr"],
+        arrays["nodes"],
+        tuple(part(shard) for shard in senders),
+        tuple(rows("halo", shard) for shard in senders),
+        tuple(rows("send", shard) for shard in receivers),
+        arrays["indptr"].diff(),
+    )
+
+
+def check_fits(shard: Shard, channel: Channel) -> None:
+    """Find what does not fit together before the first batch is asked for."""
+    if shard.num_shards != channel.size:
+        raise ValueError(
+            f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard "
+            f"(devices={shard.num_shards}), or cut the dataset again with shards={channel.size}"
+        )
+    if shard.rank != channel.rank:
+        raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")
+    channel.check_same(shard.cut.encode(), "the cut of the dataset")

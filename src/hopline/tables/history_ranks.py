@@ -1,0 +1,164 @@
+"""Tables of rows for several ranks: one memory per host, and each host has the rows of its ranks' parts.
+
+Rows of other hosts are asked of the rank that keeps them, by exchanges in which all ranks take part in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.distributed.sharing import shared_zeros
+from hopline.distributed.world import World
+from hopline.methods.partitioned.groups import Shares
+from hopline.tables.history import Histories, Reader, mapped
+
+
+class Owners:
+    """Which rank keeps the row at a place."""
+
+    def __init__(self, world: World, shares: Shares, ptr: Tensor) -> None:
+        self.world, self.shares = world, shares
+        self.spans = [range(int(ptr[parts.start]), int(ptr[parts.stop])) for parts in shares.parts]
+        """By rank, the places of its rows."""
+        host = shares.parts_of_host(shares.hosts[shares.rank])
+        self.host = range(int(ptr[host.start]), int(ptr[host.stop]))
+        """Places of the rows that this host has."""
+        self.order = sorted(range(world.size), key=lambda rank: self.spans[rank].start)
+        """The ranks as their rows follow each other."""
+
+    @property
+    def own(self) -> range:
+        """Places of the rows that this rank keeps."""
+        return self.spans[self.shares.rank]
+
+    def runs(self, places: Tensor) -> list[slice]:
+        """By rank, where among ascending places those are that it keeps."""
+        ends = torch.searchsorted(places, torch.tensor([self.spans[rank].stop for rank in self.order])).tolist()
+        found = {rank: slice(*ends) for rank, *ends in zip(self.order, [0, *ends[:-1]], ends, strict=True)}
+        return [found[rank] for rank in range(self.world.size)]
+
+    def collect(self, places: Tensor, rows: Tensor) -> Tensor:
+        """Sums of all ranks' rows, at the places that this one keeps. places: ascending, each once."""
+        runs = self.runs(places)
+        theirs = self.world.swap([places[run] for run in runs])
+        total = rows.new_zeros(len(self.own), *rows.shape[1:])
+        for at, what in zip(theirs, self.world.swap([rows[run] for run in runs]), strict=True):
+            total.index_add_(0, at - self.own.start, what)
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot(Reader):
+    """Some rows as they were."""
+
+    places: Tensor
+    """Ascending."""
+    tables: Mapping[int, Tensor]
+    written: Tensor
+    step: int
+
+    def rows(self, l: int, places: Tensor) -> Tensor:
+        return ops.gather_rows(self.tables[l], torch.searchsorted(self.places, places))
+
+    def stamps(self, places: Tensor) -> Tensor:
+        return self.written[torch.searchsorted(self.places, places)]
+
+
+class SharedHistories(Histories):
+    """Tables that all ranks of a host write and read; every rank must make them, and ask for a new table, together."""
+
+    def __init__(
+        self, owners: Owners, *, name: str = "h", dtype: torch.dtype | None = None, folder: Path | None = None
+    ) -> None:
+        super().__init__(len(owners.host), name=name, dtype=dtype, folder=folder)
+        self.owners, self.world = owners, owners.world
+        self.written = shared_zeros((self.num_rows,), torch.int64, self.world)
+        self._by_one(lambda: self.written.fill_(-1))
+
+    def _by_one(self, write: Callable[[], object]) -> None:
+        """What one rank of a host does for all of them."""
+        if self.world.local_rank == 0:
+            write()
+        self.world.barrier()
+
+    def _new(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.folder is None:
+            return shared_zeros(shape, dtype, self.world)
+        self._by_one(lambda: super(SharedHistories, self)._new(l, shape, dtype))
+        return mapped(self._file_of(l), shape, dtype)
+
+    def _file_of(self, l: int) -> Path:
+        path = super()._file_of(l)
+        return path.with_suffix(f".host{self.world.node}.bin") if self.owners.shares.several_hosts else path
+
+    def rows(self, l: int, places: Tensor) -> Tensor:
+        """Of this host."""
+        return super().rows(l, places - self.owners.host.start)
+
+    def stamps(self, places: Tensor) -> Tensor:
+        return super().stamps(places - self.owners.host.start)
+
+    def write(self, l: int, slabs: Sequence[slice], rows: Tensor, mark: Any = None) -> None:
+        super().write(l, self._here(slabs), rows)
+
+    def mix_in(self, places: Tensor, stamps: Tensor, rows: Mapping[int, Tensor]) -> None:
+        """By the ranks that keep these rows; all must call this. Of several rows for a node the last rank's stays."""
+        order = places.argsort()
+        runs = self.owners.runs(places[order])
+        sent = {l: rows[l][order].to(table.dtype) if l in rows else table[:0] for l, table in self.tables.items()}
+        at, seen = (self.world.swap([value[order][run] for run in runs]) for value in (places, stamps))
+        got = {l: self.world.swap([mixed[run] for run in runs]) for l, mixed in sent.items()}
+        for rank in range(self.world.size):
+            super().mix_in(at[rank] - self.owners.host.start, seen[rank], {l: of[rank] for l, of in got.items()})
+
+    def stamp(self, slabs: Sequence[slice], step: int) -> None:
+        super().stamp(self._here(slabs), step)
+
+    def _here(self, slabs: Sequence[slice]) -> list[slice]:
+        first = self.owners.host.start
+        return [slice(slab.start - first, slab.stop - first) for slab in slabs]
+
+    def snapshot(self, layers: Sequence[int], places: Tensor) -> Reader:
+        if not self.owners.shares.several_hosts:
+            return self
+        runs, hosts, host = self.owners.runs(places), self.owners.shares.hosts, self.owners.host
+        far = [rank for rank, other in enumerate(hosts) if other != hosts[self.world.rank]]
+        here = ((places >= host.start) & (places < host.stop)).nonzero().view(-1)
+        asked = self.world.swap([places[run] if rank in far else places[:0] for rank, run in enumerate(runs)])
+
+        def pulled(table: Tensor) -> Tensor:
+            got = self.world.swap([ops.gather_rows(table, ids - host.start) for ids in asked])
+            rows = table.new_empty(places.numel(), *table.shape[1:])
+            rows[here] = ops.gather_rows(table, places[here] - host.start)
+            for rank in far:
+                rows[runs[rank]] = got[rank]
+            return rows
+
+        return Snapshot(places, {l: pulled(self.tables[l]) for l in layers}, pulled(self.written), self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All rows, in the first rank; the others have none to give."""
+        tables = {str(l): self._gathered(table) for l, table in self.tables.items()}
+        return {"tables": tables, "written": self._gathered(self.written), "step": self.step}
+
+    def _gathered(self, table: Tensor) -> Tensor:
+        own, start = self.owners.own, self.owners.host.start
+        rows = table[own.start - start : own.stop - start]
+        got = self.world.swap([rows if rank == 0 else rows[:0] for rank in range(self.world.size)])
+        return torch.cat([got[rank] for rank in self.owners.order])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        host = slice(self.owners.host.start, self.owners.host.stop)
+        for l, rows in state["tables"].items():
+            self.dtype = self.dtype or rows.dtype
+            table = self.table(int(l), rows)
+            self._by_one(lambda table=table, rows=rows: table.copy_(rows[host]))
+        self._by_one(lambda: self.written.copy_(state["written"][host]))
+        self.step = state["step"]

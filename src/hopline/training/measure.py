@@ -1,0 +1,165 @@
+"""What evaluation computes: metrics of a split, over every edge, over sampled ones, or by the user's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hopline import inference as infer
+from hopline import ops
+from hopline.budget.guard import Guard
+from hopline.budget.settings import Budget
+from hopline.contract import Job, Method
+from hopline.data.dataset import Dataset
+from hopline.inference import KeepRows
+from hopline.inference import distributed as shard_infer
+from hopline.inference.captured_forward import Replayed, replayed_of
+from hopline.inference.local import whole_bytes
+from hopline.methods.sampled.loader import Loader
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn.gnn import GNN
+from hopline.nn.whole_module import Whole
+from hopline.nn.whole_module_probe import find_reach
+from hopline.shards.data import ShardedData
+from hopline.util.spec import format_size
+
+TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
+"""(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
+MOST_THREADS = 8
+"""Our threads that train: more of them gain nothing, as the parts between products and reductions stay in one."""
+
+
+def own_threads(job: Job) -> AbstractContextManager[None]:
+    """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
+    if job.device.type == "cpu" and isinstance(job.model, GNN) and job.model.is_fused:
+        return ops.own_threads(min(torch.get_num_threads(), job.world.num_cores, MOST_THREADS))
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a split is measured: over every edge, over sampled ones, or by the user's own function."""
+
+    method: Method
+    test_step: TestStep | None = None
+    split: str = "valid"
+    exact: bool = True
+    show: bool = False
+    chunk_bytes: int | None = None
+    """What a chunk of exact evaluation or a sampled batch may take, where there is a budget,"""
+    rows_on_disk: bool = False
+    """and whether hidden rows are kept in files, which are removed afterwards."""
+    part_hops: int | None = None
+    """Of a module that is not made of layers: hops around a node that exact evaluation runs it on; None for all."""
+
+    def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
+        data, ids = job.data, job.data.splits[self.split]
+        if self.test_step is not None:
+            # What it draws is its own: training goes on as if it had not been asked, whoever runs it.
+            gpus = [job.device] if job.device.type == "cuda" else []
+            with infer.evaluating(job.model), torch.random.fork_rng(gpus):
+                return self.test_step(job.model, data, ids)
+        batches = None if self.exact else self.method.inference_batches(job, ids)
+        options: dict[str, Any]
+        with own_threads(job):
+            if isinstance(data, ShardedData):
+                return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
+            if batches is None and keep is None and (replayed := self.replayed(job)) is not None:
+                scores = replayed()
+            elif batches is None and isinstance(job.model, Whole):
+                # On the whole graph nothing comes in chunks: `check_whole` has seen that it fits.
+                limit_bytes = None if self.part_hops is None else self.chunk_bytes
+                options = {"device": job.device, "chunk_bytes": limit_bytes, "show": self.show}
+                with infer.evaluating(job.model):
+                    scores = infer.whole_rows(job.model, data, ids, self.part_hops, **options)(ids)
+            elif batches is None:
+                with TemporaryDirectory() if self.rows_on_disk and keep is None else nullcontext() as folder:
+                    options = {"chunk_bytes": self.chunk_bytes, "keep": keep, "folder": folder}
+                    scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
+            else:
+                guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
+                if guard is not None and isinstance(batches, Loader):
+                    batches.waits_on_host = True  # no more of them than the guard has room for goes to a GPU
+                scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
+        return infer.measure(data, scores, self.labels(job))
+
+    def labels(self, job: Job) -> Tensor:
+        """Of the split's nodes, on the host."""
+        y, ids = job.data.y, job.data.splits[self.split]
+        assert y is not None
+        return y[ids.to(y.device)].cpu()
+
+    def replayed(self, job: Job) -> Replayed | None:
+        """What becomes a CUDA graph of it, if something does."""
+        bound = self.chunk_bytes is not None or self.rows_on_disk
+        if bound or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
+            return None
+        return replayed_of(job, job.data.splits[self.split])
+
+
+# ---- modules that are not made of layers
+
+
+def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
+    """How many hops exact inference needs around a node: the fan-outs', if a trial shows that these are enough."""
+    if not (isinstance(model, Whole) and isinstance(method, Sampled) and "x" in data.tables):  # as of no shard
+        return None
+    hops = len(method.for_model(model).fanout_per_layer)
+    return hops if find_reach(model, hops, data.x, data.graph.edge).part_hops is not None else None
+
+
+def part_hops_of(job: Job, method: Method) -> int | None:
+    """Hops around a node that exact evaluation runs a module on; None for the whole graph, and for models of layers."""
+    hops = hops_of(job.model, job.data, method)
+    return infer.part_hops_of(job.model, job.data, hops, []) if isinstance(job.model, Whole) else None
+
+
+def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> None:
+    """Refuse, before training, exact evaluation over the whole graph at once that is too large, or over the budget."""
+    if not isinstance(job.model, Whole) or "x" not in job.data.tables or part_hops is not None:
+        return
+    name = type(job.model.module).__name__
+    if infer.is_too_large(job.data):
+        raise ValueError(
+            f"exact evaluation would run {name} on the whole graph at once, which is too large for that: build it as "
+            "hl.nn.GNN([...convs...]), or evaluate by a function of your own, test_step="
+        )
+    if chunk_bytes is not None and whole_bytes(job.model, job.data) > chunk_bytes:
+        raise ValueError(
+            f"{infer.describe_whole(job.model, job.data)}, and the budget leaves {format_size(chunk_bytes)}: set a "
+            "larger budget=, build it as hl.nn.GNN([...convs...]), or evaluate by a function of your own, test_step="
+        )
+
+
+def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: bool) -> list[str]:
+    """What there is to know, at the start of a run, about a module that is not made of layers.
+
+    evaluates: whether the run evaluates exactly.
+    """
+    if not isinstance(job.model, Whole) or "x" not in job.data.tables:
+        return []
+    lines: list[str] = []
+    name = type(job.model.module).__name__
+    reason = ""
+    if isinstance(method, Sampled):
+        num_hops = len(method.for_model(job.model).fanout_per_layer)
+        reach = find_reach(job.model, num_hops, job.data.x, job.data.graph.edge)
+        reason = reach.reason
+        at_border = (
+            "nodes at the border of a batch lack in-edges, and it reads these (degrees in the norm of GCNConv, or one "
+            f"more hop than the {num_hops} fan-outs); hl.nn.GNN([...convs...]) takes degrees from the whole graph"
+        )
+        if not reach.in_batch:
+            lines.append(
+                f"{name} in batches is an approximation of {name} on the whole graph, with all neighbours too: "
+                f"{reason or at_border}"
+            )
+    if evaluates and part_hops is None:
+        lines.append(infer.describe_whole(job.model, job.data) + (f": {reason}" if reason and not lines else ""))
+    return lines

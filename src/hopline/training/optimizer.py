@@ -1,0 +1,142 @@
+"""The optimizer's step: clipping and the update, on a GPU as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops
+from hopline.device import streams as recording
+from hopline.util import trace
+
+WARM_UP_STEPS = 2
+MOST_CAPTURES = 3
+MOST_SEEN = 64
+"""Gradients that keep moving about in memory are not worth another graph, nor is every place to be remembered."""
+
+
+Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
+"""Lists of parameters, each with its weight decay."""
+
+
+def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimizer:
+    """The optimizer of that name; on a GPU its learning rate and counters are there too, so that it can be captured.
+
+    Those are float32, which float64 parameters would show: they are trained as on the CPU.
+    """
+    groups: list[dict[str, Any]] = [{"params": list(ps), "weight_decay": decay} for ps, decay in decays if len(ps)]
+    device, dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
+    made = ops.optimizer_class({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[kind], device)
+    if device.type != "cuda" or dtype == torch.float64:
+        return made(groups, lr=lr)  # type: ignore[call-arg]
+    options: dict[str, Any] = {"fused": True} if kind == "sgd" else {"fused": True, "capturable": True}
+    for group in groups:  # a rate of its own each, since schedules change them in place, one after the other
+        group["lr"] = torch.tensor(lr, dtype=torch.float32, device=device)
+    return made(groups, lr=groups[0]["lr"], **options)  # type: ignore[call-arg]
+
+
+def split_decay(module: nn.Module, rest: Iterable[nn.Parameter], decay: float, decay_rest: float | None) -> Decays:
+    """The parameters of a module with one weight decay, or with another for the rest."""
+    parameters = list(module.parameters())
+    if decay_rest is None:
+        return [(parameters, decay)]
+    apart = {id(p) for p in rest}
+    return [
+        ([p for p in parameters if id(p) not in apart], decay),
+        ([p for p in parameters if id(p) in apart], decay_rest),
+    ]
+
+
+class Update:
+    """One optimizer step on the gradients that are there."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, say: Callable[[str], None]
+    ) -> None:
+        self.parameters = list(module.parameters())
+        self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
+        self._refuse_others()
+        self.device = self.parameters[0].device
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}  # by all that they have taken down
+        self.seen: set[Hashable] = set()  # what gradients and settings were before
+        self.steps = 0
+        rate = optimizer.param_groups[0]["lr"]
+        self.can_capture = self.device.type == "cuda" and isinstance(rate, Tensor) and rate.device.type == "cuda"
+
+    def _refuse_others(self) -> None:
+        """Neither checkpoints nor the weights that are kept have a parameter that is not the model's."""
+        own = {id(p) for p in self.parameters}
+        for parameter in self._stepped():
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's, so no "
+                    "checkpoint would hold it: make it one of the model's (model.temperature = torch.nn.Parameter(...))"
+                )
+
+    def _stepped(self) -> list[Tensor]:
+        """What the optimizer steps by now: a callback may have added to it."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def clear(self) -> None:
+        """No gradients, of parameters either that the optimizer does not step: backward fills them too."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def __call__(self) -> None:
+        with trace.span("optimizer", self.device):
+            self.steps += 1
+            if not self.can_capture:
+                self._run()
+                return
+            key = self._key()
+            known, new = self.graphs.get(key), key not in self.seen
+            if known is not None:
+                known.replay()
+            # The first steps set the optimizer up; gradients that were never there before may move each time.
+            elif self.steps <= WARM_UP_STEPS or new or len(self.graphs) == MOST_CAPTURES:
+                self._remember(key)
+                self._run()
+            else:
+                self._capture(key)
+
+    def _run(self) -> None:
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._stepped(), self.clip_norm)
+        self.optimizer.step()
+
+    def _key(self) -> Hashable:
+        """What a graph takes down: where gradients are, and settings such as weight decay, which callbacks change."""
+        groups = self.optimizer.param_groups
+        gradients = [0 if p.grad is None else p.grad.data_ptr() for group in groups for p in group["params"]]
+        values = [value for group in groups for name, value in group.items() if name != "params"]
+        return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in values)
+
+    def _remember(self, key: Hashable) -> None:
+        if len(self.seen) == MOST_SEEN:
+            self.seen.clear()
+        self.seen.add(key)
+
+    def _capture(self, key: Hashable) -> None:
+        graph, stream = torch.cuda.CUDAGraph(), recording.stream_to_record("updates", self.device)
+        try:
+            with recording.at_once() as free:
+                if not free:
+                    self._run()
+                    return
+                prepare = getattr(self.optimizer, "prepare", None)  # of our own kernels
+                if prepare is not None:
+                    prepare()
+                stream.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(stream), recording.recorded(graph, stream):
+                    self._run()
+        except Exception as error:
+            self.can_capture, self.graphs = False, {}
+            self.say(f"the optimizer's step is not captured in a CUDA graph: {' '.join(str(error).split())[:200]}")
+            self._run()
+            return
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.graphs[key] = graph
+        graph.replay()

@@ -1,0 +1,502 @@
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_geometric.nn import TransformerConv
+
+from hopline import infer, ops
+from hopline.batch_unit import BatchUnit, supervised
+from hopline.budget import micro_batches as split
+from hopline.budget.guard import Guard, GuardedUnit
+from hopline.budget.predictor import ENOUGH, Predictor, Sizes
+from hopline.budget.settings import Budget
+from hopline.contract import Job, TrainStep
+from hopline.core.batch import Batch
+from hopline.core.sampler import NeighborSampler
+from hopline.methods.sampled.settings import Sampled
+from hopline.methods.sampled.work import SampledWork
+from hopline.nn import GNN
+from hopline.nn.whole_module import as_walkable
+from hopline.training.trainer import Trainer
+from hopline.util import trace
+from tests.helpers import batch_of, dataset_of, gnn_of, gradients, randn, random_graph, stack_of
+
+DATA = dataset_of(random_graph(2000, 16_000), randn(2000, 6))
+SAMPLED = Sampled(fanouts=(5, 5), batch_size=300, workers=0)
+
+
+def model_of(conv: str = "sage-mean", **options: Any) -> GNN:
+    return GNN(stack_of(conv, 6, 32, 3), dropout=0.5, **options).double()
+
+
+def job_of(model: torch.nn.Module, loss: TrainStep | None = None) -> Job:
+    return Job(
+        data=DATA,
+        model=as_walkable(model),
+        module=model,
+        train_ids=DATA.splits["train"],
+        train_step=supervised("single", 3) if loss is None else loss,
+        usual_loss=loss is None,
+    )
+
+
+def guard_of(model: torch.nn.Module, limit: int, loss: TrainStep | None = None, **settings: Any) -> Guard:
+    return Guard(job_of(model, loss), Budget(**settings), limit, NeighborSampler(DATA.graph, (5, 5)).sample)
+
+
+def first_batch(model: GNN) -> Any:
+    return next(iter(SAMPLED.loader(DATA, model=model)))
+
+
+def peak_of(model: GNN) -> int:
+    """What the first batch takes, measured."""
+    guard = guard_of(model, 1 << 30)
+    guard.unit(first_batch(model)).forward_backward(300)
+    model.zero_grad(set_to_none=True)
+    return guard.peak_bytes
+
+
+# ---- steps within a budget
+
+
+def test_a_budget_that_leaves_nothing_for_a_step_is_refused():
+    with pytest.raises(ValueError, match="leaves 0 B for a step"):
+        guard_of(model_of(), 0)
+
+
+def test_a_batch_that_fits_runs_as_it_is():
+    model = model_of()
+    guard, batch = guard_of(model, 1 << 30), first_batch(model)
+    assert guard.arrange(batch) is batch
+    unit = guard.unit(batch)
+    assert isinstance(unit, GuardedUnit)
+    assert unit.size == 300
+
+
+@pytest.mark.parametrize("conv", ["sage-mean", "gcn", "gat", "gin"])
+def test_a_batch_in_pieces_has_the_gradients_of_the_whole_and_keeps_to_the_budget(conv: str):
+    model = model_of(conv)
+    batch, limit = first_batch(model), int(0.6 * peak_of(model))
+    loss = BatchUnit(job_of(model), batch).forward_backward(300)
+    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad(set_to_none=True)
+    guard = guard_of(model, limit)
+    counters = trace.Counters()
+    with trace.listen(counters):
+        found = guard.unit(batch).forward_backward(300)
+    counters.next_epoch()
+    counted = counters.last_epoch()
+    assert counted["budget.batches_split"] == 1
+    assert counted["budget.pieces"] > 1
+    assert "budget.steps_over" not in counted
+    assert 0 < guard.peak_bytes <= guard.promised_bytes <= limit
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=0)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def weighted(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Class weights, whose mean divides by the weights of all rows, and a penalty on the parameters."""
+    weight = torch.tensor([0.1, 1.0, 7.0], dtype=torch.float64)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return torch.nn.functional.cross_entropy(model(batch), batch.labels, weight=weight) + 0.01 * penalty
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["by promise", "after memory ran out"])
+@pytest.mark.parametrize("conv", ["sage-mean", "gcn", "gat"])
+def test_a_loss_of_the_users_own_is_that_of_the_whole_batch(conv: str, fails: bool, monkeypatch: pytest.MonkeyPatch):
+    model = model_of(conv)
+    batch, limit = first_batch(model), int(0.6 * peak_of(model))
+    loss = BatchUnit(job_of(model, weighted), batch).forward_backward(400)
+    expected = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad(set_to_none=True)
+    guard = guard_of(model, 1 << 30 if fails else limit, weighted)
+    if fails:
+        run, tries = BatchUnit.forward_backward, list[int]()
+
+        def out_of_memory_once(unit: BatchUnit, total: float) -> Tensor:
+            result = run(unit, total)  # with gradients, which are to be forgotten
+            tries.append(unit.size)
+            if len(tries) == 1:
+                raise MemoryError
+            return result
+
+        monkeypatch.setattr(BatchUnit, "forward_backward", out_of_memory_once)
+    found = guard.unit(batch).forward_backward(400)
+    assert guard.take_record()["pieces"] > 1
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=0)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def test_a_loss_of_the_users_own_in_pieces_refuses_what_draws_by_itself():
+    model = GNN([TransformerConv(6, 32, dropout=0.5), TransformerConv(32, 3)]).double()
+    guard = guard_of(model, int(0.4 * peak_of(model)), weighted)
+    with pytest.raises(ValueError, match="needs the same outputs twice, and a part of the model draws random numbers"):
+        guard.unit(first_batch(model)).forward_backward(300)
+
+
+def test_fewer_pieces_once_steps_were_measured():
+    model = model_of()
+    guard, batch = guard_of(model, int(0.6 * peak_of(model))), first_batch(model)
+    numbers = []
+    for _ in range(3):
+        numbers.append(len(guard.arrange(batch).groups))
+        guard.unit(batch).forward_backward(300)
+    assert guard.predictor is not None
+    assert guard.predictor.num_seen >= ENOUGH
+    assert numbers[-1] < numbers[0]
+
+
+def test_once_steps_are_known_few_are_measured_and_the_largest_is_among_them():
+    model, peaks, seen = model_of("gcn"), [], []
+    for measure_every in (1, 8):
+        guard = guard_of(model, 1 << 30)
+        guard.measure_every = measure_every
+        for batch in Sampled(fanouts=(5, 5), batch_size=30, workers=0).loader(DATA, model=model):
+            guard.unit(batch).forward_backward(30)
+        record = guard.take_record()
+        assert guard.predictor is not None
+        assert len(record["after"]) == len(record["before"]) == 34
+        peaks.append(record["peak_bytes"])
+        seen.append(guard.predictor.num_seen)
+    assert seen[0] == 34
+    assert ENOUGH <= seen[1] < 20
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+
+
+def trainer_with(share: float | None, method: Sampled, epochs: int) -> Trainer:
+    """One whose steps may take a share of what the first batch of SAMPLED takes."""
+    model = model_of("gcn")
+    trainer = Trainer(model, DATA, method, epochs=epochs, show=False)
+    assert isinstance(trainer.work, SampledWork)
+    if share is not None:
+        trainer.work.guard = guard_of(model, int(share * peak_of(model_of("gcn")) * method.batch_size / 300))
+    return trainer
+
+
+def guard_in(trainer: Trainer) -> Guard:
+    assert isinstance(trainer.work, SampledWork)
+    assert trainer.work.guard is not None
+    return trainer.work.guard
+
+
+def test_batch_norms_are_refused_when_a_batch_would_be_split():
+    model = gnn_of("batch-norm")
+    batch = batch_of(DATA.graph, randn(2000, 6), (3, 3, 3), torch.arange(500))
+    with pytest.raises(ValueError, match="norm='layer'"):
+        guard_of(model, 1000).arrange(batch)
+
+
+def test_refusing_says_how_much_is_missing():
+    model = model_of()
+    guard, batch = guard_of(model, 5000, over_budget="refuse"), first_batch(model)
+    with pytest.raises(
+        ValueError, match=r"a batch may take .* more, make batch_size smaller, or set over_budget=split"
+    ):
+        guard.arrange(batch)
+
+
+@pytest.mark.parametrize("by", ["random", "degree", "pagerank"])
+def test_cutting_keeps_to_the_budget_and_counts_the_edges(by: Any):
+    model = model_of()
+    batch = first_batch(model)
+    whole = guard_of(model, 1 << 30).promise(batch)
+    guard, counters = guard_of(model, int(0.5 * whole), over_budget="cut", cut_by=by), trace.Counters()
+    with trace.listen(counters):
+        cut = guard.arrange(batch)
+    counters.next_epoch()
+    lost = sum(Sizes.of(batch).edges) - sum(Sizes.of(cut).edges)
+    assert counters.last_epoch() == {"budget.batches_cut": 1, "budget.edges_cut": lost}
+    assert lost > 0
+    assert torch.equal(cut.seeds, batch.seeds)
+    assert 0.85 * guard.limit_bytes < guard.promise(cut) <= guard.limit_bytes - cut.num_bytes
+    guard.unit(batch).forward_backward(300)
+    assert cut.num_bytes < guard.peak_bytes <= guard.promised_bytes <= guard.limit_bytes
+
+
+def test_a_batch_drawn_anew_is_another_sample_of_the_same_seeds():
+    model = model_of()
+    batch = first_batch(model)
+    whole = guard_of(model, 1 << 30).promise(batch)
+    guard = guard_of(model, int(whole) - 1, over_budget="resample")
+    sampler = NeighborSampler(DATA.graph, (3, 3))
+    guard.redraw = sampler.sample
+    found = guard.arrange(batch)
+    assert guard.take_record()["resampled"] == 1
+    assert guard.promise(found) < whole
+    assert torch.equal(found.seeds, batch.seeds)
+    assert found.key != batch.key
+    expected = sampler.sample(batch.seeds, found.key)  # type: ignore[arg-type]
+    assert torch.equal(found.input_ids, expected[0].src_ids)
+    guard.job.model(found).sum().backward()
+
+
+def test_where_no_other_sample_fits_the_batch_is_split():
+    model = model_of()
+    batch = replace(first_batch(model), x=DATA.x.read(first_batch(model).input_ids))
+    guard = guard_of(model, int(0.5 * peak_of(model)), over_budget="resample")
+    found = guard.arrange(batch)
+    assert guard.take_record()["resampled"] == 10
+    assert found.blocks is batch.blocks
+    assert torch.equal(torch.cat(found.groups).sort().values, torch.arange(300))
+
+
+# ---- prepared ahead
+
+
+def test_groups_are_found_by_the_threads_that_prepare():
+    plain = trainer_with(None, replace(SAMPLED, batch_size=250), epochs=3)
+    whole, given = [epoch.loss for epoch in plain.fit().history], []
+
+    def noted(self: GuardedUnit, total: int) -> torch.Tensor:
+        given.append(bool(self.batch.groups))
+        return forward_backward(self, total)
+
+    forward_backward = GuardedUnit.forward_backward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GuardedUnit, "forward_backward", noted)
+        trainer = trainer_with(0.7, replace(SAMPLED, workers=2, batch_size=250), epochs=3)
+        losses = [epoch.loss for epoch in trainer.fit().history]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(whole), rtol=1e-9, atol=0)
+    assert sum(given) > len(given) // 2
+    assert 0 < guard_in(trainer).peak_bytes <= guard_in(trainer).promised_bytes <= guard_in(trainer).limit_bytes
+
+
+def test_what_happened_is_handed_out_once():
+    model = model_of()
+    batch = first_batch(model)
+    predictor, peak = learnt(model, batch)
+    guard = guard_of(model, int(0.7 * peak))
+    guard.predictor = predictor
+    for some in (batch, batch, split.piece_of(batch, torch.arange(9)).batch()):
+        guard.unit(some).forward_backward(300)
+        model.zero_grad(set_to_none=True)
+    record = guard.take_record()
+    assert record["over"] == record["oom"] == record["cut"] == record["resampled"] == 0
+    assert record["split"] == 2
+    assert record["pieces"] >= 4
+    before, after = record["before"], record["after"]
+    assert len(before) == len(after) == 3
+    assert before[0] > record["limit_bytes"] > before[2]
+    assert max(after) == record["peak_bytes"] <= record["promised_bytes"] <= record["limit_bytes"]
+    again = guard.take_record()
+    assert again["before"] == again["after"] == []
+    assert again["pieces"] == again["peak_bytes"] == 0
+
+
+def test_nothing_that_changes_a_batch_is_decided_ahead():
+    model = model_of()
+    batch, limit = first_batch(model), int(0.5 * peak_of(model))
+    for over_budget, divided in (("split", True), ("cut", False), ("resample", False), ("refuse", False)):
+        guard = guard_of(model, limit, over_budget=over_budget)
+        assert guard.prepare(batch) is batch  # nothing is known yet
+        for _ in range(ENOUGH):
+            guard.observe_sizes(Sizes.of(batch), 0, 2 * limit)
+        found = guard.prepare(batch)
+        assert bool(found.groups) == divided
+        assert (found is batch) != divided
+    # Nor one that has no answer: training says what is wrong.
+    assert guard_of(gnn_of("batch-norm"), 1000).prepare(batch_of(DATA.graph, randn(2000, 6), (3, 3, 3))).groups == ()
+    # A batch that turns out to fit runs whole, whatever was found before.
+    guard = guard_of(model, 1 << 30)
+    assert guard.arrange(replace(batch, groups=(torch.arange(300),))).groups == ()
+
+
+@pytest.mark.parametrize("waits_on_host", [False, True])
+def test_what_is_prepared_ahead_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch, waits_on_host: bool):
+    """They belong to the thread that trains: torch lets none look at one that another sets."""
+    model = model_of()
+    batch, limit = first_batch(model), int(0.5 * peak_of(model))
+
+    def seen(module: torch.nn.Module) -> int:
+        raise AssertionError("a gradient was looked at")
+
+    for module in ("budget.guard", "device.out_of_memory"):
+        monkeypatch.setattr(f"hopline.{module}.gradient_bytes", seen)
+    guard = guard_of(model, limit)
+    guard.waits_on_host = waits_on_host
+    for taken in (2 * limit, limit // 2):
+        for _ in range(200):
+            guard.observe_sizes(Sizes.of(batch), 0, taken)
+        guard.prepare(batch)
+    with pytest.raises(AssertionError, match="was looked at"):
+        guard.arrange(batch)
+
+
+# ---- when memory runs out
+
+
+class Failing(TorchDispatchMode):
+    """Within, the operation of a number has no memory; what is beyond the last one does not fail."""
+
+    ERRORS = (
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    )
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.at, self.num = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        if self.num == self.at:
+            raise self.ERRORS[self.num % 3]
+        return func(*args, **(kwargs or {}))
+
+
+def num_operations(model: GNN, batch: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """Of a step; and the gradients of two of them."""
+    model.zero_grad(set_to_none=True)
+    unit = BatchUnit(job_of(model), batch)
+    unit.forward_backward(600)
+    with Failing(None) as counted:
+        unit.forward_backward(600)
+    found = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad(set_to_none=True)
+    return counted.num, found
+
+
+def failing_once(at: int) -> tuple[list[int], Any]:
+    """A step of a unit in which the operation `at`, counted over all of its pieces, has no memory."""
+    left = [at]
+    forward_backward = BatchUnit.forward_backward
+
+    def step(self: BatchUnit, total: int) -> torch.Tensor:
+        with Failing(left[0]) as mode:
+            try:
+                return forward_backward(self, total)
+            finally:
+                left[0] -= mode.num
+
+    return left, step
+
+
+@pytest.mark.parametrize(
+    ("conv", "dtype", "tolerance"),
+    [("sage-mean", torch.float64, 1e-10), ("gcn", torch.float64, 1e-10), ("gat", torch.float32, 1e-6)],
+)
+def test_gradients_are_those_of_the_undisturbed_batch(conv: str, dtype: torch.dtype, tolerance: float):
+    """Whatever operation had no memory, in forward or backward, of a whole batch or of a piece."""
+    model = model_of(conv).to(dtype)
+    batch = first_batch(model)
+    batch = batch if dtype == torch.float64 else replace(batch, x=batch.x.to(dtype))
+    num, expected = num_operations(model, batch)
+    predictor, peak = learnt(model, batch)
+    scale = max(float(grad.abs().max()) for grad in expected.values())
+    for number in range(8):
+        limit = int((2.0, 0.7)[number % 2] * peak)
+        guard = guard_of(model, limit)
+        guard.predictor = predictor
+        model.zero_grad(set_to_none=True)
+        BatchUnit(guard.job, batch).forward_backward(600)  # gradients are there already
+        left, step = failing_once(1 + ops.derive_key(number, num) % (num - 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BatchUnit, "forward_backward", step)
+            guard.unit(batch).forward_backward(600)
+        record = guard.take_record()
+        assert left[0] < 0, "no operation failed"
+        assert record["oom"] == 1
+        assert record["pieces"] >= 2
+        assert guard.room_bytes < limit
+        for name, grad in gradients(model).items():
+            assert float((grad - expected[name]).abs().max()) <= tolerance * scale, (number, name)
+
+
+def learnt(model: GNN, batch: Any) -> tuple[Predictor, int]:
+    """What is known of a model after some steps; and the peak of one."""
+    guard = guard_of(model, 1 << 30)
+    for _ in range(ENOUGH):
+        guard.unit(batch).forward_backward(300)
+        model.zero_grad(set_to_none=True)
+    assert guard.predictor is not None
+    return guard.predictor, guard.peak_bytes
+
+
+def test_a_run_in_which_memory_runs_out_now_and_then_ends_with_the_same_weights():
+    weights = []
+    for fails in (False, True):
+        trainer = trainer_with(0.8, replace(SAMPLED, workers=2), epochs=3)
+        (left, step), number = failing_once(0), iter(range(1000))
+
+        def unit(self: GuardedUnit, total: int, run: Any = GuardedUnit.forward_backward) -> torch.Tensor:
+            turn = next(number)  # noqa: B023
+            left[0] = 1 + ops.derive_key(turn) % 60 if turn % 4 == 1 else -1  # noqa: B023
+            return run(self, total)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(BatchUnit, "forward_backward", step)
+                patch.setattr(GuardedUnit, "forward_backward", unit)
+            history = trainer.fit().history
+        assert sum(epoch.counters.get("budget.out_of_memory", 0) for epoch in history) == (3 if fails else 0)
+        weights.append(trainer.model.state_dict())
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-8, atol=1e-10)
+
+
+def test_what_cannot_be_made_smaller_says_so(monkeypatch: pytest.MonkeyPatch):
+    def step(self: BatchUnit, total: int) -> torch.Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(BatchUnit, "forward_backward", step)
+    model = model_of()
+    batch = split.piece_of(first_batch(model), torch.arange(9)).batch()
+    for over_budget, message in (
+        ("split", "ran out in a step of a single seed: make the fan-outs"),
+        ("refuse", "ran out in a step: make batch_size smaller, or set over_budget=split"),
+        ("cut", "the seeds alone take more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            guard_of(model, 1 << 30, over_budget=over_budget).unit(batch).forward_backward(9)
+
+
+def test_running_statistics_and_draws_are_put_back(monkeypatch: pytest.MonkeyPatch):
+    """A batch norm cannot go on in pieces; what the step had changed is as before, and so are other errors' steps."""
+    model = gnn_of("batch-norm").train()
+    batch = replace(batch_of(DATA.graph, randn(2000, 6), (3, 3, 3), torch.arange(50)), y=DATA.y[:50])  # type: ignore[index]
+    for error in (MemoryError(), RuntimeError("something else")):
+        before, draws = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+        def step(self: BatchUnit, total: int, error: Exception = error) -> torch.Tensor:
+            (self.job.train_step(self.job.model, self.batch) * torch.rand(1)).backward()
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BatchUnit, "forward_backward", step)
+            with pytest.raises((ValueError, RuntimeError), match=r"norm='layer'|something else"):
+                guard_of(model, 1 << 30).unit(batch).forward_backward(50)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(p.grad is None for p in model.parameters())
+        assert torch.equal(draws, torch.get_rng_state())
+
+
+# ---- inference
+
+
+@pytest.mark.parametrize("conv", ["sage-mean", "gat"])
+def test_sampled_inference_in_pieces_is_the_same(conv: str):
+    model = model_of(conv, norm="batch")
+    method = replace(SAMPLED, shuffle=False)
+    ids = ops.permutation(5, 2000)[:1200]
+    expected = infer.sampled(model, method.loader(DATA, ids, model=model))
+    generous = guard_of(model, 1 << 30)
+    assert torch.equal(infer.sampled(model, method.loader(DATA, ids, model=model), guard=generous), expected)
+    whole = generous.inference.peak_bytes
+    assert whole < 1.01 * peak_of(model_of(conv))  # nothing is kept for backward, though a norm came in
+    guard = guard_of(model, int(0.5 * whole), over_budget="refuse")
+    for _ in range(2):
+        found = infer.sampled(model, method.loader(DATA, ids, model=model), guard=guard)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    record = guard.inference.take_record()
+    assert record["split"] == 8
+    assert record["over"] == 0
+    assert 0 < record["peak_bytes"] <= record["promised_bytes"] <= guard.limit_bytes

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hopline.budget.memory_plan import DoesNotFit, Item, Outline, Plan, limits_of
+from hopline.budget.settings import Budget
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn import GNN
+from hopline.training.settings import TrainSettings
+from hopline.util.spec import format_size
+from tests.helpers import dataset_of, randn, random_graph, stack_of
+
+GIB = 1 << 30
+ITEMS = (Item("weights", "device", 1000), Item("graph", "host", 5000), Item("history", "disk", 700))
+
+
+def plan_of(**changed: object) -> Plan:
+    limits = {"device": 4000, "host": 6000, "disk": None}
+    given = {
+        "method": Sampled(),
+        "items": ITEMS,
+        "limits": limits,
+        "home": "device",
+        "step_bytes": 2500.0,
+        "least_bytes": 100.0,
+        "steps": 3,
+        "count": 64,
+        "covers": "batches of {} seeds",
+    }
+    return Plan(**{**given, **changed})  # type: ignore[arg-type]
+
+
+def outline_of(optimizer: str = "adam") -> Outline:
+    data = dataset_of(random_graph(100, 400), randn(100, 6))
+    model = GNN(stack_of("sage-mean", 6, 8, 3)).double()
+    return Outline.of(model, data, TrainSettings(optimizer=optimizer))  # type: ignore[arg-type]
+
+
+def test_what_a_step_may_take_is_what_the_rest_leaves():
+    plan = plan_of().check()
+    assert plan.limit_bytes == 3000
+    assert plan.peak_bytes("device") == 3500
+    assert plan.peak_bytes("host") == 5000
+    assert plan.whole == "batches of 64 seeds, uncut"
+    assert plan.lines()[0] == "plan: device 3.4 KiB of 3.9 KiB: weights 1000 B, a step 2.4 KiB"
+
+
+def test_a_step_that_takes_more_goes_in_pieces():
+    plan = plan_of(step_bytes=7000.0).check()
+    assert plan.pieces == 3
+    assert plan.peak_bytes("device") == 4000
+    assert plan.whole == "batches of 64 seeds, in pieces; about 27 would fit in one piece"
+
+
+def test_what_is_missing_is_named_with_what_takes_most():
+    with pytest.raises(DoesNotFit, match=r"does not fit 3.9 KiB on the device.*budget=9.77KiB.*the smallest step.*8.8"):
+        plan_of(least_bytes=9000.0).check()
+    limits = {"device": None, "host": 4000, "disk": 600}
+    with pytest.raises(
+        DoesNotFit, match=r"budget\.host=4\.89KiB, budget\.disk=700 \(graph alone takes 4\.9 KiB\)"
+    ) as no:
+        plan_of(limits=limits).check()
+    assert no.value.smallest_bytes == {"host": 5000, "disk": 700}
+
+
+def test_evaluation_keeps_its_rows_where_there_is_room():
+    on_host = {"home": "host", "limits": {"device": None, "host": 9000, "disk": 5000}}
+    assert plan_of(**on_host, hidden_bytes=1000).chunk_bytes == 3000
+    tight = plan_of(**on_host, hidden_bytes=3000)
+    assert tight.hidden_at == "disk"
+    assert tight.chunk_bytes == 4000
+    assert tight.smallest_bytes("disk") == 3700
+    assert plan_of(limits=dict.fromkeys(("device", "host", "disk")), hidden_bytes=10 * GIB).chunk_bytes is None
+
+
+def test_evaluation_beside_the_steps_has_a_part_of_what_is_left():
+    alone = plan_of(step_bytes=1500.0)
+    plan = plan_of(step_bytes=1500.0, beside=True)
+    assert plan.limit_bytes + plan.evaluation_bytes == plan.left_bytes == alone.limit_bytes
+    assert plan.chunk_bytes is not None
+    assert 0 < plan.chunk_bytes <= plan.evaluation_bytes < plan.limit_bytes
+    assert plan.peak_bytes("device") > alone.peak_bytes("device")
+    assert plan.peak_bytes("device") <= (plan.limits["device"] or 0)
+    assert plan.smallest_bytes("device") > alone.smallest_bytes("device")
+    assert "evaluation beside it" in plan.lines()[0]
+
+
+def test_a_cpu_is_the_host():
+    limits = limits_of(Budget(device="2GiB", host="1GiB", disk="3GiB"), outline_of())
+    assert limits == {"device": None, "host": GIB, "disk": 3 * GIB}
+    assert limits_of(Budget(), outline_of()) == {"device": None, "host": None, "disk": None}
+
+
+def test_an_outline_counts_weights_optimizer_and_data():
+    outline = outline_of()
+    weights = sum(p.numel() * 8 for p in outline.model.parameters())
+    assert outline.kept() == [Item("weights", "host", weights), Item("optimizer", "host", 2 * weights)]
+    assert outline_of("sgd").kept()[1].num_bytes == 0
+    assert sum(item.num_bytes for item in outline.data_on_host()) == outline.data.num_bytes
+    assert outline.dtype == torch.float64
+    assert not math.isinf(outline.predictor(2).costs.fixed)
+    assert format_size(outline.hidden_bytes()) == "12.5 KiB"

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.nn import GCNConv
+
+from hopline.batch_unit import BatchUnit, supervised
+from hopline.budget.memory_plan import DoesNotFit, Outline
+from hopline.budget.probe import learn, plan_of
+from hopline.budget.settings import Budget
+from hopline.contract import Job, Method
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.historical.settings import Historical
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn import GNN
+from hopline.nn.whole_module import as_walkable
+from hopline.util.spec import parse_size
+from tests.helpers import dataset_of, randn, random_graph, stack_of
+
+METHODS: list[Method] = [
+    Sampled(fanouts=(5, 5), batch_size=200),
+    Historical(num_parts=8, parts_per_batch=2, partition="range"),
+    FullBatch(num_shards=2, partition="range"),
+]
+
+
+def outline_of(**options: Any) -> Outline:
+    data = dataset_of(random_graph(1000, 8000), randn(1000, 6))
+    model = GNN(stack_of("sage-mean", 6, 32, 3), **options).double()
+    step = supervised("single", 3)
+    job = Job(data=data, model=as_walkable(model), module=model, train_ids=data.splits["train"], train_step=step)
+    return Outline(job=job)
+
+
+def test_learning_leaves_no_trace():
+    outline = outline_of(norm="batch", dropout=0.5)
+    before, drawn_next = copy.deepcopy(outline.job.module.state_dict()), torch.random.get_rng_state()
+    predictor = learn(outline, 2)
+    assert predictor.is_sure
+    assert predictor is outline.predictor(2)
+    assert all(torch.equal(t, outline.job.module.state_dict()[name]) for name, t in before.items())
+    assert all(p.grad is None for p in outline.job.module.parameters())
+    assert torch.equal(drawn_next, torch.random.get_rng_state())
+
+
+def test_learning_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch):
+    run, most = BatchUnit.forward_backward, 4
+
+    def small(self: BatchUnit, total: int) -> torch.Tensor:
+        if self.size > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(self, total)
+
+    monkeypatch.setattr(BatchUnit, "forward_backward", small)
+    assert learn(outline_of(), 2).num_seen == 3, "with 1, 2 and 4 seeds"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_the_smallest_budget_that_is_named_would_do(method: Method):
+    outline = outline_of()
+    with pytest.raises(DoesNotFit, match="it needs at least budget=") as refused:
+        plan_of(method, outline, Budget(host="1KiB")).check()
+    smallest = refused.value.smallest_bytes["host"]
+    assert plan_of(method, outline, Budget(host=str(smallest))).check().peak_bytes("host") <= smallest
+    text = str(refused.value).split("budget=")[1].split(" ")[0]
+    assert smallest <= parse_size(text) <= 1.02 * smallest
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_without_a_limit_the_method_stays_as_it_is(method: Method):
+    plan = plan_of(method, outline_of(), Budget()).check()
+    assert plan.pieces == 1
+    assert plan.chunk_bytes is None
+    asked = {"workers": "auto", "look_ahead": "auto"} if isinstance(method, Sampled) else {}
+    assert vars(plan.method) | asked == vars(method)
+
+
+def test_a_tighter_budget_prepares_less_ahead_and_then_cuts():
+    outline, method = outline_of(), METHODS[0]
+    learn(outline, 2)
+    free = plan_of(method, outline, Budget())
+    room = [free.peak_bytes("host"), free.peak_bytes("host") - 1000, free.kept_bytes("host")]
+    plans = [plan_of(method, outline, Budget(host=str(n))).check() for n in room]
+    ahead = [plan.method.look_ahead for plan in plans]  # type: ignore[attr-defined]
+    assert ahead[0] > ahead[1] >= ahead[2]
+    assert plans[1].pieces == 1 < plan_of(method, outline, Budget(host=str(plans[1].smallest_bytes("host")))).pieces
+
+
+def test_full_batch_takes_as_many_shards_as_it_needs():
+    outline = outline_of()
+    free = plan_of(METHODS[2], outline, Budget())
+    tight = plan_of(METHODS[2], outline, Budget(host=str(free.kept_bytes("host") + int(free.step_bytes / 4)))).check()
+    assert isinstance(tight.method, FullBatch)
+    assert tight.method.num_shards > 2
+    assert tight.step_bytes <= tight.limit_bytes
+
+
+def test_tables_in_files_are_on_the_disk():
+    method = Historical(num_parts=8, parts_per_batch=2, partition="range", folder=Path("tables"))
+    plan = plan_of(method, outline_of(), Budget(disk="1KiB"))
+    assert plan.kept_bytes("disk") == 1000 * 32 * 8
+    with pytest.raises(DoesNotFit, match=r"budget\.disk=250"):
+        plan.check()
+
+
+def test_a_method_of_ones_own_is_asked_for_a_plan():
+    class Mine(Method):
+        def bind(self, job: Job) -> Any: ...
+
+    with pytest.raises(ValueError, match="Mine has no plan"):
+        plan_of(Mine(), outline_of(), Budget())
+
+
+def test_a_model_without_layers_has_no_parts():
+    outline = outline_of()
+    module = GCNConv(6, 3).double()
+    whole = Outline(job=Job(**{**vars(outline.job), "model": as_walkable(module), "module": module}))
+    with pytest.raises(ValueError, match="made of layers, and GCNConv is not"):
+        plan_of(METHODS[1], whole, Budget())
+    assert plan_of(METHODS[0], whole, Budget()).check().hidden_bytes == 0
+
+
+def test_hidden_rows_go_to_files_where_memory_is_short():
+    outline = outline_of()
+    learn(outline, 2)
+    data = outline.data
+    free = plan_of(METHODS[0], outline, Budget())
+    assert free.hidden_at == "host"
+    assert free.hidden_bytes == 2 * 32 * 8 * data.num_nodes
+    tight = plan_of(METHODS[0], outline, Budget(host=str(free.smallest_bytes("host")), disk="1MiB"))
+    assert tight.hidden_at == "disk"
+    assert tight.chunk_bytes == int(tight.limit_bytes)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from hopline.core.graph import Graph
+from tests.helpers import graph_of, random_graph
+
+
+def test_sizes_and_bytes() -> None:
+    graph = random_graph(dtype=torch.int32, weight=True, attr=3)
+    assert (graph.num_nodes, graph.num_edges) == (50, 300)
+    assert graph.num_bytes == 51 * 8 + 300 * 4 + 300 * 8 + 300 * 3 * 8
+    assert graph.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_edge_index_is_int64_and_sorted_by_destination(dtype: torch.dtype) -> None:
+    graph = random_graph(dtype=dtype)
+    src, dst = graph.edge_index()
+    assert src.dtype == dst.dtype == torch.int64
+    assert torch.equal(dst, dst.sort().values)
+    assert torch.equal(torch.bincount(dst, minlength=50), graph.in_degrees())
+    assert torch.equal(src, graph.indices.long())
+
+
+def test_in_degrees_of_some_nodes() -> None:
+    graph = random_graph()
+    ids = torch.tensor([49, 0, 0, 12])
+    assert torch.equal(graph.in_degrees(ids), graph.in_degrees()[ids])
+
+
+def test_self_loops_are_positions_of_edges() -> None:
+    graph = random_graph(loops=True)
+    src, dst = graph.edge_index()
+    assert torch.equal(graph.self_loops, (src == dst).nonzero().view(-1))
+    assert graph.self_loops is graph.self_loops
+
+
+def test_a_graph_without_edges_and_one_without_nodes() -> None:
+    assert graph_of(torch.empty(0).long(), torch.empty(0).long(), 4).edge_index().shape == (2, 0)
+    assert Graph(torch.tensor([0]), torch.empty(0, dtype=torch.int64)).num_nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "edge", "message"),
+    [
+        (torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0]), {}, "1-D int64"),
+        (torch.tensor([[0, 1]]), torch.tensor([0]), {}, "1-D int64"),
+        (torch.empty(0, dtype=torch.int64), torch.tensor([0]), {}, "num_nodes \\+ 1 entries"),
+        (torch.tensor([0, 1]), torch.tensor([0.0]), {}, "int32 or int64"),
+        (torch.tensor([0, 2]), torch.tensor([0]), {}, "ends at 2 but there are 1 edges"),
+        (torch.tensor([1, 1]), torch.tensor([0]), {}, "starts at 1"),
+        (torch.tensor([0, 1]), torch.tensor([0]), {"weight": torch.ones(2)}, "'weight' has 2 rows for 1 edges"),
+        (torch.tensor([0, 1]), torch.tensor([0]), {"weight": torch.ones(1, 1)}, r"one number per edge, not \[1, 1\]"),
+    ],
+    ids=["int32-indptr", "2-D", "empty", "float-indices", "short", "shifted", "edge-array", "2-D-weight"],
+)
+def test_what_does_not_fit_is_refused(
+    indptr: torch.Tensor, indices: torch.Tensor, edge: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Graph(indptr, indices, edge)
+
+
+def test_a_graph_is_freed_when_nobody_uses_it() -> None:
+    graph = random_graph(loops=True)
+    assert graph.self_loops.numel()
+    gone = weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert gone() is None
+
+
+def test_on_its_own_device_a_graph_stays() -> None:
+    graph = random_graph(weight=True)
+    moved = graph.to("cpu")
+    assert torch.equal(moved.edge_index(), graph.edge_index())
+    assert moved.edge["weight"] is graph.edge["weight"]
+    assert not graph.is_pinned
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pinned", [False, True])
+def test_on_a_gpu(pinned: bool) -> None:
+    graph = random_graph(weight=True, loops=True, dtype=torch.int32)
+    moved = graph.pinned("cuda") if pinned else graph.to("cuda")
+    assert moved.device.type == "cuda"
+    assert moved.is_pinned == pinned
+    assert moved.indices.is_pinned() == pinned
+    assert torch.equal(moved.edge_index().cpu(), graph.edge_index())
+    assert torch.equal(moved.self_loops.cpu(), graph.self_loops)
+    assert torch.equal(moved.in_degrees(torch.tensor([0, 4])), graph.in_degrees(torch.tensor([0, 4])))

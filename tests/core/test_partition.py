@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hopline.core import partition as module
+from hopline.core.graph import Graph
+from hopline.core.partition import (
+    Partition,
+    cut_fraction,
+    describe,
+    edge_counts,
+    graph_hash,
+    halo_sizes,
+    make_partition,
+    renumber,
+    reorder,
+)
+from hopline.data import Dataset, from_npz
+from hopline.tables import SparseTable, TensorTable
+from hopline.tables.reordered import ReorderedTable
+from tests.helpers import graph_of, randint, randn, random_graph
+
+EVERY = ("metis", "streaming", "random", "range")
+
+
+def planted_communities(both_ways: bool) -> Graph:
+    """40 shuffled communities of 500 nodes, 80% of 100k edges inside."""
+    num_nodes, num_edges, size = 20_000, 100_000, 500
+    src = randint(0, num_nodes, num_edges)
+    dst = src // size * size + randint(0, size, num_edges, seed=1)
+    outside = num_edges // 5
+    dst[:outside] = randint(0, num_nodes, outside, seed=2)
+    shuffled = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(3))
+    src, dst = shuffled[src], shuffled[dst]
+    if both_ways:
+        src, dst = torch.cat([src, dst]), torch.cat([dst, src])
+    return graph_of(src, dst, num_nodes)
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("num_parts", [8, 40])
+def test_planted_communities_are_cut_far_less_than_by_chance(num_parts: int, both_ways: bool) -> None:
+    graph = planted_communities(both_ways)
+    by_chance = cut_fraction(graph, make_partition(graph, num_parts, "random"))
+    for how, factor, slack in (("metis", 4, 0.1), ("streaming", 2, 0.1)):
+        found = make_partition(graph, num_parts, how)
+        cut = cut_fraction(graph, found)
+        print(f"{how}, {num_parts} parts: cut {cut:.1%}, by chance {by_chance:.1%}")
+        assert cut * factor < by_chance
+        mean = graph.num_nodes / num_parts
+        assert int(found.sizes.min()) >= mean * (1 - slack)
+        assert int(found.sizes.max()) <= mean * (1 + slack)
+
+
+@pytest.mark.parametrize("how", EVERY)
+@pytest.mark.parametrize("num_parts", [1, 2, 7, 50])
+def test_a_part_is_one_slab_in_which_nodes_ascend(how: str, num_parts: int) -> None:
+    found = make_partition(random_graph(loops=True), num_parts, how)
+    assert found.ptr.tolist() == [0, *found.sizes.cumsum(0).tolist()]
+    assert found.order.sort().values.tolist() == list(range(50))
+    assert torch.equal(found.position[found.order], torch.arange(50))
+    for part in range(num_parts):
+        slab = found.order[found.ptr[part] : found.ptr[part + 1]]
+        assert torch.equal(slab, (found.part_of == part).nonzero().view(-1))
+        assert slab.numel() > 0
+    assert (found.how, found.num_parts) == (how, num_parts)
+
+
+@pytest.mark.parametrize("how", EVERY)
+def test_the_same_seed_gives_the_same_parts(how: str) -> None:
+    graph = random_graph(400, 2000)
+    parts = [make_partition(graph, 5, how, seed=seed).part_of for seed in (1, 1, 2)]
+    assert torch.equal(parts[0], parts[1])
+    assert how == "range" or not torch.equal(parts[0], parts[2])
+
+
+@pytest.mark.parametrize("how", ["random", "range"])
+def test_parts_that_ignore_the_edges_are_even(how: str) -> None:
+    assert set(make_partition(random_graph(), 7, how).sizes.tolist()) == {7, 8}
+
+
+def test_labels_take_the_place_of_a_way() -> None:
+    labels = randint(0, 4, 50)
+    found = make_partition(random_graph(), 4, labels=labels)
+    assert torch.equal(found.part_of.long(), labels)
+    assert found.how == "labels"
+    assert int(make_partition(random_graph(), 10, labels=labels).sizes.max()) <= 6
+
+
+@pytest.mark.parametrize("how", EVERY)
+def test_a_graph_without_edges(how: str) -> None:
+    graph = Graph(torch.zeros(11, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+    found = make_partition(graph, 3, how)
+    assert int(found.sizes.max()) <= 4
+    assert cut_fraction(graph, found) == 0
+    assert halo_sizes(graph, found).tolist() == [0, 0, 0]
+
+
+def test_what_cannot_be_is_refused_in_a_sentence() -> None:
+    graph = random_graph()
+    for num_parts in (0, 51, 2.0):
+        with pytest.raises(ValueError, match="50 nodes make from 1 to 50 parts"):
+            make_partition(graph, num_parts)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="choose one of metis, streaming"):
+        make_partition(graph, 2, "meits")
+    with pytest.raises(ValueError, match="one for each of the 50 nodes"):
+        make_partition(graph, 2, labels=torch.zeros(49, dtype=torch.int64))
+    with pytest.raises(ValueError, match="slack=1"):
+        make_partition(graph, 2, "streaming", slack=1)
+    with pytest.raises(ValueError, match="hopline verify"):
+        make_partition(Graph(torch.tensor([0, 1, 1]), torch.tensor([2])), 2, "streaming")
+
+
+@pytest.mark.parametrize(
+    ("part_of", "message"),
+    [([0, 1, 3], "from 0 to 2"), ([0, -1, 1], "from 0 to 2"), ([0, 1, 1], "part 2 has no nodes")],
+)
+def test_a_partition_checks_itself(part_of: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Partition(torch.tensor(part_of, dtype=torch.int32), 3)
+    with pytest.raises(ValueError, match="int32"):
+        Partition(torch.tensor(part_of), 3)
+
+
+# Kept on the disk
+
+
+def test_a_kept_partition_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_graph(400, 2000)
+    first = make_partition(graph, 5, cache=tmp_path / "kept")
+    monkeypatch.setattr(module, "divide", None)  # nothing is computed
+    again = make_partition(graph, 5, cache=tmp_path / "kept")
+    assert torch.equal(first.part_of, again.part_of)
+    assert (first.how, first.settings, first.num_parts) == (again.how, again.settings, again.num_parts)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_other_edges_or_settings_are_kept_apart(tmp_path: Path) -> None:
+    graph = random_graph(400, 2000)
+    changed = graph.indices.clone()
+    changed[-1] += 1 if changed[-1] < 398 else -1
+    moved = graph.indptr.clone()
+    moved[1] -= 1
+    labels = randint(0, 3, 400)
+    cases: tuple[tuple[Graph, dict[str, Any]], ...] = (
+        (graph, {}),
+        (Graph(graph.indptr, changed), {}),
+        (Graph(moved, graph.indices), {}),
+        (graph, {"seed": 1}),
+        (graph, {"how": "streaming"}),
+        (graph, {"how": "streaming", "slack": 0.2}),
+        (graph, {"labels": labels}),
+        (graph, {"labels": labels.flip(0)}),
+    )
+    for other, options in cases:
+        make_partition(other, 4, cache=tmp_path, **options)
+    make_partition(graph, 5, cache=tmp_path)
+    assert len(list(tmp_path.glob("*.json"))) == 9
+
+
+@pytest.mark.parametrize("damage", ["array", "cut", "missing", "json", "other"])
+def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    graph = random_graph(400, 2000)
+    first = make_partition(graph, 5, cache=tmp_path)
+    (array,), (about,) = tmp_path.glob("*.npy"), tmp_path.glob("*.json")
+    if damage == "array":
+        array.write_bytes(array.read_bytes()[:-1] + b"\1")
+    elif damage == "cut":
+        array.write_bytes(array.read_bytes()[:-4])
+    elif damage == "missing":
+        array.unlink()
+    elif damage == "json":
+        about.write_text("{")
+    else:
+        np.save(array, np.zeros(3))
+    again = make_partition(graph, 5, cache=tmp_path)
+    assert torch.equal(first.part_of, again.part_of)
+    said = caplog.text
+    caplog.clear()
+    assert said.count("\n") == 1
+    assert "damaged" in said
+    make_partition(graph, 5, cache=tmp_path)
+    assert not caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    make_partition(random_graph(), 3, cache=tmp_path / "file")
+    assert "could not be kept" in caplog.text
+
+
+def test_the_hash_sees_every_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HASH_BYTES", 64)
+    graph = random_graph()
+    hashes = {graph_hash(graph)}
+    for i in range(graph.num_edges):
+        indices = graph.indices.clone()
+        indices[i] += 1
+        hashes.add(graph_hash(Graph(graph.indptr, indices)))
+    assert len(hashes) == graph.num_edges + 1
+
+
+# Reordered
+
+
+def a_dataset(dtype: torch.dtype = torch.int32) -> Dataset:
+    graph = random_graph(dtype=dtype, weight=True, attr=3, loops=True)
+    x = randn(50, 4, dtype=torch.float32)
+    splits = [{"train": torch.arange(k, 20), "test": torch.arange(30, 50)} for k in (0, 5)]
+    sparse = torch.where(x > 1, x, 0.0)
+    tables = {
+        "x": TensorTable(x),
+        "half": TensorTable(x.half()),
+        "words": SparseTable.from_dense(sparse),
+        "far": ReorderedTable(TensorTable(x), torch.arange(50)),
+    }
+    return Dataset(
+        name="small", graph=graph, tables=tables, y=randint(0, 4, 50), splits=splits[0], alternatives=tuple(splits),
+        num_classes=4, folder=Path("here"), meta={"origin": "test"},
+    )  # fmt: skip
+
+
+def assert_same(a: Dataset, b: Dataset) -> None:
+    assert torch.equal(a.graph.indptr, b.graph.indptr)
+    assert torch.equal(a.graph.indices, b.graph.indices)
+    assert a.graph.indices.dtype == b.graph.indices.dtype
+    assert a.graph.edge.keys() == b.graph.edge.keys()
+    assert all(torch.equal(a.graph.edge[name], b.graph.edge[name]) for name in a.graph.edge)
+    ids = torch.arange(a.num_nodes)
+    for name, table in a.tables.items():
+        assert type(table) is type(b.tables[name])
+        assert torch.equal(table.read(ids), b.tables[name].read(ids))
+    assert a.y is not None
+    assert b.y is not None
+    assert torch.equal(a.y, b.y)
+    for one, other in zip((a.splits, *a.alternatives), (b.splits, *b.alternatives), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (a.name, a.meta, a.task, a.num_classes) == (b.name, b.meta, b.task, b.num_classes)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_there_and_back_is_the_same_dataset(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_EDGES", 7)
+    data = a_dataset(dtype)
+    found = make_partition(data.graph, 6, "random")
+    assert_same(renumber(reorder(data, found), found.position), data)
+
+
+def test_every_node_keeps_what_is_its_own() -> None:
+    data = a_dataset()
+    found = make_partition(data.graph, 6, "random")
+    new = reorder(data, found)
+    assert new.folder is None
+    new.validate()
+    for node in range(data.num_nodes):
+        at = int(found.position[node])
+        old_edges = slice(int(data.graph.indptr[node]), int(data.graph.indptr[node + 1]))
+        new_edges = slice(int(new.graph.indptr[at]), int(new.graph.indptr[at + 1]))
+        expected = found.position[data.graph.indices[old_edges].long()]
+        assert torch.equal(new.graph.indices[new_edges].long(), expected)
+        for name, array in data.graph.edge.items():
+            assert torch.equal(array[old_edges], new.graph.edge[name][new_edges])
+        for name, table in data.tables.items():
+            assert torch.equal(table.read(torch.tensor([node])), new.tables[name].read(torch.tensor([at])))
+        assert data.labels[node] == new.labels[at]
+        assert all((node in data.splits[name]) == (at in new.splits[name]) for name in data.splits)
+
+
+def test_rows_that_memory_does_not_hold_are_read_through_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = a_dataset()
+    found = make_partition(data.graph, 6, "random")
+
+    class Full:
+        available = 100
+
+    monkeypatch.setattr(module.psutil, "virtual_memory", Full)
+    new = reorder(data, found)
+    assert {type(table) for table in new.tables.values()} == {ReorderedTable}
+    for name, table in data.tables.items():
+        assert torch.equal(new.tables[name].read(torch.arange(50)), table.read(found.order))
+
+
+def test_a_dataset_without_edges_or_labels() -> None:
+    graph = Graph(torch.zeros(11, dtype=torch.int64), torch.empty(0, dtype=torch.int32), {"weight": torch.empty(0)})
+    data = Dataset(name="bare", graph=graph)
+    new = reorder(data, make_partition(graph, 3, "random"))
+    assert (new.num_nodes, new.num_edges, new.y, new.tables) == (10, 0, None, {})
+
+
+def test_a_partition_of_another_graph_is_refused() -> None:
+    data, other = a_dataset(), make_partition(random_graph(60), 4, "range")
+    with pytest.raises(ValueError, match="of 60 nodes"):
+        reorder(data, other)
+    with pytest.raises(ValueError, match="of 60 nodes"):
+        edge_counts(data.graph, other)
+
+
+# What it cuts
+
+
+def two_parts() -> tuple[Graph, Partition]:
+    src, dst = torch.tensor([1, 2, 3, 3, 0, 2]), torch.tensor([0, 0, 0, 1, 3, 2])
+    return graph_of(src, dst, 4), Partition(torch.tensor([0, 0, 1, 1], dtype=torch.int32), 2)
+
+
+def test_counts_and_halos() -> None:
+    graph, partition = two_parts()
+    assert edge_counts(graph, partition).tolist() == [[1, 3], [1, 1]]
+    assert cut_fraction(graph, partition) == pytest.approx(4 / 6)
+    assert halo_sizes(graph, partition).tolist() == [2, 1]
+    assert halo_sizes(graph, partition, [[1], torch.tensor([0, 1])]).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="parts from 0 to 1"):
+        halo_sizes(graph, partition, [[2]])
+
+
+def test_the_description_says_it_all() -> None:
+    graph, partition = two_parts()
+    text = describe(graph, partition)
+    assert text.splitlines() == [
+        "Partition(4 nodes in 2 parts, how=given)",
+        "  sizes: 2 to 2, mean 2",
+        "  cut: 66.7% of 6 edges",
+        "  halo nodes per node of a part: 0.50 to 1.00, mean 0.75",
+        "  edges into a part (row) from a part (column):",
+        "               0      1",
+        "        0      1      3",
+        "        1      1      1",
+    ]
+    assert "of a group: 0.00 to 0.00" in describe(graph, partition, [[0, 1]])
+    many = make_partition(random_graph(), 17, "random")
+    assert len(describe(random_graph(), many).splitlines()) == 4
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (9999, "9999"), (56_789, "56.8k"), (1_234_567, "1.23M")])
+def test_long_counts_are_short(count: int, text: str) -> None:
+    assert module._short(count) == text
+
+
+def test_progress_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for how in ("metis", "streaming"):
+        make_partition(random_graph(), 4, how, show=True)
+        make_partition(random_graph(), 4, how)
+    assert capsys.readouterr().err.count("Partitioning") == 2
+
+
+def test_streaming_halves_the_cut_of_a_real_graph(real_data: Path) -> None:
+    graph = from_npz(real_data / "cora.npz").graph
+    cut = {how: cut_fraction(graph, make_partition(graph, 10, how)) for how in EVERY}
+    assert cut["metis"] < cut["streaming"] < cut["random"] / 2

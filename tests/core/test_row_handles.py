@@ -1,0 +1,23 @@
+"""One rule for the precision of input rows."""
+
+from __future__ import annotations
+
+import torch
+
+from hopline.core.batch import Rows
+from hopline.core.row_handles import typed
+from hopline.tables import TensorTable
+
+
+def test_stored_features_get_the_precision_of_the_model():
+    table = TensorTable(torch.ones(4, 2, dtype=torch.float16))
+    rows = typed(Rows(table, torch.tensor([3, 1])), torch.float32)
+    assert rows.dtype == torch.float32
+    assert rows.shape == (2, 2)
+
+
+def test_what_has_a_gradient_and_whole_numbers_stay_as_they_are():
+    hidden = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    assert typed(hidden, torch.float32) is hidden
+    tokens = torch.ones(2, 2, dtype=torch.int64)
+    assert typed(tokens, torch.float32) is tokens

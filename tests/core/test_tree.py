@@ -1,0 +1,173 @@
+"""Blocks in the tree layout: models on them, and what must not matter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+import hopline as hl
+from hopline import ops
+from hopline.core.batch import Batch
+from hopline.core.tree import TreeRows
+from hopline.core.tree_sampling import TreeSampler
+from hopline.nn import GNN
+from hopline.tables import TensorTable
+from tests.helpers import dataset_of, randn, random_graph, twin
+
+CPU = torch.device("cpu")
+X = randn(50, 6)
+
+
+def tree_batch(
+    graph: Any, num_seeds: int = 12, first: int = 0, key: int = 5, fanouts: tuple[int, ...] = (8, 3), times: int = 1
+) -> Batch:
+    """times: how often each seed is there; every time it draws for itself."""
+    seeds = torch.arange(num_seeds)[first:].repeat(times)
+    blocks = TreeSampler(graph, fanouts).sample(seeds, key, first)
+    return Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), seeds % 3, key=key)
+
+
+def expanded(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """(node, edge_index, present) of the graph that has a node for every slot."""
+    block: Any = batch.blocks[0]
+    parents = block.parents
+    child = ((block.tree.nodes >= 0) & (parents >= 0)).nonzero().view(-1)
+    return block.src_ids, torch.stack([child, parents[child].long()]), block.present
+
+
+CONVS = {
+    "sage": lambda i, o: pyg.SAGEConv(i, o),
+    "sage max": lambda i, o: pyg.SAGEConv(i, o, aggr="max"),
+    "gin": lambda i, o: pyg.GINConv(nn.Linear(i, o)),
+    "graph": lambda i, o: pyg.GraphConv(i, o),
+    "gat": lambda i, o: pyg.GATConv(i, o, heads=2, concat=False),
+    "gatv2": lambda i, o: pyg.GATv2Conv(i, o, heads=2, concat=False),
+    "transformer": lambda i, o: pyg.TransformerConv(i, o),
+}
+
+
+@pytest.mark.parametrize("name", CONVS)
+def test_a_model_on_a_tree_is_stock_pyg_on_the_graph_of_its_slots(name: str):
+    torch.manual_seed(0)
+    model = GNN([CONVS[name](6, 8), CONVS[name](8, 3)]).double()
+    batch = tree_batch(random_graph())
+    node, edge_index, _ = expanded(batch)
+    copy: Any = twin(model)
+    expected = X[node]
+    for l, conv in enumerate(copy.convs):
+        expected = conv(expected, edge_index)
+        expected = expected.relu() if l == 0 else expected
+    expected = expected[: batch.num_seeds]
+    found = model(batch)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    weights = randn(*found.shape, seed=3)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_gcn_is_unbiased_on_trees():
+    graph = random_graph(weight=True, loops=True)
+    conv = pyg.GCNConv(6, 3).double()
+    model, exact = GNN([conv]), conv(X, graph.edge_index(), graph.edge["weight"])[:12]
+    keys = [ops.derive_key(0, number) for number in range(100)]  # far apart: seeds of others must not share draws
+    drawn = [model(tree_batch(graph, key=key, fanouts=(2,), times=40)).view(40, 12, 3) for key in keys]
+    assert (torch.cat(drawn).mean(0) - exact).norm() / exact.norm() < 0.05
+
+
+def test_convs_that_add_loops_do_not_see_those_of_the_graph_twice():
+    graph = random_graph(loops=True)
+    torch.manual_seed(0)
+    model = GNN([pyg.GATConv(6, 3)]).double()
+    batch = tree_batch(graph, fanouts=(200,))
+    expected = model.convs[0](X, graph.edge_index())[:12]
+    torch.testing.assert_close(model(batch), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_batch_norm_leaves_out_empty_slots(inside: bool):
+    torch.manual_seed(0)
+    if inside:
+        convs = [pyg.GINConv(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))), pyg.SAGEConv(8, 3)]
+        model = GNN(convs).double()
+    else:
+        model = GNN([pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)], norm="batch").double()
+    copy: Any = twin(model)
+    batch = tree_batch(random_graph())
+    node, edge_index, present = expanded(batch)
+    num_dst = batch.blocks[0].num_dst
+    assert not present[:num_dst].all()
+    if inside:
+        summed = torch.zeros(node.numel(), 6, dtype=torch.float64).index_add(0, edge_index[1], X[node][edge_index[0]])
+        h = copy.convs[0].nn[0](summed + X[node])[:num_dst]
+        norm = copy.convs[0].nn[1]
+    else:
+        h, norm = copy.convs[0](X[node], edge_index)[:num_dst], copy.norms[0]
+    there = present[:num_dst]
+    normed = torch.zeros_like(h).index_copy(0, there.nonzero().view(-1), norm(h[there])).relu()
+    last = edge_index[:, edge_index[1] < batch.num_seeds]
+    expected = copy.convs[1](normed, last)[: batch.num_seeds]
+    torch.testing.assert_close(model(batch), expected, rtol=1e-9, atol=1e-11)
+    for (name, ours), (_, theirs) in zip(model.named_buffers(), copy.named_buffers(), strict=True):
+        if "num_batches" not in name:
+            torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_pieces_of_a_batch_have_the_gradient_of_the_whole_with_dropout():
+    torch.manual_seed(0)
+    model = GNN([pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)], dropout=0.5, input_dropout=0.2).double()
+    copy, graph = twin(model), random_graph()
+    whole = tree_batch(graph)
+    nn.functional.cross_entropy(model(whole), whole.labels, reduction="sum").backward()
+    for first, stop in itertools.pairwise([0, 5, 12]):
+        seeds = torch.arange(first, stop)
+        blocks = TreeSampler(graph, (8, 3)).sample(seeds, 5, first)
+        piece = Batch(seeds, blocks, TreeRows(TensorTable(X), blocks[0]), seeds % 3, key=5)
+        nn.functional.cross_entropy(copy(piece), piece.labels, reduction="sum").backward()
+    for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_a_tree_trains_through_the_trainer():
+    data = dataset_of(random_graph(dtype=torch.int32), X)
+    losses = []
+    for workers in (0, 2):
+        torch.manual_seed(0)
+        model = GNN([pyg.SAGEConv(6, 8), pyg.SAGEConv(8, 3)], dropout=0.3).double()
+        method = hl.Sampled(fanouts=(3, 2), batch_size=7, layout="tree", workers=workers)
+        run = hl.Trainer(model, data, method, epochs=3, show=False).fit()
+        losses.append([epoch.loss for epoch in run.history])
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_a_model_that_is_not_made_of_layers_is_refused():
+    data = dataset_of(random_graph(), X)
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = pyg.SAGEConv(6, 3)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv(x, edge_index)
+
+    with pytest.raises(ValueError, match="layout=block"):
+        hl.Trainer(Own(), data, hl.Sampled(fanouts=(3,), layout="tree"), show=False)
+
+
+def test_padded_edges_lead_empty_slots_to_a_row_beyond_the_last():
+    batch = tree_batch(random_graph(weight=True))
+    for block in batch.blocks:
+        (src, dst), edge = block.padded  # type: ignore[attr-defined]
+        part = block.part
+        real = dst < block.num_dst
+        assert torch.equal(torch.stack([src, dst])[:, real].sort(dim=1).values, part.edge_index.sort(dim=1).values)
+        assert not (block.present[src[~real]]).any()  # type: ignore[attr-defined]
+        assert edge["weight"][real].sum() == pytest.approx(float(part.edge["weight"].sum()))

@@ -1,0 +1,185 @@
+"""DGL's partitions, through a stand-in that gives what `dgl.distributed.load_partition` gives."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopline.core.partition import make_partition
+from hopline.data.dataset import Dataset
+from hopline.data.formats.dgl import from_dgl, is_dgl_folder
+from hopline.data.store import verify
+from hopline.shards.write import cut
+from hopline.tables import TensorTable
+from tests.helpers import randint, randn, random_graph
+from tests.runs import assert_refused, command
+
+
+class StandIn:
+    """A partition's graph, as far as it is looked at."""
+
+    def __init__(self, ends: tuple[Tensor, Tensor], ndata: dict[str, Tensor], edata: dict[str, Tensor]) -> None:
+        self.ends, self.ndata, self.edata = ends, ndata, edata
+
+    def edges(self) -> tuple[Tensor, Tensor]:
+        return self.ends
+
+
+def whole() -> Dataset:
+    graph = random_graph(40, 200, weight=True, attr=3, dtype=torch.int32)
+    ids = torch.arange(40)
+    return Dataset(
+        name="test",
+        graph=graph,
+        tables={"x": TensorTable(randn(40, 5).float()), "year": TensorTable(randint(0, 9, 40)[:, None])},
+        y=randint(0, 4, 40, seed=1).clamp(max=3),
+        splits={"train": ids[::2], "valid": ids[1::4], "test": ids[3::4]},
+        num_classes=4,
+    )
+
+
+def partitioned(data: Dataset, folder: Path, *, known: bool = True) -> tuple[Any, Tensor]:
+    """(load_partition, the part of each node): nodes and edges renumbered part by part, with halo nodes and edges."""
+    part_of = make_partition(data.graph, 3, "random").part_of.long()
+    order = part_of.argsort(stable=True)
+    new = torch.empty_like(order)
+    new[order] = torch.arange(40)
+    src, dst = data.graph.edge_index()
+    edge_order = part_of[dst].argsort(stable=True)
+    new_edge = torch.empty_like(edge_order)
+    new_edge[edge_order] = torch.arange(edge_order.numel())
+    bounds, edge_bounds = ([0, *torch.bincount(p, minlength=3).cumsum(0).tolist()] for p in (part_of, part_of[dst]))
+    fields = {"graph_name": "test", "num_parts": 3, "num_nodes": 40, "num_edges": src.numel()}
+    fields |= {"node_map": {"_N": [list(b) for b in itertools.pairwise(bounds)]}}
+    fields |= {"edge_map": {"_N:_E:_N": [list(b) for b in itertools.pairwise(edge_bounds)]}}
+    folder.mkdir()
+    (folder / "test.json").write_text(json.dumps(fields | {f"part-{p}": {} for p in range(3)}))
+    masks = {f"{n}_mask": torch.isin(torch.arange(40), data.splits[s]) for n, s in MASKS.items()}
+
+    def load(config: str, part: int) -> tuple[Any, ...]:
+        assert Path(config) == folder / "test.json"
+        own = order[bounds[part] : bounds[part + 1]]
+        touching = (part_of[dst] == part) | (part_of[src] == part)  # halo edges too
+        local = torch.cat([own, torch.cat([src, dst])[torch.cat([touching, touching])].unique()]).unique()
+        local = torch.cat([own, local[part_of[local] != part]])
+        place = torch.full((40,), -1)
+        place[local] = torch.arange(local.numel())
+        edges = touching.nonzero().view(-1)
+        edges = edges[torch.randperm(edges.numel(), generator=torch.Generator().manual_seed(part))]
+        ndata = {"_ID": new[local], "inner_node": (part_of[local] == part).to(torch.uint8)}
+        edata = {"_ID": new_edge[edges], "inner_edge": (part_of[dst[edges]] == part).to(torch.uint8)}
+        if known:
+            ndata["orig_id"], edata["orig_id"] = local, edges
+        graph = StandIn((place[src[edges]].int(), place[dst[edges]].int()), ndata, edata)
+        rows = {"_N/feat": data.x.read(own), "_N/label": data.labels[own], "_N/trainer_id": own}
+        rows |= {f"_N/{name}": mask[own].to(torch.uint8) for name, mask in masks.items()}
+        rows["_N/half"] = data.x.read(own).bfloat16()
+        rows["_N/year"] = data.tables["year"].read(own).view(-1)
+        inner = edge_order[edge_bounds[part] : edge_bounds[part + 1]]
+        edge = {"_N:_E:_N/w": data.graph.edge["weight"][inner], "_N:_E:_N/feat": data.graph.edge["attr"][inner]}
+        return graph, rows, edge, None, "test", ["_N"], [("_N", "_E", "_N")]
+
+    return load, part_of
+
+
+MASKS = {"train": "train", "val": "valid", "test": "test"}
+
+
+@pytest.fixture
+def dgl(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module, distributed = types.ModuleType("dgl"), types.ModuleType("dgl.distributed")
+    module.distributed = distributed  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dgl", module)
+    monkeypatch.setitem(sys.modules, "dgl.distributed", distributed)
+    return distributed
+
+
+@pytest.mark.parametrize("to_folder", [False, True])
+def test_the_parts_are_the_graph_again(dgl: Any, tmp_path: Path, to_folder: bool) -> None:
+    data = whole()
+    dgl.load_partition, part_of = partitioned(data, tmp_path / "dgl")
+    assert is_dgl_folder(tmp_path / "dgl")
+    assert is_dgl_folder(tmp_path / "dgl" / "test.json")
+    found = from_dgl(tmp_path / "dgl", **({"folder": tmp_path / "out"} if to_folder else {}))
+    everyone = torch.arange(40)
+    assert torch.equal(found.graph.indptr, data.graph.indptr)
+    assert torch.equal(found.graph.indices, data.graph.indices)  # each node's in-edges in the order they had
+    for name, rows in data.graph.edge.items():
+        assert torch.equal(found.graph.edge[name], rows)
+    assert torch.equal(found.x.read(everyone), data.x.read(everyone))
+    assert torch.equal(found.labels, data.labels)
+    assert found.tables.keys() == {"x", "half", "year", "part"}
+    assert found.tables["part"].read(everyone).view(-1).tolist() == part_of.tolist()
+    assert all(torch.equal(found.splits[name], ids) for name, ids in data.splits.items())
+    assert (found.name, found.num_classes) == ("out" if to_folder else "test", 4)
+    if to_folder:
+        verify(tmp_path / "out")
+        assert not list(tmp_path.glob(".dgl-*"))
+
+
+def test_the_command_converts_and_cuts_the_same_parts(dgl: Any, tmp_path: Path) -> None:
+    dgl.load_partition, part_of = partitioned(whole(), tmp_path / "dgl")
+    outcome = command("convert", tmp_path / "dgl", tmp_path / "out")
+    assert outcome.status == 0, outcome.err
+    settings = ("shards=3", "how=labels", "labels=part")
+    assert command("partition", tmp_path / "out", tmp_path / "shards", *settings).status == 0
+    made = make_partition(whole().graph, 3, labels=part_of)
+    cut(whole(), made, tmp_path / "expected")
+    for rank in range(3):
+        ours, theirs = ((tmp_path / f / f"shard-{rank}" / "nodes.npy").read_bytes() for f in ("shards", "expected"))
+        assert ours == theirs
+    assert_refused(
+        command("partition", tmp_path / "out", tmp_path / "more", "shards=3", "how=labels", "labels=parts"),
+        "no labels 'parts'",
+        "part",
+    )
+
+
+def test_without_original_ids_dgls_own_stay_and_are_told(
+    dgl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dgl.load_partition, part_of = partitioned(whole(), tmp_path / "dgl", known=False)
+    found = from_dgl(tmp_path / "dgl" / "test.json")
+    assert "do not say which ids nodes had before DGL numbered them anew" in caplog.text
+    order = part_of.argsort(stable=True)
+    assert torch.equal(found.labels, whole().labels[order])
+    assert torch.equal(found.graph.in_degrees(), whole().graph.in_degrees()[order])
+
+
+def test_what_cannot_be_read_gets_a_sentence(dgl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_dgl_folder(tmp_path)
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "torn.json").write_text("{")
+    assert not is_dgl_folder(tmp_path)
+    with pytest.raises(ValueError, match="no graph partitioned by DGL"):
+        from_dgl(tmp_path)
+    dgl.load_partition, _ = partitioned(whole(), tmp_path / "dgl")
+    config = tmp_path / "dgl" / "test.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"node_map": {"a": [[0, 1]], "b": [[1, 2]]}}))
+    with pytest.raises(ValueError, match=r"2 types in its node_map.*to_homogeneous"):
+        from_dgl(config)
+    config.write_text(json.dumps(fields | {"num_parts": 2}))
+    with pytest.raises(ValueError, match="do not hold every node once"):
+        from_dgl(config)
+    monkeypatch.setitem(sys.modules, "dgl", None)
+    monkeypatch.setitem(sys.modules, "dgl.distributed", None)
+    with pytest.raises(ValueError, match="is not installed: type `pip install dgl`"):
+        from_dgl(config)
+    (tmp_path / "broken" / "dgl").mkdir(parents=True)
+    (tmp_path / "broken" / "dgl" / "__init__.py").write_text("raise OSError('libgraphbolt.so cannot be opened')")
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "dgl")
+        patch.delitem(sys.modules, "dgl.distributed")
+        patch.syspath_prepend(tmp_path / "broken")
+        with pytest.raises(ValueError, match=r"DGL, .*, cannot be imported \(libgraphbolt.so cannot be opened\): mend"):
+            from_dgl(config)
+    assert_refused(command("convert", tmp_path / "dgl", tmp_path / "out"), "pip install dgl")

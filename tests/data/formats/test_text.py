@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from hopline.data.formats import text
+from hopline.data.formats.text import Chunk, columns_of, read_csv, read_file, read_parquet
+
+TABLE = "id,size,name\n7,1.5,ann\n8,,bob\n9,2.5,\n"
+
+
+@pytest.fixture(params=["arrow", "plain"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of reading CSV must agree."""
+    if request.param == "plain":
+        monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+    return request.param
+
+
+def whole(chunks: list[Chunk]) -> Chunk:
+    return {name: np.concatenate([c[name] for c in chunks]) for name in chunks[0]}
+
+
+def test_columns_are_numbers_or_text(reader: str, tmp_path: Path) -> None:
+    for name, data in (("a.csv", TABLE.encode()), ("a.csv.gz", gzip.compress(TABLE.encode()))):
+        (tmp_path / name).write_bytes(data)
+        found = whole(list(read_csv(tmp_path / name)))
+        assert found["id"].tolist() == [7, 8, 9]
+        assert found["id"].dtype == np.int64
+        assert np.array_equal(found["size"], [1.5, np.nan, 2.5], equal_nan=True)
+        assert found["name"].tolist() == ["ann", "bob", ""]
+        assert columns_of(tmp_path / name) == ["id", "size", "name"]
+
+
+def test_columns_can_be_chosen_named_and_numbered(reader: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(TABLE)
+    assert list(whole(list(read_csv(tmp_path / "a.csv", columns=["name", "id"])))) == ["name", "id"]
+    (tmp_path / "b.csv").write_text("1;2\n3;4\n")
+    named = whole(list(read_csv(tmp_path / "b.csv", header=("s", "d"), delimiter=";")))
+    assert named["d"].tolist() == [2, 4]
+    numbered = whole(list(read_csv(tmp_path / "b.csv", header=(), delimiter=";")))
+    assert {k: v.tolist() for k, v in numbered.items()} == {"0": [1, 3], "1": [2, 4]}
+    with pytest.raises(ValueError, match=r"has no column 'nam', only id, size, name.*Did you mean 'name'"):
+        list(read_csv(tmp_path / "a.csv", columns=["nam"]))
+
+
+def test_bad_files_are_named(reader: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"There is no file .*none\.csv: check the path"):
+        list(read_csv(tmp_path / "none.csv"))
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n")
+    with pytest.raises(ValueError, match=r"a\.csv.*2") as caught:
+        list(read_csv(tmp_path / "a.csv"))
+    assert "\n" not in str(caught.value)
+
+
+def test_plain_reading_goes_in_chunks_and_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(text, "CHUNK_ROWS", 2)
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n5,6\n7\n")
+    chunks = read_csv(tmp_path / "a.csv")
+    assert next(chunks)["a"].tolist() == [1, 3]
+    with pytest.raises(ValueError, match=r"a\.csv, line 5: 1 columns instead of 2"):
+        next(chunks)
+
+
+def test_parquet_columns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "CHUNK_ROWS", 2)
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        arrow.table({"id": [1, 2, 3], "x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "s": ["a", None, "c"]}), path
+    )
+    chunks = list(read_file(path))
+    assert len(chunks) == 2
+    found = whole(chunks)
+    assert found["x"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert found["s"].tolist() == ["a", "", "c"]
+    assert columns_of(path) == ["id", "x", "s"]
+    with pytest.raises(ValueError, match="has no column 'y'"):
+        list(read_parquet(path, columns=["y"]))
+    parquet.write_table(arrow.table({"x": [[1.0], [2.0, 3.0]]}), path)
+    with pytest.raises(
+        ValueError, match=r"column 'x' has a list of 2 numbers in row 1 and of 1 before: make them equally long"
+    ):
+        list(read_parquet(path))
+    path.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(ValueError, match="cannot be read as Parquet"):
+        list(read_parquet(path))

@@ -1,0 +1,228 @@
+"""Results of other data or of another model are never taken for those of this one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+import hopline as hl
+from hopline import infer
+from hopline.core.graph import Graph
+from hopline.core.partition import make_partition
+from hopline.data import fingerprint
+from hopline.data.fingerprint import contents_of
+from hopline.inference.over_shards import AllShards
+from hopline.inference.over_shards import exact_rows as exact_on_shards
+from hopline.nn.structure import structure_of
+from hopline.shards import write as cut
+from hopline.shards.shard import shard_name
+from hopline.shards.verify import verify_shards
+from hopline.tables import CachedTable, SparseTable, TensorTable
+from tests.helpers import dataset_of, randn, random_graph
+from tests.runs import fit, method, sage, small
+
+DATA = dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5).float())
+
+
+def with_edges(data: hl.Dataset, **changes: Tensor) -> hl.Dataset:
+    graph = data.graph
+    edge = {name: changes.get(name, array) for name, array in graph.edge.items()}
+    return dataclasses.replace(data, graph=Graph(graph.indptr, changes.get("indices", graph.indices), edge))
+
+
+def other_features(data: hl.Dataset) -> hl.Dataset:
+    rows = data.x.read(torch.arange(data.num_nodes)).clone()
+    rows[-1, -1] += 1e-3
+    return dataclasses.replace(data, tables={"x": TensorTable(rows)})
+
+
+CHANGES: dict[str, tuple[str, Callable[[hl.Dataset], hl.Dataset]]] = {
+    "features": ("table 'x'", other_features),
+    "edges": ("edges", lambda data: with_edges(data, indices=data.graph.indices.flip(0))),
+    "weights": ("edge array 'weight'", lambda data: with_edges(data, weight=data.graph.edge["weight"] * 2)),
+    "labels": ("labels", lambda data: dataclasses.replace(data, y=2 - data.labels)),
+}
+"""By what is changed: the name of the array, and the change, which leaves names and sizes as they are."""
+
+
+def saved(data: hl.Dataset, folder: Path) -> hl.Dataset:
+    data.save(folder)
+    return hl.open(folder)
+
+
+# ---- of data
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_changes_the_checksum_of_its_array_alone(name: str):
+    array, change = CHANGES[name]
+    before, after = contents_of(DATA), contents_of(change(DATA))
+    assert [key for key in before if before[key] != after[key]] == [array]
+
+
+def test_a_folder_has_the_checksums_of_what_was_saved_and_nothing_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sparse = SparseTable(torch.arange(61), torch.zeros(60, dtype=torch.int64), torch.rand(60), 4)
+    data = dataclasses.replace(DATA, tables={**DATA.tables, "s": sparse})
+    expected, opened = contents_of(data), saved(data, tmp_path / "graph")
+
+    def reads(rows: Any) -> int:
+        raise AssertionError("an array was read")
+
+    monkeypatch.setattr(fingerprint, "_crc", reads)
+    assert contents_of(opened) == expected
+    assert list(expected) == ["edges", "edge array 'weight'", "table 'x'", "table 's'", "labels"]
+
+
+def test_arrays_are_read_once_and_again_when_they_were_changed(monkeypatch: pytest.MonkeyPatch):
+    rows, real, read = randn(60, 5), fingerprint._crc, list[int]()
+    data = dataclasses.replace(DATA, tables={"x": TensorTable(rows)})
+    first = contents_of(data)
+    monkeypatch.setattr(fingerprint, "_crc", lambda rows: (read.append(1), real(rows))[1])
+    assert contents_of(data) == first
+    assert not read
+    rows[3] += 1
+    assert contents_of(data)["table 'x'"] != first["table 'x'"]
+    assert len(read) == 1
+
+
+def test_a_table_without_one_tensor_has_the_checksum_of_its_rows():
+    rows = randn(60, 5)
+    cached = CachedTable(TensorTable(rows), torch.arange(4))
+    assert cached.storage() is None
+    ours, plain = (contents_of(dataclasses.replace(DATA, tables={"x": t})) for t in (cached, TensorTable(rows)))
+    assert ours == plain
+
+
+# ---- of models
+
+
+class Own(nn.Module):
+    """A conv of the user's own."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.calls = scale, 0
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Other(Own):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x * self.scale + 1
+
+
+def test_models_that_compute_otherwise_with_the_same_weights_have_another_structure():
+    models = [
+        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]),
+        hl.nn.GNN([SAGEConv(5, 4, aggr="max"), SAGEConv(4, 3)]),
+        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], act="elu"),
+        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], act=None),
+        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], act=lambda h: h * 2),
+        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], act=lambda h: h * 3),
+        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], residual=True),
+        hl.nn.GNN([SAGEConv(5, 4, normalize=True), SAGEConv(4, 3)]),
+        hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]),
+        hl.nn.GNN([GCNConv(5, 4, improved=True), GCNConv(4, 3)]),
+        hl.nn.GNN([GATConv(5, 4, negative_slope=0.1), GATConv(4, 3)]),
+        hl.nn.GNN([GATConv(5, 4), GATConv(4, 3)]),
+        hl.nn.GNN([Own()]),
+        hl.nn.GNN([Own(2.0)]),
+        hl.nn.GNN([Other()]),
+    ]
+    found = [structure_of(model) for model in models]
+    assert len(set(found)) == len(models)
+    assert found[0] == structure_of(hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]).eval())
+
+
+# ---- inference in a folder
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_inference_does_not_go_on_over_other_data(name: str, tmp_path: Path):
+    model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
+    expected = infer.exact(model, DATA, folder=tmp_path / "rows")
+    assert torch.equal(infer.exact(model, DATA, folder=tmp_path / "rows"), expected)
+    array, change = CHANGES[name]
+    with pytest.raises(ValueError, match=f"holds another inference .other {array}.: remove it"):
+        infer.exact(model, change(DATA), folder=tmp_path / "rows")
+
+
+def test_inference_does_not_go_on_with_another_model(tmp_path: Path):
+    model = hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)])
+    infer.exact(model, DATA, folder=tmp_path / "rows")
+    for change in ({"act": "elu"}, {"residual": True}, {"convs": [SAGEConv(5, 4, aggr="max"), SAGEConv(4, 3)]}):
+        options: dict[str, Any] = {"convs": [SAGEConv(5, 4), SAGEConv(4, 3)], **change}
+        other = hl.nn.GNN(**options)
+        other.load_state_dict(model.state_dict())
+        with pytest.raises(ValueError, match=r"another inference \(other model\)"):
+            infer.exact(other, DATA, folder=tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"another inference \(other weights\)"):
+        infer.exact(model.double(), DATA, folder=tmp_path / "rows")  # another precision
+
+
+def shards_of(data: hl.Dataset, folder: Path) -> Path:
+    cut.cut(data, make_partition(data.graph, 2, "range"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_shards_of_other_data_are_of_another_cut(name: str, tmp_path: Path):
+    one, other = shards_of(DATA, tmp_path / "one"), shards_of(CHANGES[name][1](DATA), tmp_path / "other")
+    model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
+    exact_on_shards(model, AllShards(one), folder=tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"another inference \(other cut of the dataset\)"):
+        exact_on_shards(model, AllShards(other), folder=tmp_path / "rows")
+    (one / shard_name(1)).rename(tmp_path / "gone")
+    (other / shard_name(1)).rename(one / shard_name(1))
+    with pytest.raises(ValueError, match="is of another cut than"):
+        verify_shards(one)
+
+
+# ---- going on with a run
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_does_not_go_on_over_other_data(name: str, tmp_path: Path):
+    data = small()
+    weight = torch.ones(data.num_edges)
+    data = dataclasses.replace(data, graph=Graph(data.graph.indptr, data.graph.indices, {"weight": weight}))
+    data = dataclasses.replace(data, y=data.labels.clamp(max=2))
+    fit(data, out=tmp_path / "run")
+    array, change = CHANGES[name]
+    with pytest.raises(ValueError, match=f"is of other data: {array} of the dataset has changed"):
+        fit(change(data), out=tmp_path / "run", resume=True, epochs=3)
+    assert fit(data, out=tmp_path / "run", resume=True, epochs=3).epochs == 3
+
+
+def test_a_run_does_not_go_on_with_another_model_of_the_same_shapes(tmp_path: Path):
+    data = small()
+    fit(data, out=tmp_path / "run")
+    with pytest.raises(ValueError, match="its settings or its code have changed; take the model it was made with"):
+        fit(data, sage(data, act="elu"), out=tmp_path / "run", resume=True, epochs=3)
+
+
+def test_a_module_that_counts_its_calls_goes_on(tmp_path: Path):
+    class Counting(hl.nn.GNN):
+        calls = 0
+
+        def encode(self, *given: Any) -> Any:
+            self.calls += 1
+            return super().encode(*given)
+
+    data = small()
+
+    def model() -> hl.nn.GNN:
+        return Counting([SAGEConv(8, 4), SAGEConv(4, 4)])
+
+    fit(data, model(), method(), out=tmp_path / "run")
+    assert fit(data, model(), method(), out=tmp_path / "run", resume=True, epochs=3).epochs == 3

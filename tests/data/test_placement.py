@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline.data import placement as module
+from hopline.data.placement import Plan, Sizes, carry_out, describe, make_plan, place
+from hopline.data.placement_settings import Placement
+from hopline.tables import SparseTable, TensorTable, TieredTable
+from tests.helpers import dataset_of, randint, randn, random_graph
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+SIZES = Sizes(graph=1000, indptr=200, features=4000, places=50, labels=30)
+CPU = torch.device("cpu")
+
+
+def data() -> hl.Dataset:
+    return dataset_of(random_graph(), randn(50, 4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("free", "graph", "features", "cache", "labels"),
+    [
+        (10_000, "device", "device", 0, True),
+        (6_290, "device", "device", 0, True),  # 80% of it are 5032 for 5030
+        (6_280, "device", "pinned", 5024 - 1030 - 50, True),
+        (2_000, "device", "pinned", 1600 - 1030 - 50, True),
+        (1_250, "device", "pinned", 0, False),
+        (1_000, "pinned", "pinned", 800 - 230 - 50, True),
+        (250, "pinned", "pinned", 0, False),
+    ],
+)
+def test_what_fits_goes_to_the_device_the_graph_first(
+    free: int, graph: Any, features: Any, cache: int, labels: bool
+) -> None:
+    found = make_plan(SIZES, free, Placement())
+    assert (found.graph, found.features, found.cache, found.labels) == (graph, features, cache, labels)
+
+
+def test_what_is_asked_for_is_done() -> None:
+    found = make_plan(SIZES, 10_000, Placement(features="pinned", graph="pinned", cache="1K"))
+    assert (found.graph, found.features, found.cache) == ("pinned", "pinned", 1024)
+    assert make_plan(SIZES, 10_000, Placement(cache=0)).features == "pinned"
+    found = make_plan(SIZES, 10_000, Placement(features="host", graph="host"))
+    assert (found.graph, found.features, found.cache) == ("host", "host", 0)
+    assert make_plan(replace(SIZES, can_cache=False), 2_000, Placement()).features == "host"
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "says"),
+    [
+        (900, {"graph": "device"}, r"graph needs 1000 B .* 900 B free: set graph=pinned"),
+        (3_000, {"features": "device"}, "set features=pinned"),
+        (1_000, {"cache": "2K"}, "cache needs .* make it smaller"),
+    ],
+)
+def test_what_cannot_fit_is_refused(free: int, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_plan(SIZES, free, Placement(**options))
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="features must be"):
+        Placement(features="gpu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="as a size"):
+        Placement(cache="much")
+    with pytest.raises(ValueError, match="features=pinned"):
+        Placement(features="device", cache="1G")
+
+
+def test_on_the_cpu_a_dataset_stays() -> None:
+    dataset = data()
+    assert place(dataset, device="cpu") is dataset
+    assert describe(dataset) == "graph 2.7 KiB on the host; x 800 B on the host; labels 400 B on the host"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no CUDA device here"):
+        place(data(), device="cuda")
+
+
+@pytest.mark.parametrize("order", ["degree", "access", "observed"])
+def test_a_plan_is_carried_out(order: Any) -> None:
+    dataset = data()
+    plan = Plan(graph="device", features="pinned", cache=160, labels=True, room=0)
+    found = carry_out(dataset, plan, CPU, order, (3, 2), dataset.splits["train"], 8)
+    x = found.tables["x"]
+    assert isinstance(x, TieredTable)
+    assert (x.num_hot, x.observing) == (10, order == "observed")
+    assert torch.equal(x[torch.arange(50)], dataset.x[torch.arange(50)])
+    assert "x 800 B pinned, with 160 B (20% of the rows) on cpu" in describe(found)
+
+
+def test_other_tables_follow_while_there_is_room() -> None:
+    dataset = data()
+    dataset.tables |= {"a": TensorTable(randn(50, 1)), "b": TensorTable(randn(50, 1))}
+    plan = Plan(graph="host", features="device", cache=0, labels=False, room=500)
+    found = carry_out(dataset, plan, CPU)
+    assert [type(found.tables[name]) for name in ("x", "a", "b")] == [TieredTable, TieredTable, TensorTable]
+    assert "x 800 B on cpu" in describe(found)
+
+
+def test_sparse_rows_are_moved_whole_or_not_at_all() -> None:
+    sparse = SparseTable.from_dense(randn(50, 4))
+    dataset = replace(data(), tables={"x": sparse})
+    assert not Sizes.of(dataset).can_cache
+    for where in ("device", "pinned", "host"):
+        plan = Plan(graph="host", features=where, cache=99, labels=False, room=0)
+        found = carry_out(dataset, plan, CPU).x
+        assert isinstance(found, SparseTable)
+        assert torch.equal(found[torch.arange(50)], sparse[torch.arange(50)])
+
+
+def test_without_fan_outs_the_order_is_by_degree() -> None:
+    plan = Plan(graph="host", features="pinned", cache=160, labels=False, room=0)
+    found = carry_out(data(), plan, CPU).x
+    assert isinstance(found, TieredTable)
+    assert found.hot_ids is not None
+    sources = torch.bincount(data().graph.indices, minlength=50)
+    assert int(sources[found.hot_ids].sum()) == int(sources.topk(10).values.sum())
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"graph": "pinned"}, {"features": "pinned"}, {"cache": 160}, {"features": "host", "graph": "host"}],
+    ids=str,
+)
+def test_on_a_gpu(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = dataset_of(random_graph(500, 9000), randn(500, 8, dtype=torch.float32))
+    dataset.save(tmp_path / "data")
+    for before in (dataset, hl.open(tmp_path / "data")):  # in memory, and mapped from files
+        found = place(before, Placement(**options), fanouts=(3, 2), batch_size=8)
+        assert torch.equal(found.graph.edge_index().cpu(), dataset.graph.edge_index())
+        assert found.graph.is_pinned == (options.get("graph") == "pinned")
+        ids = randint(0, 500, 300)
+        at = ids if options.get("features") == "host" else ids.cuda()
+        assert torch.equal(found.x[at].cpu(), dataset.x[ids])
+        assert torch.equal(found.x[ids], dataset.x[ids])  # and for who asks from the host
+        assert found.splits["train"].device == CPU
+        assert describe(found)
+
+
+def test_rows_that_cannot_be_pinned_are_copied_if_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.pinned, "register", lambda tensor: "CUDA error 1")
+    table = TensorTable(randn(50, 4))
+    assert module._host_cache(table, torch.device("cuda")) == "all"
+    monkeypatch.setattr(module, "HOST_SHARE", 0.0)
+    assert module._host_cache(table, torch.device("cuda")) == 0
+    assert module._host_cache(table, CPU) is None

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hopline.device import pinned
+from tests.helpers import randn
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Driver:
+    """A stand-in for cudart that remembers what is registered, and refuses what it is told to."""
+
+    def __init__(self, refuse: tuple[int, ...] = ()) -> None:
+        self.registered: dict[int, tuple[int, int]] = {}
+        self.refuse = refuse
+
+    def cudaHostRegister(self, start: int, num_bytes: int, flags: int) -> int:
+        if flags in self.refuse:
+            return 1
+        self.registered[start] = (num_bytes, flags)
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:
+        del self.registered[start]
+        return 0
+
+
+def test_memory_is_registered_in_place_for_as_long_as_the_tensor_lives() -> None:
+    driver, rows = Driver(), randn(30, 4)
+    start = rows.data_ptr()
+    assert pinned.register(rows, driver) is None
+    assert driver.registered == {start: (30 * 4 * 8, pinned.MAPPED)}
+    assert rows.data_ptr() == start
+    del rows
+    gc.collect()
+    assert not driver.registered
+
+
+def test_two_tensors_over_the_same_memory_are_registered_once() -> None:
+    driver, rows = Driver(), randn(30, 4)
+    same = rows.view(30, 4)
+    assert pinned.register(rows, driver) is None
+    assert pinned.register(same, driver) is None
+    del rows
+    gc.collect()
+    assert len(driver.registered) == 1  # the other still needs it
+    del same
+    gc.collect()
+    assert not driver.registered
+
+
+def test_a_copy_is_not_registered() -> None:
+    rows = randn(30, 4)
+    assert pinned.register(rows, Driver()) is None
+    assert pinned.is_registered(rows)
+    assert not pinned.is_registered(copy.deepcopy(rows))
+
+
+def test_memory_that_may_only_be_read_is_registered_as_such() -> None:
+    driver = Driver(refuse=(pinned.MAPPED,))
+    rows = randn(30, 4)
+    assert pinned.register(rows, driver) is None
+    assert driver.registered[rows.data_ptr()][1] == pinned.MAPPED | pinned.READ_ONLY
+
+
+def test_a_refusal_gives_its_reason() -> None:
+    driver = Driver(refuse=(pinned.MAPPED, pinned.MAPPED | pinned.READ_ONLY))
+    assert pinned.register(randn(3, 4), driver) == "CUDA error 1"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_without_a_gpu_that_is_said() -> None:
+    with pytest.raises(ValueError, match="no CUDA device"):
+        pinned.pin(randn(3, 4))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_gpu_reads_registered_memory() -> None:
+    rows = torch.arange(1 << 20, dtype=torch.float32)
+    start = rows.data_ptr()
+    assert pinned.pin(rows) is rows
+    assert rows.data_ptr() == start
+    assert rows.is_pinned()
+    assert pinned.pin(rows) is rows
+    again = torch.frombuffer(rows.numpy(), dtype=torch.float32)
+    assert again.is_pinned()
+    del rows
+    gc.collect()
+    assert torch.zeros(3, device="cuda").sum().item() == 0  # no error is left behind
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_mapped_file_is_pinned_in_place_or_copied_when_asked(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.arange(1 << 20, dtype=np.float32))
+    mapped = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="c"))
+    found = pinned.pin(mapped, copy=True)
+    assert found.is_pinned()
+    assert torch.equal(found, mapped)
+    assert torch.zeros(3, device="cuda").sum().item() == 0

@@ -1,0 +1,248 @@
+import gc
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.nn import SAGEConv
+
+import hopline as hl
+from hopline.data import planted
+from hopline.device import streams as recording
+from hopline.methods.sampled import captured_step as captured
+from hopline.methods.sampled.captured_step import CapturedUnit, CapturedWork, DrawnUnit
+from hopline.training.async_evaluation import EvaluationThread
+from tests.runs import losses, sage, small
+
+
+def test_who_has_the_turn_has_it_alone_and_may_ask_again():
+    others: list[bool] = []
+
+    def ask() -> None:
+        taken = recording.turn.acquire(blocking=False)
+        others.append(taken)
+        if taken:
+            recording.turn.release()
+
+    with recording.turn, recording.turn:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    ask()
+    assert others == [False, True]
+
+
+def test_what_can_wait_for_another_time_does_not_wait_for_its_turn():
+    begun, ended, found = threading.Event(), threading.Event(), []
+
+    def evaluate() -> None:
+        with recording.turn:
+            begun.set()
+            ended.wait()
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    begun.wait()
+    with recording.at_once() as free:
+        found.append(free)
+    ended.set()
+    thread.join()
+    for _ in range(2):
+        with recording.at_once() as free:
+            found.append(free)
+    assert found == [False, True, True]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs kernels on CPU tensors, which Triton interprets")
+@pytest.mark.parametrize("others_turn", [False, True])
+def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_the_turn(
+    others_turn: bool, monkeypatch: pytest.MonkeyPatch
+):
+    data = small()  # 150 seeds: two full steps and one of 30
+    model = sage(data)
+    trainer = hl.Trainer(model, data, hl.Sampled(fanouts=(4, 3), batch_size=60, layout="tree"), show=False)
+    loader = trainer.work.loader  # type: ignore[attr-defined]
+    work, taken, ended = CapturedWork(trainer.job, loader), threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with recording.turn:
+            taken.set()
+            ended.wait()
+
+    evaluation = threading.Thread(target=evaluate)
+    if others_turn:
+        evaluation.start()
+        taken.wait()
+    monkeypatch.setattr(captured, "capture", lambda *given: given)  # it would wait for its turn
+    try:
+        first, second = ([type(unit) for unit in work.units(epoch)] for epoch in (1, 2))
+        resumed = [type(unit) for unit in CapturedWork(trainer.job, loader).units(2, 1, 60)]
+    finally:
+        ended.set()
+        if others_turn:
+            evaluation.join()
+    assert first == [CapturedUnit, CapturedUnit, DrawnUnit]
+    assert second == [CapturedUnit] * 3
+    assert resumed == second[1:]
+
+
+def test_gradients_arrive_at_new_nodes_whoever_holds_the_old_ones():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    address, held = parameter.data_ptr(), (parameter * 2).sum()
+    before = torch.autograd.graph.get_gradient_edge(parameter).node
+    captured.renew_accumulators([parameter])
+    assert torch.autograd.graph.get_gradient_edge(parameter).node is not before
+    assert parameter.data_ptr() == address
+    (parameter * 3).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [3.0] * 3
+    held.backward()
+
+
+def outcome_of(data: hl.Dataset, evaluate: str, **options: Any) -> tuple[Any, ...]:
+    """A run's losses, metrics and weights: three layers as wide as those whose products a graph may sum otherwise."""
+    torch.manual_seed(0)
+    convs = [SAGEConv(100, 128), SAGEConv(128, 128), SAGEConv(128, data.num_classes)]
+    model = hl.nn.GNN(convs, dropout=0.5)
+    settings = {"epochs": 8, "device": "cuda", "show": False, "lr": 0.01, "evaluate": evaluate} | options
+    run = hl.Trainer(model, data, hl.Sampled(fanouts=(10, 5, 5), batch_size=1024), **settings).fit()
+    metrics = [(e.epoch, e.split, e.metrics) for e in run.evaluations]
+    return losses(run), metrics, [p.detach().cpu() for p in model.parameters()]
+
+
+def assert_same_outcome(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    assert found[:2] == expected[:2]
+    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+
+
+def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Have evaluations beside training that are not replayed keep their turn for longer."""
+    evaluated = EvaluationThread._evaluated
+
+    def slowly(thread: EvaluationThread, room: Any) -> Any:
+        with recording.turn:
+            time.sleep(seconds)
+            return evaluated(thread, room)
+
+    monkeypatch.setattr(EvaluationThread, "_evaluated", slowly)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
+def test_training_is_the_same_however_long_evaluation_beside_it_takes(
+    num_steps: int, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    data = planted(num_nodes=20_000, num_edges=400_000, num_classes=16, num_features=100, num_valid=2000)
+    num_train = 1024 * (num_steps - 1) + 476
+    data = replace(data, splits=data.splits | {"train": torch.arange(num_train), "test": torch.arange(15_000, 16_000)})
+    expected = outcome_of(data, "blocking", clip_norm=clip_norm)
+    assert_same_outcome(outcome_of(data, "async", clip_norm=clip_norm), expected)
+    hold_up(monkeypatch, 0.1)
+    assert_same_outcome(outcome_of(data, "async", clip_norm=clip_norm), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", ["tree", "block"])
+@pytest.mark.parametrize(
+    "where", [{"graph": "device"}, {"graph": "host"}, {"features": "pinned", "cache": "200kB"}], ids=str
+)
+def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str, where: dict[str, Any]):
+    data = planted(num_nodes=20_000, num_edges=200_000, num_train=4096)
+    if layout == "tree" and where.get("graph") == "host":
+        pytest.skip("trees are drawn on the GPU")
+    found = {}
+    for how in ("blocking", "async"):
+        torch.manual_seed(0)
+        model = sage(data, dropout=0.5)
+        method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]
+        placement = hl.Placement(**where)
+        options = {"epochs": 6, "evaluate": how, "device": "cuda", "show": False, "patience": 2, "lr": 0.05}
+        run = hl.Trainer(model, data, method, placement=placement, **options).fit()
+        evaluations = [(e.epoch, e.split, e.metrics) for e in run.evaluations]
+        found[how] = losses(run), evaluations, run.epochs, run.best_epoch, run.test
+        found[how, "weights"] = model.state_dict()
+    assert found["blocking"] == found["async"]
+    pairs = zip(found["blocking", "weights"].values(), found["async", "weights"].values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
+    graph, ended = torch.cuda.CUDAGraph(), threading.Event()
+    stream = recording.stream_to_record("this", torch.device("cuda"))
+    x, failures = torch.ones(1000, device="cuda"), []
+
+    def wait_again_and_again() -> None:
+        copies, source = torch.cuda.Stream(), torch.ones(1 << 20).pin_memory()
+        try:
+            while not ended.is_set():
+                with torch.cuda.stream(copies):
+                    source.to("cuda", non_blocking=True)
+                    copies.record_event().synchronize()
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait_again_and_again)
+    thread.start()
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), recording.recorded(graph, stream):
+            for _ in range(2000):
+                x += 1
+    finally:
+        ended.set()
+        thread.join()
+    graph.replay()
+    assert not failures
+    assert float(x[0]) == 2001
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("waits", [False, True], ids=["raises", "waits for the device"])
+def test_a_graph_that_cannot_be_recorded_leaves_nothing_open(waits: bool):
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream, x = recording.stream_to_record("this", torch.device("cuda")), torch.ones(10, device="cuda")
+    expected = pytest.raises(RuntimeError if waits else ZeroDivisionError)
+    with expected, torch.cuda.stream(stream), recording.recorded(graph, stream):
+        x.mul(2)
+        if waits:
+            torch.cuda.synchronize()
+        raise ZeroDivisionError
+
+    assert torch.rand(5, device="cuda").shape == (5,)
+    read = torch.empty(1 << 22, device="cuda")
+    address = read.data_ptr()
+    read.record_stream(other)
+    del read
+    torch.cuda.synchronize()
+    again = torch.empty(1 << 22, device="cuda")
+    assert again.data_ptr() == address, "memory that another stream has read comes back"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), recording.recorded(graph, stream):
+        x += 1
+    graph.replay()
+    assert float(x[0]) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("evaluate", ["blocking", "async"])
+@pytest.mark.parametrize("layout", ["tree", "block"])
+def test_a_run_leaves_no_more_on_a_gpu_than_the_one_before(layout: str, evaluate: str):
+    data, left = planted(num_nodes=20_000, num_edges=200_000, num_train=4096), []
+    for _ in range(4):
+        model = sage(data, dropout=0.5)
+        method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]
+        hl.Trainer(model, data, method, epochs=4, evaluate=evaluate, device="cuda", show=False).fit()
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert left[1] == left[3]

@@ -1,0 +1,177 @@
+"""Launchers are recognised by their environment variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from hopline.distributed.environment import FIRST_PORT, NUM_PORTS, detect, expand_hosts
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[08-10],big",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, str]:
+    return {name: value for name, value in (environ | changes).items() if name not in names}
+
+
+def test_torchrun():
+    place = detect(TORCHRUN)
+    assert place is not None
+    assert (place.launcher, place.rank, place.size, place.local_rank, place.local_size) == ("torchrun", 5, 8, 1, 4)
+    assert (place.node, place.num_nodes, place.address, place.port) == (1, 2, "node1", 29500)
+    assert not place.has_store
+    agent = detect(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert agent is not None
+    assert agent.has_store
+    assert agent.key != place.key
+    derived = detect(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
+    assert derived is not None
+    assert (derived.node, derived.num_nodes) == (1, 2)
+
+
+def test_torchrun_inside_of_srun_is_torchrun():
+    place = detect(SRUN | TORCHRUN)
+    assert place is not None
+    assert place.launcher == "torchrun"
+
+
+def test_srun():
+    place = detect(SRUN)
+    assert place is not None
+    assert (place.launcher, place.rank, place.size, place.local_rank, place.local_size) == ("srun", 3, 7, 1, 2)
+    assert (place.node, place.num_nodes, place.address, place.has_store) == (1, 4, "gpu08", False)
+    assert FIRST_PORT <= place.port < FIRST_PORT + NUM_PORTS
+    last = detect(SRUN | {"SLURM_PROCID": "6", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"})
+    assert last is not None
+    assert (last.local_size, last.port) == (1, place.port)
+    other = detect(SRUN | {"SLURM_STEP_ID": "1"})
+    assert other is not None
+    assert other.port != place.port
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # ranks of one host need no name of it
+        ({"SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a"}, (7, 1, "127.0.0.1")),
+        # a step on some nodes of a larger job
+        ({"SLURM_NTASKS": "99", "SLURM_STEP_NUM_TASKS": "7", "SLURM_JOB_NODELIST": "x[1-50]"}, (2, 4, "gpu08")),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, (2, 4, "gpu08")),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_LOCALID": "0"}, (1, 4, "gpu08")),
+    ],
+    ids=str,
+)
+def test_shapes_of_steps(changes: dict[str, str], expected: tuple[int, int, str]):
+    place = detect(SRUN | changes)
+    assert place is not None
+    assert (place.local_size, place.num_nodes, place.address) == expected
+
+
+def test_srun_without_the_counts_of_the_step():
+    per_node = detect(without(SRUN, "SLURM_STEP_TASKS_PER_NODE", SLURM_NTASKS_PER_NODE="2"))
+    assert per_node is not None
+    assert (per_node.local_size, per_node.num_nodes) == (2, 4)
+    one_each = detect(without(SRUN, "SLURM_STEP_TASKS_PER_NODE", SLURM_NTASKS="4", SLURM_LOCALID="0"))
+    assert one_each is not None
+    assert one_each.local_size == 1
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PATH": "/bin", "MASTER_PORT": "1"},
+        without(SRUN, "SLURM_PROCID"),  # salloc
+        without(SRUN, "SLURM_STEP_ID"),  # sbatch without srun
+        SRUN | {"SLURM_STEP_ID": "4294967291"},  # the step of a batch script
+        SRUN | {"SLURM_STEP_ID": "4294967290"},  # an interactive step
+        SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    ],
+    ids=range(8),
+)
+def test_alone(environ: dict[str, str]):
+    assert detect(environ) is None
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_torchrun_needs_all_its_variables(name: str):
+    with pytest.raises(ValueError, match=rf"variable {name} is missing: start with torchrun"):
+        detect(without(TORCHRUN, name))
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID"])
+def test_srun_needs_its_variables(name: str):
+    with pytest.raises(ValueError, match=rf"variable {name} is missing"):
+        detect(without(SRUN, name))
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (TORCHRUN | {"RANK": "8"}, "RANK is 8, which does not go with WORLD_SIZE = 8"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK is 4, which does not go with LOCAL_WORLD_SIZE = 4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE is 9 but WORLD_SIZE only 8"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT is 99999"),
+        (SRUN | {"SLURM_PROCID": "7"}, "SLURM_PROCID is 7, which does not go with SLURM_NTASKS = 7"),
+        (
+            SRUN | {"SLURM_NTASKS": "8"},
+            r"SLURM_STEP_TASKS_PER_NODE is '2\(x3\),1', 7 tasks in all, but SLURM_NTASKS is 8",
+        ),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "SLURM_STEP_TASKS_PER_NODE is '2x3', which is not of the form"),
+        (SRUN | {"SLURM_STEP_NODELIST": "gpu[08-09]"}, "4 nodes, but the list of nodes has 2"),
+        (SRUN | {"SLURM_NODEID": "4"}, "SLURM_NODEID is 4"),
+        (SRUN | {"SLURM_LOCALID": "2"}, "SLURM_LOCALID is 2"),
+        (without(SRUN, "SLURM_STEP_NODELIST"), "variable SLURM_JOB_NODELIST is missing"),
+        (without(SRUN, "SLURM_STEP_TASKS_PER_NODE"), "SLURM_STEP_TASKS_PER_NODE is missing"),
+        (SRUN | {"SLURM_STEP_NODELIST": "gpu[8-"}, "SLURM_STEP_NODELIST is 'gpu"),
+    ],
+    ids=range(15),
+)
+def test_variables_that_contradict_each_other_are_named(environ: dict[str, str], message: str):
+    with pytest.raises(ValueError, match=message):
+        detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node", ["node"]),
+        ("a,b,c", ["a", "b", "c"]),
+        ("node[001-003,7],other", ["node001", "node002", "node003", "node7", "other"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("rack[0-1]n[1,3]", ["rack0n1", "rack0n3", "rack1n1", "rack1n3"]),
+        ("a-b[1-2].example.org,c_d", ["a-b1.example.org", "a-b2.example.org", "c_d"]),
+        ("[1-2]x", ["1x", "2x"]),
+        ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
+        ("n[08]", ["n08"]),
+    ],
+)
+def test_lists_of_hosts(text: str, hosts: list[str]):
+    assert expand_hosts(text, "HOSTS") == hosts
+
+
+@pytest.mark.parametrize("text", ["n[1-2", "n1]", "n[3-1]", "n[a-b]", "n[]", "a,,b", "n[1[2]]", "a b;c", "[", ","])
+def test_lists_of_hosts_that_cannot_be_read(text: str):
+    with pytest.raises(ValueError, match="HOSTS is "):
+        expand_hosts(text, "HOSTS")

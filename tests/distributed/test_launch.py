@@ -1,0 +1,246 @@
+"""Ranks are started, watched and ended: by spawning, under torchrun, and as srun would start them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hopline.distributed import launch
+from hopline.distributed.environment import Place
+from hopline.distributed.launch import RankError, _Child, _device_of, _devices_here, _failure, _first_seat, run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import Seat, World
+from hopline.util.signals import Interrupted
+from tests.launched import environment, everything, fail, program, started, stay
+
+LAUNCHED = Place(
+    launcher="srun", rank=1, size=4, local_rank=1, local_size=2, node=0, num_nodes=2, address="node1", port=12345
+)
+ONE_PER_NODE = Place(
+    launcher="srun", rank=1, size=3, local_rank=0, local_size=1, node=1, num_nodes=3, address="node1", port=12345
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"devices": 0}, "devices must be at least 1 or 'auto', not 0"),
+        ({"devices": "all"}, "devices must be a whole number or 'auto', not 'all'"),
+        ({"devices": True}, "devices must be a whole number or 'auto'"),
+        ({"backend": "mpi"}, "backend must be 'gloo' or 'nccl' or None, not 'mpi'"),
+        ({"port": 0}, "port must be between 1 and 65535, not 0; leave it out"),
+        ({"port": 65536}, "port must be between 1 and 65535"),
+        ({"port": "29500"}, "port must be a whole number or None"),
+        ({"address": " "}, "address must be the name or number of a host"),
+        ({"address": "tcp://node1"}, "address must be the name or number of a host"),
+        ({"address": "node1:4000"}, "write address=node1 port=4000"),
+        ({"timeout_s": 0}, "timeout_s must be above 0"),
+        ({"timeout_s": float("inf")}, "timeout_s must be a finite number"),
+        ({"timeout_s": float("nan")}, "timeout_s must be a finite number"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_means_nothing_is_refused(wrong: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        LaunchSettings(**wrong)
+
+
+def test_good_settings_are_taken():
+    assert LaunchSettings(devices="auto", address="fe80::1", port=1, backend="nccl").timeout_s == 600
+
+
+def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    two, auto = LaunchSettings(devices=2), LaunchSettings(devices="auto")
+    assert _devices_here(two, None, "cpu") == 2
+    assert _devices_here(two, ONE_PER_NODE, "cpu") == 2
+    assert _devices_here(two, LAUNCHED, "cpu") == 1  # srun has started two here already
+    assert _devices_here(LaunchSettings(), LAUNCHED, "cpu") == 1
+    assert _devices_here(auto, None, "cpu") == 1
+    assert _devices_here(auto, None, "cuda") == 4
+    assert _devices_here(auto, ONE_PER_NODE, "cuda") == 4
+    assert _devices_here(auto, LAUNCHED, "cuda") == 1
+    with pytest.raises(ValueError, match="srun started 2 tasks on this host, under each of which devices=3 would"):
+        _devices_here(LaunchSettings(devices=3), LAUNCHED, "cpu")
+
+
+def test_where_ranks_sit():
+    seat = _first_seat(LaunchSettings(), LAUNCHED, 1, "cpu")
+    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.node) == (1, 4, 1, 2, 0)
+    assert (seat.address, seat.port, seat.backend, seat.keeps_store) == ("node1", 12345, "gloo", False)
+    seat = _first_seat(LaunchSettings(address="other", port=7), ONE_PER_NODE, 4, "cuda")
+    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.node) == (4, 12, 0, 4, 1)
+    assert (seat.address, seat.port, seat.backend) == ("other", 7, "nccl")
+    with pytest.raises(ValueError, match="backend=nccl needs device=cuda, not device=cpu"):
+        _first_seat(LaunchSettings(backend="nccl"), None, 2, "cpu")
+    torchrun = Place(**{**vars(LAUNCHED), "launcher": "torchrun"})
+    with pytest.raises(ValueError, match="leave out address= and port= under torchrun"):
+        _first_seat(LaunchSettings(port=7), torchrun, 1, "cpu")
+
+
+def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch):
+    seat = Seat(rank=3, size=4, local_rank=1, local_size=2, backend="nccl")
+    assert _device_of(seat, "cpu", spawned=True) == "cpu"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert _device_of(seat, "cuda", spawned=True) == "cuda:1"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert _device_of(seat, "cuda", spawned=False) == "cuda:0"  # each task of srun may see a GPU of its own
+    with pytest.raises(ValueError, match="there are 1 GPUs for 2 ranks on this host: give devices=1"):
+        _device_of(seat, "cuda", spawned=True)
+    assert _device_of(Seat(local_rank=1, local_size=2), "cuda", spawned=True) == "cuda:0"
+
+
+def test_one_process_runs_here():
+    def function(world: World, *args: int) -> tuple[int, int, list[int]]:
+        return os.getpid(), world.size, list(args)
+
+    assert run(function, LaunchSettings(), 1, 2) == (os.getpid(), 1, [1, 2])
+
+
+class Ended:
+    """A process that has ended."""
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode
+
+
+def ended(rank: int, code: int, by_us: Any = False, **said: str) -> _Child:
+    return _Child(rank, Ended(code), None, said=said, ended_by_us=by_us)  # type: ignore[arg-type]
+
+
+LOST = {"error": "PeerError: rank 2 stopped answering", "kind": "PeerError"}
+
+
+@pytest.mark.parametrize(
+    ("failed", "signals", "kind", "message"),
+    [
+        ([ended(0, 1, **LOST), ended(2, -9)], [], RankError, "^rank 2 was ended by SIGKILL: it may have run out"),
+        ([ended(0, 1, **LOST), ended(1, -15, by_us=True)], [], RankError, "^rank 0 failed .* 1: PeerError: rank 2"),
+        ([ended(1, 1, error="KeyError: 3", kind="KeyError")], [2], RankError, "^rank 1 failed .*: KeyError: 3"),
+        ([ended(0, 1, error="ValueError: no", kind="ValueError")], [], ValueError, r"^no \(rank 0 failed"),
+        ([ended(0, 130), ended(1, 130)], [signal.SIGINT], Interrupted, "SIGINT"),
+        ([ended(0, 1, **LOST), ended(1, 143)], [signal.SIGTERM], Interrupted, "SIGTERM"),
+        ([ended(1, 3)], [], RankError, "rank 1 failed with exit code 3"),
+        ([ended(0, 138), ended(1, 138)], [], Interrupted, "SIGUSR1"),  # the notice came to the ranks themselves
+        ([ended(0, 1, **LOST), ended(1, 138)], [], Interrupted, "SIGUSR1"),  # to one, where the others were not asked
+        ([ended(0, 138), ended(1, -9)], [], RankError, "^rank 1 was ended by SIGKILL"),
+    ],
+    ids=range(10),
+)
+def test_the_failure_that_came_first_is_raised(failed: list[_Child], signals: list[int], kind: type, message: str):
+    with pytest.raises(kind, match=message):
+        raise _failure(failed, signals)
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return true()
+
+
+def seats(folder: Path) -> list[dict[str, int]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("seat*"))]
+
+
+def test_under_torchrun(tmp_path: Path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", "tests.launched", "everything", "1", "20", str(tmp_path)]
+    with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
+    assert found == [(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)]
+    assert [s["threads"] for s in seats(tmp_path)] == [1, 1]
+
+
+def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    variables = {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+    variables |= {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "1"}
+    for name, value in (variables | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    second = environment(**variables, SLURM_PROCID="1", SLURM_NODEID="1")
+    with started((program("everything", "2", "30", str(tmp_path)), second)) as [process]:
+        assert run(everything, LaunchSettings(devices=2, timeout_s=30), str(tmp_path)) == {"size": 4}
+        output = process.communicate(timeout=90)[0]
+    assert process.returncode == 0, output
+    found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
+    assert found == [(0, 4, 0, 2, 0), (1, 4, 1, 2, 0), (2, 4, 0, 2, 1), (3, 4, 1, 2, 1)]
+
+
+@pytest.mark.process
+def test_no_rank_outlives_an_agent_of_torchrun_that_is_killed(tmp_path: Path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", "tests.launched", "stay", "1", "20", str(tmp_path)]
+    with started((command, environment(OMP_NUM_THREADS="1"))) as [process]:
+        assert wait_until(lambda: all_run(tmp_path), 40)
+        ranks = [psutil.Process(int((tmp_path / f"running{rank}").read_text())) for rank in range(2)]
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=12)
+        for rank in alive:
+            rank.kill()
+        assert not alive
+
+
+def all_run(folder: Path) -> bool:
+    running = [folder / f"running{rank}" for rank in range(2)]
+    return all(path.exists() and path.read_text() for path in running)
+
+
+@pytest.mark.spawn  # a warm rank has another parent
+@pytest.mark.alone  # no other process may use shared memory
+def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path):
+    shared = set(os.listdir("/dev/shm"))
+    with started((program("stay", "2", "20", str(tmp_path)), environment())) as [process]:
+        assert wait_until(lambda: all_run(tmp_path), 40)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert {int((tmp_path / f"running{rank}").read_text()) for rank in range(2)} <= {p.pid for p in children}
+        process.kill()
+        _, alive = psutil.wait_procs(children, timeout=12)
+        assert not alive
+    assert set(os.listdir("/dev/shm")) == shared
+
+
+@pytest.mark.alone  # no other process may use shared memory
+def test_ctrl_c_ends_all_ranks(tmp_path: Path):
+    shared = set(os.listdir("/dev/shm"))
+    pressed: list[float] = []
+
+    def press() -> None:
+        if wait_until(lambda: all_run(tmp_path), 40):
+            pressed.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(Interrupted, match="SIGINT"):
+            run(stay, LaunchSettings(devices=2, timeout_s=60), str(tmp_path))
+        assert time.monotonic() - pressed[0] < 50  # before the ranks would give up by themselves
+    finally:
+        thread.join()
+    assert all((tmp_path / f"ended{rank}").exists() for rank in range(2))  # each had its chance to end in good order
+    assert not [p for p in multiprocessing.active_children() if p.is_alive()]
+    assert set(os.listdir("/dev/shm")) == shared
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "END_S", 0.3)
+    start = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"^batch_size is too large: give batch_size=10 \(rank 1 failed with exit code 1"
+    ):
+        # More than one read of a socket or a pipe brings.
+        run(fail, LaunchSettings(devices=2, timeout_s=60), "x" * 1_000_000, 1_000_000)
+    assert time.monotonic() - start < 60  # before the others would give up

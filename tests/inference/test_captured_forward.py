@@ -1,0 +1,250 @@
+"""Evaluation as a CUDA graph: it computes what it would without, and notices what has changed beside the weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
+
+import hopline as hl
+from hopline import infer
+from hopline.batch_unit import supervised
+from hopline.contract import Job
+from hopline.data import planted
+from hopline.inference import cache as kept
+from hopline.inference import captured_forward as replayed
+from hopline.inference.captured_forward import Replayed, repeats, replayed_of
+from hopline.nn.gnn import GNN
+from hopline.training.measure import Measure
+from tests.runs import sage, small
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def mark_gpu(test: Any) -> Any:
+    for mark in on_gpu:
+        test = mark(test)
+    return test
+
+
+class Counting(nn.Module):
+    """A module whose output is another every time."""
+
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+class Ours(GNN):
+    pass
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def test_only_models_that_do_the_same_every_time_are_recorded():
+    convs = [SAGEConv(8, 8), SAGEConv(8, 4)]
+    assert repeats(GNN(convs))
+    assert repeats(GNN(convs, act="elu", norm="batch", head=nn.Linear(4, 4)))
+    assert repeats(GNN(convs, act=torch.relu))
+    assert repeats(GNN(convs, act=nn.PReLU()))
+    assert repeats(GNN([GATConv(8, 8), GCNConv(8, 4)], act=None))
+    assert not repeats(GNN(convs, act=squared))
+    assert not repeats(GNN(convs, head=Counting()))
+    assert not repeats(Ours(convs))
+    assert not repeats(nn.Linear(8, 4))
+    heard = GNN(copy.deepcopy(convs), head=nn.Linear(4, 4))
+    heard.lin.register_forward_hook(lambda *_: None)
+    assert not repeats(heard)
+
+
+def test_there_is_none_on_a_cpu_and_none_under_a_budget():
+    data = small()
+    trainer = hl.Trainer(sage(data), data, hl.Sampled(fanouts=(3, 3)), show=False)
+    assert replayed_of(trainer.job, data.splits["valid"]) is None
+    assert Measure(trainer.method).replayed(trainer.job) is None
+    gpu = Job(
+        data=data,
+        model=GNN([SAGEConv(8, 4)]),
+        module=nn.Identity(),
+        train_ids=data.splits["train"],
+        train_step=supervised("multiclass", 4),
+        device=torch.device("cuda"),
+    )
+    found = Measure(trainer.method).replayed(gpu)
+    assert found is not None
+    assert Measure(trainer.method).replayed(gpu) is found
+    assert Measure(trainer.method, split="test").replayed(gpu) is not found
+    for bound in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}, {"test_step": lambda *_: {}}):
+        assert Measure(trainer.method, **bound).replayed(gpu) is None  # type: ignore[arg-type]
+    before = len(replayed._known)
+    del gpu, found
+    gc.collect()
+    assert len(replayed._known) == before - 1
+
+
+MODELS = {
+    "sage": lambda: GNN([SAGEConv(16, 32), SAGEConv(32, 32), SAGEConv(32, 4)]),
+    "max": lambda: GNN([SAGEConv(16, 32, aggr="max"), SAGEConv(32, 4)]),
+    "gcn": lambda: GNN([GCNConv(16, 32), GCNConv(32, 4)], norm="layer"),
+    "narrow gcn": lambda: GNN([GCNConv(16, 4), GCNConv(4, 4)]),
+    "gin": lambda: GNN([GINConv(nn.Linear(16, 32)), GINConv(nn.Linear(32, 4))], norm="batch"),
+    "gat": lambda: GNN([GATConv(16, 8, heads=4), GATConv(32, 4)]),
+    "gatv2": lambda: GNN([GATv2Conv(16, 8, heads=4), GATv2Conv(32, 4)]),
+    "residual": lambda: GNN([SAGEConv(16, 16), SAGEConv(16, 16), SAGEConv(16, 4)], residual=True, norm="batch"),
+    "jk": lambda: GNN([SAGEConv(16, 32), SAGEConv(32, 32)], jk="cat", head=nn.Linear(64, 4)),
+    "encoder": lambda: GNN(
+        [SAGEConv(32, 32), SAGEConv(32, 32)], encoder=nn.Linear(16, 32), initial_residual=0.1, head=nn.Linear(32, 4)
+    ),
+}
+
+
+def job_on_gpu(model: GNN, data: hl.Dataset, lines: list[str] | None = None, **where: Any) -> Job:
+    trainer = hl.Trainer(
+        model,
+        data,
+        hl.Sampled(fanouts=(3,) * model.num_layers),
+        device="cuda",
+        show=False,
+        placement=hl.Placement(**where),
+    )
+    said = [] if lines is None else lines
+    job = trainer.job
+    return Job(
+        data=job.data,
+        model=job.model,
+        module=job.module,
+        train_ids=job.train_ids,
+        train_step=job.train_step,
+        device=job.device,
+        say=said.append,
+    )
+
+
+def change(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(0.1 * torch.rand_like(tensor))
+
+
+def eager(job: Job, ids: Tensor) -> Tensor:
+    kept._kept.clear()
+    return infer.exact(job.model, job.data, ids.clone(), device=job.device)
+
+
+def dataset() -> hl.Dataset:
+    return planted(num_nodes=5000, num_edges=60_000, num_classes=4, num_features=16, num_train=1000)
+
+
+@mark_gpu
+@pytest.mark.parametrize("where", [{}, {"graph": "host"}, {"features": "pinned", "cache": "100kB"}], ids=str)
+@pytest.mark.parametrize("name", [*MODELS])
+def test_replayed_is_what_runs_kernel_by_kernel(name: str, where: dict[str, Any]):
+    torch.manual_seed(0)
+    data, lines = dataset(), []
+    job = job_on_gpu(MODELS[name](), data, lines, **where)
+    ids = data.splits["valid"]
+    found = replayed_of(job, ids)
+    assert found is not None
+    for _ in range(5):
+        change(job.model)
+        rows = found()
+        assert torch.equal(rows, eager(job, ids))
+    assert not lines
+    reads_features = name in ("narrow gcn", "gat", "gatv2", "encoder")
+    near = where.get("features") != "pinned" and (name != "encoder" or "graph" not in where)
+    assert found.is_recorded == (near or not reads_features)
+
+
+@mark_gpu
+def test_what_has_changed_beside_the_weights_is_noticed():
+    torch.manual_seed(0)
+    data = dataset()
+    job = job_on_gpu(MODELS["gat"](), data)
+    ids = data.splits["valid"]
+    found = Replayed(job, ids)
+    for _ in range(3):
+        found()
+    assert found.is_recorded
+    stored = job.data.x.storage()
+    assert stored is not None
+    stored.mul_(1.5)
+    assert torch.equal(found(), eager(job, ids))
+    found()
+    assert found.is_recorded
+    weight = next(job.model.parameters())
+
+    def move() -> None:
+        weight.data = weight.data * 2
+
+    for happens, again in ((move, True), (lambda: ids.copy_(ids.flip(0)), True), (move, False)):  # then it is enough
+        happens()
+        for _ in range(3):
+            assert torch.equal(found(), eager(job, ids))
+        assert found.is_recorded == again
+
+
+@mark_gpu
+def test_a_graph_that_takes_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    data, lines = dataset(), []
+    job = job_on_gpu(MODELS["sage"](), data, lines)
+    monkeypatch.setattr(replayed, "SHARE", 1 << 20)
+    found = Replayed(job, data.splits["valid"])
+    for _ in range(4):
+        change(job.model)
+        assert torch.equal(found(), eager(job, data.splits["valid"]))
+    assert not found.is_recorded
+    assert found.recordings == replayed.MOST_RECORDED
+    assert not lines
+
+
+@mark_gpu
+@pytest.mark.parametrize("layout", ["tree", "block"])
+def test_what_training_draws_is_not_touched_by_an_evaluation_that_is_replayed(layout: str):
+    """Attention drops out edges by torch's own generator, which every CUDA graph has a part in."""
+    data, found = planted(num_nodes=20_000, num_edges=200_000, num_features=16, num_train=4096), {}
+    for how in ("blocking", "async"):
+        torch.manual_seed(0)
+        model = GNN([GATConv(16, 8, heads=2, dropout=0.3), GATConv(16, data.num_classes, dropout=0.3)], dropout=0.2)
+        method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]
+        run = hl.Trainer(model, data, method, epochs=12, evaluate=how, device="cuda", show=False, lr=0.01).fit()
+        found[how] = [e.loss for e in run.history], [e.metrics for e in run.evaluations]
+    assert found["blocking"] == found["async"]
+
+
+@mark_gpu
+def test_two_may_be_under_way_with_weights_of_their_own():
+    torch.manual_seed(0)
+    data = dataset()
+    job = job_on_gpu(MODELS["residual"](), data)
+    ids, stream = data.splits["valid"], torch.cuda.Stream()
+    found = Replayed(job, ids)
+    assert found.launched({}, torch.cuda.Event(), stream) is None
+    found.left_to_others = True
+    found()
+    assert found.is_due
+    found.record(stream)
+    for _ in range(3):
+        weights, expected = [], []
+        for _ in range(2):
+            change(job.model)
+            weights.append({name: t.clone() for name, t in job.module.state_dict().items()})
+            expected.append(eager(job, ids))
+        launched = [found.launched(one, torch.cuda.current_stream().record_event(), stream) for one in weights]
+        for one, rows in zip(launched, expected, strict=True):
+            assert one is not None
+            scores, seconds = one.wait()
+            assert torch.equal(scores, rows)
+            assert seconds > 0

@@ -1,0 +1,211 @@
+"""Layer-wise inference: what is made ahead and written behind changes no bit; chunks keep to their bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor
+from torch_geometric.nn import GATConv, GATv2Conv, GENConv, SAGEConv, TransformerConv
+
+import hopline as hl
+from hopline import infer
+from hopline.data.dataset import Dataset
+from hopline.device.meter import TensorMeter
+from hopline.inference import chunks as layerwise
+from hopline.inference.chunks import AHEAD
+from hopline.nn import GNN
+from hopline.pipeline.stages import Pipeline, StageError
+from hopline.tables import TensorTable
+from tests.helpers import GNN_OPTIONS, assert_close, gnn_of, randn, random_graph
+from tests.runs import sage, small
+
+
+def serial(stages: Any, **_: Any) -> Pipeline:
+    return Pipeline(stages, workers=0)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "batch-norm", "residual", "encoder", "jk-cat", "jk-lstm", "appnp", "gcn2", "everything"]
+)
+def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, data = gnn_of(name).float(), small(num_features=6)
+    threaded = infer.exact(model, data, chunk_edges=300)
+    with monkeypatch.context() as patch:
+        patch.setattr(layerwise, "Pipeline", serial)
+        assert torch.equal(infer.exact(model, data, chunk_edges=300), threaded)
+
+
+def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch):
+    data, made, threads = small(), [], set()
+    plain, ahead = layerwise.full_block, []
+
+    def block(*args: Any) -> hl.Block:
+        made.append(0)
+        threads.add(threading.current_thread().name)
+        return plain(*args)
+
+    class Slow(hl.nn.GNN):
+        def layer(self, *args: Any) -> Any:
+            time.sleep(0.01)
+            ahead.append(len(made) - len(ahead))
+            return super().layer(*args)
+
+    monkeypatch.setattr(layerwise, "full_block", block)
+    model = Slow([SAGEConv(8, 8), SAGEConv(8, 4)])
+    infer.exact(model, data, chunk_edges=300)
+    assert len(ahead) == len(made) > 20
+    assert 2 <= max(ahead) <= AHEAD + 1
+    assert threading.main_thread().name not in threads
+    threads.clear()
+    infer.exact(model, data, torch.arange(3))  # of a single chunk there is nothing to make ahead
+    assert threads == {threading.main_thread().name}
+
+
+@pytest.mark.parametrize("name", [*GNN_OPTIONS])
+def test_all_nodes_at_once_need_no_block(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, data = gnn_of(name), small(num_features=6)
+    expected = infer.exact(model, data, chunk_edges=1000)
+    monkeypatch.delattr(layerwise, "full_block")
+    torch.testing.assert_close(infer.exact(model, data), expected)
+
+
+def test_all_nodes_at_once_with_an_edge_to_nowhere_are_refused():
+    graph = hl.Graph(torch.tensor([0, 1, 2]), torch.tensor([1, 2]))
+    data = hl.Dataset(name="wrong", graph=graph, tables={"x": hl.TensorTable(torch.randn(2, 8))})
+    with pytest.raises(ValueError, match="an edge index is out of range: check the dataset by `hopline verify FOLDER`"):
+        infer.exact(hl.nn.GNN([SAGEConv(8, 4)]), data)
+
+
+class Faulty(hl.TensorTable):
+    def read(self, ids: Tensor) -> Tensor:
+        raise OSError("the disk is gone")
+
+
+def test_a_table_that_cannot_be_read_ends_it_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch):
+    data = small()
+    model = hl.nn.GNN([GATConv(8, 8), GATConv(8, 4)])
+    data.tables["x"] = Faulty(data.x.read(torch.arange(400)))
+    with pytest.raises(OSError, match="the disk is gone"):
+        infer.exact(model, data, chunk_edges=100)
+
+    def broken(*_: Any) -> hl.Block:
+        raise OSError("the disk is gone too")
+
+    monkeypatch.setattr(layerwise, "full_block", broken)
+    with pytest.raises(StageError, match=r"stage 'infer.prepare' failed: the disk is gone too"):
+        infer.exact(sage(small()), small(), chunk_edges=100)
+
+
+@pytest.mark.parametrize("kind", [SAGEConv, GATConv, GATv2Conv, TransformerConv, GENConv])
+def test_chunks_keep_to_their_bytes(kind: Any):
+    torch.manual_seed(0)
+    indptr = torch.arange(1001) * 20  # no node has so many edges that it cannot keep to the bytes
+    graph = hl.Graph(indptr, torch.randint(0, 1000, (20_000,)))
+    data = hl.Dataset(name="even", graph=graph, tables={"x": hl.TensorTable(torch.randn(1000, 16))})
+    model = hl.nn.GNN([kind(16, 32), kind(32, 4)])
+    expected = infer.exact(model, data)
+    tables = 1000 * 4 * (32 + 4 + 4)
+    for most in (300_000, 2_000_000):
+        with TensorMeter() as meter:
+            found = infer.exact(model, data, chunk_bytes=most)
+        torch.testing.assert_close(found, expected)
+        assert meter.peak_bytes <= most + tables
+    if kind is not SAGEConv:  # most of whose chunk is made ahead, which the meter does not see
+        assert meter.peak_bytes - tables > most / 4
+
+
+def test_other_widths_make_other_chunks():
+    data = small()
+    sizes = {}
+    for hidden in (4, 256):
+        work = layerwise.Layerwise(
+            hl.nn.GNN([SAGEConv(8, hidden)]), data, 1, torch.device("cpu"), chunk_bytes=1_000_000
+        )
+        sizes[hidden] = work._edges_of_a_chunk(0, torch.arange(400), layerwise.Tables(data.x))
+    assert sizes[4] > 5 * sizes[256] > 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_bytes": 0}, "chunk_bytes must be at least 1, not 0"),
+        ({"chunk_bytes": "much"}, "much"),
+        ({"folder": "f", "keep": print}, "would not come to keep=: give one of them"),
+    ],
+    ids=["none", "no size", "two keepers"],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        infer.exact(sage(small()), small(), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [*GNN_OPTIONS])
+def test_hidden_rows_that_a_gpu_has_no_room_for(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, data = gnn_of(name).float(), small(num_features=6)
+    wanted = infer.exact(model, data)
+    model.cuda()
+    written = set()
+    plain = layerwise.TensorTable.write
+
+    def write(table: Any, ids: Tensor, rows: Tensor) -> None:
+        written.add((ids.device.type, table.rows.is_cuda))
+        plain(table, ids, rows)
+
+    monkeypatch.setattr(layerwise.TensorTable, "write", write)
+    few = torch.tensor([7, 3, 399])
+    close = partial(torch.allclose, rtol=1e-4, atol=1e-5)
+    for most in (40_000, 400_000):  # many chunks, few
+        assert close(infer.exact(model, data, chunk_bytes=most, device="cuda"), wanted)
+        assert close(infer.exact(model, data, few, chunk_bytes=most, device="cuda"), wanted[few])
+    assert written == {("cuda", False)}  # by the GPU, to the host's memory
+    monkeypatch.setattr(layerwise.pinned, "register", lambda table: "refused")
+    assert close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), wanted)
+    assert ("cpu", False) in written
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["plain", "jk-cat", "encoder", "gcn2"])
+def test_on_a_gpu_a_chunk_may_have_all_nodes_as_sources_but_not_in_their_order(name: str, where: str):
+    torch.manual_seed(0)
+    graph = hl.Graph(torch.arange(101) * 60, torch.stack([torch.randperm(100)[:60] for _ in range(100)]).view(-1))
+    table = hl.TensorTable(torch.randn(100, 6, device=where))
+    here = hl.Dataset(name="dense", graph=graph, tables={"x": hl.TensorTable(table.rows.cpu())})
+    there = hl.Dataset(name="dense", graph=graph, tables={"x": table})
+    model = gnn_of(name).float()
+    wanted = infer.exact(model, here)
+    for options in ({"chunk_edges": 1000}, {"chunk_bytes": 100_000}):
+        found = infer.exact(model.cuda(), there, device="cuda", **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: pyg.TAGConv(a, b, K=2),
+        lambda a, b: pyg.SGConv(a, b, K=2, cached=True),
+        lambda a, b: pyg.SAGEConv(a, b, aggr="lstm"),
+    ],
+    ids=["tag", "sg-cached", "lstm"],
+)
+def test_a_conv_that_sees_more_than_a_nodes_edges_is_run_on_the_whole_graph(make: Any) -> None:
+    torch.manual_seed(0)
+    graph, x = random_graph(loops=True), randn(50, 4)
+    data = Dataset(name="ugly", graph=graph, tables={"x": TensorTable(x)})
+    model = GNN([make(4, 6), pyg.SAGEConv(6, 5), make(5, 3)]).double().eval()
+    hidden = model.convs[0](x, graph.edge_index()).relu()
+    for conv in model.convs[0], model.convs[2]:
+        vars(conv).update({name: None for name in vars(conv) if name.startswith("_cached")})
+    hidden = model.convs[1](hidden, graph.edge_index()).relu()
+    expected = model.convs[2](hidden, graph.edge_index())
+    assert_close(infer.exact(model, data, chunk_edges=20), expected)
+    assert_close(infer.exact(model, data, torch.tensor([7, 0, 49])), expected[[7, 0, 49]])

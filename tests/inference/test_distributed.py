@@ -1,0 +1,53 @@
+"""One rank; with several, see `shards/ranks.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import GCNConv, SAGEConv
+
+import hopline as hl
+from hopline.core.partition import make_partition
+from hopline.inference.distributed import JoinedTable, evaluate, exact
+from hopline.shards.write import cut
+from hopline.tables import SparseTable, TensorTable
+from tests.helpers import randn
+from tests.shards.test_write import rich
+
+
+def test_two_tables_are_read_as_one() -> None:
+    rows = torch.where(randn(9, 3) > 0, randn(9, 3), 0)
+    table = JoinedTable(SparseTable.from_dense(rows[:4]), TensorTable(rows[[4, 8]]), torch.tensor([0, 4]), 5)
+    ids = torch.tensor([8, 0, 4, 3, 3])
+    assert table.shape == (9, 3)
+    assert table.dtype == torch.float64
+    assert torch.equal(table.read(ids), rows[ids])
+
+
+def test_one_shard_is_the_whole_graph(tmp_path: Path) -> None:
+    data = rich()
+    cut(data, make_partition(data.graph, 1, "range"), tmp_path / "shards")
+    sharded = hl.open_sharded(tmp_path / "shards")
+    model = hl.nn.GNN([GCNConv(4, 6), SAGEConv(6, 5)]).double()
+    expected = hl.infer.exact(model, data)
+    torch.testing.assert_close(exact(model, sharded.shard, chunk_edges=30), expected)
+    right = (expected.argmax(1) == data.labels)[data.splits["test"]].double().mean()
+    assert evaluate(model, sharded, "test", None) == {"accuracy": pytest.approx(float(right))}
+    batches = hl.Sampled(fanouts=(-1, -1), batch_size=7, shuffle=False).loader(sharded.shard, "test")
+    assert evaluate(model, sharded, "test", batches) == {"accuracy": pytest.approx(float(right))}
+    with pytest.raises(ValueError, match=r"has no layers.*hl.nn.GNN"):
+        exact(Alone(), sharded.shard)
+
+
+class Alone(nn.Module):
+    """A model that is not made of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SAGEConv(4, 5)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.conv(x, edge_index)

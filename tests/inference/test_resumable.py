@@ -1,0 +1,171 @@
+"""Inference that was killed goes on from its folder and ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch_geometric.nn import GATConv
+
+import hopline as hl
+from hopline import infer
+from hopline.inference import chunks as layerwise
+from hopline.inference import resumable as layer_files
+from hopline.inference.resumable import PROGRESS, LayerFiles, weights_checksum
+from hopline.nn.gnn import State
+from tests.runs import sage, small
+from tests.warm import run_python
+
+CHUNK = 200
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def model_of(data: hl.Dataset) -> hl.nn.GNN:
+    """Three layers with all that a table may have to hold."""
+    torch.manual_seed(2)
+    convs = [GATConv(8, 8), GATConv(8, 8), GATConv(8, 8)]
+    head = torch.nn.Linear(24, data.num_classes)
+    return hl.nn.GNN(convs, encoder=torch.nn.Linear(8, 8), initial_residual=0.2, jk="cat", head=head)
+
+
+class Enough(Exception):
+    pass
+
+
+def stop_after(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, plain = [0], LayerFiles.chunk_done
+
+    def chunk_done(self: LayerFiles) -> None:
+        plain(self)
+        done[0] += 1
+        if done[0] == chunks:
+            raise Enough
+
+    monkeypatch.setattr(LayerFiles, "chunk_done", chunk_done)
+
+
+def computed(model: hl.nn.GNN, data: hl.Dataset, folder: Path | None, ids: torch.Tensor | None = None):
+    """(output, nodes computed in each layer)."""
+    sizes: dict[int, int] = {}
+
+    plain = hl.nn.GNN.layer
+
+    def layer(self: hl.nn.GNN, l: int, state: State, block: hl.Block) -> State:
+        sizes[l] = sizes.get(l, 0) + block.num_dst
+        return plain(self, l, state, block)
+
+    with mock.patch.object(hl.nn.GNN, "layer", layer):
+        return infer.exact(model, data, ids, chunk_edges=CHUNK, folder=folder), sizes
+
+
+@pytest.mark.parametrize("chunks", [1, 10, 24, 40, 62])
+def test_an_end_at_any_chunk_loses_only_what_was_not_marked(
+    chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(layer_files, "SAVE_S", 0.0)
+    data = small()
+    model = model_of(data)
+    expected, all_sizes = computed(model, data, None)
+    assert all_sizes == {0: 400, 1: 400, 2: 400}
+    num_chunks = len(layerwise.Layerwise(model, data, 1, layerwise.CPU).chunks(torch.arange(400), CHUNK))
+    with monkeypatch.context() as patch:
+        stop_after(chunks, patch)
+        with pytest.raises(RuntimeError, match=r"stage .infer.write. failed"):
+            computed(model, data, tmp_path)
+    before = json.loads((tmp_path / PROGRESS).read_text())
+    marked = before["layer"] * num_chunks + before["chunks"]
+    assert chunks <= marked <= chunks + layerwise.BEHIND  # what was computed by then is written all the same
+    found, sizes = computed(model, data, tmp_path)
+    assert torch.equal(found, expected)
+    layer = before["layer"]
+    assert sorted(sizes) == list(range(layer, 3))
+    assert sizes[layer] < 400 or not before["chunks"]
+    again, sizes = computed(model, data, tmp_path)
+    assert torch.equal(again, expected)
+    assert sizes == {}
+    assert {p.name.split("-")[0] for p in tmp_path.glob("*.bin")} == {"layer2"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hopline import infer
+from hopline.inference import resumable
+from tests.runs import small
+from tests.inference.test_resumable import CHUNK, model_of
+
+resumable.SAVE_S, plain = 0.0, resumable.LayerFiles.chunk_done
+def chunk_done(self):
+    plain(self)
+    if (self.layer, self.chunks) == (1, 5):
+        os.kill(os.getpid(), signal.SIGKILL)
+resumable.LayerFiles.chunk_done = chunk_done
+data = small()
+infer.exact(model_of(data), data, chunk_edges=CHUNK, folder=Path(sys.argv[1]))
+"""
+
+
+def test_killed_and_resumed_is_never_interrupted(tmp_path: Path):
+    assert run_python("-c", KILLED, str(tmp_path)).returncode == -9
+    data = small()
+    model = model_of(data)
+    found, sizes = computed(model, data, tmp_path)
+    assert torch.equal(found, computed(model, data, None)[0])
+    assert sorted(sizes) == [1, 2]
+    assert sizes[1] < 400
+
+
+def test_some_nodes_alone_go_on_too(tmp_path: Path):
+    data, ids = small(), torch.tensor([7, 3, 7, 399])
+    expected = infer.exact(model_of(data), data, ids)
+    for _ in range(2):
+        assert torch.equal(infer.exact(model_of(data), data, ids, folder=tmp_path), expected)
+
+
+def test_another_inference_is_refused_by_name(tmp_path: Path):
+    data = small()
+    infer.exact(sage(data), data, folder=tmp_path)
+    other = sage(data)
+    torch.nn.init.zeros_(other.convs[1].lin_l.weight)  # type: ignore[union-attr,arg-type]
+    with pytest.raises(ValueError, match=r"another inference \(other weights\): remove it, or choose another"):
+        infer.exact(other, data, folder=tmp_path)
+    with pytest.raises(ValueError, match="other nodes"):
+        infer.exact(sage(data), data, torch.tensor([1]), folder=tmp_path)
+    with pytest.raises(ValueError, match="other chunks"):
+        infer.exact(sage(data), data, chunk_edges=7, folder=tmp_path)
+    with pytest.raises(ValueError, match="other edges"):
+        infer.exact(sage(data), small(num_edges=3000), folder=tmp_path)
+
+
+def test_damage_is_named(tmp_path: Path):
+    data = small()
+    infer.exact(sage(data), data, folder=tmp_path)
+    os.truncate(tmp_path / "layer1-h.bin", 100)
+    with pytest.raises(ValueError, match=r"layer1-h.bin is missing or too short: remove .* to begin anew"):
+        infer.exact(sage(data), data, folder=tmp_path)
+    (tmp_path / PROGRESS).write_text("{}")
+    with pytest.raises(ValueError, match=r"inference.json cannot be read .* remove .* to begin anew"):
+        infer.exact(sage(data), data, folder=tmp_path)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    data = small()
+    with pytest.raises(ValueError, match=r"cannot write .*layer0-h.bin \(No space left on device\): free some space"):
+        infer.exact(sage(data), data, folder=tmp_path)
+
+
+def test_weights_checksums_tell_weights_apart():
+    data = small()
+    model = sage(data, norm="batch")
+    before = weights_checksum(model)
+    assert weights_checksum(sage(data, norm="batch")) == before
+    model.get_buffer("norms.0.module.running_mean").add_(1)
+    assert weights_checksum(model) != before

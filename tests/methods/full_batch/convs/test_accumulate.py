@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.utils import scatter, softmax
+
+from hopline.core.partition import make_partition
+from hopline.methods.full_batch.convs.accumulate import Accumulators, Kind, gradient_of_rows
+from hopline.methods.full_batch.convs.edges import Edges
+from hopline.methods.full_batch.convs.messages import Record, Replayed
+from hopline.shards.layout import virtual_layout
+from tests.helpers import randint, randn, random_graph
+
+GRAPH = random_graph(30, 150)
+EDGES = Edges.of(virtual_layout(GRAPH, make_partition(GRAPH, 3, "random", seed=1)))
+DST, CPU = EDGES.destinations(), torch.device("cpu")
+
+
+def accumulated(how: str, rows: Tensor, most_edges: int = 9) -> Accumulators:
+    found = Accumulators([Kind(how, tuple(rows.shape[1:]), rows.dtype)], None, 30, CPU)
+    for k in range(3):
+        for chunk in EDGES.chunks(k, most_edges):
+            found.add(chunk, Replayed([Record(rows[chunk.edges], how)], [0]))
+    found.close(EDGES.degrees)
+    return found
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "min"])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3)], ids=str)
+def test_reductions_in_pieces_are_those_of_all_edges(how: str, shape: tuple[int, ...]) -> None:
+    rows = randn(150, *shape)
+    torch.testing.assert_close(accumulated(how, rows).reduced[0], scatter(rows, DST, 0, 30, how))
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "min"])
+@pytest.mark.parametrize("low", [-1, 0, -2], ids=["mixed", "not negative", "not positive"])
+def test_gradients_are_torchs_with_ties_at_zero_too(how: str, low: int) -> None:
+    rows = (randint(0, 3, 150 * 4, seed=2) + low).view(150, 4).double().requires_grad_()
+    gradient = randn(30, 4)
+    (scatter(rows, DST, 0, 30, how) * gradient).sum().backward()
+    done = accumulated(how, rows.detach())
+    ties = done.ties[0]
+    found = torch.empty_like(rows)
+    for k in range(3):
+        for chunk in EDGES.chunks(k, 9):
+            record = Record(rows.detach()[chunk.edges], how)
+            most = None if ties is None else done.reduced[0]
+            found[chunk.edges] = gradient_of_rows(chunk, record, gradient, most, ties)
+    torch.testing.assert_close(found, rows.grad)
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_a_softmax_in_pieces_is_that_of_all_edges(scale: float) -> None:
+    """With logits so large that e^logit is more than a number holds, which the running maximum takes care of."""
+    logits, values = scale * randn(150, 2), randn(150, 2, 3, seed=1)
+    weights = Kind("sum", (2,), torch.float64)
+    done = Accumulators([Kind("sum", (2, 3), torch.float64)], weights, 30, CPU)
+    for k in range(3):
+        for chunk in EDGES.chunks(k, 9):
+            e = (logits[chunk.edges] - done.largest(chunk, logits[chunk.edges])[chunk.dst]).exp()
+            done.add(chunk, Replayed([Record(e[:, :, None] * values[chunk.edges], "sum")], [0], e))
+    assert done.weight_sum is not None
+    expected = scatter(softmax(logits, DST, num_nodes=30)[:, :, None] * values, DST, 0, 30, "sum")
+    torch.testing.assert_close(done.reduced[0] / (done.weight_sum[:, :, None] + 1e-16), expected)

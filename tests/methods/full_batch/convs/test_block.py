@@ -1,0 +1,250 @@
+"""Convs over virtual shards and over ranks equal plain PyG; what cannot is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+import hopline as hl
+from hopline.core.batch import Batch
+from hopline.core.graph import Graph
+from hopline.core.partition import make_partition
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.methods.full_batch.convs.block import ShardBlock, find_rule, run_conv
+from hopline.shards.layout import slab_layout, virtual_layout
+from tests.helpers import batch_of, mlp, pna, randn, random_graph
+from tests.shards.cases import SUITE, TIES, case, error, model, on_ranks, plain, sharded
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_virtual_shards_equal_plain_pyg(name: str) -> None:
+    for discrete in (False, True) if name in TIES else (False,):
+        graph, x = case(name, discrete)
+        conv = model(name, discrete)
+        expected = plain(conv, graph, x)
+        many = virtual_layout(graph, make_partition(graph, 8, "metis" if discrete else "random", seed=1))
+        few = virtual_layout(graph, make_partition(graph, 3, "metis", seed=1))
+        for mode, layout in (("sequential", many), ("stored", many), ("one_shot", few)):
+            found = sharded(conv, graph, x, layout, None, mode=mode)
+            assert error(found, expected, layout) <= 1, (mode, layout is many, discrete)
+
+
+def test_one_rank_equals_plain_pyg() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = on_ranks(World.alone(), list(SUITE))
+    finally:
+        dist.destroy_process_group()
+    assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.extended)])
+def test_ranks_equal_plain_pyg(size: int) -> None:
+    found = run(on_ranks, LaunchSettings(devices=size, timeout_s=60), list(SUITE))
+    assert {name: worst for name, worst in found["errors"].items() if not worst <= 1} == {}
+    traffic = found["traffic"]
+    once = traffic["halo"]["rows"] * 4 * 8
+    assert traffic["sage-mean sequential"] == {"forward": once, "refetch": 0, "gradient": once}
+    twice = traffic["halo"]["rows"] * 2 * (4 + 1) * 8  # two heads: projected rows, and their part of the logits
+    assert traffic["gat sequential"] == {"forward": twice, "refetch": twice, "gradient": twice}
+    assert traffic["gat stored"] == traffic["gat one_shot"] == {"forward": twice, "refetch": 0, "gradient": twice}
+
+
+def small(**options: Any) -> tuple[ShardBlock, Graph]:
+    graph = random_graph(40, 220, loops=True)
+    layout = slab_layout(graph, torch.tensor([0, 11, 30, 40]))
+    return ShardBlock.of(layout, **{"chunk_bytes": 4000, **options}), graph
+
+
+@pytest.mark.parametrize("edges", [0, 1, 2500])
+def test_a_graph_like_those_of_sars_tests(edges: int) -> None:
+    src, dst = torch.randint(0, 1000, (2, edges), generator=torch.Generator().manual_seed(0))
+    order = torch.argsort(dst, stable=True)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(dst, minlength=1000).cumsum(0)])
+    graph, x = Graph(indptr, src[order]), randn(1000, 10)
+    for conv in (pyg.GraphConv(10, 10).double(), pyg.GATConv(10, 10).double(), pyg.SAGEConv(10, 4, "max").double()):
+        for num_shards in (1, 2, 4):
+            layout = virtual_layout(graph, make_partition(graph, num_shards, "metis"))
+            found = run_conv(conv, x[layout.own_ids], ShardBlock.of(layout))
+            torch.testing.assert_close(found, conv(x, graph.edge_index())[layout.own_ids], rtol=1e-10, atol=1e-12)
+
+
+def test_the_rule_is_found_not_listed() -> None:
+    class Renamed(pyg.GCNConv):
+        pass
+
+    block, _ = small()
+    rules = {
+        name: find_rule(conv, 4, block, None)
+        for name, conv in {
+            "sage": pyg.SAGEConv(4, 3),
+            "gat": pyg.GATConv(4, 3),
+            "gat-no-loops": pyg.GATConv(4, 3, add_self_loops=False),
+            "gcn": Renamed(4, 3),
+            "gcn-no-norm": pyg.GCNConv(4, 3, normalize=False),
+            "tag": pyg.TAGConv(4, 3),
+        }.items()
+    }
+    assert rules == {
+        "sage": "plain",
+        "gat": "loops",
+        "gat-no-loops": "plain",
+        "gcn": "gcn",
+        "gcn-no-norm": "plain",
+        "tag": "gcn",
+    }
+
+
+REFUSED = {
+    "ChebConv": (lambda: pyg.ChebConv(4, 3, 2), "edge_index itself"),
+    "SuperGATConv": (lambda: pyg.SuperGATConv(4, 3), "edge_index itself"),
+    "ClusterGCNConv": (lambda: pyg.ClusterGCNConv(4, 3), "edge_index itself"),
+    "SAGEConv": (lambda: pyg.SAGEConv(4, 3, aggr="lstm"), "LSTMAggregation needs all edges"),
+    "EdgeConv": (lambda: pyg.EdgeConv(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))), "BatchNorm1d"),
+    "GraphConv": (lambda: pyg.GraphConv(4, 3, flow="target_to_source"), "default flow"),
+    "GINConv": (lambda: pyg.GINConv(mlp(4, 4, 3), aggr="mul"), "'mul'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_conv_that_cannot_run_is_refused_by_name_with_those_that_can(name: str) -> None:
+    make, reason = REFUSED[name]
+    block, _ = small()
+    with pytest.raises(ValueError, match=f"^{name} cannot run over shards in mode sequential: .*{reason}.*PNAConv"):
+        run_conv(make(), torch.randn(40, 4), block)
+
+
+def test_no_conv_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear cannot be called as conv\(x, edge_index\)"):
+        run_conv(nn.Linear(4, 3), torch.randn(40, 4), small()[0])
+
+
+@pytest.mark.parametrize("aggr", ["lstm", "median", "mul"])
+def test_any_aggregation_runs_in_one_shot(aggr: str) -> None:
+    block, graph = small(mode="one_shot")
+    conv, x = pyg.SAGEConv(4, 3, aggr=aggr).double(), randn(40, 4)
+    torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+
+
+def test_a_batch_norm_in_messages_runs_in_evaluation() -> None:
+    block, graph = small()
+    conv = pyg.EdgeConv(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))).double().eval()
+    x = randn(40, 4)
+    torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+
+
+def test_a_batch_norm_after_the_aggregation_runs_in_training() -> None:
+    block, graph = small()
+    norm = nn.BatchNorm1d(5)
+    conv = pyg.GINConv(nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3))).double()
+    other, x = copy.deepcopy(conv), randn(40, 4)
+    found = run_conv(conv, x, block)
+    torch.testing.assert_close(found, other(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    assert torch.allclose(norm.running_mean, other.state_dict()["nn.1.running_mean"])  # type: ignore[arg-type]
+
+
+def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
+    block, _ = small()
+    for conv in (pyg.TransformerConv(4, 3).double(), pyg.GCNConv(4, 3).double(), pna(4, 3).double()):
+        names, state = set(conv.__dict__), torch.get_rng_state()
+        weights = {k: v.clone() for k, v in conv.state_dict().items()}
+        run_conv(conv, randn(40, 4).requires_grad_(), block).sum().backward()
+        assert set(conv.__dict__) == names
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(weights[k], v) for k, v in conv.state_dict().items())
+        copy.deepcopy(conv)  # no tensor of the computation is kept on it
+
+
+@pytest.mark.parametrize("make", [pyg.GATConv, pyg.GCNConv])
+@pytest.mark.parametrize("mode", ["sequential", "one_shot"])
+def test_training_goes_on_with_what_inference_has_kept(make: Any, mode: str) -> None:
+    block, graph = small(mode=mode)
+    conv, x = make(4, 3).double(), randn(40, 4)
+    with torch.inference_mode():
+        torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    h = x.clone().requires_grad_()
+    run_conv(conv, h, block).sum().backward()
+    torch.testing.assert_close(h.grad, torch.autograd.grad(conv(h, graph.edge_index()).sum(), h)[0])
+
+
+def test_a_weights_gradient_is_there_after_an_evaluation_without() -> None:
+    weight = torch.rand(226, dtype=torch.float64, requires_grad=True)
+    block, conv = small(edge_rows={"weight": weight})[0], pyg.GCNConv(4, 3).double()
+    with torch.no_grad():
+        run_conv(conv, randn(40, 4), block)
+    run_conv(conv, randn(40, 4), block).square().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
+
+
+def test_weights_that_are_no_numbers_any_more_are_not_the_convs_fault() -> None:
+    conv = pyg.GATConv(4, 3)
+    with torch.no_grad():
+        conv.att_src.fill_(float("nan"))
+    assert run_conv(conv, torch.randn(40, 4), small()[0]).isnan().any()
+
+
+def test_degrees_are_exchanged_once_where_they_have_no_gradient() -> None:
+    block, _ = small()
+    conv = pyg.GCNConv(4, 4).double()
+    for _ in range(3):
+        run_conv(conv, randn(40, 4).requires_grad_(), block).sum().backward()
+    assert block.transport.traffic["degrees"] == 40 * 8
+    assert block.transport.traffic["refetch"] == 0
+
+
+def test_a_gnn_takes_the_block_like_any_other() -> None:
+    graph, x = random_graph(40, 220, weight=True), randn(40, 4)
+    torch.manual_seed(1)
+    convs = [pyg.SAGEConv(4, 6, aggr="max"), pyg.GCNConv(6, 6), pyg.GATConv(6, 3)]
+    gnn = hl.nn.GNN(convs, dropout=0.4, norm="layer").double()
+    whole = batch_of(graph, x, (-1, -1, -1), key=5)
+    expected = _gradients(gnn, whole)
+    layout = virtual_layout(graph, make_partition(graph, 3, "random"))
+    block = ShardBlock.of(layout, key=5, chunk_bytes=4000)
+    found = _gradients(gnn, Batch(layout.own_ids, (block,) * 3, x[layout.own_ids], None, key=5))
+    torch.testing.assert_close(found[0], expected[0][layout.own_ids], rtol=1e-10, atol=1e-12)
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def _gradients(gnn: nn.Module, batch: Batch) -> list[Tensor]:
+    gnn.zero_grad()
+    out = gnn(batch)
+    (out * randn(40, 3, seed=3)[batch.seeds]).sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in gnn.parameters() if p.grad is not None)]
+
+
+def test_a_conv_that_takes_initial_rows() -> None:
+    block, graph = small()
+    conv, x, x0 = pyg.GCN2Conv(4, 0.2).double(), randn(40, 4), randn(40, 4, seed=1)
+    found = run_conv(conv, x, block, x0)
+    torch.testing.assert_close(found, conv(x, x0, graph.edge_index()), rtol=1e-10, atol=1e-12)
+
+
+def test_a_conv_without_its_input_width_gets_it_from_the_rows() -> None:
+    block, graph = small()
+    conv, x = pyg.SAGEConv(-1, 3), randn(40, 4, dtype=torch.float32)
+    torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()))
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="choose one of sequential, stored, one_shot"):
+        small(mode="twice")
+    with pytest.raises(ValueError, match="depth=-1"):
+        small(depth=-1)
+
+
+def test_a_block_goes_to_a_device_with_its_layout() -> None:
+    block, _ = small()
+    moved = replace(block, edge_rows={"weight": torch.ones(226)}).to(torch.device("meta"))
+    assert moved.edge["weight"].device.type == moved.layout.degrees.device.type == "meta"

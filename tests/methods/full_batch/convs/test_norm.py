@@ -1,0 +1,76 @@
+"""Batch norms over the rows of all ranks are torch's over all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.methods.full_batch.convs.norm import over_all_ranks
+from tests.helpers import randn
+
+ROWS = (5, 0, 12)
+"""Of each rank; one has none."""
+
+
+def norm() -> nn.BatchNorm1d:
+    made = nn.BatchNorm1d(4).double()
+    with torch.no_grad():
+        made.weight.copy_(randn(4, seed=5))
+        made.bias.copy_(randn(4, seed=6))
+    return made
+
+
+def through(made: nn.BatchNorm1d, x: torch.Tensor, weight: torch.Tensor) -> dict[str, Any]:
+    x = x.clone().requires_grad_()
+    for _ in range(2):
+        made.zero_grad()
+        x.grad = None
+        out = made(x)
+        (out * weight).sum().backward()
+    made.eval()
+    assert x.grad is not None
+    assert made.weight.grad is not None
+    assert made.bias.grad is not None
+    assert made.running_mean is not None
+    assert made.running_var is not None
+    return {
+        "out": out.detach(),
+        "x": x.grad,
+        "weight": made.weight.grad,
+        "bias": made.bias.grad,
+        "mean": made.running_mean,
+        "var": made.running_var,
+        "evaluated": made(x).detach(),
+    }
+
+
+def one_rank(world: World) -> dict[str, list[Any]]:
+    first = sum(ROWS[: world.rank])
+    mine = slice(first, first + ROWS[world.rank])
+    made = norm()
+    with over_all_ranks(world):
+        found = through(made, randn(sum(ROWS), 4)[mine], randn(sum(ROWS), 4, seed=1)[mine])
+    world.sum_gradients(made.parameters())  # as the trainer does
+    gathered = {}
+    for name, value in found.items():
+        by_row = name in ("out", "x", "evaluated")
+        pieces = world.swap([value if by_row or r == 0 else value[:0] for r in range(world.size)])
+        gathered[name] = torch.cat(pieces).tolist() if by_row else value.tolist()
+    return gathered
+
+
+def test_rows_gradients_and_running_statistics():
+    found = run(one_rank, LaunchSettings(devices=3, timeout_s=60))
+    expected = through(norm(), randn(sum(ROWS), 4), randn(sum(ROWS), 4, seed=1))
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name], dtype=torch.float64), value, rtol=1e-10, atol=1e-12)
+
+
+def test_one_process_is_left_alone():
+    with over_all_ranks(World.alone()):
+        assert torch.equal(norm()(randn(6, 4)), norm()(randn(6, 4)))

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+from hopline.methods.full_batch.convs.edges import Edges
+from hopline.methods.full_batch.convs.messages import CannotSplit
+from hopline.methods.full_batch.convs.patch_message_passing import Mode, on_shard
+from hopline.methods.full_batch.transports import LocalTransport
+from hopline.shards.layout import slab_layout
+from tests.helpers import randn, random_graph
+
+GRAPH = random_graph(30, 150)
+LAYOUT = slab_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
+
+
+def run(module: nn.Module, mode: Mode, *args: Any) -> Any:
+    with on_shard(module, Edges.of(LAYOUT), LocalTransport(LAYOUT), mode, 1, 2000):
+        return module(*args, None)
+
+
+class Updated(pyg.MessagePassing):
+    """Looks at rows and the number of nodes in `update`, and at edges in `aggregate` where asked to."""
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        return self.propagate(edge_index, x=(x, 2 * x), y=x)
+
+    def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
+        return x_j * x_i
+
+    def update(self, inputs: Tensor, y: Tensor, dim_size: int) -> Tensor:
+        return inputs + y / dim_size
+
+
+class Aggregated(Updated):
+    def aggregate(self, inputs: Tensor, index: Tensor, x_j: Tensor, dim_size: int) -> Tensor:  # type: ignore[override]
+        return torch.zeros(dim_size, 4, dtype=inputs.dtype).index_add(0, index, inputs * x_j.cos())
+
+
+@pytest.mark.parametrize("mode", ["sequential", "stored", "one_shot"])
+def test_update_gets_what_it_asks_for(mode: Mode) -> None:
+    conv, x = Updated(), randn(30, 4)
+    torch.testing.assert_close(run(conv, mode, x), conv(x, GRAPH.edge_index()))
+
+
+def test_an_aggregate_of_its_own_runs_on_all_edges_only() -> None:
+    conv, x = Aggregated(), randn(30, 4)
+    for mode in ("stored", "one_shot"):
+        torch.testing.assert_close(run(conv, mode, x), conv(x, GRAPH.edge_index()))
+    with pytest.raises(CannotSplit, match="the aggregate of Aggregated"):
+        run(conv, "sequential", x)
+
+
+def test_convs_inside_a_module_run_too() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = pyg.SAGEConv(4, 4).double(), pyg.GraphConv(4, 2).double()
+
+        def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+            return self.second(self.first(x, edge_index).relu(), edge_index)
+
+    module, x = Two(), randn(30, 4)
+    torch.testing.assert_close(run(module, "sequential", x), module(x, GRAPH.edge_index()))
+
+
+def test_propagate_is_put_back_also_after_an_error() -> None:
+    conv = pyg.SAGEConv(4, 4)
+    conv.decomposed_layers = 2  # PyG itself puts another propagate on such an instance
+    own = conv.__dict__["propagate"]
+    with pytest.raises(RuntimeError):
+        run(conv, "sequential", torch.randn(30, 5))
+    assert conv.__dict__["propagate"] is own
+    assert "edge_updater" not in conv.__dict__
+
+
+def test_hooks_on_messages_are_refused_and_others_run() -> None:
+    conv, seen = pyg.SAGEConv(4, 4).double(), []
+    conv.register_forward_hook(lambda *_: seen.append(True))
+    run(conv, "sequential", randn(30, 4))
+    assert seen == [True]
+    conv.register_message_forward_hook(lambda module, inputs, out: out)
+    with pytest.raises(CannotSplit, match="hooks"):
+        run(conv, "sequential", randn(30, 4))

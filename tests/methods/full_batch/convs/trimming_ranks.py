@@ -1,0 +1,91 @@
+"""Trimmed layers against plain PyG at some nodes: used in one process and by several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hopline as hl
+from hopline.core.batch import Batch
+from hopline.core.graph import Graph
+from hopline.core.partition import make_partition
+from hopline.distributed.world import World
+from hopline.methods.full_batch.convs.block import ShardBlock
+from hopline.methods.full_batch.convs.trimming import trimmed_blocks
+from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
+from hopline.shards.layout import ShardLayout, shard_layouts
+from tests.helpers import CONVS, plain_gnn, randn, random_graph
+
+NAMES = ("sage-mean", "sage-max", "gcn", "gin", "gat", "gat-edges", "transformer", "transformer-edges")
+SEEDS = torch.tensor([2, 9, 30, 31])
+BYTES = ("forward", "refetch", "gradient")
+
+
+def case(name: str) -> tuple[hl.nn.GNN, Graph, Tensor]:
+    """Three layers on a graph so thin that its nodes do not all lead to the seeds."""
+    edges = name.endswith("-edges")
+    graph = random_graph(60, 130, weight=not edges, attr=2 if edges else 0, loops=True)
+    torch.manual_seed(0)
+    convs = [CONVS[name](4, 4), CONVS[name](4, 4), CONVS[name](4, 4)]
+    return hl.nn.GNN(convs, residual=True).double(), graph, randn(60, 4)
+
+
+def expected(model: hl.nn.GNN, graph: Graph, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs at the seeds and the input's gradient by plain PyG; those of parameters are in the model."""
+    model.zero_grad()
+    h = x.clone().requires_grad_()
+    out = plain_gnn(model, h, graph)[SEEDS]
+    out.square().sum().backward()
+    assert h.grad is not None
+    return out.detach(), h.grad
+
+
+def found(
+    model: hl.nn.GNN, x: Tensor, layout: ShardLayout, transport: Transport, trim: bool, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(own seeds among all, their outputs, the gradient of the own input rows)."""
+    model.zero_grad()
+    is_needed = torch.isin(layout.own_ids, SEEDS)
+    whole = ShardBlock.of(layout, transport, **options)
+    blocks = trimmed_blocks(whole, is_needed, 3, **options) if trim else (whole,) * 3
+    own, h = is_needed.nonzero().view(-1), x[layout.own_ids].requires_grad_()
+    seeds = layout.own_ids[own]
+    out = model(Batch(seeds, blocks, h, None, output_idx=own))
+    out.square().sum().backward()
+    assert h.grad is not None
+    return torch.searchsorted(SEEDS, seeds), out.detach(), h.grad
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """In units of what is allowed."""
+    return float(((a - b).abs() / (1e-12 + 1e-10 * b.abs())).max()) if a.numel() else 0.0
+
+
+def compare(name: str, layout: ShardLayout, world: World, **options: Any) -> tuple[float, dict[str, list[int]]]:
+    """(the largest error, by trim the bytes that travelled)."""
+    (model, graph, x), traffic = case(name), {}
+    out, of_input = expected(model, graph, x)
+    weights = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for trim in (False, True):
+        transport = LocalTransport(layout) if layout.virtual else P2PTransport(layout, world=world)
+        seeds, ours, gradient = found(model, x, layout, transport, trim, **options)
+        traffic[str(trim)] = [transport.traffic[kind] for kind in BYTES]
+    world.sum_gradients(model.parameters())
+    worst = max(error(ours, out[seeds]), error(gradient, of_input[layout.own_ids]))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return max([worst, *(error(a, b) for a, b in zip(grads, weights, strict=True))]), traffic
+
+
+def on_ranks(world: World) -> dict[str, Any]:
+    """By conv and mode: the largest error of any rank, and the share of bytes that still travels."""
+    results: dict[str, Any] = {}
+    for name in NAMES:
+        _, graph, _ = case(name)
+        layout = shard_layouts(graph, make_partition(graph, world.size, "random", seed=1))[world.rank]
+        for mode in ("sequential", "one_shot"):
+            worst, traffic = compare(name, layout, world, mode=mode)
+            whole, trimmed = world.sum(traffic["False"]), world.sum(traffic["True"])
+            results[f"{name} {mode}"] = (world.most([worst])[0], sum(trimmed) / sum(whole))
+    return results

@@ -1,0 +1,268 @@
+"""Full-batch training in shards: every way gives the gradient of plain PyG, in one process and in several ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline.core.partition import make_partition
+from hopline.distributed.launch import RankError, run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.shards.write import cut
+from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, gnn_of, plain_gnn
+from tests.methods.full_batch.ranks import DATA, differences, model_of, train, train_all, train_until_death
+
+WAYS = ("sweep", "sequential", "stored", "one_shot")
+SETTINGS: dict[str, Any] = {"partition": "random", "num_shards": 4}
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def gradients(model: hl.nn.GNN, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients) of one step without dropout."""
+    data = DATA
+    work = hl.Trainer(model, data, hl.FullBatch(**(SETTINGS | settings)), epochs=1, show=False).work
+    model.train()
+    model.zero_grad()
+    (unit,) = work.units(1)
+    assert unit.total_size is not None
+    loss = unit.forward_backward(unit.total_size) / unit.total_size
+    return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+NORMED = ("batch-norm", "jk-last", "everything")
+"""Models with batch norms, which a sweep refuses."""
+
+
+def oracle(model: hl.nn.GNN) -> float:
+    """The loss of plain PyG over the whole graph; gradients are in the parameters."""
+    model.zero_grad()
+    assert DATA.y is not None
+    train_ids = DATA.splits["train"]
+    out = plain_gnn(model, DATA.x[torch.arange(DATA.num_nodes)].double(), DATA.graph)
+    loss = torch.nn.functional.cross_entropy(out[train_ids], DATA.y[train_ids])
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("name", [name for name in GNN_OPTIONS if name not in NORMED])
+def test_dropout_is_drawn_by_node_whatever_the_way(name: str):
+    model = gnn_of(name)
+    model.dropout, model.input_dropout = 0.4, 0.2
+    loss, expected = gradients(model, aggregation="sequential")
+    for trim in (False, True):
+        again, found = gradients(model, aggregation="sweep", trim=trim)
+        assert again == pytest.approx(loss, rel=1e-10)
+        for key, grad in expected.items():
+            torch.testing.assert_close(found[key], grad, rtol=1e-9, atol=1e-12)
+
+
+def assert_that_of_plain_pyg(name: str, **settings: Any) -> None:
+    """Loss and gradients of one step."""
+    model = gnn_of(name) if name in GNN_OPTIONS else model_of(name)
+    model.dropout = model.input_dropout = 0.0
+    loss, found = gradients(model, **settings)
+    assert loss == pytest.approx(oracle(model), rel=1e-10)
+    for key, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[key], p.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", WAYS)
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat", *GNN_OPTIONS])
+def test_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
+    if name in NORMED and aggregation == "sweep":
+        pytest.skip("batch norms need all rows at once")
+    assert_that_of_plain_pyg(name, aggregation=aggregation)
+
+
+@pytest.mark.parametrize("aggregation", ["sweep", "sequential"])
+@pytest.mark.parametrize("name", ["gcn", "sage", "gat", *(name for name in GNN_OPTIONS if name not in NORMED)])
+def test_trimmed_the_gradient_is_that_of_plain_pyg(aggregation: str, name: str):
+    assert_that_of_plain_pyg(name, aggregation=aggregation, trim=True)
+
+
+def test_trimmed_training_counts_fewer_bytes():
+    runs = [train(World.alone(), "gcn", {"aggregation": "sequential", "trim": trim}) for trim in (False, True)]
+    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
+    for name in ("bytes.forward", "bytes.gradient"):
+        assert 0 < runs[1]["counters"][name] < runs[0]["counters"][name]
+
+
+def test_a_trimmed_sweep_counts_fewer_rows_and_edges():
+    runs = [train(World.alone(), "gcn", {"aggregation": "sweep", "trim": trim}) for trim in (False, True)]
+    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
+    assert runs[1]["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
+    for name in ("sweep.rows", "sweep.edges"):
+        assert 0 < runs[1]["counters"][name] < runs[0]["counters"][name]
+
+
+def test_degrees_are_exchanged_in_the_first_epoch_only():
+    run = train(World.alone(), "gcn", {"aggregation": "sequential"})
+    assert "bytes.degrees" not in run["counters"]
+
+
+@pytest.mark.parametrize("settings", [{"num_shards": 1}, {"num_shards": 7}, {"partition": "range"}], ids=str)
+def test_training_is_the_same_in_every_way(settings: dict[str, Any], tmp_path: Path):
+    ways = [{"aggregation": a} for a in WAYS] + [{"aggregation": "sequential", "depth": 2, "chunk": 500}]
+    ways += [{"aggregation": "sweep", "folder": tmp_path / "tables"}, {"aggregation": "sweep", "trim": True}]
+    runs = [train(World.alone(), "gcn", settings | way, dropout=0.4) for way in ways]
+    for other in runs[1:]:
+        assert other["losses"] == pytest.approx(runs[0]["losses"], rel=1e-10)
+        assert other["weights"] == pytest.approx(runs[0]["weights"], rel=1e-8, abs=1e-10)
+
+
+def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="hopline")
+    for norm, taken in ((None, "aggregation=sweep"), ("batch", "aggregation=sequential")):
+        hl.Trainer(model_of("gcn", norm=norm), DATA, hl.FullBatch(**SETTINGS), epochs=1)
+        assert taken in caplog.text
+        caplog.clear()
+
+
+def test_batch_norms_are_those_of_all_rows():
+    runs = [train(World.alone(), "gin", {"aggregation": a}, norm="batch") for a in ("sequential", "one_shot")]
+    assert runs[0]["weights"] == pytest.approx(runs[1]["weights"], rel=1e-8)
+    with pytest.raises(ValueError, match="aggregation=sequential"):
+        train(World.alone(), "gcn", {"aggregation": "sweep"}, norm="batch")
+    with pytest.raises(ValueError, match=r"BatchNorm1d looks at all rows at once, .* trim=true"):
+        train(World.alone(), "gcn", {"trim": True}, norm="batch")
+
+
+def test_ranks_are_one_process(tmp_path: Path):
+    cut(DATA, make_partition(DATA.graph, 2, "random"), tmp_path / "shards")
+    one_shot = {"aggregation": "one_shot"}
+    cases: list[dict[str, Any]] = [
+        {"kind": "gcn", "settings": {}, "dropout": 0.4},
+        {"kind": "sage", "settings": {"depth": 2, "aggregation": "stored"}},
+        {"kind": "gat", "settings": one_shot, "seed_of_weights": 0},
+        {"kind": "gin", "settings": {}, "norm": "batch"},
+        {"kind": "gcn", "settings": {}, "folder": str(tmp_path / "shards"), "dropout": 0.4},
+        {"kind": "gin", "settings": one_shot, "folder": str(tmp_path / "shards"), "norm": "batch"},
+        {"kind": "gcn", "settings": {"trim": True}, "dropout": 0.4},
+        {"kind": "gat", "settings": {"trim": True}, "folder": str(tmp_path / "shards")},
+        {"kind": "gcn", "settings": {}, "dropout": 0.4, "loss": "weighted"},
+        {"kind": "gat", "settings": {"trim": True}, "folder": str(tmp_path / "shards"), "loss": "weighted"},
+        {"kind": "gin", "settings": one_shot, "norm": "batch", "loss": "spread", "accumulate": 2},
+    ]
+    found = run(train_all, LaunchSettings(devices=2, timeout_s=60), cases)
+    for case, result in zip(cases, found, strict=True):
+        alone: dict[str, Any] = {name: value for name, value in case.items() if name != "folder"}
+        alone["settings"] = {"aggregation": "sequential"}
+        expected = train(World.alone(), **alone)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert result["weights"] == pytest.approx(expected["weights"], rel=1e-7, abs=1e-9)
+        assert result["test"] == pytest.approx(expected["test"])
+
+
+def test_approximations_train_and_say_how_far_off_they_are(tmp_path: Path):
+    exact: dict[str, Any] = {"kind": "gcn", "settings": {}, "epochs": 4, "dropout": 0.4}
+    kept = {"out": str(tmp_path / "run")}
+    ways: list[dict[str, Any]] = [
+        {"compress": "bf16", "compress_gradients": True},
+        {"compress": "topk", "topk": 0.5, "aggregation": "one_shot"},
+        {"boundary_rate": 0.5, "trim": True},
+        {"stale": True},
+    ]
+    cases = [exact, *(exact | {"settings": way} for way in ways)]
+    cases += [cases[4] | kept | {"epochs": 2}, cases[4] | kept | {"resume": True}, cases[4] | {"again": True}]
+    whole, half, largest, drawn, stale, _, resumed, again = run(
+        train_all, LaunchSettings(devices=2, timeout_s=60), cases
+    )
+    for name in ("forward", "gradient"):
+        assert half["counters"][f"bytes.{name}"] == whole["counters"][f"bytes.{name}"] / 4
+        assert 0 < half["counters"][f"error.{name}"] < 2**-8
+    assert 0.1 < largest["counters"]["error.forward"] < 1
+    assert "error.gradient" not in largest["counters"]
+    assert 0 < drawn["counters"]["bytes.forward"] < 0.7 * whole["counters"]["bytes.forward"]
+    assert half["losses"] == pytest.approx(whole["losses"], rel=1e-2)
+    assert half["losses"] != whole["losses"]
+    for other in (largest, drawn, stale):
+        assert other["losses"] == pytest.approx(whole["losses"], rel=0.3)
+        assert other["losses"] != whole["losses"]
+    assert stale["losses"][0] == whole["losses"][0]
+    assert resumed["losses"] == stale["losses"]
+    assert again["losses"] == again["fresh"]  # nothing is left of the rows of the first run
+
+
+def test_what_differs_between_ranks_is_found_before_the_first_step(tmp_path: Path):
+    cut(DATA, make_partition(DATA.graph, 3, "random"), tmp_path / "shards")
+    found = run(differences, LaunchSettings(devices=2, timeout_s=60), str(tmp_path / "shards"))
+    assert found[0] == "rank 1 and rank 0 differ in the model: give all ranks the same"
+    text = "rank 1 and rank 0 differ in the method, the seed, the dataset or the layers: give all ranks the same"
+    assert found[1:4] == [text] * 3
+    assert "there are 3 shards and 2 processes" in found[4]
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_as_if_it_had_not_been(tmp_path: Path):
+    case: dict[str, Any] = {"kind": "gat", "settings": {"trim": True}, "dropout": 0.4, "epochs": 4}
+    settings, kept = LaunchSettings(devices=2, timeout_s=20), {"out": str(tmp_path / "run"), "checkpoint_s": 0.0}
+    with pytest.raises(RankError, match="rank 1"):
+        run(train_until_death, settings, case | kept, str(tmp_path))
+    lost = json.loads((tmp_path / "lost").read_text())
+    assert lost["steps"] == 3
+    assert lost["seconds"] < 20
+    assert lost["error"].startswith("rank 1 ")
+    assert "resume=true" in lost["error"]
+    again, whole = run(train_all, settings, [case | kept | {"resume": True}, case])
+    assert again["losses"] == whole["losses"]
+    assert again["weights"] == whole["weights"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_shards": 0}, "num_shards must be at least 1"),
+        ({"depth": -1}, "depth must be at least 0"),
+        ({"chunk": "a lot"}, "as a size"),
+        ({"aggregation": "one_shot", "folder": Path("x")}, "folder= is for a sweep"),
+        ({"topk": 0.0}, "topk is a share"),
+        ({"boundary_rate": 1.5}, "boundary_rate is a share"),
+        ({"aggregation": "sequential", "stale": True}, "stale=true keeps other ranks' rows"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        hl.FullBatch(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"compress": "bf16"}, {"boundary_rate": 0.5}, {"stale": True}], ids=str)
+def test_one_process_has_nothing_to_approximate(settings: dict[str, Any]):
+    with pytest.raises(ValueError, match="is about rows that travel between ranks: set devices=2"):
+        hl.Trainer(model_of("gcn"), DATA, hl.FullBatch(**settings), epochs=1, show=False)
+
+
+def test_what_cannot_train_is_refused():
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = torch.nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            return self.lin(x)
+
+    with pytest.raises(ValueError, match="not made of layers"):
+        hl.Trainer(Own(), DATA, hl.FullBatch(), epochs=1, show=False)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path):
+    whole = train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "whole", epochs=4)
+    train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "cut", epochs=2)
+    again = train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "cut", epochs=4, resume=True)
+    assert again["losses"] == whole["losses"]
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
+@pytest.mark.parametrize("aggregation", WAYS)
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
+def test_a_gpu_trains_as_the_cpu_does(kind: str, aggregation: str, _: int):
+    expected = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4)
+    found = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4, device=KERNEL_DEVICE)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+    assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-8)

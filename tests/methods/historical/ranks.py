@@ -1,0 +1,99 @@
+"""What several ranks do in tests of historical training, and one process that does the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn as pyg
+
+import hopline as hl
+from hopline.distributed.world import World
+from hopline.methods.partitioned.groups import Parts, Shares
+from hopline.nn import GNN
+from hopline.tables.history_ranks import Owners, SharedHistories
+from tests.helpers import dataset_of, randn, random_graph
+from tests.ranks import KillRank
+
+DATA = dataset_of(random_graph(num_nodes=60, num_edges=300), randn(60, 6))
+
+
+def trainer_of(world: World, settings: dict[str, Any], out: str | None = None, **train: Any) -> hl.Trainer:
+    torch.manual_seed(0)
+    dropout, norm = train.pop("dropout", 0.0), train.pop("norm", None)
+    model = GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)], dropout=dropout, norm=norm).double()
+    method = hl.Historical(**({"num_parts": 6, "parts_per_batch": 1, "partition": "random"} | settings))
+    callbacks = [KillRank(*train.pop("kill"))] if "kill" in train else []
+    train = {"epochs": 3, "show": False, "resume": out is not None} | train
+    return hl.Trainer(model, DATA, method, world=world, out=out, callbacks=callbacks, **train)
+
+
+def result_of(trainer: hl.Trainer) -> dict[str, Any]:
+    run = trainer.fit()
+    return {
+        "losses": [epoch.loss for epoch in run.history],
+        "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist(),
+        "bias": {name: v for name, v in run.history[-1].counters.items() if name.startswith("bias.")},
+    }
+
+
+def train_all(world: World, cases: list[dict[str, Any]], two_hosts: bool) -> list[dict[str, Any]]:
+    """Each case's settings, in ranks of one host or of two that are made believe so."""
+    if two_hosts:
+        world.node, world.local_rank, world.local_size = world.rank, 0, 1
+    return [result_of(trainer_of(world, **case)) for case in cases]
+
+
+def alone(case: dict[str, Any], two_hosts: bool = False) -> dict[str, Any]:
+    """The same in one process, whose steps are two batches."""
+    changed: dict[str, Any] = {"accumulate": 2} | case
+    trainer = trainer_of(World.alone(), **changed)
+    work: Any = trainer.work
+    if two_hosts:  # parts of each host meet among themselves
+        two = Shares(0, (0, 1), (range(3), range(3, 6)))
+        drawn = Parts(work.parts.graph, work.partition, work.method, two, work.job.seed)
+        work.parts.turns_of = lambda epoch: [(group,) for turn in drawn.turns_of(epoch) for group in turn]
+    return result_of(trainer)
+
+
+def check_tables(world: World, two_hosts: bool) -> str:
+    """Rows and their ages, read by all ranks; sums of all; everything in the first rank, and back."""
+    if two_hosts:  # ranks 0 and 2 are on one of them
+        world.node, world.local_size = world.rank % 2, 1 + (world.rank != 1)
+        world.local_rank = int(world.rank == 2)
+    shares = Shares.of(world, 6)
+    owners = Owners(world, shares, torch.tensor([0, 2, 3, 7, 8, 10, 12]))
+    expected, own = randn(12, 4), slice(owners.own.start, owners.own.stop)
+    assert shares.parts == ((range(2), range(4, 6), range(2, 4)) if two_hosts else (range(2), range(2, 4), range(4, 6)))
+    histories = SharedHistories(owners)
+    assert (histories.num_rows == 12) != two_hosts
+    histories.table(0, expected)
+    world.barrier()
+    histories.write(0, [own], expected[own])
+    histories.stamp([own], world.rank + 1)
+    histories.step = 4
+    world.barrier()
+    places = torch.tensor([[0, 3, 9, 11], [], [2, 7, 8, 10]][world.rank], dtype=torch.int64)
+    source = histories.snapshot([0], places)
+    assert (source is histories) != two_hosts
+    assert torch.equal(source.rows(0, places), expected[places])
+    keeper = [next(r for r, span in enumerate(owners.spans) if int(p) in span) for p in places]
+    assert source.ages(places).tolist() == [3 - rank for rank in keeper]
+
+    given = [torch.arange(12)[rank::2] for rank in range(3)]
+    total = torch.zeros(12, 4).double()
+    for rank, at in enumerate(given):
+        total[at] += expected[at] * (rank + 1)
+    found = owners.collect(given[world.rank], expected[given[world.rank]] * (world.rank + 1))
+    torch.testing.assert_close(found, total[own])
+
+    state = histories.state_dict()
+    assert state["tables"]["0"].shape[0] == (12 if world.rank == 0 else 0)
+    state = {"tables": {"0": expected + 1}, "written": torch.arange(12), "step": 20}
+    histories.load_state_dict(state)
+    assert torch.equal(histories.snapshot([0], places).rows(0, places), expected[places] + 1)
+    back = histories.state_dict()
+    if world.rank == 0:
+        assert torch.equal(back["tables"]["0"], expected + 1)
+        assert back["written"].tolist() == list(range(12))
+    return "checked"

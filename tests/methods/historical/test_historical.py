@@ -1,0 +1,61 @@
+"""The settings of the historical method, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+from hopline.contract import Job
+from hopline.distributed.world import World
+from hopline.methods.historical.settings import Historical
+from tests.methods.historical.test_work import DATA, model_of, trainer_of
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_parts": 0}, "num_parts must be at least 1"),
+        ({"num_parts": 3, "parts_per_batch": 4}, "make it smaller"),
+        ({"refresh_every": 0}, "refresh_every"),
+        ({"lag": -1}, "lag"),
+        ({"max_batches": 0}, "max_batches must be at least 1 or none, not 0"),
+        ({"edge_dropout": 1.0}, "edge_dropout must be at least 0 and below 1, not 1.0"),
+        ({"lipschitz": -0.1}, "lipschitz must be at least 0, not -0.1"),
+        ({"compensate": True, "halo": "drop"}, "choose one of them"),
+        ({"momentum": 1.5}, "momentum must be from 0 to 1, not 1.5"),
+        ({"mixing": -0.1}, "mixing must be from 0 to 1, not -0.1"),
+        ({"momentum": 0.5, "mixing": 0.5}, "set one of them to 0"),
+        ({"mixing": 0.5, "halo": "drop"}, "which halo=drop leaves out"),
+        ({"partition": "cut"}, "partition must be"),
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Historical(**settings)
+
+
+def test_a_model_without_layers_is_refused():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = pyg.GCNConv(6, 3)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv(x, edge_index)
+
+    with pytest.raises(ValueError, match="not made of layers"):
+        trainer_of(Own())
+
+
+def test_evaluation_of_one_rank_cannot_refresh_the_tables_of_all():
+    world = World.alone()
+    world.size = 2
+    ids = torch.arange(3)
+    job = Job(data=DATA, model=model_of(), module=model_of(), train_ids=ids, train_step=lambda m, b: ids, world=world)
+    with pytest.raises(ValueError, match="is for one process"):
+        Historical(refresh_with_evaluation=True).bind(job)

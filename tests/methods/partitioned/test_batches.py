@@ -1,0 +1,73 @@
+"""Batches of historical training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+
+import hopline as hl
+from hopline.core.batch import Rows
+from hopline.data import planted
+from hopline.methods.partitioned import batches as history_batches
+from hopline.methods.partitioned.batches import HistoricalBatches
+
+
+def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
+    data = planted(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
+    net = hl.nn.GNN([pyg.SAGEConv(5, 8), pyg.SAGEConv(8, 3)])
+    method = hl.Historical(num_parts=6, parts_per_batch=2, partition="random", compensate=True)
+    work: Any = hl.Trainer(net, data, method, epochs=1, show=False).work
+    assert data.y is not None
+    edges, seeds = [], []
+    for group in work.parts.groups_of(1):
+        made = work.batches.make(group, 7)
+        assert made is not None
+        block = made.block
+        src, dst = block.src_ids[block.edge_index[0]], block.src_ids[block.edge_index[1]]
+        edges.append(torch.stack([src, dst]))
+        seeds.append(made.batch.seeds)
+        assert torch.equal(block.dst_ids, made.nodes)
+        assert torch.equal(block.src_places, work.partition.position[block.src_ids])
+        assert isinstance(made.batch.x, Rows)
+        assert torch.equal(made.batch.labels, data.y[made.batch.seeds])
+        later = made.later
+        assert later is not None
+        assert torch.equal(later.block.src_ids[later.src_idx], made.nodes[later.own_idx])
+        assert not torch.isin(later.block.dst_ids, made.nodes).any()
+    everything = torch.cat(edges, dim=1)
+    key = everything[0] * data.num_nodes + everything[1]
+    expected = data.graph.edge_index()
+    assert torch.equal(key.sort().values, (expected[0] * data.num_nodes + expected[1]).sort().values)
+    assert torch.equal(torch.cat(seeds).sort().values, data.splits["train"].sort().values)
+    assert work.batches.make((), 7) is None
+
+
+def test_input_rows_are_left_to_the_model():
+    data = planted(num_nodes=50, num_edges=200, num_classes=3, num_features=5, seed=1)
+    net = hl.nn.GNN([pyg.SAGEConv(5, 8), pyg.SAGEConv(8, 3)])
+    method = hl.Historical(num_parts=2, parts_per_batch=1, partition="random")
+    work: Any = hl.Trainer(net, data, method, epochs=1, show=False).work
+    found = work.batches.inputs_of(torch.tensor([3, 1]))
+    assert isinstance(found, Rows)
+    assert torch.equal(found.read(), data.x[torch.tensor([3, 1])])
+
+
+def test_batches_that_are_moved_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The way to a GPU, on a machine that may have none."""
+    data = planted(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
+    far = hl.CachedTable(data.x, torch.arange(20))  # rows that a device does not reach are read first
+    results = []
+    for moves, x in ((False, data.x), (True, data.x), (True, far)):
+        monkeypatch.setattr(HistoricalBatches, "on_gpu", moves)
+        monkeypatch.setattr(history_batches.pinned, "register", lambda tensor: "there is no GPU")
+        torch.manual_seed(0)
+        net = hl.nn.GNN([pyg.GCNConv(5, 8), pyg.GCNConv(8, 3)], dropout=0.3)
+        method = hl.Historical(num_parts=6, parts_per_batch=2, partition="random", compensate=True, groups="fixed")
+        held = replace(data, tables={"x": x, "other": hl.TensorTable(torch.ones(300, 2))})
+        run = hl.Trainer(net, held, method, epochs=2, show=False).fit()
+        results.append([epoch.loss for epoch in run.history])
+    assert results[0] == results[1] == results[2]

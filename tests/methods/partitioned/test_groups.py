@@ -1,0 +1,105 @@
+"""Which parts meet in a batch and which rank has them, and the blocks of their edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hopline.core.sampler import NeighborSampler, full_block
+from hopline.distributed.world import World
+from hopline.methods.historical.settings import Historical
+from hopline.methods.partitioned.groups import Parts, Shares, without_halo
+from tests.methods.historical.test_work import GRAPH, trainer_of
+
+
+def test_fixed_groups_keep_their_blocks_and_redrawn_ones_do_not():
+    fixed: Any = trainer_of(groups="fixed").work
+    redrawn: Any = trainer_of().work
+    for work in (fixed, redrawn):
+        for epoch in (1, 2):
+            for group in work.parts.groups_of(epoch):
+                work.batch(group, 0)
+    assert len(fixed.parts._kept) == 3
+    assert set(redrawn.parts._kept) <= {(0, 1), (2, 3), (4, 5)}  # those of a sweep over all parts, if they were drawn
+    assert {frozenset(g) for g in fixed.parts.groups_of(1)} == {frozenset(g) for g in fixed.parts.groups_of(2)}
+
+
+def test_fewer_batches_an_epoch_leave_the_others_to_later_ones():
+    work: Any = trainer_of(max_batches=2).work
+    groups = [work.parts.groups_of(epoch) for epoch in range(1, 9)]
+    assert all(len(of_epoch) == 2 for of_epoch in groups)
+    assert {part for of_epoch in groups for group in of_epoch for part in group} == set(range(6))
+
+
+@pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"halo": "drop"}], ids=str)
+def test_edges_are_dropped_in_training_only(settings: dict[str, Any]):
+    work: Any = trainer_of(edge_dropout=0.5, **settings).work
+    (group, *_) = work.parts.groups_of(1)
+    every, some = work.batch(group, None), work.batch(group, 7)
+    other = work.batch(group, 8)
+    assert 0.3 < some.block.num_edges / every.block.num_edges < 0.7
+    assert some.block.part.edge_ids.tolist() != other.block.part.edge_ids.tolist()
+    assert torch.equal(some.block.src_ids, every.block.src_ids)
+    if every.later is not None:
+        assert some.later.block.num_edges < every.later.block.num_edges
+
+
+def test_the_halo_can_be_dropped():
+    nodes = torch.tensor([4, 9, 2, 30])
+    inner = without_halo(full_block(NeighborSampler(GRAPH, (-1,)), nodes))
+    assert torch.equal(inner.src_ids, nodes)
+    src, dst = GRAPH.edge_index()
+    among = torch.isin(src, nodes) & torch.isin(dst, nodes)
+    found = sorted(map(tuple, nodes[inner.edge_index].t().tolist()))
+    assert found == sorted(map(tuple, torch.stack([src, dst])[:, among].t().tolist()))
+    run = trainer_of(halo="drop").fit()
+    assert run.history[-1].loss < run.history[0].loss
+
+
+def parts_of(shares: Shares, **settings: Any) -> Parts:
+    work: Any = trainer_of().work
+    method = Historical(**({"num_parts": 6, "parts_per_batch": 1, "partition": "random"} | settings))
+    return Parts(GRAPH, work.partition, method, shares, seed=0)
+
+
+ALONE = Shares(0, (0,), (range(6),))
+
+
+@pytest.mark.parametrize("groups", ["fixed", "redrawn"])
+def test_ranks_of_a_host_take_the_groups_in_order(groups: Any):
+    one = parts_of(ALONE, groups=groups)
+    two = parts_of(Shares(1, (0, 0), (range(3), range(3, 6))), groups=groups)
+    three = parts_of(Shares(1, (0, 0, 0, 0), (range(1), range(1, 3), range(3, 4), range(4, 6))), groups=groups)
+    for epoch in (1, 2):
+        every = one.groups_of(epoch)
+        assert two.turns_of(epoch) == [tuple(every[i : i + 2]) for i in (0, 2, 4)]
+        assert three.turns_of(epoch) == [tuple(every[:4]), (*every[4:], (), ())]
+    assert two.sweep == [(3,), (4,), (5,)]
+
+
+def test_ranks_of_several_hosts_take_what_their_host_keeps():
+    parts = parts_of(Shares(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4))))
+    for epoch in (1, 2, 3):
+        turns = parts.turns_of(epoch)
+        assert sorted(p for a, _, c in turns for p in a + c) == [0, 1, 2, 3]
+        assert sorted(p for _, b, _ in turns for p in b) == [4, 5]
+        assert sorted(parts.groups_of(epoch)) == [(p,) for p in range(6)]
+    assert len({tuple(parts.turns_of(epoch)) for epoch in range(8)}) > 2
+    few = parts_of(Shares(0, (0, 1), (range(3), range(3, 6))), max_batches=3)
+    assert [len([g for g in turn if g]) for turn in few.turns_of(1)] == [2, 1]
+
+
+def test_every_rank_keeps_a_run_of_parts():
+    assert Shares.of(World.alone(), 6) == ALONE
+    assert not ALONE.several_hosts
+    two = Shares(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4)))
+    assert (two.parts_of_host(0), two.parts_of_host(1), two.several_hosts) == (range(4), range(4, 6), True)
+
+
+def test_fewer_parts_than_ranks_are_refused():
+    world = World.alone()
+    world.size = 3
+    with pytest.raises(ValueError, match="num_parts=2 is less than the 3 ranks: make it larger"):
+        Shares.of(world, 2)

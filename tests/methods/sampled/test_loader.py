@@ -1,0 +1,136 @@
+"""Which layout a loader takes, and how ranks share its seeds; `test_sampled.py` has its batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.nn import SAGEConv
+
+import hopline as hl
+from hopline.core.tree import TreeBlock
+from hopline.data.placement import place
+from hopline.distributed.world import Seat, World
+from hopline.methods.sampled.loader import resolve_layout, resolve_workers
+from hopline.methods.sampled.work import SampledWork
+from hopline.nn import GNN
+from hopline.pipeline.stages import Load
+from hopline.pipeline.tuning import Tuning
+from hopline.tables import TensorTable
+from tests.helpers import dataset_of, randn, random_graph
+
+DATA = dataset_of(random_graph(), randn(50, 6))
+CPU = torch.device("cpu")
+
+
+def test_auto_takes_blocks_on_the_cpu():
+    model = GNN([SAGEConv(6, 3)])
+    assert resolve_layout(hl.Sampled(fanouts=(3,)), DATA, CPU, model) == "block"
+    assert resolve_layout(hl.Sampled(fanouts=(3,), layout="tree"), DATA, CPU, model) == "tree"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_takes_trees_where_a_gpu_reads_all():
+    model, gpu = GNN([SAGEConv(6, 3)]), torch.device("cuda", 0)
+
+    def layout(fanouts: tuple[int, ...] = (3,), **where: Any) -> str:
+        return resolve_layout(hl.Sampled(fanouts=fanouts), place(DATA, hl.Placement(**where), gpu), gpu, model)
+
+    assert {layout(), layout(features="pinned", cache="100"), layout(graph="pinned", features="pinned")} == {"tree"}
+    assert layout(features="pinned", cache=0) == "tree"
+    assert {layout(graph="host"), layout(features="host"), layout((-1,)), layout((50, 50, 50))} == {"block"}
+
+
+@pytest.mark.parametrize("layout", ["block", "tree"])
+def test_ranks_share_the_seeds_of_each_step_as_in_a_trainer(layout: Any):
+    model, method = GNN([SAGEConv(6, 3), SAGEConv(3, 3)]), hl.Sampled(fanouts=(3, 2), batch_size=4, layout=layout)
+    whole = [*replace(method, batch_size=12).loader(DATA, seed=5).epoch(2)]
+
+    worlds = [World(Seat(rank=rank, size=3)) for rank in range(3)]
+    parts = [[*method.loader(DATA, seed=5, world=world).epoch(2)] for world in worlds]
+    assert [len(batches) for batches in parts] == [len(whole)] * 3
+    for step, union in enumerate(whole):
+        shares = [batches[step] for batches in parts]
+        assert torch.equal(torch.cat([share.seeds for share in shares]), union.seeds)
+        assert {share.total_seeds for share in shares} == {union.num_seeds}
+        sources = torch.cat([share.input_ids for share in shares])
+        assert set(sources.tolist()) == set(union.input_ids.tolist())  # the same draws
+
+    for world, batches in zip(worlds, parts, strict=True):
+        trainer = hl.Trainer(model, DATA, method, seed=5, world=world, show=False)
+        assert isinstance(trainer.work, SampledWork)
+        trained = [*trainer.work.loader.epoch(2)]
+        assert [b.seeds.tolist() for b in trained] == [b.seeds.tolist() for b in batches]
+        assert {b.total_seeds for b in trained} == {b.total_seeds for b in batches}
+
+
+def test_without_ranks_a_loader_says_no_total():
+    """It may run on each of several ranks, where the seeds of one are not those of all."""
+    assert {batch.total_seeds for batch in hl.Sampled(fanouts=(3,), batch_size=16).loader(DATA)} == {None}
+
+
+def test_trees_come_where_they_are_asked_for():
+    for batch in hl.Sampled(fanouts=(3, 2), batch_size=16, layout="tree").loader(DATA):
+        assert all(isinstance(block, TreeBlock) for block in batch.blocks)
+        assert isinstance(batch.x, torch.Tensor)
+        assert batch.x.shape == (batch.blocks[0].num_src, 6)
+
+
+def test_workers_follow_the_cores():
+    assert resolve_workers(hl.Sampled(), 2) == (2, 4)
+    assert resolve_workers(hl.Sampled(), 64) == (8, 16)
+    assert resolve_workers(hl.Sampled(workers=0), 64) == (0, 2)
+
+
+def test_threads_are_tuned_between_epochs_only_where_the_method_leaves_them_open(monkeypatch: pytest.MonkeyPatch):
+    learnt: list[Load] = []
+    monkeypatch.setattr(Tuning, "learn", lambda tuning, load: (learnt.append(load), setattr(tuning, "workers", 1)))
+    open_to_it = hl.Sampled(fanouts=(3,), batch_size=4).loader(DATA)
+    open_to_it.num_cores = 3
+    assert open_to_it.threads == (3, 6)
+    first, second = list(open_to_it), list(open_to_it.epoch(1))
+    assert [load.workers for load in learnt] == [3, 1], "the epoch that is over, and the next with what was learnt"
+    assert [load.num_results for load in learnt] == [len(first)] * 2
+    assert all(map(torch.equal, (b.input_ids for b in first), (b.input_ids for b in second)))
+    for fixed in ({"workers": 2}, {"look_ahead": 3}, {"workers": 0}):
+        loader = hl.Sampled(fanouts=(3,), batch_size=4, **fixed).loader(DATA)  # type: ignore[arg-type]
+        before = loader.threads
+        assert len(list(loader)) == len(first)
+        assert loader.threads == before
+    assert len(learnt) == 2
+
+
+def test_an_epoch_that_is_left_says_nothing_of_its_load():
+    loader = hl.Sampled(fanouts=(3,), batch_size=4, workers=1).loader(DATA)
+    list(loader)
+    assert loader.load is not None
+    batches = loader.epoch(2)
+    next(batches)
+    batches.close()
+    assert loader.load is None
+
+
+class Full(TensorTable):
+    """Memory runs out at the first read."""
+
+    reads = 0
+
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        self.reads += 1
+        if self.reads == 1:
+            raise torch.OutOfMemoryError("no room")
+        return super().read(ids)
+
+
+def test_rows_for_which_there_is_no_room_at_first_come_when_there_is():
+    x = randn(50, 6)
+    data = dataset_of(random_graph(), x)
+    data = replace(data, tables={"x": Full(x)})
+    loader = hl.Sampled(fanouts=(3,), batch_size=16, workers=0).loader(data)
+    loader.read_by_gpu = True  # which comes with the ids
+    for batch in loader:
+        assert torch.equal(batch.x, x[batch.input_ids])  # type: ignore[arg-type]
+    assert data.tables["x"].reads == 1 + len(loader)  # type: ignore[attr-defined]

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hopline.batch_unit import supervised
+from hopline.budget.memory_plan import Outline, Place, Plan
+from hopline.budget.micro_batches import PieceBytes
+from hopline.budget.predictor import Sizes
+from hopline.contract import Job
+from hopline.core.batch import Batch
+from hopline.data.placement_settings import Placement
+from hopline.methods.sampled.loader import Loader
+from hopline.methods.sampled.memory_plan import SampledForms, drawn, largest_seed
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn import GNN
+from hopline.nn.whole_module import as_walkable
+from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
+
+METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)
+
+
+def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> Outline:
+    data = dataset_of(random_graph(num_nodes, num_edges), randn(num_nodes, 6))
+    model = GNN(stack_of("sage-mean", 6, 32, 3)).double()
+    step, ids = supervised("single", 3), data.splits["train"]
+    job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step)
+    return Outline(job=job, **options)
+
+
+@pytest.fixture
+def gpu_outline(monkeypatch: pytest.MonkeyPatch) -> Outline:
+    """Of a run on a GPU: nothing of its plan needs one, but for what CUDA takes for itself."""
+    for module in ("budget.memory_plan", "methods.sampled.memory_plan"):
+        monkeypatch.setattr(f"hopline.{module}.library_bytes", lambda device: 0)
+    monkeypatch.setattr(Outline, "_there_before", 0)
+    outline = outline_of()
+    return replace(outline, job=replace(outline.job, device=torch.device("cuda", 0)))
+
+
+def forms(outline: Outline, limits: dict[Place, int | None] | None = None, method: Sampled = METHOD) -> SampledForms:
+    free: dict[Place, int | None] = {"device": None, "host": None, "disk": None}
+    return SampledForms(method, outline, free | (limits or {}))
+
+
+def described(plan: Plan) -> tuple[bool, int, bool]:
+    """(whether batches wait on the host, how many are made ahead, whether they go whole)."""
+    assert isinstance(plan.method, Sampled)
+    return plan.waits_on_host, plan.method.look_ahead * plan.method.workers, plan.step_bytes <= plan.limit_bytes  # type: ignore[operator]
+
+
+def test_batches_are_drawn_on_the_host_for_a_gpu_too(gpu_outline: Outline):
+    found, expected = list(drawn(METHOD, gpu_outline, 300)), list(drawn(METHOD, outline_of(), 300))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids)
+        assert isinstance(one.x, torch.Tensor), "rows that a GPU is to have count"
+        assert torch.equal(one.x, gpu_outline.data.x.read(one.input_ids))
+
+
+def test_with_less_and_less_of_a_gpu_batches_wait_on_the_host_and_then_go_in_pieces(gpu_outline: Outline):
+    gpu_outline = replace(gpu_outline, placement=Placement(graph="host", features="host"))
+    there, here = (forms(gpu_outline).plan(2, 4, waits) for waits in (False, True))
+    batches = {item.place: item.num_bytes for item in there.items if item.name == "5 prepared batches"}
+    assert batches["device"] == 6 / 5 * batches["host"]
+    assert here.kept_bytes("device") == there.kept_bytes("device") - batches["device"]
+    assert here.step_bytes > there.step_bytes, "with a copy of the batch"
+    assert here.kept_bytes("host") == there.kept_bytes("host")
+    ends = [there.peak_bytes("device"), here.peak_bytes("device"), here.smallest_bytes("device")]
+    assert ends == sorted(ends, reverse=True)
+    found = [described(forms(gpu_outline, {"device": end}).best()) for end in ends]
+    assert found == [(False, 8, True), (True, 8, True), (True, 8, False)]
+    assert not forms(gpu_outline, {"device": ends[-1] - 1}).best().fits
+
+
+def test_what_waits_on_the_host_keeps_to_the_hosts_limit(gpu_outline: Outline):
+    device = forms(gpu_outline).plan(2, 4, True).smallest_bytes("device")
+    for look_ahead, workers in ((4, 2), (2, 2), (1, 2), (1, 0)):
+        smallest = forms(gpu_outline).plan(workers, look_ahead, True)
+        limits: dict[Place, int | None] = {"device": device, "host": smallest.kept_bytes("host")}
+        plan = forms(gpu_outline, limits).best()
+        assert plan.fits
+        assert described(plan) == (True, look_ahead * workers, False)
+
+
+@pytest.mark.parametrize(
+    ("placement", "layout"),
+    [
+        (Placement(features="pinned"), "auto"),
+        (Placement(graph="device"), "auto"),
+        (Placement(cache="1MiB"), "auto"),
+        (Placement(), "tree"),
+    ],
+)
+def test_batches_that_a_gpu_makes_do_not_wait(gpu_outline: Outline, placement: Placement, layout: Any):
+    made = forms(replace(gpu_outline, placement=placement), method=replace(METHOD, layout=layout))
+    assert not any(plan.waits_on_host for plan in made.plans())
+    assert forms(gpu_outline).best().placement is not None
+
+
+def test_on_a_cpu_batches_are_where_they_are_needed():
+    assert not any(plan.waits_on_host for plan in forms(outline_of()).plans())
+
+
+def test_a_loader_leaves_batches_that_wait_on_the_host(gpu_outline: Outline):
+    data, job = gpu_outline.data, gpu_outline.job
+    loader = Loader(data, job.train_ids, METHOD, 0, job.device, job.model)
+    loader.waits_on_host = True
+    on_cpu = Loader(data, job.train_ids, METHOD, 0, torch.device("cpu"), None)
+    for batch, expected in zip(loader.epoch(1), on_cpu.epoch(1), strict=True):
+        assert_same(batch, expected)
+    taken = PieceBytes.of(expected, None)
+    sizes = Sizes.of(expected)
+    assert taken.at_once(sizes) == taken.kept(sizes) < PieceBytes.of(expected, job.device).at_once(sizes)
+    assert taken.kept(sizes) >= expected.num_bytes
+
+
+def assert_same(batch: Batch, expected: Batch) -> None:
+    assert isinstance(batch.x, torch.Tensor)
+    assert isinstance(expected.x, torch.Tensor)
+    assert torch.equal(batch.x, expected.x)
+    assert torch.equal(batch.labels, expected.labels)
+    assert all(torch.equal(a.src_ids, b.src_ids) for a, b in zip(batch.blocks, expected.blocks, strict=True))
+
+
+@pytest.mark.parametrize("fanouts", [(3,), (2, 3), (-1, 2), (3, -1, 2), (-1, -1)])
+def test_no_seed_draws_more_than_the_bound(fanouts: tuple[int, ...]):
+    outline = outline_of(200, 900)
+    bound = largest_seed(fanouts, outline.data.graph, outline.train_ids).array
+    found = torch.stack([torch.from_numpy(Sizes.of(b).array) for b in drawn(Sampled(fanouts=fanouts), outline, 1)])
+    assert (found.amax(0) <= torch.from_numpy(bound)).all()
+
+
+def test_the_bound_is_exact_where_nothing_is_shared(monkeypatch: pytest.MonkeyPatch):
+    # A chain of stars: node 0 hears from 1 .. 4, of which each hears from three more.
+    src = torch.arange(1, 17)
+    dst = torch.cat([torch.zeros(4, dtype=torch.int64), torch.arange(1, 5).repeat_interleave(3)])
+    graph, seeds = graph_of(src, dst, 17), torch.tensor([0, 5])
+    found = largest_seed((-1, -1), graph, seeds)
+    assert found.nodes == (17, 5, 1)
+    assert found.edges == (16, 4)
+    monkeypatch.setattr("hopline.methods.sampled.memory_plan.MOST_NODES", 1)  # the bound by degrees alone
+    coarse = largest_seed((-1, -1), graph, seeds)
+    assert all(a >= b for a, b in zip(coarse.array, found.array, strict=True))

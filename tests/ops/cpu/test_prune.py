@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from hopline.ops import random
+from hopline.ops.cpu import prune as cpu_prune
+
+
+def random_blocks(seed: int = 0) -> tuple[list[cpu_prune.Edges], list[int]]:
+    """Two blocks, 12 -> 6 -> 3 nodes, and the numbers of their nodes."""
+    rng, sizes, blocks = np.random.default_rng(seed), [12, 6, 3], []
+    for num_src, num_dst in itertools.pairwise(sizes):
+        indptr = np.concatenate([[0], rng.integers(0, 5, num_dst).cumsum()])
+        blocks.append((indptr, rng.integers(0, num_src, indptr[-1]).astype(np.int32)))
+    return blocks, sizes
+
+
+def pairs(edges: cpu_prune.Edges) -> list[tuple[int, int]]:
+    indptr, src_idx = edges
+    return list(zip(src_idx.tolist(), np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)).tolist(), strict=True))
+
+
+def test_drawn_numbers_are_those_of_the_keyed_generator():
+    first, second = cpu_prune.drawn_numbers([3, 4], -5)
+    drawn = random.draw(-5, torch.arange(7), 0) & cpu_prune.NEVER
+    assert np.concatenate([first, second]).tolist() == drawn.tolist()
+    assert len(first) == 3
+
+
+def test_ends_of_edges_are_counted():
+    blocks, _ = random_blocks()
+    expected = np.zeros(12)
+    for src, dst in itertools.chain(*map(pairs, blocks)):
+        expected[src] += 1
+        expected[dst] += 1
+    assert cpu_prune.num_ends(blocks, 12).tolist() == expected.tolist()
+
+
+def test_page_rank_is_that_of_the_walk_against_the_edges():
+    blocks, _ = random_blocks()
+    walk = np.zeros((12, 12))
+    for src, dst in itertools.chain(*map(pairs, blocks)):
+        walk[src, dst] += 1
+    walk /= np.maximum(walk.sum(0), 1)
+    rank = np.full(12, 1 / 12)
+    for _ in range(8):
+        rank = 0.15 / 12 + 0.85 * walk @ rank
+    np.testing.assert_allclose(cpu_prune.page_rank(blocks, 12), rank, rtol=1e-12)
+
+
+@pytest.mark.parametrize("key", [0, 7, -3])
+def test_numbers_by_hubs_are_all_different_and_in_the_order_of_the_hubs(key: int):
+    blocks, _ = random_blocks()
+    hub = np.array([1.0, 2, 2, 4, 1, 1, 3, 1, 1, 5, 1, 1])
+    numbers = np.concatenate(cpu_prune.hub_numbers(blocks, hub, key))
+    weight = np.array([hub[src] * hub[dst] for src, dst in itertools.chain(*map(pairs, blocks))])
+    assert len(set(numbers.tolist())) == len(numbers)
+    assert (numbers >= 0).all()
+    assert (np.diff(weight[np.argsort(numbers)]) >= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_entries_say_when_edges_and_nodes_come_in(seed: int):
+    (edges, _), (num_src, num_dst, _) = random_blocks(seed)
+    rng = np.random.default_rng(seed)
+    number, dst_entry = rng.permutation(len(edges[1])), rng.integers(-1, 10, num_dst)
+    src_entry, edge_entry = cpu_prune.entries(edges, number, dst_entry, num_src)
+    for last in range(-1, len(number) + 10):
+        present = {d for d in range(num_dst) if dst_entry[d] <= last}
+        inside = [n <= last and d in present for n, (_, d) in zip(number, pairs(edges), strict=True)]
+        assert (edge_entry <= last).tolist() == inside
+        reached = present | {s for (s, _), is_in in zip(pairs(edges), inside, strict=True) if is_in}
+        assert set(np.flatnonzero(src_entry <= last).tolist()) == reached
+        indptr, src_idx, kept = cpu_prune.kept_edges(edges, edge_entry, dst_entry, src_entry, last)
+        assert kept.tolist() == np.flatnonzero(inside).tolist()
+        chosen, present_in_order = np.flatnonzero(src_entry <= last), sorted(present)
+        found = [(int(chosen[s]), present_in_order[d]) for s, d in pairs((indptr, src_idx))]
+        assert found == [pair for pair, is_in in zip(pairs(edges), inside, strict=True) if is_in]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_that_fits_is_found(seed: int):
+    rng = np.random.default_rng(seed)
+    kinds = [rng.integers(0, 50, rng.integers(0, 40)) for _ in range(3)]  # some entries are equal
+    price, limit = np.array([3, 1, 2]), int(rng.integers(0, 200))
+
+    def taken(last: int) -> int:
+        return sum(p * int((values <= last).sum()) for p, values in zip(price, kinds, strict=True))
+
+    every = sorted({-1, *np.concatenate(kinds).tolist()})
+    expected = max(last for last in every if taken(last) <= limit or last == -1)
+    asked: list[int] = []
+
+    def fits(counts: np.ndarray) -> bool:
+        asked.append(1)
+        return int(counts @ price) <= limit
+
+    assert cpu_prune.last_that_fits([k.copy() for k in kinds], fits) == expected
+    assert len(asked) <= 40

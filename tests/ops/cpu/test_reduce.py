@@ -1,0 +1,272 @@
+"""The Numba reductions and keyed dropout against the reference, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopline.ops import reference
+from hopline.ops.cpu import reduce as cpu_reduce
+from tests.grids import parametrize_pairwise
+from tests.helpers import assert_close, randint, randn, torch_threads
+
+REDUCTIONS = ["sum", "mean", "max"]
+
+
+def edges(num_dst: int = 30, num_rows: int = 25, num_edges: int = 200, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(indptr, src_idx) with destinations that have no edges, one, and many."""
+    counts = torch.bincount(randint(0, num_dst, num_edges, seed), minlength=num_dst)
+    counts[3] += counts[4]
+    counts[4] = 0
+    counts[-1], counts[0] = 0, int(counts[0] + counts[-1])
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    return indptr, randint(0, num_rows, num_edges, seed + 1).int()
+
+
+def both(
+    rows: Tensor, reduce: str, weight: Tensor | None = None, indptr_src: tuple[Tensor, Tensor] | None = None
+) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """(output, gradient of rows, gradient of weights) of the kernel and of the reference."""
+    indptr, src_idx = indptr_src or edges()
+    results = []
+    for module in (cpu_reduce, reference):
+        r = rows.detach().clone().requires_grad_()
+        w = None if weight is None else weight.detach().clone().requires_grad_()
+        out = module.reduce_edges(r, indptr, src_idx, reduce, w)
+        (out * randn(*out.shape, seed=5, dtype=out.dtype)).sum().backward()
+        results.append((out.detach(), r.grad, None if w is None else w.grad))
+    return results
+
+
+def assert_equal_results(results: list[tuple[Tensor, Tensor | None, Tensor | None]], tolerance: float) -> None:
+    for found, expected in zip(*results, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found.dtype == expected.dtype
+            assert_close(found, expected, tolerance)
+
+
+@parametrize_pairwise(reduce=REDUCTIONS, weighted=[False, True], shape=[(), (1,), (7,), (64,), (2, 5)])
+def test_equals_the_reference_in_float64(reduce: str, weighted: bool, shape: tuple[int, ...]) -> None:
+    rows = randn(25, *shape)
+    assert_equal_results(both(rows, reduce, randn(200, seed=3) if weighted else None), 1e-12)
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_float32_outputs_equal_the_reference_bit_for_bit(reduce: str) -> None:
+    rows = randn(25, 33, dtype=torch.float32)
+    (found, grad, _), (expected, expected_grad, _) = both(rows, reduce)
+    assert torch.equal(found, expected)
+    assert grad is not None
+    assert expected_grad is not None
+    assert_close(grad, expected_grad, 1e-5)
+
+
+@parametrize_pairwise(dtype=[torch.bfloat16, torch.float16], reduce=REDUCTIONS, weighted=[False, True])
+def test_half_types_are_summed_in_float32(dtype: torch.dtype, reduce: str, weighted: bool) -> None:
+    rows = randn(25, 8, dtype=dtype)
+    weight = torch.rand(200) if weighted else None
+    indptr, src_idx = edges()
+    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce, weight)
+    wide = reference.reduce_edges(rows.float(), indptr, src_idx, reduce, weight)
+    assert found.dtype == dtype
+    assert_close(found.float(), wide, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("values", [[0.0], [0.0, 1.0], [-1.0, 0.0], [-2.0, -1.0]], ids=str)
+def test_max_shares_its_gradient_among_ties_as_torch_does(values: list[float]) -> None:
+    rows = torch.tensor(values, dtype=torch.float64)[randint(0, len(values), 25 * 4, seed=2)].view(25, 4)
+    assert_equal_results(both(rows, "max"), 1e-12)
+
+
+def test_max_lets_nan_and_infinity_through() -> None:
+    rows = randn(25, 3)
+    rows[2, 0], rows[5, 1], rows[6, 2] = torch.nan, torch.inf, -torch.inf
+    indptr, src_idx = edges()
+    found = cpu_reduce.reduce_edges(rows, indptr, src_idx, "max")
+    expected = reference.reduce_edges(rows, indptr, src_idx, "max")
+    assert bool(found.isnan().any())
+    assert_close(found, expected, 0)
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_a_destination_without_edges_gets_zeros_and_gives_no_gradient(reduce: str) -> None:
+    indptr, src_idx = edges()
+    empty = indptr.diff() == 0
+    assert bool(empty.any())
+    rows = randn(25, 4).requires_grad_()
+    out = cpu_reduce.reduce_edges(rows, indptr, src_idx, reduce)
+    assert not out[empty].any()
+    out[empty].sum().backward()
+    assert rows.grad is not None
+    assert not rows.grad.any()
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(0, 3), torch.zeros(4, 0), torch.zeros(0, 2, 2)], ids=lambda r: str(r.shape)
+)
+def test_nothing_to_reduce(reduce: str, rows: Tensor) -> None:
+    no_edges = torch.empty(0, dtype=torch.int32)
+    for num_dst in (0, 2):
+        r = rows.clone().requires_grad_()
+        out = cpu_reduce.reduce_edges(r, torch.zeros(num_dst + 1, dtype=torch.int64), no_edges, reduce)
+        assert out.shape == (num_dst, *rows.shape[1:])
+        out.sum().backward()
+        assert r.grad is not None
+        assert r.grad.shape == rows.shape
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_views_and_int64_sources_give_the_same(reduce: str) -> None:
+    indptr, src_idx = edges()
+    wide = randn(50, 12)
+    view = wide[::2, 3:9]
+    expected = cpu_reduce.reduce_edges(view.clone(), indptr, src_idx, reduce)
+    assert torch.equal(cpu_reduce.reduce_edges(view, indptr, src_idx.long(), reduce), expected)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_gradients_are_those_of_finite_differences(reduce: str) -> None:
+    indptr, src_idx = edges(num_dst=6, num_rows=5, num_edges=14)
+    rows, weight = randn(5, 3).requires_grad_(), randn(14, seed=8).requires_grad_()
+    torch.autograd.gradcheck(lambda r, w: cpu_reduce.reduce_edges(r, indptr, src_idx, reduce, w), (rows, weight))
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_own_rows_stand_beside_the_reduced_ones(reduce: str, weighted: bool) -> None:
+    (indptr, src_idx), own = edges(), randint(0, 25, 30, seed=7)  # some rows are the own of several
+    results = []
+    for module in (cpu_reduce, reference):
+        rows, weight = randn(25, 7).requires_grad_(), randn(200, seed=3).requires_grad_() if weighted else None
+        out = module.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
+        (out * randn(30, 14, seed=5)).sum().backward()
+        results.append((out.detach(), rows.grad, None if weight is None else weight.grad))
+    assert_equal_results(results, 1e-12)
+    assert torch.equal(results[0][0][:, 7:], randn(25, 7)[own])
+
+
+@pytest.mark.parametrize(("rows", "own"), [(randn(4, 3), [0]), (randn(4, 3, 2), [0, 1]), (randn(4), [0, 1])])
+def test_own_rows_that_do_not_fit_are_refused(rows: Tensor, own: list[int]) -> None:
+    with pytest.raises(ValueError, match="one id per destination"):
+        cpu_reduce.reduce_edges(rows, torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
+
+
+@pytest.mark.parametrize("own", [[0, 4], [-1, 0]])
+def test_own_rows_that_do_not_exist_are_refused(own: list[int]) -> None:
+    with pytest.raises(IndexError, match=r"outside 0 \.\. 3"):
+        cpu_reduce.reduce_edges(randn(4, 3), torch.tensor([0, 1, 1]), torch.tensor([0]), "sum", None, torch.tensor(own))
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_number_of_threads_changes_no_bit(reduce: str, dtype: torch.dtype) -> None:
+    pair = edges(num_dst=700, num_rows=500, num_edges=60000)
+    rows = randn(500, 33, dtype=dtype)
+    weight = None if reduce == "max" else randn(60000, seed=4, dtype=dtype)
+    results = []
+    for threads in (1, 2, 5):
+        with torch_threads(threads):
+            results.append(both(rows, reduce, weight, pair)[0])
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            assert found is expected is None or torch.equal(found, expected)  # type: ignore[arg-type]
+
+
+def test_only_the_gradients_that_are_asked_for() -> None:
+    indptr, src_idx = edges()
+    weight = randn(200, seed=3).requires_grad_()
+    rows = randn(25, 4)
+    cpu_reduce.reduce_edges(rows, indptr, src_idx, "sum", weight).sum().backward()
+    assert rows.grad is None
+    assert weight.grad is not None
+    assert_close(weight.grad, rows.sum(1)[src_idx.long()], 1e-12)
+
+
+# ---- keyed dropout
+
+
+@parametrize_pairwise(
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    shape=[(), (1,), (4,), (7,), (3, 5)],
+    p=[0.0, 0.1, 0.5, 0.9, 1.0],
+)
+def test_dropout_equals_the_reference_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
+    x, ids = randn(40, *shape, dtype=dtype), randint(0, 2**40, 40)
+    for key in (0, -3, 2**61):
+        found = cpu_reduce.keyed_dropout(x, p, key, ids)
+        assert found.dtype == dtype
+        assert torch.equal(found, reference.keyed_dropout(x, p, key, ids))
+
+
+def test_dropout_of_nothing_and_of_everything() -> None:
+    x, ids = randn(10, 6), torch.arange(10)
+    assert torch.equal(cpu_reduce.keyed_dropout(x, 0.0, 1, ids), x)
+    assert not cpu_reduce.keyed_dropout(x, 1.0, 1, ids).any()
+    assert cpu_reduce.keyed_dropout(x[:0], 0.5, 1, ids[:0]).shape == (0, 6)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_dropout_keeps_the_expectation_and_drops_the_share(p: float) -> None:
+    rows, width = 3000, 101
+    out = cpu_reduce.keyed_dropout(torch.ones(rows, width, dtype=torch.float64), p, 7, torch.arange(rows))
+    spread = (p / (1 - p) / (rows * width)) ** 0.5
+    assert abs(float(out.mean()) - 1) < 4 * spread
+    per_column = (out == 0).double().mean(0)
+    assert float((per_column - p).abs().max()) < 4.5 * (p * (1 - p) / rows) ** 0.5
+
+
+def test_dropout_columns_and_neighbouring_nodes_are_independent() -> None:
+    kept = (cpu_reduce.keyed_dropout(torch.ones(40000, 6), 0.5, 3, torch.arange(40000)) > 0).double() - 0.5
+    columns = kept.t() @ kept / 10000
+    assert float((columns - torch.eye(6)).abs().max()) < 4 / 200
+    assert float(((kept[1:] * kept[:-1]).mean(0) * 4).abs().max()) < 4 / 200
+
+
+def test_a_node_has_the_same_mask_wherever_it_stands() -> None:
+    ids = torch.tensor([5, 9, 5])
+    out = cpu_reduce.keyed_dropout(torch.ones(3, 50), 0.5, 1, ids)
+    assert torch.equal(out[0], out[2])
+    assert not torch.equal(out[0], out[1])
+    assert not torch.equal(out, cpu_reduce.keyed_dropout(torch.ones(3, 50), 0.5, 2, ids))
+
+
+def test_dropout_backward_draws_the_same_mask_again() -> None:
+    x, ids = randn(12, 9).requires_grad_(), torch.arange(12)
+    out = cpu_reduce.keyed_dropout(x, 0.4, 3, ids)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert_close(out.detach(), (x * grad).detach(), 1e-15)
+    torch.autograd.gradcheck(lambda v: cpu_reduce.keyed_dropout(v, 0.4, 3, ids), (x,))
+
+
+def test_dropout_can_be_differentiated_twice() -> None:
+    x, ids = randn(3, 4).requires_grad_(), torch.arange(3)
+    torch.autograd.gradgradcheck(lambda v: cpu_reduce.keyed_dropout(v**2, 0.4, 3, ids), (x,))
+
+
+def test_dropout_needs_one_id_per_row() -> None:
+    with pytest.raises(AssertionError, match="one node id per row"):
+        cpu_reduce.keyed_dropout(torch.ones(4, 2), 0.5, 1, torch.arange(3))
+
+
+def test_dropout_bits_do_not_depend_on_threads() -> None:
+    x, ids = randn(3000, 64, dtype=torch.float32), torch.arange(3000)
+    with torch_threads(1):
+        alone = cpu_reduce.keyed_dropout(x, 0.5, 1, ids)
+    with torch_threads(2):
+        assert torch.equal(cpu_reduce.keyed_dropout(x, 0.5, 1, ids), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_dropout_of_stored_columns_is_that_of_whole_rows(p: float, dtype: torch.dtype) -> None:
+    x, ids = randn(50, 23).to(dtype), randint(0, 10**12, 50)
+    rows, columns = (x > 0.5).nonzero(as_tuple=True)
+    indptr = torch.zeros(51, dtype=torch.int64)
+    indptr[1:] = torch.bincount(rows, minlength=50).cumsum(0)
+    expected = cpu_reduce.keyed_dropout(x, p, 9, ids)[rows, columns]
+    for module in (cpu_reduce, reference):
+        found = module.keyed_dropout_stored(x[rows, columns], indptr, columns.int(), p, 9, ids)
+        torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)

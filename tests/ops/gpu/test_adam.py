@@ -1,0 +1,68 @@
+"""Adam in one kernel against torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hopline.ops.gpu import adam as gpu_adam
+from tests.grids import RUNS_ON_GPU
+from tests.helpers import KERNEL_DEVICE, randn
+
+pytestmark = RUNS_ON_GPU
+
+
+@pytest.mark.parametrize(("kind", "decay"), [("Adam", 0.0), ("Adam", 0.01), ("AdamW", 0.1)])
+def test_steps_are_torchs_and_so_is_the_state(kind: str, decay: float):
+    start = [randn(40, 30).float(), randn(7, seed=1).float(), randn(1, seed=2).float()]
+    ours = [torch.nn.Parameter(t.clone().to(KERNEL_DEVICE)) for t in start]
+    theirs = [torch.nn.Parameter(t.clone().to(KERNEL_DEVICE)) for t in start]
+    rate = torch.tensor(0.01, device=KERNEL_DEVICE)
+    options: dict[str, Any] = {"lr": rate, "weight_decay": decay, "capturable": KERNEL_DEVICE == "cuda"}
+    found = getattr(gpu_adam, kind)(ours, **options)
+    expected = getattr(torch.optim, kind)(theirs, lr=0.01, weight_decay=decay)
+    for turn in range(6):
+        for a, b in zip(ours, theirs, strict=True):
+            b.grad = randn(*b.shape, seed=turn).float().to(KERNEL_DEVICE)
+            a.grad = b.grad.clone()  # at another place each time
+        found.step()
+        expected.step()
+        if turn == 3:
+            rate.fill_(0.002)
+            for group in expected.param_groups:
+                group["lr"] = 0.002
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.state[a]["exp_avg_sq"], expected.state[b]["exp_avg_sq"], rtol=1e-5, atol=1e-8)
+        assert float(found.state[a]["step"]) == 6
+    copy = getattr(torch.optim, kind)(theirs, lr=0.01)
+    copy.load_state_dict(found.state_dict())
+    torch.testing.assert_close(copy.state[theirs[0]]["exp_avg"], found.state[ours[0]]["exp_avg"])
+
+
+def test_what_the_kernel_cannot_do_is_left_to_torch():
+    p = torch.nn.Parameter(randn(5).to(KERNEL_DEVICE))  # float64
+    optimizer = gpu_adam.Adam([p], lr=torch.tensor(0.1, device=KERNEL_DEVICE), capturable=KERNEL_DEVICE == "cuda")
+    before = p.detach().clone()
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), before - 0.2, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_finds_the_table_of_gradients_that_were_there_long_ago(monkeypatch: pytest.MonkeyPatch):
+    p = torch.nn.Parameter(randn(5).float().to(KERNEL_DEVICE))
+    optimizer = gpu_adam.Adam([p], lr=torch.tensor(0.1, device=KERNEL_DEVICE), capturable=KERNEL_DEVICE == "cuda")
+    places = [torch.ones_like(p) for _ in range(gpu_adam.MOST_TABLES + 2)]
+    for p.grad in places:
+        optimizer.step()
+    p.grad = places[1]
+    optimizer.prepare()
+    monkeypatch.setattr(gpu_adam, "_is_capturing", lambda tensor: True)
+    assert optimizer._tables() is not None
+    p.grad = places[2]
+    assert optimizer._tables() is None, "what is not there a graph would copy every time"

@@ -1,0 +1,38 @@
+"""Cross entropy against torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hopline.ops.gpu import loss as gpu_loss
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.helpers import KERNEL_DEVICE, randint, randn
+
+pytestmark = RUNS_ON_GPU
+
+
+@parametrize_kernel(
+    [((7, 3), torch.float32), ((130, 172), torch.float32), ((130, 172), torch.bfloat16)],
+    shape=[(1, 1), (7, 3), (130, 172), (5, 1000)],
+    dtype=[torch.float32, torch.bfloat16],
+)
+def test_loss_and_gradient_are_torchs(shape: tuple[int, int], dtype: torch.dtype):
+    num, classes = shape
+    values = (5 * randn(num, classes)).to(dtype).to(KERNEL_DEVICE)
+    labels = randint(0, classes, num).to(KERNEL_DEVICE)
+    found, expected = values.clone().requires_grad_(), values.float().requires_grad_()
+    ours = gpu_loss.cross_entropy(found, labels)
+    theirs = torch.nn.functional.cross_entropy(expected, labels)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    (3 * ours).backward()
+    (3 * theirs).backward()
+    assert found.grad is not None
+    assert expected.grad is not None
+    assert found.grad.dtype == dtype
+    tolerance: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-4}
+    torch.testing.assert_close(found.grad.float(), expected.grad, **tolerance)

@@ -1,0 +1,97 @@
+"""The map with a stamp per node, and the sorting one behind it, against that of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hopline.ops import reference
+from hopline.ops.cpu.sampling import IdMap
+from hopline.ops.gpu import map as gpu_map
+from hopline.ops.gpu.map import DeviceIdMap
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.helpers import KERNEL_DEVICE, randint
+
+pytestmark = RUNS_ON_GPU
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device(KERNEL_DEVICE)
+
+
+@parametrize_kernel(
+    [(True, torch.int32), (True, torch.int64), (False, torch.int32)],
+    dense=[True, False],
+    dtype=[torch.int32, torch.int64],
+)
+def test_equals_the_map_of_the_cpu_over_several_batches(dense: bool, dtype: torch.dtype) -> None:
+    ours, expected = DeviceIdMap(300, DEVICE, dense), IdMap(300)
+    for batch in range(3):
+        for hop, size in enumerate((5, 0, 80, 1500)):
+            nodes = randint(0, 300, size, seed=10 * batch + hop).to(dtype)
+            idx = ours.add(nodes.to(DEVICE))
+            assert idx.dtype == torch.int32
+            assert torch.equal(idx.cpu(), expected.add(nodes))
+            assert ours.size == expected.size
+            assert torch.equal(ours.ids().cpu(), expected.ids())
+        ours.clear()
+        expected.clear()
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["stamps", "sorted"])
+def test_ids_are_a_copy(dense: bool) -> None:
+    ours = DeviceIdMap(9, DEVICE, dense)
+    ours.add(torch.tensor([4, 2], device=DEVICE))
+    before = ours.ids()
+    ours.clear()
+    ours.add(torch.tensor([7, 8], device=DEVICE))
+    assert before.tolist() == [4, 2]
+
+
+def test_a_map_has_stamps_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_map, "DENSE_MAP_BYTES", 80)
+    assert DeviceIdMap(10, DEVICE).dense
+    assert not DeviceIdMap(11, DEVICE).dense
+    assert DeviceIdMap(11, DEVICE, dense=True).dense
+
+
+def test_the_steps_begin_again_after_the_last() -> None:
+    ours = DeviceIdMap(9, DEVICE)
+    ours._step = gpu_map.LAST_STEP - 1
+    for nodes in ([3, 5, 3], [5, 3], [3], [8, 3, 5]):
+        assert ours.add(torch.tensor(nodes, device=DEVICE)).tolist() == [nodes.index(n) for n in nodes]
+        ours.clear()
+    assert ours._step == 3
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["stamps", "sorted"])
+@pytest.mark.parametrize("bad", [-1, 9, 2**40])
+def test_what_is_not_a_node_is_refused_and_the_map_stays_usable(dense: bool, bad: int) -> None:
+    ours = DeviceIdMap(9, DEVICE, dense)
+    with pytest.raises(ValueError, match="out of range"):
+        ours.add(torch.tensor([3, bad], device=DEVICE))
+    ours.clear()
+    assert ours.add(torch.tensor([6, 3, 6], device=DEVICE)).tolist() == [0, 1, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="races need a GPU")
+def test_threads_that_race_for_a_few_nodes_give_the_same_order_every_time() -> None:
+    nodes = randint(0, 10, 10**6).cuda() * 99_991
+    expected = reference.relabel(nodes[:0], nodes)
+    ours = DeviceIdMap(10**6, DEVICE)
+    for _ in range(100):
+        assert torch.equal(ours.add(nodes), expected[1])
+        assert torch.equal(ours.ids(), expected[0])
+        ours.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="races need a GPU")
+def test_many_nodes_give_the_same_order_every_time() -> None:
+    nodes = randint(0, 10**6, 10**6).cuda()
+    expected = reference.relabel(nodes[:1000].unique(), nodes)
+    ours = DeviceIdMap(10**6, DEVICE)
+    for _ in range(100):
+        ours.add(nodes[:1000].unique())
+        assert torch.equal(ours.add(nodes), expected[1])
+        assert torch.equal(ours.ids(), expected[0])
+        ours.clear()

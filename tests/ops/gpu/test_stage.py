@@ -1,0 +1,116 @@
+"""Kernels that bring cold rows near, against plain torch, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hopline.ops.gather_tiers import new_counts
+from hopline.ops.gpu import stage as gpu_stage
+from hopline.ops.gpu import tiers as gpu_tiers
+from tests.grids import RUNS_ON_GPU, parametrize_kernel
+from tests.helpers import KERNEL_DEVICE, randint, randn
+
+pytestmark = RUNS_ON_GPU
+NUM_ROWS, NUM_HOT = 300, 60
+DEVICE = torch.device(KERNEL_DEVICE)
+
+
+def places() -> torch.Tensor:
+    place = torch.full((NUM_ROWS,), -1, dtype=torch.int32)
+    place[randint(0, NUM_ROWS, 1000).unique()[:NUM_HOT]] = torch.arange(NUM_HOT, dtype=torch.int32)
+    return place
+
+
+def claimed(trees: list[torch.Tensor], place: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.full((capacity,), gpu_stage.unclaimed(torch.int32), dtype=torch.int32, device=DEVICE)
+    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    stamp = torch.zeros(NUM_ROWS, dtype=torch.int32, device=DEVICE)
+    for nodes in trees:
+        gpu_stage.claim(nodes.to(DEVICE), place.to(DEVICE), stamp, 7, found, count)
+    return found, count
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cold_rows_are_claimed_once(dtype: torch.dtype):
+    place = places()
+    place[5] = -2 - (NUM_HOT + 1)  # staged at present, and wanted again
+    trees = [torch.cat([randint(-1, NUM_ROWS, 400, seed=s), torch.tensor([5, 5, -1])]).to(dtype) for s in (1, 2)]
+    found, count = claimed(trees, place, NUM_ROWS)
+    wanted = torch.cat(trees).long()
+    wanted = wanted[wanted >= 0].unique()
+    wanted = wanted[place[wanted] < 0]
+    assert int(count) == wanted.numel()
+    assert torch.equal(found.sort().values[: wanted.numel()].cpu().long(), wanted)
+    assert bool((found.sort().values[wanted.numel() :] == gpu_stage.unclaimed(torch.int32)).all())
+
+
+def test_more_than_fit_are_counted_but_not_kept():
+    found, count = claimed([torch.arange(NUM_ROWS)], torch.full((NUM_ROWS,), -1, dtype=torch.int32), 100)
+    assert int(count) == NUM_ROWS
+    assert found.unique().numel() == 100
+    assert int(found.max()) < NUM_ROWS
+
+
+@parametrize_kernel(
+    [((3,), torch.bfloat16), ((2, 150), torch.float32), ((), torch.float64)],
+    shape=[(), (3,), (256,), (2, 150)],
+    dtype=[torch.bfloat16, torch.float32, torch.float64],
+)
+def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...], dtype: torch.dtype):
+    rows = randn(NUM_ROWS, *shape).to(dtype)
+    ids = randint(0, NUM_ROWS, 250)
+    found = gpu_stage.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
+    assert torch.equal(found.cpu(), rows[ids])
+
+
+@parametrize_kernel(
+    [
+        (True, (2, 150), torch.float32),
+        (False, (3,), torch.float32),
+        (True, (), torch.float64),
+        (False, (256,), torch.float64),
+    ],
+    add=[False, True],
+    shape=[(), (3,), (256,), (2, 150)],
+    dtype=[torch.float32, torch.float64],
+)
+def test_rows_are_put_and_added_into_the_hosts(shape: tuple[int, ...], dtype: torch.dtype, add: bool):
+    table, ids = randn(NUM_ROWS, *shape).to(dtype), randn(NUM_ROWS).argsort()[:250]
+    rows, expected = randn(250, *shape, seed=2).to(dtype), table.clone()
+    expected[ids] = expected[ids] + rows if add else rows
+    table = table.pin_memory() if DEVICE.type == "cuda" else table
+    gpu_stage.put_aside(table, ids.to(DEVICE), rows.to(DEVICE), add=add)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(table, expected)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float32, 7), (torch.float64, 300)])
+def test_staged_rows_are_read_where_they_stand(dtype: torch.dtype, width: int):
+    rows, place = randn(NUM_ROWS, width).to(dtype), places()
+    hot_ids = (place >= 0).nonzero().view(-1)
+    capacity = 50
+    hot = torch.zeros(NUM_HOT + 2 * capacity, width, dtype=dtype)
+    hot[place[hot_ids].long()] = rows[hot_ids]
+    cold = rows.pin_memory() if DEVICE.type == "cuda" else rows
+    hot, place, count = hot.to(DEVICE), place.to(DEVICE), torch.tensor([40], dtype=torch.int32, device=DEVICE)
+    fetched = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    wanted = (place < 0).nonzero().view(-1)[:capacity].int()
+    gpu_stage.stage(hot, cold, place, wanted, count, NUM_HOT, fetched)
+    gpu_stage.point(place, wanted, count, NUM_HOT)
+    assert (int(fetched), int((place < -1).sum())) == (40, 40)
+    # The next window takes over what both want, from the device.
+    again = torch.cat([wanted[30:40], (place == -1).nonzero().view(-1)[-20:].int()])
+    number = torch.tensor([again.numel()], dtype=torch.int32, device=DEVICE)
+    gpu_stage.stage(hot, torch.zeros_like(cold) if DEVICE.type == "cpu" else cold, place, again, number, 110, fetched)
+    assert int(fetched) == 60
+    assert torch.equal(hot[110:120].cpu(), rows[wanted[30:40].long().cpu()])
+    gpu_stage.point(place, wanted, count, None)
+    gpu_stage.stage(hot, cold, place, again, number, 110, fetched)
+    gpu_stage.point(place, again, number, 110)
+    counts, ids = new_counts(DEVICE), torch.arange(NUM_ROWS, device=DEVICE)
+    assert torch.equal(gpu_tiers.gather_tiers(hot, cold, place, ids, counts).cpu(), rows)
+    assert counts.sum(0).tolist() == [NUM_HOT, NUM_ROWS - NUM_HOT - 30, 30]

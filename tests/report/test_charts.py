@@ -1,0 +1,115 @@
+"""Charts: what is drawn where, and what is left out."""
+
+import itertools
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from hopline.report.charts import MAX_BARS, MAX_HOVERS, bar_chart, line_chart, short, ticks
+from hopline.report.format import MILLISECONDS, SECONDS
+
+
+def drawing(figure: str) -> ElementTree.Element:
+    """Parse a figure, which proves that it is well formed."""
+    return ElementTree.fromstring(figure)
+
+
+def titles(figure: str) -> list[str]:
+    return [element.text or "" for element in drawing(figure).iter("title")]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 1), (0.71, 0.73), (-5, 12), (3, 3), (0, 0), (1e-9, 2e-9), (9_999, 250_000), (-2, -2)],
+)
+def test_ticks_cover_the_range_with_few_even_steps(low: float, high: float):
+    found = ticks(low, high)
+    assert found[0] <= low + 1e-12
+    assert found[-1] >= high - 1e-12
+    assert 3 <= len(found) <= 8
+    steps = [b - a for a, b in itertools.pairwise(found)]
+    assert steps == pytest.approx([steps[0]] * len(steps))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.73125, "0.7312"), (9999, "9999"), (45_200, "45.2k"), (1.5e6, "1.5M"), (3e9, "3G")],
+)
+def test_short_numbers(value: float, text: str):
+    assert short(value) == text
+
+
+def test_a_curve_falls_when_its_values_do():
+    figure = line_chart("Loss", {"loss": [(1, 2.0), (2, 1.0), (3, 0.5)]})
+    points = re.findall(r"([\d.]+),([\d.]+)", re.findall(r'points="([^"]+)"', figure)[0])
+    xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
+    assert xs == sorted(xs)
+    assert ys == sorted(ys), "down the page"
+    assert titles(figure) == ["loss, epoch 1: 2", "loss, epoch 2: 1", "loss, epoch 3: 0.5"]
+
+
+def test_the_legend_names_curves_unless_the_title_does():
+    both = line_chart("Metrics", {"valid": [(1, 0.5), (2, 0.6)], "test": [(1, 0.4)], "empty": []})
+    assert re.findall(r"</i>([^<]+)", both) == ["valid", "test"]
+    assert re.findall(r"</i>([^<]+)", line_chart("Loss", {"loss": [(1, 0.5), (2, 0.4)]})) == []
+
+
+def test_no_points_no_chart():
+    assert line_chart("Loss", {"loss": []}) == ""
+    assert bar_chart("Stages", [], [], SECONDS) == ""
+    assert bar_chart("Stages", [], [(1, {})], SECONDS) == ""
+
+
+def test_names_are_escaped():
+    figure = line_chart("<b>", {"a<script>": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]})
+    assert "<script" not in figure
+    assert "a<script>, epoch 1: 1" in titles(figure)
+    assert "x<y, epoch 1: 1.00 s" in titles(bar_chart("Stages", ["x<y"], [(1, {"x<y": 1.0})], SECONDS))
+
+
+def test_long_runs_stay_small():
+    many = [(float(epoch), 1.0 / epoch) for epoch in range(1, 5001)]
+    assert len(titles(line_chart("Loss", {"loss": many}))) <= MAX_HOVERS
+    bars = [(epoch, {"sample": value, "step": 1.0}) for epoch, value in many]
+    assert len(titles(bar_chart("Stages", ["sample", "step"], bars, SECONDS))) <= 2 * MAX_BARS
+
+
+def test_a_chart_over_something_else_than_epochs_with_its_axis_from_zero():
+    figure = line_chart("Bytes", {"bytes": [(1, 40.0), (9, 50.0)]}, over="step", least=0.0, width=900)
+    assert titles(figure) == ["bytes, step 1: 40", "bytes, step 9: 50"]
+    texts = [element.text for element in drawing(figure).iter("text")]
+    assert "0" in texts
+    assert texts[-1] == "step"
+    ends = [float(circle.attrib["cx"]) for circle in drawing(figure).iter("circle")]
+    assert 800 < ends[1] < 900
+
+
+def test_bars_stack_without_gaps_to_scale():
+    figure = bar_chart("Stages", ["sample", "step"], [(1, {"step": 3.0, "sample": 1.0}), (2, {"step": 2.0})], SECONDS)
+    boxes = [{k: float(r.attrib[k]) for k in ("x", "y", "height")} for r in drawing(figure).iter("rect")]
+    sample, step, absent, second = boxes
+    assert step["height"] == pytest.approx(3 * sample["height"], abs=0.3)
+    assert step["y"] + step["height"] == pytest.approx(sample["y"], abs=0.2)
+    assert absent["height"] == 0
+    assert second["height"] == pytest.approx(2 * sample["height"], abs=0.3)
+    assert second["x"] > step["x"]
+
+
+def test_grouped_bars_show_the_mean_of_their_epochs():
+    bars = [(epoch, {"step": float(epoch)}) for epoch in range(1, 2 * MAX_BARS + 1)]
+    assert titles(bar_chart("Stages", ["step"], bars, SECONDS))[0] == "step, epoch 1–2: 1.50 s"
+
+
+def test_bars_are_drawn_in_their_unit():
+    figure = bar_chart("Stages", ["step"], [(1, {"step": 0.25})], MILLISECONDS)
+    assert "Stages, in ms" in figure
+    assert titles(figure) == ["step, epoch 1: 250.0 ms"]
+    assert "250" in [element.text for element in drawing(figure).iter("text")]
+
+
+def test_every_name_has_a_colour_of_its_own_in_bars_and_legend():
+    names = [f"stage{i}" for i in range(20)]
+    figure = bar_chart("Stages", names, [(1, dict.fromkeys(names, 1.0))], SECONDS)
+    assert re.findall(r"fill:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(20)]
+    assert re.findall(r"background:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(20)]

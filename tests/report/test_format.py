@@ -1,0 +1,61 @@
+"""Numbers as people read them."""
+
+import math
+
+import pytest
+
+from hopline.report.format import amount, duration, percent, unit_of
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 µs"),
+        (3.848e-05, "38.5 µs"),
+        (0.0004688, "469 µs"),
+        (0.0009996, "1 ms"),
+        (0.3052, "305 ms"),
+        (0.9996, "1 s"),
+        (6.119, "6.12 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 0 s"),
+        (125, "2 min 5 s"),
+        (3599.6, "1 h 0 min"),
+        (12_000, "3 h 20 min"),
+        (5_000_000, "1,388 h 53 min"),
+    ],
+)
+def test_a_time_by_itself(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
+def test_a_column_of_times_has_one_unit():
+    short = unit_of([0.2, 0.136, 0.0004, 1e-5, 0])
+    assert short.name == "ms"
+    assert [short.write(s) for s in (0.2, 0.136, 0.0004, 1e-5, 0, None, math.nan)] == [
+        *("200.0", "136.0", "0.4", "< 0.1", "0", "–", "–"),
+    ]
+    long = unit_of([12.345, 0.004])
+    assert (long.name, long.write(12.345), long.write(0.004), long.write(1234.5)) == (
+        "s",
+        "12.35",
+        "< 0.01",
+        "1,234.50",
+    )
+    assert unit_of([1234.5]).write(1234.5) == "1,234.5"
+    assert unit_of([]).name == "ms"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.357, "36%"), (0.0432, "4.3%"), (1, "100%"), (0, "0%"), (0.0999, "10%"), (0.0994, "9.9%")]
+)
+def test_shares(share: float, text: str):
+    assert percent(share) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1_615_685_872, "1,615,685,872"), (54_855.3, "54,855"), (13.5234, "13.52"), (True, "True"), ("cpu", "cpu")],
+)
+def test_amounts(value: float | str, text: str):
+    assert amount(value) == text

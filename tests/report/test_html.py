@@ -1,0 +1,308 @@
+"""The page of a run, rebuilt from files that are whole, damaged or missing."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hopline.methods.historical.settings import Historical
+from hopline.report.html import read_records, read_run, render
+from hopline.run.settings import RunConfig
+from hopline.util.spec import to_dict
+
+CONFIG = {"name": "cora-gcn", "method": {"kind": "sampled", "fanouts": [10, 5]}, "note": "<script>x</script>"}
+
+
+def epoch(number: int, **changes: Any) -> dict[str, Any]:
+    record = {
+        "event": "epoch",
+        "epoch": number,
+        "loss": 1 / number,
+        "lr": 0.01,
+        "seconds": 2.0,
+        "seeds_per_s": 50.0,
+    }
+    stages = {"sample": 0.5 * number, "gather": 1.0}
+    return record | {"slowest_stage": "gather", "stages": stages, "counters": {"bytes.h2d": 2048}} | changes
+
+
+def evaluation(number: int, split: str, value: float) -> dict[str, Any]:
+    return {
+        "event": "evaluate",
+        "epoch": number,
+        "split": split,
+        "metrics": {"accuracy": value},
+        "seconds": 0.1,
+    }
+
+
+END = {
+    "event": "end",
+    "best_epoch": 2,
+    "reason": "no better for 5 epochs",
+    "test": {"accuracy": 0.8125},
+    "valid": {"accuracy": 0.79},
+    "peak_rss_bytes": 3 * 2**29,
+    "stages": [{"name": "sample", "calls": 7, "first_epoch_s": 0.5, "mean_s": 1.25, "std_s": 0.353}],
+}
+CLOSE = {
+    "event": "close",
+    "status": "ok",
+    "counters": {"bytes.h2d": 6144, "cache.hits": 12},
+    "num_dropped_spans": 0,
+}
+WHOLE = [r for n in (1, 2, 3) for r in (epoch(n), evaluation(n, "valid", 0.6 + n / 100))] + [END, CLOSE]
+
+
+def write(folder: Path, records: list[dict[str, Any]], tail: str = "") -> Path:
+    about = {"config": CONFIG, "versions": {"torch": "2.8", "numba": None}, "command": ["hopline", "train"]}
+    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
+    return folder
+
+
+def text(page: str) -> str:
+    """What a reader sees, with single spaces."""
+    body = re.sub(r"<style>.*?</style>|<svg.*?</svg>", " ", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", body).split())
+
+
+def test_a_finished_run_shows_results_times_counters_and_settings(tmp_path: Path):
+    page = render(write(tmp_path, WHOLE))
+    seen = text(page)
+    assert "cora-gcn finished" in seen
+    assert "ended: no better for 5 epochs" in seen
+    assert "0.7900 best valid accuracy (epoch 2)" in seen
+    assert "0.8125 test accuracy" in seen
+    assert "1.5 GiB peak host memory" in seen
+    assert "2 s median time per epoch" in seen
+    assert "sample 0.50 1.25 0.35" in seen, "first epoch, mean and deviation of the later ones"
+    assert "bytes.h2d 6 KiB 2 KiB" in seen
+    assert "cache.hits 12 –" in seen
+    assert "method.fanouts 10,5" in seen
+    assert "numba none" in seen
+    assert re.findall(r"<figcaption>([^<]+)", page) == ["Loss", "Metrics", "Time by stage, in s"]
+    assert "learning rate 0.01" in seen, "a constant is a fact, not a chart"
+    assert "loss, epoch 2: 0.5" in page
+    assert 'class="notice"' not in page
+
+
+START = {
+    "event": "start",
+    "dataset": "papers",
+    "num_nodes": 111_059_956,
+    "num_edges": 1_615_685_872,
+    "num_features": 128,
+    "num_classes": 172,
+    "num_seeds": 1_207_179,
+    "model": "GNN",
+    "layers": ["SAGEConv", "SAGEConv", "GATConv"],
+    "num_parameters": 20_624,
+    "method": {"kind": "sampled", "fanouts": [15, 10], "batch_size": 1024, "replace": False},
+    "device": "cuda:0 (NVIDIA H200)",
+    "num_ranks": 4,
+}
+PIPELINE = {
+    "event": "explain",
+    "shares": {"sample": 0.25, "forward": 0.75},
+    "serial_s": 4.0,
+    "bound": 0.8,
+    "achieved": 0.9,
+    "seconds": 3.6,
+    "num_batches": 20,
+    "workers": 2,
+    "bottleneck": "forward",
+    "sentence": "bottleneck: forward, 75% of the work",
+}
+
+
+def test_dataset_model_and_training_are_at_the_top(tmp_path: Path):
+    seen = text(render(write(tmp_path, [START, *WHOLE])))
+    top = seen[: seen.index("Over epochs")]
+    assert "Dataset name papers nodes 111,059,956 edges 1,615,685,872 features 128 classes 172" in top
+    assert "training seeds 1,207,179" in top
+    assert "Model name GNN layers 2 × SAGEConv, 1 × GATConv parameters 20,624" in top
+    assert "method sampled fan-outs 15, 10 batch size 1,024 learning rate 0.01" in top
+    assert "device cuda:0 (NVIDIA H200) ranks 4" in top
+
+
+def test_without_a_recorded_start_the_settings_tell_what_they_can(tmp_path: Path):
+    seen = text(render(write(tmp_path, WHOLE)))
+    assert "Training method sampled fan-outs 10, 5 learning rate 0.01" in seen
+    assert "Dataset" not in seen
+
+
+def test_the_parts_of_the_run_add_up_to_its_total(tmp_path: Path):
+    stages = {"forward": 1.0, "checkpoint": 0.25, "evaluate.checkpoint": 0.5}
+    records = [epoch(1, stages=stages), evaluation(1, "valid", 0.5), epoch(2, stages=stages)]
+    page = render(write(tmp_path, [*records, CLOSE | {"elapsed_s": 6.0}]))
+    seen = text(page)
+    assert "6 s total time" in seen
+    assert "training 3.50 58% evaluation 0.10 1.7% checkpoints 1.50 25% everything else 0.90 15% total 6.00" in seen
+
+
+def test_the_time_of_an_epoch_that_was_killed_and_resumed_counts(tmp_path: Path):
+    """Its seconds hold those before the kill, which no stamp counts."""
+    seen = text(render(write(tmp_path, [epoch(1), epoch(2, seconds=7.0), CLOSE | {"elapsed_s": 3.0}])))
+    assert "9 s total time" in seen
+    assert "training 9.00 100% evaluation 0 0% checkpoints 0 0% everything else 0 0% total 9.00" in seen
+
+
+@pytest.mark.parametrize("config", [{"evaluate": "async"}, {"train": {"evaluate": "async"}}])
+def test_evaluations_beside_training_are_no_part_of_the_total(tmp_path: Path, config: dict[str, Any]):
+    records = [epoch(1), evaluation(1, "valid", 0.5), epoch(2), evaluation(2, "test", 0.5), CLOSE | {"elapsed_s": 5.0}]
+    write(tmp_path, records)
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    seen = text(render(tmp_path))
+    assert "evaluation 0.10 2.0%" in seen
+    assert "Validation ran beside training" in seen
+
+
+def test_the_bottleneck_is_that_of_the_sentence_and_is_said_once(tmp_path: Path):
+    page = render(write(tmp_path, [epoch(1, stages={"forward": 3.0}), epoch(2, stages={"sample": 9.0}), PIPELINE]))
+    seen = text(page)
+    assert "forward bottleneck" in seen
+    assert "slowest" not in seen
+    assert page.count(PIPELINE["sentence"]) == 1
+    assert page.count("<h2>Pipeline</h2>") == 1
+    assert "Stage times" not in seen
+
+
+def test_a_constant_is_not_drawn_unless_beside_a_curve(tmp_path: Path):
+    records = [epoch(n, loss=0.5, lr=0.1 / n, seeds_per_s=7.0) for n in (1, 2, 3)]
+    tested = evaluation(3, "test", 0.7)
+    page = render(write(tmp_path, [*records, *(evaluation(n, "valid", 0.6) for n in (1, 2)), tested]))
+    assert re.findall(r"<figcaption>([^<]+)", page) == ["Learning rate", "Time by stage, in s"]
+    assert "0.5 loss 7 seeds per second" in text(page)
+    assert "learning rate 0" not in text(page)
+    page = render(write(tmp_path, [*records, *(evaluation(n, "valid", n / 10) for n in (1, 2)), tested]))
+    assert "test accuracy, epoch 3: 0.7" in page
+
+
+def test_work_is_shown_in_place_of_times_that_hold_waiting(tmp_path: Path):
+    work = {"forward": 3.0, "sample": 1.0}
+    spans = {"sample": 40.0, "wait": 8.0, "forward": 3.0}
+    page = render(write(tmp_path, [*(epoch(n, stages=spans, work=work) for n in (1, 2, 3)), PIPELINE]))
+    seen = text(page)
+    assert "Work by stage, in s" in page
+    assert "sample 1.00 1.00 0 25%" in seen
+    assert "forward 3.00 3.00 0 75%" in seen
+    assert "all stages, one after the other 4.00 100%" in seen
+    assert "40.0" not in page
+    assert "</i>wait" not in page
+    assert "include waiting" not in seen
+    old = render(write(tmp_path, [*(epoch(n, stages=spans) for n in (1, 2, 3)), PIPELINE]))
+    assert "sample 40.00 40.00 0 25%" in text(old)
+    assert "</i>wait" in old
+    assert "Times include waiting for a core, shares do not." in old
+
+
+def test_a_stage_has_one_colour_however_many_there_are(tmp_path: Path):
+    stages = {f"stage{i}": 1.0 + i for i in range(15)}
+    page = render(write(tmp_path, [epoch(1, stages=stages), epoch(2, stages=dict(reversed(stages.items())))]))
+    used: dict[str, set[str]] = {}
+    for colour, name in re.findall(r"background:var\((--c\d+)\)\"></i>(stage\d+)", page):
+        used.setdefault(name, set()).add(colour)
+    for colour, name in re.findall(r"fill:var\((--c\d+)\)\"><title>(stage\d+)", page):
+        used[name].add(colour)
+    assert [len(colours) for colours in used.values()] == [1] * 15
+    assert len(set.union(*used.values())) == 15
+    light, dark = page.split("</style>")[0].rsplit("@media", 1)
+    for colour in set.union(*used.values()):
+        assert f"{colour}:#" in light
+        assert f"{colour}:#" in dark
+
+
+def test_no_time_is_written_with_an_exponent_or_many_zeros(tmp_path: Path):
+    stages = {"forward": 0.3, "move": 3.848e-05, "wait": 0.0004688}
+    page = text(render(write(tmp_path, [epoch(n, stages=stages, seconds=0.31) for n in (1, 2, 3)])))
+    assert "move &lt; 0.1 &lt; 0.1 0" in page
+    assert "wait 0.5 0.5 0" in page
+    assert not re.search(r"\d[eE]-\d|0\.000", page)
+
+
+def test_settings_that_were_changed_come_first(tmp_path: Path):
+    write(tmp_path, WHOLE)
+    config = to_dict(RunConfig(lr=0.25, method=Historical(num_parts=70)))
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    page = render(tmp_path)
+    shown, others = page[page.index("Changed settings") :].split("<details>")
+    assert "lr 0.25 method.kind historical method.num_parts 70" in text(shown)
+    assert "weight_decay 0.0" in text(others)
+    assert "num_parts" not in others
+
+
+def test_the_page_is_escaped_and_needs_no_network(tmp_path: Path):
+    page = render(write(tmp_path, [*WHOLE, epoch(4, slowest_stage="<i>x</i>", stages={"<b>": 1.0})]))
+    assert "<script" not in page
+    assert "&lt;script&gt;x&lt;/script&gt;" in page
+    assert "<i>x" not in page
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page)
+
+
+def test_a_killed_run_is_shown_as_far_as_it_got(tmp_path: Path):
+    records = [epoch(1), evaluation(1, "valid", 0.5), epoch(2), evaluation(2, "valid", 0.4), epoch(3)]
+    seen = text(render(write(tmp_path, records, tail='{"event": "epoch", "epo')))
+    assert "not finished" in seen
+    assert "it was killed" in seen
+    assert "1 line(s) of metrics.jsonl could not be read" in seen
+    assert "0.5000 best valid accuracy (epoch 1)" in seen
+    assert "3 epochs" in seen
+    assert "sample 0.50 1.25 0.35" in seen
+    assert "bytes.h2d 6 KiB 2 KiB" in seen, "and so do totals"
+
+
+def test_one_epoch_says_that_there_is_no_mean(tmp_path: Path):
+    seen = text(render(write(tmp_path, [epoch(1), CLOSE])))
+    assert "Only one epoch was completed" in seen
+    assert "1 loss 50 seeds per second 1 epochs" in seen
+    assert "stage epoch (s) sample 0.50 gather 1.00" in seen
+
+
+def test_no_metrics_at_all(tmp_path: Path):
+    write(tmp_path, [])
+    (tmp_path / "metrics.jsonl").unlink()
+    page = render(tmp_path)
+    assert "No epoch has been completed" in page
+    assert "<svg" not in page
+
+
+def test_a_failed_run_says_why(tmp_path: Path):
+    close = CLOSE | {"status": "failed: RuntimeError: out of <memory>", "num_dropped_spans": 1234}
+    page = render(write(tmp_path, [epoch(1), epoch(2), close]))
+    assert '<span class="status failed">failed</span>' in page
+    assert page.count("RuntimeError: out of &lt;memory&gt;") == 1
+    assert "leaves out 1,234 spans" in page
+
+
+def test_values_that_are_null_are_left_out_of_curves(tmp_path: Path):
+    page = render(write(tmp_path, [epoch(1), epoch(2, loss=None, stages=None), epoch(3), CLOSE]))
+    assert "loss, epoch 1: 1" in page
+    assert "loss, epoch 2" not in page
+
+
+def test_a_resumed_run_counts_each_epoch_once_and_the_last_record_holds(tmp_path: Path):
+    run = read_run(write(tmp_path, [epoch(1), epoch(2, loss=9.0), epoch(2, loss=0.25), epoch(3)]))
+    assert [r["epoch"] for r in run.epochs] == [1, 2, 3]
+    assert run.epochs[1]["loss"] == 0.25
+
+
+def test_lines_that_are_not_records_are_left_out(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"a": 1}\n[1]\n\xff\xfe\n{"a": 2}\n{"a"')
+    assert read_records(path) == [{"a": 1}, {"a": 2}]
+    assert read_records(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"config": 3}', "{}", ""])
+def test_a_damaged_config_is_named(tmp_path: Path, content: str):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json' is damaged"):
+        render(tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"config\.json' is missing: give the folder of a run"):
+        render(tmp_path)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.nn import SAGEConv
+
+from hopline.budget.memory_plan import DoesNotFit, Outline, Plan
+from hopline.budget.probe import learn, plan_of
+from hopline.budget.settings import Budget
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.historical.settings import Historical
+from hopline.methods.sampled.settings import Auto, Sampled
+from hopline.nn import GNN
+from hopline.run import compare_methods as choosing
+from hopline.run.compare_methods import Candidate, choose, compare, first_nodes, recommended, table_of
+from hopline.training.settings import TrainSettings
+from hopline.training.trainer import Trainer
+from hopline.util.spec import parse_size
+from tests.helpers import dataset_of, randn, random_graph, stack_of
+
+SAMPLED = Sampled(fanouts=(5, 5), batch_size=100)
+
+
+def outline_of(num_nodes: int = 600) -> Outline:
+    data = dataset_of(random_graph(num_nodes, 8 * num_nodes, attr=2), randn(num_nodes, 6))
+    torch.manual_seed(0)
+    return Outline.of(GNN(stack_of("sage-mean", 6, 16, 3)).double(), data, TrainSettings())
+
+
+def test_every_method_is_planned_and_timed():
+    outline = outline_of()
+    found = compare(SAMPLED, outline, Budget(host="1GiB"))
+    assert [c.name for c in found] == ["sampled", "historical", "full_batch"]
+    assert all(c.plan is not None and 0 < c.seconds < 60 for c in found)
+    assert [c.plan.steps for c in found if c.plan] == [3, 4, 1]
+    best = recommended(found)
+    assert best is min(found, key=lambda c: c.seconds / c.plan.steps)  # type: ignore[union-attr]
+    rows = table_of(found)
+    assert [len(row) for row in rows] == [7] * 3
+    assert rows[0][-1] == "batches of 100 seeds, uncut"
+    assert all(p.grad is None for p in outline.job.module.parameters())
+
+
+def test_what_does_not_fit_in_memory_is_tried_with_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    outline = outline_of()
+    learn(outline, 2)
+    memory, files = (m for m in choosing.alternatives(SAMPLED, outline) if isinstance(m, FullBatch))
+    least = [plan_of(m, outline, Budget(host="1KiB")).smallest_bytes("host") for m in (memory, files)]
+    assert least[1] < least[0]
+    limit = sum(least) // 2
+    found = compare(SAMPLED, outline, Budget(host=str(limit)), probe=False)
+    whole = found[-1]
+    assert isinstance(whole.method, FullBatch)
+    assert (whole.plan is None, whole.method.folder) == (False, Path("tables"))
+    assert all(math.isnan(c.seconds) for c in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fastest_step_is_recommended_of_those_that_fit():
+    plan = plan_of(SAMPLED, outline_of(), Budget())  # of three steps
+    slow, fast = (Candidate(method=SAMPLED, plan=plan, seconds=s) for s in (3.0, 1.0))
+    refused = Candidate(method=Historical(), refusal="it does not fit")
+    unknown = Candidate(method=FullBatch(), plan=plan)
+    assert recommended([slow, fast, refused, unknown]) is fast
+    assert recommended([refused]) is None
+    assert table_of([refused]) == [["historical", *["-"] * 5, "it does not fit"]]
+
+
+def test_auto_says_why_and_refuses_what_nothing_fits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choosing, "TIMED", 1)
+    method, why = choose(outline_of(), Budget(host="1GiB"))
+    assert why.startswith(f"method={choosing.kind_of(type(method))}: an epoch takes about ")
+    with pytest.raises(ValueError, match="method=auto is found before a run"):
+        Auto().bind(outline_of().job)
+    with pytest.raises(ValueError, match="no method fits this budget: Sampled does not fit 1 KiB"):
+        choose(outline_of(), Budget(host="1KiB"))
+
+
+def test_the_first_nodes_are_the_graph_between_them():
+    data = outline_of(60).data
+    part = first_nodes(data, 25)
+    assert (part.num_nodes, part.folder) == (25, None)
+    for node in range(25):
+        before = data.graph.indices[data.graph.indptr[node] : data.graph.indptr[node + 1]]
+        edges = slice(int(data.graph.indptr[node]), int(data.graph.indptr[node + 1]))
+        inside = before < 25
+        now = slice(int(part.graph.indptr[node]), int(part.graph.indptr[node + 1]))
+        assert torch.equal(part.graph.indices[now], before[inside])
+        assert torch.equal(part.graph.edge["attr"][now], data.graph.edge["attr"][edges][inside])
+    assert torch.equal(part.x.read(torch.arange(25)), data.x.read(torch.arange(25)))
+    assert part.splits["train"].max() < 25
+
+
+def test_a_large_graph_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choosing, "MOST_EDGES", 1000)
+    outline, scale = choosing._smaller(outline_of())
+    assert outline.data.num_nodes < 600
+    assert scale == 4800 / outline.data.num_edges
+    assert outline.train_ids.numel() > 0
+
+
+# ---- what is refused
+
+
+def trainer_of(how: str, budget: dict[str, Any]) -> Trainer:
+    data = dataset_of(random_graph(600, 4800), randn(600, 6))
+    torch.manual_seed(0)
+    if how == "whole":
+        model: torch.nn.Module = Plain()
+    else:
+        model = GNN(stack_of("sage-mean", 6, 16, 3), norm="batch" if how == "batch norm" else None)
+    return Trainer(model.double(), data, SAMPLED, budget=budget, epochs=1, show=False)
+
+
+class Plain(torch.nn.Module):
+    """A model that is not made of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = SAGEConv(6, 16), SAGEConv(16, 3)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+@pytest.mark.parametrize("over_budget", ["split", "resample", "cut", "refuse"])
+@pytest.mark.parametrize("how", ["layers", "batch norm", "whole"])
+def test_the_budget_that_a_refusal_names_would_do_whatever_becomes_of_batches(how: str, over_budget: str):
+    with pytest.raises(DoesNotFit, match="it needs at least budget=") as refused:
+        trainer_of(how, {"device": "1KiB", "over_budget": over_budget})
+    named = str(refused.value).split("budget=")[1].split(" ")[0]
+    run = trainer_of(how, {"device": named, "over_budget": over_budget}).fit()
+    assert sum(e.counters.get("budget.steps_over", 0) for e in run.history) == 0
+    with pytest.raises(DoesNotFit):
+        trainer_of(how, {"device": str(int(0.3 * parse_size(named))), "over_budget": over_budget})
+
+
+def test_a_refusal_names_the_limit_that_was_given():
+    with pytest.raises(DoesNotFit, match=r"it needs at least budget\.host="):
+        trainer_of("layers", {"device": "1GiB", "host": "1KiB"})
+    with pytest.raises(DoesNotFit, match=r"it needs at least budget="):
+        trainer_of("layers", {"device": "1KiB", "host": "1GiB"})
+
+
+def test_a_method_whose_steps_are_refused_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
+    seconds = choosing._seconds
+
+    def refused(plan: Plan, budget: Budget, outline: Outline) -> float:
+        if isinstance(plan.method, Sampled):
+            raise ValueError("a batch may take more")
+        return seconds(plan, budget, outline)
+
+    monkeypatch.setattr(choosing, "_seconds", refused)
+    found = compare(SAMPLED, outline_of(), Budget(host="1GiB"))
+    assert [c.plan is None for c in found] == [True, False, False]
+    assert found[0].refusal == "a batch may take more"
+    assert recommended(found) is not found[0]

@@ -1,0 +1,207 @@
+"""Predictions of a finished run."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.nn
+
+import hopline as hl
+from hopline import infer
+from hopline.core.partition import make_partition
+from hopline.distributed import launch
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.run import train as run
+from hopline.run.infer import _classes, predict, predict_rank
+from hopline.run.models import make_model
+from hopline.run.settings import InferConfig, RunConfig
+from hopline.shards.write import cut
+from hopline.util.spec import to_dict
+from tests.runs import method, quick, small
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A quick run on a small graph in a folder."""
+    return quick(tmp_path)
+
+
+@pytest.fixture
+def done(config: RunConfig) -> Path:
+    """The folder of a finished run."""
+    folder = run.train(config).folder
+    assert folder is not None
+    return folder
+
+
+def predictions(folder: Path, /, **settings: Any) -> np.ndarray:
+    return np.load(predict(folder, InferConfig(**settings)) or "", allow_pickle=False)
+
+
+def test_predictions_are_those_of_the_best_weights(config: RunConfig, done: Path):
+    data = hl.open(config.data)
+    model = make_model(config.model, data)
+    model.load_state_dict(torch.load(done / "best.pt", weights_only=True))
+    scores = infer.exact(model, data)
+    np.testing.assert_allclose(predictions(done, write="scores"), scores.numpy(), rtol=1e-5, atol=1e-6)
+    classes = predictions(done)
+    assert classes.dtype == np.int64
+    np.testing.assert_array_equal(classes, scores.argmax(dim=-1).numpy())
+    np.testing.assert_array_equal(predictions(done, nodes="test"), classes[data.splits["test"].numpy()])
+
+
+def test_predictions_of_the_test_nodes_have_the_accuracy_of_the_run(config: RunConfig):
+    finished = run.train(config)
+    assert finished.folder is not None
+    data = hl.open(config.data)
+    assert data.y is not None
+    right = predictions(finished.folder, nodes="test") == data.y[data.splits["test"]].numpy()
+    assert right.mean() == pytest.approx(finished.test)
+
+
+def test_predictions_by_sampling_and_by_the_last_weights(done: Path, tmp_path: Path):
+    out = tmp_path / "new" / "scores.npy"
+    sampled = predictions(done, inference="sampled", weights="last", write="scores", nodes="valid", out=out)
+    assert out.exists()
+    assert sampled.shape == (80, 4)
+    assert not (done / "predictions.npy").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "shape", "dtype"),
+    [
+        ("single", 4, (3,), np.int64),
+        ("multi", 4, (3, 4), np.uint8),
+        ("binary", 2, (3,), np.int64),
+        ("binary", 1, (3,), np.uint8),
+    ],
+)
+def test_classes_follow_the_task(task: str, outputs: int, shape: tuple[int, ...], dtype: type):
+    classes = _classes(torch.randn(3, outputs), task).numpy()
+    assert (classes.shape, classes.dtype) == (shape, dtype)
+
+
+def test_a_split_that_the_data_lacks_is_named(done: Path, tmp_path: Path):
+    bare = dataclasses.replace(small(), splits={})
+    bare.save(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"has no split 'test': choose nodes=all"):
+        predictions(done, nodes="test", data=str(tmp_path / "bare"))
+    assert predictions(done, data=str(tmp_path / "bare")).shape == (400,)
+
+
+def test_predictions_that_cannot_be_written_name_the_file(done: Path):
+    with pytest.raises(ValueError, match=r"cannot write .*config.json/p.npy \(.+\): choose another file"):
+        predictions(done, out=done / "config.json" / "p.npy")
+    with pytest.raises(ValueError, match=r"cannot write /dev/full \(No space left on device\): choose another file"):
+        predictions(done, out=Path("/dev/full"))
+
+
+def test_chunks_and_a_folder_change_no_prediction(done: Path, tmp_path: Path):
+    expected = predictions(done, write="scores")
+    np.testing.assert_allclose(predictions(done, write="scores", chunk_bytes="100KiB"), expected, rtol=1e-5, atol=1e-6)
+    hidden = tmp_path / "hidden"
+    for _ in range(2):  # the second time from what is there
+        np.testing.assert_array_equal(predictions(done, write="scores", folder=hidden), expected)
+        assert [path.name for path in hidden.glob("*.bin")] == ["layer1-h.bin"]
+    torch.save({k: v + 1 for k, v in torch.load(done / "best.pt", weights_only=True).items()}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"another inference \(other weights\): remove it, or choose another"):
+        predictions(done, weights=tmp_path / "other.pt", folder=hidden)
+    with pytest.raises(ValueError, match=r"folder= is about exact inference: leave it out, or set inference=exact"):
+        predictions(done, inference="sampled", folder=hidden)
+    with pytest.raises(ValueError, match=r"chunk_bytes must be at least 1"):
+        predictions(done, chunk_bytes=0)
+    with pytest.raises(ValueError, match=r"device='nowhere' is not a device: set device=cpu"):
+        predictions(done, device="nowhere")
+
+
+def test_rows_are_written_piece_by_piece(done: Path, monkeypatch: pytest.MonkeyPatch):
+    for write in ("scores", "classes"):
+        expected = predictions(done, write=write)
+        with monkeypatch.context() as patched:
+            patched.setattr("hopline.run.infer.PIECE", 77)
+            found = predictions(done, write=write)
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_weights_of_a_file(config: RunConfig, done: Path, tmp_path: Path):
+    """PyG's own, and those saved from within DDP."""
+    data = hl.open(config.data)
+    torch.manual_seed(5)
+    stock = torch_geometric.nn.GraphSAGE(data.num_features, 8, 2, data.num_classes)
+    plain, wrapped, foreign = (tmp_path / name for name in ("plain.pt", "ddp.pt", "foreign.pt"))
+    torch.save(stock.state_dict(), plain)
+    torch.save({f"module.{name}": value for name, value in stock.state_dict().items()}, wrapped)
+    torch.save(torch_geometric.nn.GCN(data.num_features, 8, 2, data.num_classes).state_dict(), foreign)
+    expected = stock.eval()(data.x.read(torch.arange(400)), data.graph.edge_index()).detach().numpy()
+    for file in (plain, wrapped):
+        np.testing.assert_allclose(predictions(done, weights=file, write="scores"), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"foreign.pt does not hold weights of this model: .*Missing key"):
+        predictions(done, weights=foreign)
+    with pytest.raises(
+        ValueError, match=r"there is no file .*none.pt: give weights=best, weights=last or a state_dict"
+    ):
+        predictions(done, weights=tmp_path / "none.pt")
+
+
+# ---- shards
+
+
+def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, done: Path, tmp_path: Path):
+    whole = hl.open(config.data)
+    cut(whole, make_partition(whole.graph, 3, "random", seed=1), tmp_path / "shards")
+    shards = str(tmp_path / "shards")
+    for nodes in ("all", "test"):
+        expected = predictions(done, nodes=nodes, write="scores")
+        for folder in (None, tmp_path / nodes):
+            found = predictions(done, nodes=nodes, write="scores", data=shards, folder=folder, chunk_bytes="100KiB")
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(predictions(done, data=shards), predictions(done))
+    with pytest.raises(ValueError, match=r"there are 3 shards and 1 processes: start one process per shard"):
+        predictions(done, data=shards, inference="sampled")
+    scaled = run.train(dataclasses.replace(config, features="standardized", out=tmp_path / "scaled")).folder
+    assert scaled is not None
+    with pytest.raises(ValueError, match=r"features=standardized, which cannot be made of shards: give data= the"):
+        predictions(scaled, data=shards)
+    shutil.rmtree(tmp_path / "shards" / "shard-1")
+    with pytest.raises(ValueError, match=r"there is no shard 1 in .*: it is missing: copy it there"):
+        predictions(done, data=shards)
+
+
+def on_ranks(world: World, folder: str, shards: str) -> list[Any]:
+    """Predictions of several ranks, each by another set of settings, as the first rank has written them."""
+    found = []
+    for settings in SETTINGS:
+        written = predict_rank(world, folder, to_dict(InferConfig(data=shards, **settings)))
+        found.append(None if written is None else np.load(written, allow_pickle=False).tolist())
+    with pytest.raises(ValueError, match=r"devices=2 is for a dataset in shards: .*shards=2` and give data=FOLDER"):
+        predict_rank(world, folder, to_dict(InferConfig()))
+    with pytest.raises(ValueError, match=r"folder= is for one process, which goes over all shards"):
+        predict_rank(world, folder, to_dict(InferConfig(data=shards, folder=Path("hidden"))))
+    return found
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"nodes": "all", "write": "scores"},
+    {"nodes": "valid", "write": "scores", "chunk_bytes": "100KiB"},
+    {"nodes": "all", "inference": "sampled", "write": "scores"},
+    {"nodes": "valid", "inference": "sampled", "write": "scores"},
+    {"nodes": "test"},
+]
+
+
+def test_several_ranks_give_what_one_process_gives(tmp_path: Path):
+    config = quick(tmp_path, method=method(fanouts=(-1, -1)))
+    whole, folder = hl.open(config.data), run.train(config).folder
+    assert folder is not None
+    cut(whole, make_partition(whole.graph, 2, "random", seed=1), tmp_path / "shards")
+    found = launch.run(on_ranks, LaunchSettings(devices=2), str(folder), str(tmp_path / "shards"))
+    for settings, rows in zip(SETTINGS, found, strict=True):
+        np.testing.assert_allclose(np.array(rows), predictions(folder, **settings), rtol=1e-5, atol=1e-5)

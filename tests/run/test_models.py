@@ -1,0 +1,168 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import APPNP, GCNConv
+
+import hopline as hl
+from hopline import infer
+from hopline.run.model_settings import NAMES, ModelSpec
+from hopline.run.models import make_model
+from tests.runs import fit, losses, method, small
+
+
+def build(data: hl.Dataset, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"hidden": 8, "layers": 2} | settings
+    return make_model(ModelSpec(**given), data)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_builds_a_model_that_trains_and_infers(name: str):
+    data = small()
+    model = build(data, name=name)
+    before = [p.detach().clone() for p in model.parameters()]
+    fit(data, model, method(batch_size=150), epochs=1)
+    assert all(p.grad is not None for p in model.parameters())
+    assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    scores = infer.exact(model, data)
+    assert scores.shape == (data.num_nodes, data.num_classes)
+    assert scores.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["sage", "gat", "gcnii"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"jk": "cat"},
+        {"jk": "max"},
+        {"jk": "lstm"},
+        {"jk": "last"},
+        {"norm": "batch"},
+        {"norm": "layer", "residual": True},
+    ],
+    ids=str,
+)
+def test_options_combine_with_any_number_of_layers(name: str, settings: dict[str, Any]):
+    data = small()
+    for layers in (1, 3):
+        how = method(fanouts=(3,) * layers)
+        run = fit(data, build(data, name=name, layers=layers, dropout=0.1, **settings), how, epochs=3)
+        assert losses(run)[-1] < losses(run)[0]
+
+
+@pytest.mark.parametrize("aggr", ["mean", "max", "sum"])
+def test_the_aggregation_reaches_the_convs(aggr: str):
+    for name in ("sage", "graphconv"):
+        model = build(small(), name=name, aggr=aggr)
+        assert {conv.aggr for conv in model.convs} == {aggr}  # type: ignore[union-attr]
+
+
+def test_appnp_is_pygs_own_after_two_linear_layers():
+    data = small()
+    model = build(data, name="appnp", layers=10, alpha=0.2).eval()
+    assert data.y is not None
+    x = model.encoder(data.x[torch.arange(400)])  # type: ignore[operator]
+    expected = APPNP(K=10, alpha=0.2)(x, data.graph.edge_index())
+    torch.testing.assert_close(infer.exact(model, data), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"appnp has no hidden layers: leave out model.jk"):
+        build(data, name="appnp", jk="cat")
+
+
+@pytest.mark.parametrize("name", ["gcn", "pna", "gat"])
+@pytest.mark.parametrize("jk", ["none", "cat", "max"])
+def test_linear_layers_around_the_convs(name: str, jk: str):
+    data = small()
+    model = build(data, name=name, linear=True, jk=jk, norm="batch", residual=True, residual_first=True)
+    assert model.lin.in_features == 8 * (3 if jk == "cat" else 1)  # type: ignore[union-attr]
+    run = fit(data, model, method(), epochs=3)
+    assert losses(run)[-1] < losses(run)[0]
+
+
+def test_options_of_attention_gcnii_and_pna_reach_their_convs():
+    data = small()
+    gat: Any = build(data, name="gat", heads=2, out_heads=3, attention_dropout=0.3, act="elu")
+    first, last = gat.convs
+    assert (first.heads, first.concat, last.heads, last.concat) == (2, True, 3, False)
+    assert (first.dropout, last.dropout) == (0.3, 0.3)
+    two: Any = build(data, name="gcnii", shared_weights=False)
+    one: Any = build(data, name="gcnii")
+    assert (two.convs[0].weight2 is None, one.convs[0].weight2 is None) == (False, True)
+    pna: Any = build(data, name="pna", aggregators=("mean",), scalers=("identity", "amplification"))
+    assert pna.convs[0].aggr_module.scaler == ["identity", "amplification"]
+
+
+def test_an_mlp_ignores_the_edges():
+    data = small()
+    model = build(data, name="mlp")
+    none = dataclasses.replace(data, graph=hl.Graph(torch.zeros(401, dtype=torch.int64), torch.empty(0).int()))
+    torch.testing.assert_close(infer.exact(model, data), infer.exact(model, none))
+    assert not torch.equal(infer.exact(build(data), data), infer.exact(build(data), none))
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+def test_heads_that_do_not_divide_the_width_are_refused(name: str):
+    with pytest.raises(ValueError, match=r"model.hidden=10 must be a multiple of model.heads=4"):
+        build(small(), name=name, hidden=10)
+
+
+def test_a_mistyped_name_gets_the_nearest_one():
+    with pytest.raises(ValueError, match=r"there is no model 'gatt'. Did you mean 'gat'\? Choose one of sage, gcn"):
+        build(small(), name="gatt")
+
+
+def test_a_dataset_without_labels_is_refused():
+    with pytest.raises(ValueError, match="has no labels to train on: convert it with"):
+        build(dataclasses.replace(small(), y=None, num_classes=0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden": 0}, "must be at least 1"),
+        ({"out_heads": 0}, "model.out_heads must be at least 1, not 0"),
+        ({"attention_dropout": 2.0}, "model.attention_dropout must be between 0 and 1"),
+        ({"aggregators": ("mean", "mode")}, "model.aggregators must be some of mean, .*, not mean, mode"),
+        ({"scalers": ()}, "model.scalers must be some of identity, .*, not none"),
+        ({"layers": 0}, "must be at least 1"),
+        ({"heads": 0}, "must be at least 1"),
+        ({"dropout": 1.5}, r"model.dropout must be between 0 and 1, not 1.5"),
+        ({"input_dropout": -0.1}, r"model.input_dropout must be between 0 and 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        ModelSpec(**settings)
+
+
+def one_layer(spec: ModelSpec, data: hl.Dataset) -> nn.Module:
+    return hl.nn.GNN([GCNConv(data.num_features, data.num_classes)])
+
+
+def no_model(spec: ModelSpec, data: hl.Dataset) -> str:
+    return "a model"
+
+
+def test_a_function_of_the_users_own_makes_the_model():
+    data = small()
+    model = build(data, name=f"{__name__}:one_layer")
+    assert infer.exact(model, data).shape == (400, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.at_all:make", "cannot be imported .* write package.module:function"),
+        ("tests.runs:nothing", "cannot be imported .* write package.module:function"),
+        (f"{__name__}:no_model", "returned str: return a torch.nn.Module"),
+    ],
+)
+def test_what_is_no_function_for_a_model_is_refused(name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        build(small(), name=name)

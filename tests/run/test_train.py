@@ -1,0 +1,383 @@
+"""A run from its settings, what is read of one, and conversion."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.nn
+
+import hopline as hl
+from hopline.run import train as run
+from hopline.run.infer import predict
+from hopline.run.model_settings import ModelSpec
+from hopline.run.models import make_model
+from hopline.run.settings import ConvertConfig, InferConfig, RunConfig
+from hopline.util.spec import from_dict, to_dict
+from tests.runs import command, fit, labels, method, quick, same_weights, small, without
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A quick run on a small graph in a folder."""
+    return quick(tmp_path)
+
+
+@pytest.fixture
+def done(config: RunConfig) -> Path:
+    """The folder of a finished run."""
+    folder = run.train(config).folder
+    assert folder is not None
+    return folder
+
+
+def predictions(folder: Path, **settings: Any) -> np.ndarray:
+    return np.load(predict(folder, InferConfig(**settings)) or "", allow_pickle=False)
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize("features", ["normalized", "standardized"])
+def test_features_are_scaled_where_a_run_opens_its_data(config: RunConfig, features: Any):
+    changed = dataclasses.replace(config, features=features)
+    given, found = (run.open_data(c).x.read(torch.arange(400)) for c in (config, changed))
+    expected = getattr(small(), features)().x.read(torch.arange(400))
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found, given)
+    folder = run.train(changed).folder
+    assert folder is not None
+    assert predictions(folder).shape == (400,)
+
+
+def test_settings_come_back_from_the_run_folder(config: RunConfig):
+    schedule = hl.Schedule(name="cosine", warmup=1)
+    changed = dataclasses.replace(
+        config, clip_norm=1.5, patience=3, schedule=schedule, data_root=Path("/somewhere"), precision="bf16"
+    )
+    run.train(changed)
+    assert changed.out is not None
+    assert run.load_config(changed.out) == changed
+
+
+def test_settings_survive_json():
+    config = RunConfig(out=Path("a/b"), method=hl.Sampled(fanouts=(-1, 3), workers=2), clip_norm=None)
+    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_the_same_settings_give_the_same_run(config: RunConfig, tmp_path: Path):
+    again = dataclasses.replace(config, out=tmp_path / "again", method=method(workers=2))
+    first, second = run.train(config), run.train(again)
+    assert [e.loss for e in first.history] == [e.loss for e in second.history]
+    weights = [torch.load(tmp_path / name / "best.pt", weights_only=True) for name in ("run", "again")]
+    assert same_weights(*weights)
+
+
+def test_without_out_the_run_folder_is_named_after_the_data(config: RunConfig, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    folder = run.train(dataclasses.replace(config, out=None)).folder
+    assert folder is not None
+    assert folder.parent == Path("runs")
+    assert folder.name.startswith("planted-")
+    assert (tmp_path / folder / "report.html").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, done: Path):
+    before = (done / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="holds a run already: go on with it by resume=true"):
+        run.train(config)
+    assert (done / "metrics.jsonl").read_text() == before
+
+
+# ---- a split of one's own
+
+
+@pytest.fixture
+def unsplit(config: RunConfig, tmp_path: Path) -> RunConfig:
+    """A run on a graph without splits, of which some nodes have no label, by split_shares=."""
+    data = without(small(), "train", "valid", "test")
+    assert data.y is not None
+    data.y[::9] = -1
+    data.save(tmp_path / "graph")
+    return dataclasses.replace(config, split_shares=(0.5, 0.2, 0.3))
+
+
+def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit: RunConfig, tmp_path: Path):
+    done = run.train(unsplit)
+    data = hl.random_split(hl.open(tmp_path / "graph"), (0.5, 0.2, 0.3))
+    assert done.folder is not None
+    right = predictions(done.folder, nodes="test") == labels(data, "test").numpy()
+    assert right.mean() == pytest.approx(done.test)
+    other_seed = run.open_data(dataclasses.replace(unsplit, seed=5))
+    assert torch.equal(other_seed.splits["train"], data.splits["train"])
+    assert run.export(done.folder, tmp_path / "weights.pt", run.ExportConfig()).exists()
+
+
+def test_a_run_is_resumed_on_its_own_split_alone(unsplit: RunConfig, tmp_path: Path):
+    whole = run.train(dataclasses.replace(unsplit, epochs=3, out=tmp_path / "whole"))
+    run.train(unsplit)
+    longer = dataclasses.replace(unsplit, epochs=3, resume=True)
+    with pytest.raises(ValueError, match=r"of another run: training nodes is '178 nodes, .* there and '195 nodes, "):
+        run.train(dataclasses.replace(longer, split_shares=(0.55, 0.2, 0.25)))
+    assert [epoch.loss for epoch in run.train(longer).history] == [epoch.loss for epoch in whole.history]
+
+
+def test_a_run_with_a_drawn_split_predicts_a_graph_without_labels(unsplit: RunConfig, tmp_path: Path):
+    folder = run.train(unsplit).folder
+    assert folder is not None
+    dataclasses.replace(without(small(), "train", "valid", "test"), y=None).save(tmp_path / "new")
+    assert predictions(folder, data=str(tmp_path / "new")).shape == (400,)
+    with pytest.raises(ValueError, match="has no labels"):
+        predictions(folder, data=str(tmp_path / "new"), nodes="test")
+    assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=2", "how=range").status == 0
+    everywhere = predictions(folder, data=str(tmp_path / "shards"))
+    np.testing.assert_array_equal(everywhere, predictions(folder))
+    with pytest.raises(ValueError, match="nodes=test cannot be drawn on shards: give data= the dataset that was cut"):
+        predictions(folder, data=str(tmp_path / "shards"), nodes="test")
+
+
+def test_shards_are_split_before_they_are_cut(unsplit: RunConfig, tmp_path: Path):
+    assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=1", "how=range").status == 0
+    cut = dataclasses.replace(unsplit, data=str(tmp_path / "shards"))
+    with pytest.raises(ValueError, match=r"cut already.*hopline convert DATASET FOLDER split_shares=0.5,0.2,0.3"):
+        run.train(cut)
+    with pytest.raises(ValueError, match="has no training nodes: draw some with split_shares="):
+        run.train(dataclasses.replace(cut, split_shares=None))
+    with pytest.raises(ValueError, match=r"is in shards.*a split is drawn before the dataset is cut"):
+        hl.random_split(hl.open_sharded(tmp_path / "shards"))
+
+
+# ---- what is read of a run
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{x", "config.json is damaged"),
+        ("\xff\xfe", "config.json"),
+        ("{}", "does not hold the settings of a `hopline train` run"),
+        ("[1]", "does not hold the settings"),
+        ('{"config": 3}', "does not hold the settings"),
+        ('{"config": {"epochs": "many"}}', "does not hold the settings .*epochs=many is not valid"),
+    ],
+)
+def test_damaged_settings_are_named(done: Path, text: str, message: str):
+    (done / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        predictions(done)
+
+
+def test_a_run_of_the_library_is_not_one_of_the_command(tmp_path: Path):
+    fit(small(), out=tmp_path)
+    with pytest.raises(ValueError, match=r"is a run of hl\.Trainer in Python.*load_state_dict\(.*hl\.infer\.exact"):
+        predictions(tmp_path)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"is not a run folder: there is no config.json in it"):
+        predictions(tmp_path)
+
+
+def test_missing_weights_are_named(done: Path):
+    (done / "best.pt").unlink()
+    with pytest.raises(ValueError, match=r"there are no weights at .*best.pt"):
+        predictions(done)
+
+
+def _truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _another_model(path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2).state_dict(), path)
+
+
+def _a_list(path: Path) -> None:
+    torch.save([1, 2], path)
+
+
+def _code(path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncated, "is damaged .*: restore it or train again"),
+        (_empty, "is damaged .*: restore it or train again"),
+        (_code, "is damaged .*: restore it or train again"),
+        (_another_model, "does not hold weights of this model: .*Missing key"),
+        (_a_list, "does not hold weights of this model: .*"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(done: Path, damage: Callable[[Path], None], message: str):
+    damage(done / "best.pt")
+    with pytest.raises(ValueError, match=rf"best.pt {message}"):
+        predictions(done)
+
+
+# ---- conversion
+
+
+def test_an_npz_file_becomes_a_folder(tmp_path: Path):
+    path = tmp_path / "ring.npz"
+    edges = np.stack([np.arange(6), (np.arange(6) + 1) % 6])
+    np.savez(path, edge_index=edges, x=np.eye(6, dtype=np.float32), y=np.arange(6) % 2)
+    data = run.convert(str(path), tmp_path / "one", ConvertConfig())
+    assert (data.num_nodes, data.num_edges, data.num_classes) == (6, 6, 2)
+    both = run.convert(str(path), tmp_path / "both", ConvertConfig(symmetrize=True))
+    assert both.num_edges == 12
+
+
+def test_a_csv_file_becomes_a_folder(tmp_path: Path):
+    edges, nodes = tmp_path / "edges.csv", tmp_path / "nodes.csv"
+    edges.write_text("src,dst\na,b\nb,c\nc,a\n")
+    nodes.write_text("id,f0,f1,label\na,0.5,1,0\nb,1.5,2,1\nc,2.5,3,0\n")
+    data = run.convert(str(edges), tmp_path / "out", ConvertConfig(nodes=nodes, ids="map"))
+    assert (data.num_nodes, data.num_edges, data.num_features, data.num_classes) == (3, 3, 2, 2)
+    assert data.x.read(torch.tensor([1])).tolist() == [[1.5, 2.0]]
+
+
+def test_an_npy_edge_list_becomes_a_folder(tmp_path: Path):
+    np.save(tmp_path / "edges.npy", np.array([[0, 1, 2], [1, 2, 0]]))
+    data = run.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(num_nodes=5))
+    assert (data.num_nodes, data.num_edges) == (5, 3)
+
+
+def test_options_for_what_is_already_converted_are_refused(tmp_path: Path):
+    small().save(tmp_path / "graph")
+    with pytest.raises(ValueError, match="already converted: leave out symmetrize"):
+        run.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig(symmetrize=True))
+    assert run.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig()).num_edges == 4000
+
+
+def test_a_dataset_is_replaced_only_when_that_is_asked_for(tmp_path: Path):
+    edges = tmp_path / "edges.csv"
+    edges.write_text("src,dst\n0,1\n1,2\n")
+    run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
+    with pytest.raises(ValueError, match=r"holds a dataset: .*overwrite=true"):
+        run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
+    replaced = run.convert(str(edges), tmp_path / "out", run.ConvertConfig(overwrite=True, symmetrize=True))
+    assert replaced.num_edges == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0,9999999999999\n", "Node ids go up to 9999999999999 for only 1 edges: .*ids=map.*num_nodes="),
+        ("", "There are no edges"),
+    ],
+)
+def test_an_edge_list_whose_ids_are_no_numbers_of_nodes_is_refused(tmp_path: Path, rows: str, message: str):
+    edges = tmp_path / "edges.csv"
+    edges.write_text(f"src,dst\n{rows}")
+    with pytest.raises(ValueError, match=message):
+        run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
+    assert [p.name for p in tmp_path.iterdir()] == ["edges.csv"]
+
+
+def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
+    with pytest.raises(ValueError, match="ids= is for edge lists"):
+        run.convert("demo", tmp_path / "out", run.ConvertConfig(ids="map"))
+
+
+@pytest.mark.parametrize("name", ["edges.csv", "graph.npz", "edges.npy", "edges.parquet"])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
+    with pytest.raises(ValueError, match=f"there is no file .*{name}: check the path"):
+        run.convert(str(tmp_path / name), tmp_path / "out", run.ConvertConfig())
+
+
+@pytest.mark.parametrize("source", ["edges.csv", "graph.npz", "folder"])
+def test_a_conversion_stores_a_split_and_is_called_as_its_folder(tmp_path: Path, source: str):
+    edges, y = np.stack([np.arange(8), (np.arange(8) + 3) % 8]), np.array([0, 1, -1, 1, 0, 1, 0, 1])
+    np.savez(tmp_path / "graph.npz", edge_index=edges, x=np.eye(8, dtype=np.float32), y=y)
+    (tmp_path / "edges.csv").write_text("src,dst\n" + "\n".join(f"{a},{b}" for a, b in edges.T))
+    (tmp_path / "nodes.csv").write_text(
+        "f,label\n" + "\n".join(f"{i / 2},{c if c >= 0 else ''}" for i, c in enumerate(y))
+    )
+    hl.from_edges(edges, y=y, folder=tmp_path / "folder")
+    nodes = tmp_path / "nodes.csv" if source == "edges.csv" else None
+    settings = ConvertConfig(nodes=nodes, split_shares=(0.6, 0.2, 0.2))
+    data = run.convert(str(tmp_path / source), tmp_path / "mine", settings)
+    expected = hl.random_split(hl.from_edges(edges, y=y))
+    assert {k: v.tolist() for k, v in data.splits.items()} == {k: v.tolist() for k, v in expected.splits.items()}
+    assert (data.name, data.meta["split"]) == ("mine", expected.meta["split"])
+    again = run.convert(
+        str(tmp_path / "mine"), tmp_path / "mine", ConvertConfig(overwrite=True, split_shares=(1, 0, 0))
+    )
+    assert {k: v.tolist() for k, v in again.splits.items()} == {"train": [0, 1, 3, 4, 5, 6, 7]}
+
+
+def test_a_conversion_without_labels_cannot_be_split(tmp_path: Path):
+    np.save(tmp_path / "edges.npy", np.array([[0, 1], [1, 2]]))
+    with pytest.raises(ValueError, match=r"labelled nodes, and there are none: .*columns\.label=NAME"):
+        run.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(split_shares=(0.6, 0.2, 0.2)))
+    assert not (tmp_path / "out").exists()
+
+
+# ---- going on, and weights in and out
+
+
+def test_without_out_a_run_goes_on_in_the_newest_folder_of_its_settings(
+    config: RunConfig, tmp_path: Path, monkeypatch: Any
+):
+    monkeypatch.chdir(tmp_path)
+    anywhere = dataclasses.replace(config, out=None)
+    first = run.train(anywhere).folder
+    other = run.train(dataclasses.replace(anywhere, seed=3, out=Path("runs") / "graph-29990101-000000")).folder
+    longer = run.train(dataclasses.replace(anywhere, epochs=3, resume=True))
+    assert longer.folder == first != other
+    assert longer.epochs == 3
+    new = run.train(dataclasses.replace(anywhere, lr=0.5, resume=True))
+    assert new.folder not in (first, other)
+
+
+def test_exported_weights_begin_another_run_and_load_into_pyg(config: RunConfig, done: Path, tmp_path: Path):
+    file = run.export(done, tmp_path / "out" / "weights.pt", run.ExportConfig())
+    exported = torch.load(file, weights_only=True)
+    best = torch.load(done / "best.pt", weights_only=True)
+    assert exported.keys() == best.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in best.items())
+    data = hl.open(config.data)
+    stock = torch_geometric.nn.GraphSAGE(data.num_features, 8, 2, data.num_classes)
+    stock.load_state_dict(exported)  # PyG's names
+    started = run.train(dataclasses.replace(config, out=tmp_path / "second", weights=file, lr=1e-12, epochs=1))
+    assert started.valid == pytest.approx(best_valid(done), abs=1e-9)
+
+
+def best_valid(folder: Path) -> float:
+    """The best validation metric of a run."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return max(r["metrics"]["accuracy"] for r in records if r["event"] == "evaluate" and r["split"] == "valid")
+
+
+def test_weights_saved_from_within_ddp_are_read_too(config: RunConfig, done: Path, tmp_path: Path):
+    weights = torch.load(done / "best.pt", weights_only=True)
+    torch.save({f"module.{name}": value for name, value in weights.items()}, tmp_path / "ddp.pt")
+    model = make_model(config.model, hl.open(config.data))
+    run.load_weights(model, tmp_path / "ddp.pt")
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_to_begin_with_that_do_not_fit_are_named(config: RunConfig, done: Path, tmp_path: Path):
+    wider = dataclasses.replace(
+        config, model=ModelSpec(hidden=9, layers=2), weights=done / "best.pt", out=tmp_path / "w"
+    )
+    with pytest.raises(ValueError, match="does not hold weights of this model"):
+        run.train(wider)
+
+
+def test_an_export_that_cannot_be_written_names_the_file(done: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write"):
+        run.export(done, tmp_path / "file" / "weights.pt", run.ExportConfig())

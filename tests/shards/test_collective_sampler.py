@@ -1,0 +1,98 @@
+"""Sampling on shards; what the ranks check is in `shards/ranks.py`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline.core.partition import make_partition
+from hopline.distributed.all_to_all import Channel
+from hopline.distributed.launch import RankError, run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.shards.write import cut
+from tests.shards.ranks import RUNS, check, own_loop, trained, trained_on_shards
+from tests.shards.test_write import rich
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, data = tmp_path_factory.mktemp("collective"), rich()
+    data.save(path / "data")
+    for shards, how in ((1, "range"), (2, "metis"), (3, "random")):
+        cut(data, make_partition(data.graph, shards, how), path / f"shards-{shards}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[float]]:
+    data = hl.open(folder / "data")
+    return {kind: own_loop(World.alone(), data, kind) for kind in ("sage", "gcn", "gat")}
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> list[dict[str, Any]]:
+    return [trained(World.alone(), hl.open(folder / "data"), *run) for run in RUNS]
+
+
+@pytest.fixture(scope="module")
+def found_by(folder: Path) -> Callable[[int], dict[str, Any]]:
+    """What so many ranks find: started once."""
+    return functools.cache(lambda size: run(check, LaunchSettings(devices=size, timeout_s=30), str(folder)))
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
+def test_ranks_get_what_one_process_gets(
+    found_by: Callable[[int], dict[str, Any]], alone: dict[str, list[float]], runs: list[dict[str, Any]], size: int
+) -> None:
+    found = found_by(size)
+    assert found["seeds"] == [2 * 20, 1]
+    assert found["batches"] == [2 * -(-20 // (4 * size)), 1]
+    for kind, losses in alone.items():
+        assert found["losses"][kind] == pytest.approx(losses, abs=1e-9)
+    for ours, theirs in zip(found["runs"], runs, strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-9)
+        assert ours["weights"] == pytest.approx(theirs["weights"], abs=1e-6)
+        assert ours["metrics"] == theirs["metrics"]
+
+
+def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(
+    folder: Path, found_by: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = LaunchSettings(devices=2, timeout_s=20)
+    with pytest.raises(RankError, match="rank 1"):
+        run(trained_on_shards, settings, str(folder), str(tmp_path), 5)
+    assert run(trained_on_shards, settings, str(folder), str(tmp_path), None) == found_by(2)["runs"][0]  # bit for bit
+
+
+def test_mistakes_get_a_sentence(folder: Path) -> None:
+    shard, method = hl.open_shard(folder / "shards-1", 0), hl.Sampled(fanouts=(2,))
+    with pytest.raises(ValueError, match="there are 2 shards and 1 processes: start one process per shard"):
+        method.loader(hl.open_shard(folder / "shards-2", 0))
+    with pytest.raises(ValueError, match="there is no split 'trian'"):
+        method.loader(shard, "trian")
+    with pytest.raises(ValueError, match="an id is not a node: ids go from 0 to 59"):
+        method.loader(shard, torch.tensor([3, 60]))
+    with pytest.raises(ValueError, match="turn a mask into ids"):
+        method.loader(shard, torch.zeros(60, dtype=torch.bool))
+    with pytest.raises(ValueError, match="there are no seeds"):
+        method.loader(shard, torch.tensor([], dtype=torch.int64))
+    with pytest.raises(ValueError, match="set layout=block"):
+        hl.Sampled(fanouts=(2,), layout="tree").loader(shard)
+    with pytest.raises(ValueError, match="no table 'z': choose from x, words, half"):
+        hl.CollectiveLoader(shard, "train", method, tables=["z"])
+    with pytest.raises(ValueError, match="must be distinct"):
+        hl.CollectiveSampler(shard, Channel(), (2,)).sample(torch.tensor([1, 1]), 0)
+
+
+def test_tables_can_be_chosen(folder: Path) -> None:
+    loader = hl.CollectiveLoader(hl.open_shard(folder / "shards-1", 0), "train", hl.Sampled(fanouts=(2,)), tables=[])
+    batch = next(iter(loader))
+    assert batch.x is None
+    assert batch.tables == {}

@@ -1,0 +1,101 @@
+"""Tables of rows from the past, and blocks that read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hopline.core.batch import Block, Part
+from hopline.tables.history import HaloBlock, Histories, RecordedBlock, report_ages
+from hopline.util import trace
+from tests.helpers import randn
+
+
+def block_of(num_src: int = 5, num_dst: int = 3) -> Block:
+    part = Part(torch.arange(num_dst + 1), torch.arange(num_dst).int())
+    return Block(torch.arange(num_src), num_dst, (part,))
+
+
+def test_rows_come_back_as_they_were_written():
+    histories = Histories(10)
+    rows = randn(5, 4)
+    histories.write(0, [slice(2, 4), slice(7, 10)], rows)
+    places = torch.tensor([7, 2, 9, 0])
+    assert torch.equal(
+        histories.read(0, places, rows), torch.stack([rows[2], rows[0], rows[4], torch.zeros(4).double()])
+    )
+    histories.write(1, [slice(0, 10)], randn(10, 3, 2))  # any width, any shape
+    assert histories.tables[1].shape == (10, 3, 2)
+
+
+def test_tables_can_be_kept_in_half_precision_and_in_files(tmp_path: Path):
+    rows = randn(10, 4).float()
+    halves = Histories(10, dtype=torch.bfloat16)
+    halves.write(0, [slice(0, 10)], rows)
+    assert halves.tables[0].dtype == torch.bfloat16
+    assert torch.equal(halves.read(0, torch.arange(10), rows), rows.bfloat16().float())
+
+    mapped = Histories(10, folder=tmp_path / "tables")
+    assert not mapped.read(0, torch.arange(10), rows).any()
+    mapped.write(0, [slice(0, 10)], rows)
+    assert (tmp_path / "tables" / "h.0.bin").stat().st_size == rows.nbytes
+    assert torch.equal(mapped.read(0, torch.arange(10), rows), rows)
+
+
+def test_another_width_is_a_mistake_of_ours():
+    histories = Histories(10)
+    histories.write(0, [slice(0, 2)], randn(2, 4))
+    with pytest.raises(AssertionError, match="layer 0"):
+        histories.write(0, [slice(0, 2)], randn(2, 5))
+
+
+def test_the_state_is_everything():
+    one, other = Histories(6), Histories(6)
+    one.write(0, [slice(0, 6)], randn(6, 2))
+    one.step = 4
+    one.stamp([slice(1, 3)], 4)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other.tables[0], one.tables[0])
+    assert torch.equal(other.written, one.written)
+    assert other.step == 4
+    one.tables[0][:] = 0
+    assert other.tables[0].any()  # a copy
+
+
+def test_ages_are_counted_in_steps():
+    histories, counters = Histories(6), trace.Counters()
+    for step, slab in ((1, slice(0, 2)), (5, slice(2, 4)), (80, slice(4, 5))):
+        histories.stamp([slab], step)
+    histories.step = 82
+    with trace.listen(counters):
+        report_ages(histories.ages(torch.arange(6)))
+    counters.next_epoch()
+    found = counters.last_epoch()
+    assert found["history.rows"] == 6
+    assert found["history.never_written"] == 1
+    assert found["history.age_sum"] == 2 * 81 + 2 * 77 + 2
+    assert found["history.age.to_2"] == 1
+    assert found["history.age.older"] == 4
+
+
+def test_a_block_adds_the_rows_of_its_halo_between_layers():
+    histories = Histories(8)
+    histories.write(0, [slice(0, 8)], randn(8, 4))
+    block = HaloBlock(block_of(), [slice(0, 3)], torch.tensor([6, 4]), histories, last=1)
+    own = randn(3, 4, seed=1)
+    found = block.exchange(0, own)
+    assert torch.equal(found, torch.cat([own, histories.tables[0][[6, 4]]]))
+    last = randn(3, 2, seed=2)
+    assert block.exchange(1, last) is last
+    assert [l for l, _ in block.commits()] == [0]
+    assert not histories.tables[0][0].equal(own[0])  # nothing is written before it is committed
+
+
+def test_a_recorded_block_only_looks():
+    block = RecordedBlock(block_of())
+    own = randn(3, 4)
+    assert block.exchange(2, own) is own
+    assert block.own[2] is own
+    assert block.scaling_sums(True).scale_sums

@@ -1,0 +1,245 @@
+"""Tables of rows for a GPU: wherever they are, and however rows come, training is the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+
+import hopline as hl
+from hopline.data import planted
+from hopline.methods.historical.work import HistoricalWork
+from hopline.tables.history import Histories
+from hopline.tables.history_gpu import DeviceHistories, Pool, choose_where
+from tests.grids import RUNS_ON_GPU
+from tests.helpers import KERNEL_DEVICE, randint, randn
+
+pytestmark = RUNS_ON_GPU
+DEVICE = torch.device(KERNEL_DEVICE)
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {"where": "device"},
+    "pinned": {"where": "pinned"},
+    "pinned, when needed": {"where": "pinned", "pool_size": 0},
+    "host": {"where": "host"},
+    "host, small buffers": {"where": "host", "pool_size": 2, "buffer_rows": 7},
+    "host, when needed": {"where": "host", "pool_size": 0},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None):
+    plain, ours = Histories(200, dtype=dtype), DeviceHistories(200, DEVICE, dtype=dtype, **WAYS[way])
+    generator = torch.Generator().manual_seed(0)
+    for turn in range(6):
+        slabs = [slice(start, start + 25) for start in torch.randperm(8, generator=generator)[:3].mul(25).tolist()]
+        rows = randn(75, 5, seed=turn).float()
+        places = randint(0, 200, 90, seed=turn)
+        if turn:
+            reader = ours.ahead((0, 1), places)
+            found = {l: reader.read(l, places, rows.to(DEVICE)) for l in (0, 1)}
+            for l in (0, 1):
+                assert torch.equal(found[l].cpu(), plain.read(l, places, rows))
+                some = reader.read_some(l, places, torch.tensor([5, 2, 80]), rows.to(DEVICE))
+                assert torch.equal(some, found[l][[5, 2, 80]])
+            assert torch.equal(reader.ages(places), plain.ages(places))
+        for l in (0, 1):
+            plain.write(l, slabs, rows + l)
+            ours.write(l, slabs, (rows + l).to(DEVICE), ours.mark())
+        for both in (plain, ours):
+            both.step += 1
+            both.stamp(slabs, both.step)
+    state, again = ours.state_dict(), DeviceHistories(200, DEVICE, dtype=dtype, **WAYS[way])
+    again.load_state_dict(state)
+    every = torch.arange(200)
+    for l in (0, 1):
+        assert torch.equal(state["tables"][str(l)], plain.tables[l])
+        assert torch.equal(again.rows(l, every).cpu(), plain.tables[l])
+    ours.write_at(0, every[:3], torch.ones(3, 5))
+    ours.write_at(0, every[[7, 4]], torch.full((2, 5), 2.0, device=DEVICE))
+    assert ours.rows(0, every[:8])[:, 0].cpu().tolist() == [
+        1,
+        1,
+        1,
+        plain.tables[0][3, 0],
+        2,
+        *plain.tables[0][5:7, 0],
+        2,
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_begin_at_zero_and_are_added_up(way: str):
+    ours = DeviceHistories(200, DEVICE, **WAYS[way])
+    for turn in range(2):
+        sums, expected = ours.sums(0, (50, 3), torch.float64), torch.zeros(50, 3, dtype=torch.float64)
+        for seed in range(3):
+            at, rows = randn(50, seed=seed + turn).argsort()[:20], randn(20, 3, seed=seed)
+            sums.add(at, rows.to(DEVICE))
+            expected[at] += rows
+        assert torch.equal(sums.read(torch.arange(40)).cpu(), expected[:40])
+        assert torch.equal(sums.all().cpu(), expected)
+
+
+def test_a_pull_sees_what_was_pushed_before_it_and_nothing_after():
+    ours = DeviceHistories(10, DEVICE, "pinned")
+    ours.write(0, [slice(0, 10)], torch.ones(10, 2, device=DEVICE))
+    places = torch.arange(10)
+    before = ours.ahead((0,), places)
+    ours.write(0, [slice(0, 10)], torch.full((10, 2), 2.0, device=DEVICE))
+    after = ours.ahead((0,), places)
+    like = torch.empty(0, device=DEVICE)
+    assert [float(r.read(0, places, like).mean()) for r in (before, after)] == [1.0, 2.0]
+    assert after.stamps(places).tolist() == [-1] * 10
+
+
+def test_a_pool_has_no_more_buffers_than_it_may():
+    pool, table = Pool(2, 4, DEVICE), torch.zeros(50, 3)
+    rows = randn(50, 3).float()
+    pool.push(rows.to(DEVICE), table)
+    assert len(pool._buffers) == 2
+    pool.flush()
+    assert torch.equal(table, rows)
+    out = torch.empty(20, 3, device=DEVICE)
+    pool.pull(table, torch.arange(20, 40), out)
+    pool.flush()
+    assert torch.equal(out.cpu(), rows[20:40])
+
+
+@pytest.mark.parametrize("where", [pytest.param(where, marks=NEEDS_GPU) for where in ("pinned", "host")])
+def test_rows_may_be_freed_while_they_are_converted_for_a_table_of_another_type(where: Any):
+    ours = DeviceHistories(1000, DEVICE, where=where, dtype=torch.bfloat16)
+    every = torch.arange(1000)
+    ours.write(0, [slice(0, 1000)], torch.zeros(1000, 256, device=DEVICE), ours.mark())
+    assert ours.stream is not None
+    with torch.cuda.stream(ours.stream):
+        torch.cuda._sleep(100_000_000)  # the stream of the tables is behind that of the computation
+
+    rows = torch.ones(1000, 256, device=DEVICE)
+    ours.write(0, [slice(0, 1000)], rows, ours.mark())
+    del rows
+    others = [torch.full((1000, 256), 2.0, device=DEVICE) for _ in range(4)]  # these take memory that is free
+
+    assert ours.rows(0, every).eq(1).all()
+    assert all(bool(other.eq(2).all()) for other in others)
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
+def test_rows_that_have_waited_are_not_written_over_rows_that_are_being_read(_: int):
+    ours, every = DeviceHistories(1000, DEVICE, where="pinned"), torch.arange(1000)
+    ours.write(0, [slice(0, 1000)], torch.ones(1000, 64, device=DEVICE), ours.mark())
+    later, mark = torch.full((1000, 64), 2.0, device=DEVICE), ours.mark()
+    assert ours.rows(0, every).eq(1).all()  # compiled, and with memory at hand: nothing below waits for the device
+
+    torch.cuda._sleep(100_000_000)  # the computation is behind the stream of the tables
+    read = ours.rows(0, every)
+    ours.write(0, [slice(0, 1000)], later, mark)  # as with lag=1, of the step before
+
+    assert read.eq(1).all()
+    assert ours.rows(0, every).eq(2).all()
+
+
+def test_where_tables_go(tmp_path: Path):
+    cpu = torch.device("cpu")
+    assert choose_where(1, cpu, "auto", None) == "host"
+    assert choose_where(1, cpu, "pinned", None) == "pinned"
+    if torch.cuda.is_available():
+        assert choose_where(1 << 20, DEVICE, "auto", None) == "device"
+        assert choose_where(1 << 20, DEVICE, "auto", tmp_path) == "host"
+        assert choose_where(1 << 60, DEVICE, "auto", None) == "host"
+
+
+DATA: dict[str, Any] = {"num_nodes": 300, "num_edges": 2400, "num_classes": 4, "num_features": 10, "seed": 3}
+MODELS = {
+    "gcn": lambda: [pyg.GCNConv(10, 16), pyg.GCNConv(16, 12), pyg.GCNConv(12, 4)],
+    "sage": lambda: [pyg.SAGEConv(10, 16), pyg.SAGEConv(16, 12, aggr="max"), pyg.SAGEConv(12, 4)],
+    "gat": lambda: [pyg.GATConv(10, 4, heads=3), pyg.GATConv(12, 12), pyg.GATConv(12, 4)],
+}
+
+
+def trained(model: str, device: str, *, norm: str | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
+    torch.manual_seed(0)
+    data = planted(**DATA)
+    net = hl.nn.GNN(MODELS[model](), dropout=0.3, norm=norm).double()
+    method = hl.Historical(**({"num_parts": 8, "parts_per_batch": 2, "partition": "random"} | settings))
+    run = hl.Trainer(net, data, method, epochs=3, device=device, show=False).fit()
+    return [epoch.loss for epoch in run.history], torch.cat([p.detach().cpu().flatten() for p in net.parameters()])
+
+
+@cache
+def trained_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], torch.Tensor]:
+    """Losses and weights on the CPU, trained once for all kinds of tables."""
+    return trained("gcn", "cpu", **dict(settings))
+
+
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [
+        *((way, {"momentum": 0.3, "lag": 1}) for way in WAYS),
+        *((way, {"compensate": True}) for way in ("device", "pinned", "host", "host, small buffers")),
+        ("device", {}),
+        ("host, small buffers", {"lag": 1}),
+    ],
+    ids=str,
+)
+def test_training_is_the_same_with_every_kind_of_table(way: str, settings: dict[str, Any], monkeypatch: Any):
+    expected = trained_with_plain_tables(*settings.items())
+
+    def made(work: HistoricalWork, name: str) -> DeviceHistories:
+        return DeviceHistories(work.partition.num_nodes, torch.device("cpu"), name=name, **WAYS[way])
+
+    monkeypatch.setattr(HistoricalWork, "_new_histories", made)
+    losses, weights = trained("gcn", "cpu", **settings)
+    assert losses == expected[0]
+    assert torch.equal(weights, expected[1])
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"lag": 1, "groups": "fixed"},
+    {"compensate": True},
+    {"momentum": 0.3, "edge_dropout": 0.2},
+    {"mixing": 0.5, "refresh_every": 1},
+    {"halo": "drop", "norm": "batch"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("model", ["gcn", "sage", "gat"])
+@pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
+def test_a_gpu_trains_as_the_cpu_does(settings: dict[str, Any], model: str, _: int):
+    if model != "gcn" and settings.keys() & {"mixing", "halo"}:
+        pytest.skip("once is enough")
+    expected = trained(model, "cpu", **settings)
+    ways = [{"tables": "device"}, {"tables": "pinned"}, {"tables": "pinned", "pool_size": 0}]
+    ways += [{"tables": "host"}, {"tables": "host", "pool_size": 2, "buffer_rows": 64}]
+    for way in ways if model == "gcn" else ways[:2]:
+        losses, weights = trained(model, "cuda", **settings, **way)
+        assert losses == pytest.approx(expected[0], rel=1e-8)
+        torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-8)
+        if way == ways[0]:
+            first = weights
+        assert torch.equal(weights, first), "bit for bit, wherever the tables are"
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
+def test_a_run_on_a_gpu_goes_on_from_its_checkpoint_and_files_serve_too(_: int, tmp_path: Path):
+    def run(epochs: int, out: Path, resume: bool = False, **settings: Any) -> list[float]:
+        torch.manual_seed(0)
+        net = hl.nn.GNN(MODELS["gcn"](), dropout=0.3)
+        method = hl.Historical(num_parts=8, parts_per_batch=2, partition="random", lag=1, **settings)
+        trainer = hl.Trainer(
+            net, planted(**DATA), method, epochs=epochs, device="cuda", show=False, out=out, resume=resume
+        )
+        return [epoch.loss for epoch in trainer.fit().history]
+
+    whole = run(4, tmp_path / "whole", tables="pinned")
+    run(2, tmp_path / "cut", tables="pinned")
+    assert run(4, tmp_path / "cut", resume=True, tables="pinned") == whole
+    assert run(4, tmp_path / "files", folder=tmp_path / "tables") == whole
+    assert list((tmp_path / "tables").iterdir())

@@ -1,0 +1,44 @@
+"""Tables of several ranks: in real processes, on one host and on two that are made believe so."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from hopline.methods.partitioned.groups import Shares
+from hopline.tables.history_ranks import Owners, Snapshot
+from tests.helpers import randn
+from tests.methods.historical.ranks import check_tables
+
+
+@pytest.mark.parametrize("two_hosts", [False, True])
+@pytest.mark.alone  # no other process may use shared memory
+def test_three_ranks_read_what_each_other_wrote(two_hosts: bool):
+    folders = ("/dev/shm", tempfile.gettempdir())
+    before = [set(os.listdir(folder)) for folder in folders]
+    assert run(check_tables, LaunchSettings(devices=3, timeout_s=30), two_hosts) == "checked"
+    for folder, known in zip(folders, before, strict=True):
+        assert not [name for name in os.listdir(folder) if name.startswith("hopline") and name not in known]
+
+
+def test_alone_one_rank_keeps_everything():
+    owners = Owners(World.alone(), Shares(0, (0,), (range(2),)), torch.tensor([0, 3, 5]))
+    assert (owners.own, owners.host) == (range(5), range(5))
+    places, rows = torch.tensor([1, 4]), randn(2, 3)
+    assert owners.runs(places) == [slice(0, 2)]
+    expected = torch.zeros(5, 3).double().index_add_(0, places, rows)
+    assert torch.equal(owners.collect(places, rows), expected)
+
+
+def test_a_snapshot_finds_rows_by_their_places():
+    rows = randn(3, 2)
+    found = Snapshot(torch.tensor([2, 5, 9]), {1: rows}, torch.tensor([4, -1, 7]), step=9)
+    assert torch.equal(found.rows(1, torch.tensor([9, 2, 9])), rows[[2, 0, 2]])
+    assert found.read(1, torch.tensor([5]), rows.float()).dtype == torch.float32
+    assert found.ages(torch.tensor([5, 2, 9])).tolist() == [-1, 5, 2]

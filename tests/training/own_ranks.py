@@ -1,0 +1,140 @@
+"""Methods that a user may write, trained by several ranks in tests: none of them says a total over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import SAGEConv
+
+import hopline as hl
+from hopline.core.sampler import share_of
+from hopline.distributed.world import World
+from tests.ranks import KillRank
+from tests.runs import small
+
+STEPS, SEEDS = 6, 14
+
+
+@dataclass(frozen=True)
+class Own(hl.Method):
+    """Steps of seeds with replacement, of which this rank has all (`same`) or some of them."""
+
+    divide: str
+
+    def bind(self, job: hl.Job) -> OwnWork:
+        return OwnWork(self.divide, job, hl.NeighborSampler(job.data.graph, (3, 2)))
+
+
+@dataclass
+class OwnWork:
+    divide: str
+    job: hl.Job
+    sampler: hl.NeighborSampler
+
+    def units(self, epoch: int) -> Iterator[hl.Unit]:
+        generator = torch.Generator().manual_seed(epoch)
+        for step in range(STEPS):
+            drawn = torch.randperm(self.job.train_ids.numel(), generator=generator)[:SEEDS]
+            seeds = self._own(step, self.job.train_ids[drawn])
+            if seeds is None:
+                return
+            kind = PlainUnit if self.divide == "plain" else hl.BatchUnit
+            yield kind(self.job, self._batch(seeds, epoch * STEPS + step))
+
+    def _own(self, step: int, seeds: Tensor) -> Tensor | None:
+        """This rank's part of a step's seeds; None where its epoch has ended. One process has all parts."""
+        world = self.job.world
+        if self.divide == "same":
+            return seeds
+        if self.divide in ("share", "plain"):
+            return share_of(seeds, world.rank, world.size)
+        # Uneven: the first of two ranks has a quarter of the seeds, and no unit in the last three steps.
+        quarter, rest = seeds[: SEEDS // 4], seeds[SEEDS // 4 :]
+        has_ended = step >= STEPS - 3
+        if world.size == 1:
+            return rest if has_ended else seeds
+        if world.rank == 0:
+            return None if has_ended else quarter
+        return rest
+
+    def _batch(self, seeds: Tensor, key: int) -> hl.Batch:
+        blocks, data = self.sampler.sample(seeds, key), self.job.data
+        return hl.Batch(seeds, blocks, hl.Rows(data.x, blocks[0].src_ids), data.labels[seeds], key=key)
+
+
+@dataclass
+class PlainUnit(hl.Unit):
+    """A unit that says no more than it must, with a loss of its own."""
+
+    job: hl.Job
+    batch: hl.Batch
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.batch.num_seeds
+
+    def forward_backward(self, total: int) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(self.job.model(self.batch), self.batch.labels, reduction="sum")
+        (loss / total).backward()
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class ByLoader(hl.Method):
+    """The loader alone, in a method of one's own: without world= every rank has all seeds."""
+
+    with_world: bool
+
+    def bind(self, job: hl.Job) -> ByLoader:
+        object.__setattr__(self, "job", job)
+        return self
+
+    def units(self, epoch: int) -> Iterator[hl.Unit]:
+        job: hl.Job = self.job  # type: ignore[attr-defined]
+        world = job.world if self.with_world else None
+        size = 12 // job.world.size if self.with_world else 12
+        loader = hl.Sampled(fanouts=(3, 2), batch_size=size, workers=0).loader(job.data, job.train_ids, world=world)
+        for batch in loader.epoch(epoch):
+            yield hl.BatchUnit(job, batch)
+
+
+class HalfKnown(Own):
+    """The first rank's units say a total, the other's do not."""
+
+    def bind(self, job: hl.Job) -> OwnWork:
+        return (WorkWithTotals if job.world.rank == 0 else OwnWork)(**vars(super().bind(job)))
+
+
+class WorkWithTotals(OwnWork):
+    def _batch(self, seeds: Tensor, key: int) -> hl.Batch:
+        return dataclasses.replace(super()._batch(seeds, key), total_seeds=SEEDS)
+
+
+METHODS: dict[str, hl.Method] = {
+    **{divide: Own(divide) for divide in ("same", "share", "uneven", "plain")},
+    "loader": ByLoader(with_world=False),
+    "loader of ranks": ByLoader(with_world=True),
+    "half known": HalfKnown("share"),
+}
+
+
+def train(world: World, name: str, out: str | None = None, **changes: Any) -> dict[str, Any]:
+    """Losses by epoch, and the weights, of a few steps of SGD in float64."""
+    data = small()
+    data = dataclasses.replace(data, tables={"x": hl.TensorTable(data.x.read(torch.arange(len(data.x))).double())})
+    torch.manual_seed(3)
+    model = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 4)]).double()
+    kill = changes.pop("kill", None)
+    settings = {"epochs": 2, "show": False, "optimizer": "sgd", "lr": 0.1, "resume": out is not None} | changes
+    callbacks = [] if kill is None else [KillRank(*kill)]
+    trainer = hl.Trainer(model, data, METHODS[name], world=world, out=out, callbacks=callbacks, **settings)
+    run = trainer.fit()
+    return {
+        "losses": [epoch.loss for epoch in run.history],
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+    }

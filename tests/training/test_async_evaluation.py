@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import hopline as hl
+from hopline import infer
+from hopline.contract import Job
+from hopline.inference.captured_forward import Launched
+from hopline.nn import GNN
+from hopline.training.async_evaluation import DeviceRoom, EvaluationThread
+from hopline.training.async_evaluation_process import EvaluationError, Layout, Room
+from hopline.training.measure import Measure
+from hopline.util import trace
+from hopline.util.trace import Timers
+from tests.runs import method, sage, small
+
+
+def trainer_of() -> hl.Trainer:
+    data = small()
+    torch.manual_seed(0)
+    return hl.Trainer(sage(data, norm="batch"), data, method(), show=False)
+
+
+def rooms_of(trainer: hl.Trainer, count: int) -> list[Room]:
+    """Rooms with other weights each."""
+    rooms = []
+    for _ in range(count):
+        for p in trainer.model.parameters():
+            p.data.add_(torch.randn_like(p))
+        rooms.append(Room(Layout.of(trainer.model.state_dict())))
+        rooms[-1].fill(trainer.model.state_dict())
+    return rooms
+
+
+def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_alone():
+    trainer = trainer_of()
+    measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
+    threads, before = torch.get_num_threads(), {n: t.clone() for n, t in trainer.model.state_dict().items()}
+    thread = EvaluationThread(measure, trainer.job)
+    for epoch, room in enumerate(rooms, start=1):
+        thread.ask(epoch, room)
+    found = []
+    while len(found) < 3:
+        found += thread.answers(wait=True)
+    thread.close()
+    assert [one["epoch"] for one in found] == [1, 2, 3]
+    assert all(torch.equal(t, trainer.model.state_dict()[n]) for n, t in before.items())
+    assert torch.get_num_threads() == threads
+    for one, room in zip(found, rooms, strict=True):
+        trainer.model.load_state_dict(room.weights)
+        assert one["metrics"] == measure(trainer.job)
+        room.close()
+
+
+def test_who_keeps_its_model_for_later_does_not_keep_its_job():
+    """As what is recorded of a job does, which is known for as long as the job is."""
+    trainer = trainer_of()
+    thread = EvaluationThread(Measure(trainer.method), trainer.job)
+    thread.close()
+    model, job = thread._job.model, weakref.ref(thread._job)
+    del thread
+    gc.collect()
+    assert isinstance(model, GNN)
+    assert job() is None
+
+
+def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
+    trainer, calls = trainer_of(), [0]
+    plain = Measure(trainer.method)
+
+    def fails(job: Job) -> dict[str, float]:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise ZeroDivisionError("no more")
+        return plain(job)
+
+    rooms = rooms_of(trainer, 2)
+    thread = EvaluationThread(fails, trainer.job)
+    for epoch, room in enumerate(rooms, start=1):
+        thread.ask(epoch, room)
+    thread._served.result(60)
+    assert [one["epoch"] for one in thread.answers()] == [1]
+    with pytest.raises(EvaluationError, match="evaluation after epoch 2 failed: ZeroDivisionError: no more") as caught:
+        thread.answers(wait=True)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    thread.close()
+    for room in rooms:
+        room.close()
+
+
+def test_closing_ends_an_evaluation_at_its_next_layer():
+    trainer, begun, go_on = trainer_of(), threading.Event(), threading.Event()
+    plain = Measure(trainer.method)
+
+    def waits(job: Job) -> dict[str, float]:
+        begun.set()
+        go_on.wait()
+        return plain(job)
+
+    (room,) = rooms_of(trainer, 1)
+    thread = EvaluationThread(waits, trainer.job)
+    thread.ask(1, room)
+    begun.wait()
+    thread._ends.set()
+    go_on.set()
+    thread.close()
+    assert thread.answers() == []
+    room.close()
+
+
+class Come:
+    """An event that has come."""
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Come) -> float:
+        return 250.0
+
+
+class Recorded:
+    """In place of a CUDA graph: what it is given is computed at once."""
+
+    is_due = True
+    is_settled = False
+
+    def __init__(self, trainer: hl.Trainer) -> None:
+        self.job, self.ids, self.given = trainer.job, trainer.data.splits["valid"], []
+
+    def record(self, stream: object) -> None:
+        self.is_due, self.is_settled = False, True
+
+    def launched(self, weights: Any, after: object, stream: object) -> Launched:
+        self.given.append(threading.current_thread().name)
+        before = {name: t.clone() for name, t in self.job.module.state_dict().items()}
+        self.job.module.load_state_dict(weights)
+        rows = infer.exact(self.job.model, self.job.data, self.ids)
+        self.job.module.load_state_dict(before)
+        return Launched(rows, Come(), Come())  # type: ignore[arg-type]
+
+
+def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread():
+    trainer = trainer_of()
+    measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
+    thread = EvaluationThread(measure, trainer.job)
+    assert thread.is_ready
+    thread._replayed = recorded = Recorded(trainer)  # type: ignore[assignment]
+    assert not thread.is_ready
+    assert thread.most_asked == 1, "until it is recorded, so that the same ones are replayed every time"
+    thread.prepare()
+    assert thread.is_ready
+    assert thread.most_asked == 2
+    spans, found = Timers(), []
+    with trace.listen(spans):
+        for epoch, room in enumerate(rooms, start=1):
+            there = DeviceRoom(Layout.of(trainer.model.state_dict()), torch.device("cpu"))
+            for name, tensor in there.weights.items():
+                tensor.copy_(room.weights[name])
+            thread.ask(epoch, there)
+        while len(found) < 3:
+            found += thread.answers(wait=True)
+    thread.close()
+    assert recorded.given == [threading.current_thread().name] * 3
+    assert spans.this_epoch()["infer.layer"] >= 0.75
+    for epoch, (one, room) in enumerate(zip(found, rooms, strict=True), start=1):
+        trainer.model.load_state_dict(room.weights)
+        assert one["epoch"] == epoch
+        assert one["metrics"] == measure(trainer.job)
+        assert one["seconds"] >= 0.25
+        room.close()

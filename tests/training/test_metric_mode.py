@@ -1,0 +1,152 @@
+"""A metric is best at its highest or at its lowest: best epoch, patience, schedule and report go the same way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import hopline as hl
+from hopline import infer
+from hopline.metrics import mode_of
+from hopline.report.writer import render_html
+from hopline.training import checkpoint
+from tests.runs import evaluated, fit, records, small, without
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *[(name, "max") for name in ("accuracy", "micro_f1", "roc_auc", "mrr", "val/acc", "Hits@10", "accuracy_of_3")],
+        *[(name, "min") for name in ("loss", "val_loss", "MSE", "rmse", "mae", "error rate", "cross-entropy", "nll")],
+        *[(name, None) for name in ("neg_mse", "negative log loss", "brier_score", "size", "", "flossing")],
+    ],
+)
+def test_what_a_name_tells(name: str, mode: str | None):
+    assert mode_of(name) == mode
+
+
+class Scripted:
+    """A test step that returns the next of some values."""
+
+    def __init__(self, name: str, *values: float) -> None:
+        self.name, self.values = name, iter(values)
+
+    def __call__(self, model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+        return {self.name: next(self.values)}
+
+
+def scripted(name: str, *values: float, **settings: Any) -> hl.Run:
+    """A run with an epoch for each value of its validation metric."""
+    settings = {"epochs": len(values)} | settings
+    return fit(without(small(), "test"), test_step=Scripted(name, *values), **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "best"), [("mse", {}, 3), ("accuracy", {}, 1), ("size", {"metric_mode": "min"}, 3)]
+)
+def test_the_best_epoch_is_the_lowest_of_what_falls(name: str, given: dict[str, Any], best: int):
+    run = scripted(name, 3.0, 2.0, 1.0, 1.5, **given)
+    assert (run.best_epoch, run.valid) == (best, {1: 3.0, 3: 1.0}[best])
+
+
+def test_the_user_has_the_last_word():
+    assert scripted("loss", 3.0, 2.0, 1.0, metric_mode="max").best_epoch == 1
+
+
+def test_patience_waits_for_a_fall():
+    run = scripted("mse", 3.0, 2.0, 2.5, 2.0, 0.1, patience=2)
+    assert (run.epochs, run.best_epoch) == (4, 2)
+    assert run.reason == "validation mse has not fallen below 2.0000 (epoch 2) for 2 evaluations"
+
+
+def test_a_plateau_is_where_it_no_longer_falls():
+    schedule = hl.Schedule(name="plateau", patience=0, factor=0.1)
+    run = scripted("mse", 3.0, 2.0, 1.0, 2.0, 2.0, schedule=schedule, lr=1.0, optimizer="sgd")
+    assert [epoch.lr for epoch in run.history] == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1])
+
+
+@pytest.mark.parametrize("evaluate", ["blocking", "async"])
+def test_a_name_that_does_not_tell_is_refused(evaluate: str):
+    with pytest.raises(ValueError, match=r"metric 'size' does not tell .*metric_mode='max' or metric_mode='min'"):
+        fit(small(), test_step=size, evaluate=evaluate)
+
+
+def size(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+    return {"size": float(ids.numel())}
+
+
+def test_without_validation_nothing_is_chosen_by_it():
+    assert fit(without(small(), "valid"), test_step=size).test == 170.0
+
+
+@pytest.mark.parametrize(("mode", "words"), [("min", "give test_step="), ("lower", "must be 'max' or 'min'")])
+def test_a_mode_that_means_nothing_is_refused(mode: Any, words: str):
+    with pytest.raises(ValueError, match=words):
+        fit(small(), metric_mode=mode)
+
+
+# ---- evaluated beside training, and resumed
+
+
+def loss_of(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+    """Falls, and rises again with so high a rate."""
+    return {"loss": float(nn.functional.cross_entropy(infer.exact(model, data, ids), data.labels[ids]))}
+
+
+FALLING: dict[str, Any] = {"epochs": 12, "lr": 0.3, "patience": 2, "test_step": loss_of}
+
+
+def lowest(run: hl.Run) -> int:
+    losses = {e.epoch: e.metrics["loss"] for e in run.evaluations if e.split == "valid"}
+    return min(losses, key=lambda epoch: losses[epoch])
+
+
+def test_evaluation_beside_training_takes_the_lowest_too(tmp_path: Path):
+    runs = [fit(small(), evaluate=how, out=tmp_path / how, **FALLING) for how in ("blocking", "async")]
+    assert runs[0].best_epoch == lowest(runs[0]) < runs[0].epochs < 12
+    for name in ("epochs", "best_epoch", "valid", "test", "reason"):
+        assert getattr(runs[0], name) == getattr(runs[1], name)
+
+
+class StopAfter(hl.Callback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        if step.step == self.steps:
+            raise RuntimeError("enough")
+
+
+def test_a_resumed_run_keeps_to_it(tmp_path: Path):
+    whole = fit(small(), **FALLING)
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(small(), out=tmp_path, checkpoint_s=0.0, callbacks=[StopAfter(3 * whole.best_epoch + 2)], **FALLING)
+    with pytest.raises(
+        ValueError, match=r"has kept the epoch with the min of loss, and here the max is the best: .*'min'"
+    ):
+        fit(small(), out=tmp_path, resume=True, metric_mode="max", **FALLING)
+    found = fit(small(), out=tmp_path, resume=True, **FALLING)
+    assert (found.best_epoch, found.epochs, found.reason) == (whole.best_epoch, whole.epochs, whole.reason)
+    assert evaluated(found) == evaluated(whole)
+
+
+def test_a_checkpoint_that_kept_the_highest_loss_is_refused(tmp_path: Path):
+    """As versions before the metric had a direction have written it."""
+    fit(small(), out=tmp_path, **{**FALLING, "epochs": 2})
+    state = checkpoint.read(tmp_path / checkpoint.FILE)
+    del state["best_is"]
+    checkpoint.write(tmp_path / checkpoint.FILE, state)
+    with pytest.raises(ValueError, match="has kept the epoch with the max of loss, and here the min is the best"):
+        fit(small(), out=tmp_path, resume=True, **FALLING)
+
+
+def test_the_page_of_a_run_that_was_killed_shows_the_lowest(tmp_path: Path):
+    fit(small(), out=tmp_path, **FALLING)
+    kept = [line for line in (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True) if '"end"' not in line]
+    (tmp_path / "metrics.jsonl").write_text("".join(kept))
+    best = min(r["metrics"]["loss"] for r in records(tmp_path, "evaluate") if r["split"] == "valid")
+    tiles = render_html(tmp_path).split("best valid")[0]
+    assert f"{best:.4f}" in tiles[-200:]

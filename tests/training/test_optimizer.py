@@ -1,0 +1,148 @@
+"""The optimizer's step; on a GPU as a graph (tests/methods/sampled/test_captured_step.py trains with it)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hopline.training.optimizer import MOST_CAPTURES, Update, make_optimizer, split_decay
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_steps_are_torchs_with_clipping(kind: str, device: str):
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(6, 4).to(device), nn.Linear(6, 4).to(device)
+    theirs.load_state_dict(ours.state_dict())
+    update = Update(ours, make_optimizer(kind, [(list(ours.parameters()), 0.01)], 0.05), 0.5, print)
+    plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    optimizer = plain(theirs.parameters(), lr=0.05, weight_decay=0.01)
+    # Gradients that stay where they are are captured; those of other places must not be taken for them.
+    both = [[torch.empty_like(p) for p in ours.parameters()] for _ in range(2)]
+    for turn, here in enumerate([0] * 5 + [1] * 3 + [0, 1] * 3):
+        for p, q, place in zip(ours.parameters(), theirs.parameters(), both[here], strict=True):
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
+            p.grad = place.copy_(q.grad)
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+        update()
+        if turn == 4:  # by then it is captured
+            for group in update.optimizer.param_groups:
+                group["lr"] = group["lr"].fill_(0.01) if device == "cuda" else 0.01
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01
+    assert len(update.graphs) == (2 if device == "cuda" else 0)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_settings_that_a_callback_changes_are_followed(kind: str, device: str):
+    """A number in place of the rate, another weight decay, a parameter that is added."""
+    torch.manual_seed(0)
+    ours, theirs = (nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).to(device) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    update = Update(ours, make_optimizer(kind, [(list(ours[0].parameters()), 0.01)], 0.05), 0.5, print)
+    plain = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    optimizer = plain(theirs[0].parameters(), lr=0.05, weight_decay=0.01)
+    places = [torch.empty_like(p) for p in ours.parameters()]
+    for turn in range(24):
+        for p, q, place in zip(ours.parameters(), theirs.parameters(), places, strict=True):
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(device)
+            p.grad = place.copy_(q.grad)
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(stepped, 0.5)
+        optimizer.step()
+        update()
+        for one in (update.optimizer, optimizer):
+            if turn == 6:
+                one.param_groups[0]["weight_decay"] = 0.3
+            if turn == 12:
+                one.param_groups[0]["lr"] = 0.01
+            if turn == 18:
+                module = ours if one is update.optimizer else theirs
+                one.add_param_group({"params": list(module[1].parameters()), "lr": 0.02, "weight_decay": 0.1})
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=GPU.marks, id="gpu")])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_were(
+    kind: str, clip_norm: float | None, _: int
+):
+    """Gradients come by turns at more places than the optimizer's kernel remembers."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(30, 20).cuda() for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    updates = [Update(m, make_optimizer(kind, [(list(m.parameters()), 0.01)], 0.05), clip_norm, print) for m in modules]
+    updates[1].can_capture = False
+    places = [[torch.empty_like(p) for p in modules[0].parameters()] for _ in range(12)]
+    for turn in range(30):
+        for module, update in zip(modules, updates, strict=True):
+            for p, place in zip(module.parameters(), places[turn % 12], strict=True):
+                p.grad = place.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)))
+            update()
+    assert len(updates[0].graphs) == MOST_CAPTURES
+    for p, q in zip(*(module.parameters() for module in modules), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(monkeypatch: pytest.MonkeyPatch):
+    module, done = nn.Linear(2, 1), []
+
+    class Graph:
+        def __init__(self) -> None:
+            self.reads = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
+
+        def replay(self) -> None:
+            done.append("replayed")
+            assert self.reads == [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
+
+    update = Update(module, make_optimizer("adam", [(list(module.parameters()), 0.0)], 0.1), None, print)
+    update.can_capture = True
+    monkeypatch.setattr(update, "_run", lambda: done.append("ran"))
+    monkeypatch.setattr(update, "_capture", lambda at: (update.graphs.update({at: Graph()}), done.append("captured")))
+    both = [[torch.zeros_like(p) for p in module.parameters()] for _ in range(2)]
+    for place in [0] * 4 + [1, 1, 1] + [0, 1, 0]:
+        for p, grad in zip(module.parameters(), both[place], strict=True):
+            p.grad = grad
+        update()
+    assert done == ["ran", "ran", "captured", "replayed", "ran", "captured", "replayed", *["replayed"] * 3]
+    for _ in range(MOST_CAPTURES + 2):  # places that come twice, one after the other
+        place = [torch.zeros_like(p) for p in module.parameters()]
+        both.append(place)
+        for _ in range(2):
+            for p, grad in zip(module.parameters(), place, strict=True):
+                p.grad = grad
+            update()
+    assert len(update.graphs) == MOST_CAPTURES
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_the_rest_has_a_weight_decay_of_its_own(kind: str, device: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
+    optimizer = make_optimizer(kind, split_decay(model, model[1].parameters(), 0.5, 0.0), 0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+    assert moved == [True, True, False, False]
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    assert device == "cpu" or first.data_ptr() != second.data_ptr()
+
+
+def test_without_one_all_parameters_are_in_one_group():
+    model = nn.Linear(3, 3)
+    optimizer = make_optimizer("adam", split_decay(model, [model.bias], 0.5, None), 0.1)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+    every = make_optimizer("adam", split_decay(model, model.parameters(), 0.5, 0.0), 0.1)
+    assert [(len(group["params"]), group["weight_decay"]) for group in every.param_groups] == [(2, 0.0)]

@@ -1,0 +1,214 @@
+"""What a run promised and what it did, as the callbacks record it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hopline as hl
+from hopline.budget.guard import Guard
+from hopline.budget.settings import Budget
+from hopline.report.bottleneck import Explanation, Setup, explain
+from hopline.report.html import render
+from hopline.training.report_callbacks import MOST_POINTS, WatchBudget, setup_of
+from tests.runs import fit, method, records, sage, small
+
+
+class StandIn:
+    """A guard that took given bytes."""
+
+    def __init__(self, *, steps: int = 4, **changes: int) -> None:
+        self.record: dict[str, Any] = {"limit_bytes": 100, "promised_bytes": 90.0, "peak_bytes": 80}
+        self.record |= {"before": [float(i) for i in range(steps)], "after": [i // 2 for i in range(steps)]}
+        self.record |= dict.fromkeys(("split", "pieces", "resampled", "cut", "edges_cut", "over", "oom"), 0) | changes
+
+    def take_record(self) -> dict[str, Any]:
+        return dict(self.record)
+
+
+class Guarded(hl.Callback):
+    """Puts a stand-in in place of a guard when the epoch has been trained."""
+
+    def __init__(self, guard: StandIn) -> None:
+        self.guard = guard
+
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+        trainer.work.guard = self.guard  # type: ignore[attr-defined]
+
+
+def said(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    return [line for line in caplog.messages if word in line]
+
+
+@pytest.fixture(autouse=True)
+def _listening(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hopline")
+
+
+def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    guard = StandIn(steps=10 * MOST_POINTS, split=3, pieces=7, over=2, oom=1, cut=4, edges_cut=5000, resampled=6)
+    run = hl.Trainer(sage(small()), small(), method(), callbacks=[Guarded(guard)], epochs=1, out=tmp_path).fit()
+    assert run.epochs == 1
+    (found,) = records(tmp_path, "budget")
+    assert found["epoch"] == 1
+    assert (found["num_steps"], found["steps_per_point"]) == (10 * MOST_POINTS, 10)
+    assert len(found["before"]) == len(found["after"]) == MOST_POINTS
+    assert max(found["before"]) == 10 * MOST_POINTS - 1
+    (line,) = said(caplog, "promised")
+    assert line.startswith("budget: ")
+    for words in ("3 batches split into 7 pieces", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
+        assert words in line
+    assert "up to 80 B, promised 90 B, allowed 100 B" in line
+    (line,) = said(caplog, "epoch 1: ")
+    assert "memory ran out in 1 steps" in line
+    assert "2 steps were over the limit" in line
+    assert "Memory budget" in (tmp_path / "report.html").read_text()
+
+
+def test_an_epoch_that_fitted_says_nothing(caplog: pytest.LogCaptureFixture):
+    trainer = hl.Trainer(sage(small()), small(), method(), callbacks=[Guarded(StandIn())], epochs=1)
+    trainer.fit()
+    assert not said(caplog, "promised")
+
+
+def test_ranks_are_put_together():
+    class Two:
+        size = 2
+
+        def most(self, values: list[float]) -> list[float]:
+            return [max(v, other) for v, other in zip(values, (-70.0, 95.0, 60.0), strict=True)]
+
+        def sum(self, values: list[float]) -> list[float]:
+            return [2 * v for v in values]
+
+    class Report:
+        def log(self, record: dict[str, Any]) -> None:
+            self.record = record
+
+    trainer: Any = type("T", (), {"world": Two(), "say": staticmethod(print)})()
+    trainer.work = type("W", (), {"guard": StandIn(split=3, pieces=7)})()
+    report: Any = Report()
+    WatchBudget(report).on_epoch_end(trainer, hl.EpochEnd(epoch=4, **dict.fromkeys(NUMBERS, 0.0), slowest_stage=""))
+    found = report.record
+    assert (found["limit_bytes"], found["promised_bytes"], found["peak_bytes"]) == (70, 95, 80)
+    assert (found["split"], found["pieces"], found["oom"]) == (6, 14, 0)
+
+
+NUMBERS = ("loss", "lr", "seconds", "seeds_per_s")
+
+
+def test_a_real_guard_through_a_run_that_is_resumed(tmp_path: Path):
+    data = small()
+
+    def trainer(epochs: int) -> hl.Trainer:
+        found = hl.Trainer(sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False)
+        found.work.guard = Guard(found.job, Budget(device="8GiB"), 200_000)  # type: ignore[attr-defined]
+        return found
+
+    trainer(1).fit()
+    trainer(2).fit()
+    first, second = records(tmp_path, "budget")
+    assert (first["epoch"], second["epoch"]) == (1, 2)
+    for found in (first, second):
+        assert found["num_steps"] == len(found["after"]) == 3
+        assert found["split"] > 0
+        assert max(found["after"]) == found["peak_bytes"] <= found["limit_bytes"] == 200_000 < max(found["before"])
+        assert found["over"] == 0
+    page = render(tmp_path)
+    assert "before splitting, step 1:" in page
+    assert "before splitting, step 6:" in page
+
+
+def test_a_plan_is_in_the_report_and_what_was_measured_beside_it(tmp_path: Path):
+    data = small()
+    trainer = hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False, budget="64MiB")
+    trainer.fit()
+    assert trainer.plan is not None
+    (plan,), (found,) = records(tmp_path, "plan"), records(tmp_path, "budget")
+    (total,) = plan["totals"]
+    assert (total["place"], total["budget_bytes"]) == ("host", 64 * 2**20)
+    assert total["promised_bytes"] == trainer.plan.peak_bytes("host")
+    assert {"graph", "features", "weights", "optimizer"} <= {item["name"] for item in plan["items"]}
+    assert 0 < found["peak_bytes"] <= found["promised_bytes"] <= found["limit_bytes"] < total["budget_bytes"]
+    page = (tmp_path / "report.html").read_text()
+    assert "Memory plan" in page
+    assert "Memory budget" in page
+
+
+def test_the_pipeline_explains_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    run = fit(small(), epochs=3, out=tmp_path, show=True)
+    epochs, (end,) = records(tmp_path, "pipeline"), records(tmp_path, "explain")
+    assert [found["epoch"] for found in epochs] == [1, 2, 3]
+    assert not records(tmp_path, "budget"), "there was none"
+    for found, epoch in zip(epochs, run.history, strict=True):
+        assert found["num_batches"] == 3
+        assert found["workers"] == 1
+        assert found["stages"]["forward"] == epoch.stages["forward"]
+        assert found["stages"]["sample"] > 0
+        assert found["achieved"] == pytest.approx(epoch.seconds / found["serial_s"])
+    assert end["seconds"] == pytest.approx((run.history[1].seconds + run.history[2].seconds) / 2)
+    assert not said(caplog, "bottleneck:"), "there is nothing to gain in a second"
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>Pipeline</h2>" in page
+    assert "Memory budget" not in page
+
+
+@pytest.mark.parametrize("advice", ["", "set method.workers=7"])
+def test_a_bottleneck_is_said_where_something_can_be_done(
+    advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def found(*timed: Any) -> Explanation | None:
+        real = explain(*timed)
+        return real and dataclasses.replace(real, sentence=f"gather: {advice}", advice=advice)
+
+    monkeypatch.setattr("hopline.training.report_callbacks.explain", found)
+    monkeypatch.setattr("hopline.training.report_callbacks.LONG_S", 0.0)
+    fit(small(), epochs=2)
+    assert said(caplog, "bottleneck") == ([f"bottleneck: gather: {advice}"] if advice else [])
+
+
+def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Path):
+    data = small()
+
+    class Stop(hl.Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+            if step.step == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(data, epochs=2, out=tmp_path, callbacks=[Stop()], checkpoint_s=0.0)
+    fit(data, epochs=2, out=tmp_path, resume=True)
+    assert [found["epoch"] for found in records(tmp_path, "epoch")] == [1, 2]
+    assert [found["epoch"] for found in records(tmp_path, "pipeline")] == [2]
+
+
+def test_evaluation_that_takes_longer_than_training_is_said(caplog: pytest.LogCaptureFixture):
+    class Slow(hl.Trainer):
+        def call(self, hook: str, *args: Any) -> None:
+            if hook == "on_fit_end":
+                run: hl.Run = args[0]
+                run.evaluations = [dataclasses.replace(e, seconds=3 * run.history[0].seconds) for e in run.evaluations]
+                run.history = [run.history[0]] * 2
+            super().call(hook, *args)
+
+    Slow(sage(small()), small(), method(), epochs=2).fit()
+    assert said(caplog, "evaluation") == ["evaluation: 75% of the run: set evaluate_every=5 or evaluate=async"]
+
+
+def test_advice_is_for_what_this_run_can_change():
+    data = small()
+    found = setup_of(hl.Trainer(sage(data), data, method(workers=0), show=False))
+    assert found == Setup(
+        workers=0,
+        look_ahead=2,
+        most_workers=found.num_cores,
+        num_cores=found.num_cores,
+        sampled=True,
+        gpu_free=found.gpu_free,
+    )
+    whole = setup_of(hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False))
+    assert (whole.workers, whole.most_workers, whole.sampled) == (0, 0, False)

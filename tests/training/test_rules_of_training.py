@@ -1,0 +1,303 @@
+"""What training does with what a user may do: one output column, frozen parameters, duplicates, changed data, hooks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GCN, GCNConv, GraphConv
+
+import hopline as hl
+from hopline import infer
+from hopline.methods.historical.work import HistoricalWork
+from tests.helpers import dataset_of, randn, random_graph
+from tests.runs import copied, fit, losses, method, sage, same_weights, small
+
+
+def name_of(how: hl.Method) -> str:
+    return type(how).__name__
+
+
+HISTORICAL = hl.Historical(num_parts=4, parts_per_batch=2, partition="random")
+
+# ---- one output column
+
+
+def test_a_single_score_for_two_classes_is_trained_by_bce_and_judged_by_its_sign():
+    data = small(num_classes=2)
+    model = sage(data, outputs=1)
+    run = fit(data, model, epochs=10, lr=0.02)
+    assert data.y is not None
+    ids = data.splits["test"]
+    predicted = (infer.exact(model, data, ids)[:, 0] > 0).long()
+    assert run.metric == "accuracy"
+    assert run.test == pytest.approx((predicted == data.y[ids]).double().mean().item())
+    assert run.test > 0.8
+    assert len({e.metrics["accuracy"] for e in run.evaluations}) > 1
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_single_score_for_more_classes_is_refused(own: bool):
+    data = small()
+    step: Any = (lambda model, batch: model(batch).square().mean()) if own else None
+    with pytest.raises(ValueError, match="the model puts out 1 column for 4 classes: widen its last layer"):
+        fit(data, sage(data, outputs=1), epochs=1, train_step=step)
+
+
+# ---- what the optimizer steps
+
+
+def _layers(trainer: hl.Trainer) -> nn.ModuleList:
+    assert isinstance(trainer.model, hl.nn.GNN)
+    return trainer.model.convs
+
+
+class Norms(hl.Callback):
+    """The norm of the gradient after each step, of what the optimizer steps."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        grads = [p.grad for group in trainer.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.norms.append(float(torch.stack([g.norm() for g in grads]).norm()))
+
+
+class Unfreeze(hl.Callback):
+    """Trains the first layer from some step on."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        if step.step == self.at:
+            _layers(trainer)[0].requires_grad_(True)
+
+
+def test_parameters_that_are_unfrozen_are_clipped_with_the_others():
+    data, norms = small(), Norms()
+    model = sage(data)
+    model.convs[0].requires_grad_(False)
+    first = copied(model.convs[0].state_dict())
+    fit(data, model, epochs=2, clip_norm=0.01, callbacks=[Unfreeze(2), norms])
+    assert norms.norms == pytest.approx([0.01] * 6, rel=1e-4)
+    assert not same_weights(first, copied(model.convs[0].state_dict()))
+
+
+def test_gradients_of_parameters_that_the_optimizer_does_not_step_are_neither_added_up_nor_clipped_with():
+    class Some(hl.Trainer):
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(_layers(self)[1].parameters(), lr=0.0)
+
+    data, norms, others = small(), Norms(), list[float]()
+
+    class Others(hl.Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+            grads = [p.grad.flatten() for p in _layers(trainer)[0].parameters() if p.grad is not None]
+            others.append(float(torch.cat(grads).norm()))
+
+    how = method(batch_size=150, fanouts=(-1, -1), shuffle=False)
+    Some(sage(data), data, how, epochs=4, clip_norm=0.01, callbacks=[norms, Others()], show=False).fit()
+    assert norms.norms == pytest.approx([0.01] * 4, rel=1e-4)
+    assert others == pytest.approx(others[:1] * 4)  # the same weights at every step
+
+
+def test_a_parameter_that_is_not_the_models_is_refused():
+    class Own(hl.Trainer):
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD([*self.model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+
+    data = small()
+    with pytest.raises(ValueError, match=r"a parameter of shape \[3\] that is not the model's, so no checkpoint"):
+        Own(sage(data), data, method(), show=False).fit()
+
+
+# ---- training nodes, and fitting twice
+
+
+@pytest.mark.parametrize("how", [method(), HISTORICAL, hl.FullBatch(num_shards=2)], ids=name_of)
+def test_a_training_node_that_is_there_twice_is_refused(how: hl.Method):
+    data = small()
+    ids = torch.cat([data.train_ids, data.train_ids[3:4]])
+    twice = dataclasses.replace(data, splits={**data.splits, "train": ids})
+    with pytest.raises(ValueError, match=rf"node {int(ids[-1])} is in split 'train' more than once"):
+        fit(twice, how=how)
+
+
+@pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lag": 1}, {"warm_up": False}], ids=str)
+def test_a_second_fit_leaves_nothing_of_the_first_in_the_tables(settings: dict[str, Any]):
+    data, how = small(), hl.Historical(num_parts=4, parts_per_batch=1, partition="random", **settings)
+    trainer = hl.Trainer(sage(data), data, how, epochs=2, lr=0.02, show=False)
+    trainer.fit()
+    weights = copied(trainer.model.state_dict())
+    second = trainer.fit()
+    fresh = sage(data)
+    fresh.load_state_dict(weights)
+    assert losses(second) == losses(fit(data, fresh, how, epochs=2, lr=0.02))
+
+
+# ---- compensated histories
+
+
+@pytest.mark.parametrize(("num_train", "max_batches"), [(150, None), (150, 2), (2, None), (2, 3), (7, 5)])
+def test_batches_of_compensated_histories_give_equal_shares_of_the_full_gradient(
+    num_train: int, max_batches: int | None
+):
+    """With tables that are exact, the mean of a batch's gradient over all groups is the full gradient."""
+    graph = random_graph(40, 200, loops=True)
+    data = dataclasses.replace(dataset_of(graph, randn(40, 5)), splits={"train": torch.arange(40)[:num_train]})
+    num_train = data.train_ids.numel()
+    torch.manual_seed(0)
+    model = hl.nn.GNN([GraphConv(5, 4), GraphConv(4, 3)], act="tanh").double()
+    how = hl.Historical(
+        num_parts=10, parts_per_batch=1, partition="range", groups="fixed", compensate=True, max_batches=max_batches
+    )
+    trainer = hl.Trainer(model, data, how, show=False)
+    work = trainer.work
+    assert isinstance(work, HistoricalWork)
+    trainer.model.train()
+    units = list(work.units(1))
+    assert sum(unit.total_size or 0 for unit in units) == pytest.approx(num_train * len(units) / 10)
+    assert len(units) == (max_batches or 10)
+    shares = {unit.total_size for unit in units}
+    assert shares == {num_train / 10}
+    model.zero_grad()
+    for group in work.parts.groups_of(1) if max_batches is None else [(part,) for part in range(10)]:
+        work.unit(work.batch(group, None)).forward_backward(num_train / 10)  # type: ignore[arg-type]
+    found = [p.grad / 10 for p in model.parameters()]  # type: ignore[operator]
+    model.zero_grad()
+    x, index = data.x.read(torch.arange(40)), graph.edge_index()
+    out = model.convs[1](model.convs[0](x, index).tanh(), index)
+    assert data.y is not None
+    nn.functional.cross_entropy(out[data.train_ids], data.y[data.train_ids]).backward()
+    for ours, p in zip(found, model.parameters(), strict=True):
+        assert torch.allclose(ours, p.grad, atol=1e-10)  # type: ignore[arg-type]
+
+
+# ---- arrays that are changed in place
+
+
+def weighted() -> hl.Dataset:
+    return dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5))
+
+
+@pytest.mark.parametrize("kind", [GCNConv, GraphConv])
+@pytest.mark.parametrize("chunk_edges", [None, 50])
+def test_edge_weights_that_changed_are_read_again_by_inference(kind: Any, chunk_edges: int | None):
+    data, ids = weighted(), torch.arange(60)
+    model = hl.nn.GNN([kind(5, 4), kind(4, 3)]).double().eval()
+
+    def plain() -> Tensor:
+        index, weight = data.graph.edge_index(), data.graph.edge["weight"]
+        h = model.convs[0](data.x.read(ids), index, weight).relu()
+        return model.convs[1](h, index, weight).detach()
+
+    for _ in range(3):
+        found = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
+        assert all(torch.allclose(one, plain(), atol=1e-10) for one in found)
+        data.graph.edge["weight"].mul_(randn(data.num_edges, seed=8).abs())
+
+
+def test_edge_weights_that_changed_are_read_again_by_batches():
+    data = weighted()
+    model, ids = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double().eval(), torch.arange(60)
+    loader = hl.Sampled(fanouts=(-1, -1), batch_size=60, shuffle=False).loader(data, ids, model=model)
+    infer.sampled(model, loader)
+    data.graph.edge["weight"].mul_(randn(data.num_edges, seed=8).abs())
+    fresh = dataclasses.replace(data, graph=hl.Graph(data.graph.indptr, data.graph.indices, dict(data.graph.edge)))
+    assert torch.allclose(infer.sampled(model, loader), infer.exact(model, fresh, ids), atol=1e-10)
+
+
+@pytest.mark.parametrize("how", [method(), HISTORICAL, hl.FullBatch(num_shards=2)], ids=name_of)
+@pytest.mark.parametrize("name", ["edge array 'weight'", "table 'x'"])
+def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.Method, name: str):
+    data = weighted()
+
+    class Change(hl.Callback):
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+            array = data.graph.edge["weight"] if name.startswith("edge") else data.x.storage()
+            assert array is not None
+            array.mul_(2)
+
+    model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double()
+    with pytest.raises(ValueError, match=f"{name} of the dataset was changed in place after the Trainer was made"):
+        fit(data, model, how, callbacks=[Change()])
+
+
+# ---- hooks
+
+
+@pytest.mark.parametrize(
+    "listen", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_hooks_that_layers_would_pass_by_are_refused_or_run(listen: str):
+    ours, theirs = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]), GCN(5, 4, 2, 3, dropout=0.5)
+    getattr(ours, listen)(lambda *_: None)
+    getattr(theirs.dropout, listen)(lambda *_: None)
+    with pytest.raises(ValueError, match="GNN has hooks"):
+        hl.nn.as_walkable(ours)
+    assert not isinstance(hl.nn.as_walkable(theirs), hl.nn.GNN)  # the model's own forward runs
+
+
+def test_a_hook_on_the_dropout_of_a_pyg_model_acts_in_training_and_in_evaluation():
+    data = weighted()
+    torch.manual_seed(0)
+    model = GCN(5, 4, 2, 3, dropout=0.5).double()
+    model.dropout.register_forward_hook(lambda module, given, out: out + 1)  # type: ignore[operator]
+    ids = torch.arange(60)
+    found = infer.exact(model, data, ids)
+    weight = data.graph.edge["weight"]
+    assert torch.allclose(found, model.eval()(data.x.read(ids), data.graph.edge_index(), edge_weight=weight))
+
+
+def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
+    data = small()
+    trainer = hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False)
+    trainer.model.register_forward_hook(lambda module, given, out: -out)
+    with pytest.raises(ValueError, match="GNN has hooks"):
+        trainer.fit()
+    trainer = hl.Trainer(GCN(8, 4, 2, 4), data, hl.FullBatch(num_shards=2), show=False)
+    trainer.model.register_forward_hook(lambda module, given, out: -out)
+    with pytest.raises(ValueError, match="hooks were put on GCN after the Trainer was made: put them on before"):
+        trainer.fit()
+
+
+# ---- draws
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        method(),
+        method(layout="tree"),
+        HISTORICAL,
+        hl.FullBatch(num_shards=2, aggregation="sequential"),
+        hl.FullBatch(num_shards=2, aggregation="one_shot"),
+    ],
+    ids=["block", "tree", "historical", "sequential", "one shot"],
+)
+def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.Method):
+    data, found = small(), list[tuple[float, float, float, float]]()
+
+    def distance(model: nn.Module, one: hl.Batch, other: hl.Batch) -> float:
+        return float((model(one) - model(other)).norm().detach())
+
+    def step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        first, second = batch.redrawn(1), batch.redrawn(2)
+        same, other = distance(model, batch, batch), distance(model, batch, first)
+        found.append((same, other, distance(model, first, second), distance(model, first, batch.redrawn(1))))
+        return nn.functional.cross_entropy(model(batch), batch.labels)
+
+    fit(data, sage(data, dropout=0.5, input_dropout=0.2), how, epochs=1, train_step=step)
+    for same, other, another, again in found:
+        assert (same, again) == (0, 0)
+        assert min(other, another) > 1e-2
+
+
+def test_a_redrawn_batch_of_evaluation_is_the_batch():
+    data = small()
+    batch = dataclasses.replace(next(iter(method().loader(data))), key=None)
+    assert batch.redrawn() is batch

@@ -1,0 +1,786 @@
+"""The training loop: epochs, evaluation, the weights that are kept, ways to extend it, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN, GIN, GATConv, GraphSAGE, SAGEConv
+
+import hopline as hl
+from hopline import infer
+from hopline.ops import derive_key
+from hopline.pipeline.stages import StageError
+from tests.runs import (
+    Recorder,
+    copied,
+    evaluated,
+    fit,
+    labels,
+    losses,
+    method,
+    records,
+    sage,
+    same_weights,
+    small,
+    without,
+)
+
+# ---- epochs and evaluation
+
+
+@pytest.mark.parametrize(
+    ("epochs", "every", "expected"),
+    [(3, 2, [2, 3]), (4, 2, [2, 4]), (3, 1, [1, 2, 3]), (2, 20, [2]), (1, 1, [1])],
+)
+def test_trains_exactly_the_epochs_and_evaluates_on_time(epochs: int, every: int, expected: list[int]):
+    run = fit(small(), epochs=epochs, evaluate_every=every)
+    assert run.epochs == len(run.history) == epochs
+    assert [e.epoch for e in run.history] == list(range(1, epochs + 1))
+    assert evaluated(run) == expected
+    assert evaluated(run, "test") == [run.best_epoch]
+    assert run.reason == ("1 epoch is trained" if epochs == 1 else f"all {epochs} epochs are trained")
+
+
+def test_fewer_epochs_than_between_evaluations_leave_weights(tmp_path: Path):
+    run = fit(small(), epochs=2, evaluate_every=20, out=tmp_path)
+    assert run.best_epoch == 2
+    best, last = (torch.load(tmp_path / name, weights_only=True) for name in ("best.pt", "last.pt"))
+    assert same_weights(best, last)
+
+
+def test_every_epoch_trains_every_seed_once():
+    seen: list[int] = []
+
+    def step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        seen.extend(batch.seeds.tolist())
+        return model(batch).square().mean()
+
+    data = small()
+    fit(data, epochs=2, train_step=step)
+    train = data.splits["train"].tolist()
+    assert sorted(seen[: len(train)]) == sorted(seen[len(train) :]) == train
+    assert seen[: len(train)] != seen[len(train) :]
+
+
+def test_early_stop_says_why_and_stops():
+    values = iter([0.3, 0.5, 0.4, 0.5, 0.2, 0.9])
+
+    def scripted(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+        return {"score": next(values)}
+
+    run = fit(without(small(), "test"), epochs=6, patience=3, test_step=scripted)
+    assert run.epochs == 5
+    assert run.reason == "validation score has not risen above 0.5000 (epoch 2) for 3 evaluations"
+    assert (run.best_epoch, run.valid) == (2, 0.5)
+
+
+def test_stop_in_any_hook_ends_after_the_epoch_and_evaluates_it():
+    class Stop(hl.Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+            if step.step == 4:
+                trainer.stop("enough")
+
+    run = fit(small(), epochs=9, evaluate_every=5, callbacks=[Stop()])
+    assert (run.epochs, evaluated(run), run.reason) == (2, [2], "enough")
+
+
+def test_a_plateau_schedule_keeps_its_state_over_evaluations():
+    """Rebuilding the scheduler at each evaluation, as some trainers do, would reset its patience for ever."""
+    schedule = hl.Schedule(name="plateau", patience=1, factor=0.1)
+
+    def flat(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+        return {"score": 1.0}
+
+    run = fit(small(), epochs=8, evaluate_every=2, lr=1.0, schedule=schedule, test_step=flat, optimizer="sgd")
+    assert [e.lr for e in run.history] == pytest.approx([1.0] * 6 + [0.1] * 2)
+
+
+def test_without_a_validation_split_a_plateau_goes_by_the_loss():
+    def flat(model: nn.Module, batch: hl.Batch) -> Tensor:
+        return 0 * model(batch).sum() + 1.0
+
+    schedule = hl.Schedule(name="plateau", patience=1, factor=0.5)
+    run = fit(without(small(), "valid"), epochs=4, lr=1.0, schedule=schedule, train_step=flat)
+    assert [e.lr for e in run.history] == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_the_rate_of_an_epoch_is_what_its_steps_used():
+    rates: list[float] = []
+
+    class Watch(hl.Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    run = fit(small(), epochs=3, lr=1.0, schedule=hl.Schedule(name="step", every=1), callbacks=[Watch()])
+    assert rates == [1.0] * 3 + [0.5] * 3 + [0.25] * 3
+    assert [e.lr for e in run.history] == [1.0, 0.5, 0.25]
+
+
+# ---- the best weights
+
+
+def test_the_model_ends_with_the_best_weights_and_the_test_is_theirs(tmp_path: Path):
+    """Validation scores are scripted, so that the best epoch is neither the first nor the last."""
+    data, scores = small(), {1: 0.1, 2: 0.9, 3: 0.5}
+    seen: list[dict[str, Tensor]] = []
+
+    class Scripted(hl.Trainer):
+        def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
+            if split == "valid":
+                seen.append(copied(self.model.state_dict()))
+                return {"accuracy": scores[len(seen)]}
+            return super().evaluate(split, exact=exact)
+
+    torch.manual_seed(1)
+    model = GraphSAGE(data.num_features, 16, 2, data.num_classes, dropout=0.5)
+    run = Scripted(model, data, method(), epochs=3, lr=0.05, show=False, out=tmp_path).fit()
+    assert (run.best_epoch, run.valid) == (2, 0.9)
+    assert same_weights(model.state_dict(), seen[1])
+    assert same_weights(torch.load(tmp_path / "best.pt", weights_only=True), seen[1])
+    assert same_weights(torch.load(tmp_path / "last.pt", weights_only=True), seen[2])
+    assert not same_weights(seen[1], seen[2])
+
+    pyg, ids = data.to_pyg(), data.splits["test"]
+    with torch.no_grad():
+        predicted = model.eval()(pyg.x, pyg.edge_index)[ids].argmax(dim=-1)
+    assert run.test == pytest.approx((predicted == labels(data, "test")).double().mean().item())
+
+
+@pytest.mark.parametrize("kind", [GraphSAGE, GCN, GAT])
+def test_kept_weights_load_into_the_plain_pyg_model(kind: Any, tmp_path: Path):
+    data = small()
+    run = fit(data, kind(data.num_features, 16, 2, data.num_classes), out=tmp_path)
+    pyg, ids = data.to_pyg(), data.splits["test"]
+    plain = kind(data.num_features, 16, 2, data.num_classes)
+    for name in ("last.pt", "best.pt"):
+        plain.load_state_dict(torch.load(tmp_path / name, weights_only=True))
+    with torch.no_grad():
+        scores = plain.eval()(pyg.x, pyg.edge_index)[ids]
+    assert run.test == pytest.approx(hl.metrics.accuracy(scores, labels(data, "test")))
+
+
+def test_without_validation_the_last_weights_are_the_best(tmp_path: Path):
+    run = fit(without(small(), "valid"), epochs=2, out=tmp_path)
+    assert run.best_epoch == 2
+    assert math.isnan(run.valid)
+    assert 0 < run.test < 1
+    assert evaluated(run) == []
+    last, best = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("last", "best"))
+    assert same_weights(last, best)
+
+
+def test_without_a_test_split_the_test_is_nan():
+    run = fit(without(small(), "test"))
+    assert math.isnan(run.test)
+    assert run.valid > 0
+
+
+def test_an_empty_split_counts_as_none():
+    data = small()
+    data = dataclasses.replace(data, splits=data.splits | {"valid": torch.empty(0, dtype=torch.int64)})
+    assert evaluated(fit(data)) == []
+
+
+def test_without_training_nodes_the_error_says_how_to_draw_some():
+    with pytest.raises(ValueError, match=r"has no training nodes: draw some with split_shares=.*hl\.random_split"):
+        fit(without(small(), "train"))
+    assert fit(hl.random_split(without(small(), "train", "valid", "test"))).test > 0.5
+
+
+# ---- steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces(hl.Method):
+    """One step's seeds in pieces of given sizes, all drawn with the step's key."""
+
+    sizes: tuple[int, ...]
+    fanouts: tuple[int, ...] = (3, 2)
+
+    def bind(self, job: hl.Job) -> PiecesWork:
+        return PiecesWork(self, job, hl.NeighborSampler(job.data.graph, self.fanouts))
+
+
+@dataclasses.dataclass
+class PiecesWork:
+    spec: Pieces
+    job: hl.Job
+    sampler: hl.NeighborSampler
+
+    def units(self, epoch: int) -> Iterator[hl.Unit]:
+        key, data = derive_key(self.job.seed, epoch), self.job.data
+        assert data.y is not None
+        for seeds in self.job.train_ids[: sum(self.spec.sizes)].split(list(self.spec.sizes)):
+            blocks = self.sampler.sample(seeds, key)
+            rows = hl.Rows(data.x, blocks[0].src_ids)
+            yield hl.BatchUnit(self.job, hl.Batch(seeds, blocks, rows, data.y[seeds], key=key))
+
+
+def test_accumulated_batches_equal_one_batch_of_all_their_seeds():
+    data = small()
+    data = dataclasses.replace(data, tables={"x": hl.TensorTable(data.x.read(torch.arange(data.num_nodes)).double())})
+    weights = []
+    for sizes in ((60,), (25, 5, 30)):
+        model = sage(data, dropout=0.5).double()
+        run = fit(data, model, Pieces(sizes), accumulate=len(sizes), optimizer="sgd", lr=0.5, epochs=1)
+        weights.append((copied(model.state_dict()), losses(run)))
+    (whole, loss), (pieces, loss_of_pieces) = weights
+    assert loss == pytest.approx(loss_of_pieces, abs=1e-10)
+    assert not same_weights(whole, copied(sage(data).double().state_dict()))
+    for name in whole:
+        torch.testing.assert_close(pieces[name], whole[name], rtol=1e-10, atol=1e-10)
+
+
+def test_accumulation_makes_fewer_steps_and_keeps_the_rest():
+    watch = Recorder()
+    fit(small(), how=method(batch_size=40), accumulate=3, epochs=1, callbacks=[watch])
+    assert [step.size for step in watch.payloads("step")] == [120, 30]
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_clip_norm_bounds_the_update(clip: float | None):
+    data = small()
+    model = sage(data)
+    before = copied(model.state_dict())
+    fit(data, model, method(batch_size=150), epochs=1, optimizer="sgd", lr=1.0, clip_norm=clip)
+    update = torch.cat([(p.detach() - before[n]).flatten() for n, p in model.named_parameters()]).norm().item()
+    assert update == pytest.approx(1e-3, rel=1e-3) if clip else update > 1e-2
+
+
+def test_bf16_computes_in_bfloat16_and_keeps_float32_weights():
+    data, seen = small(), set()
+
+    def step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        scores = model(batch)
+        seen.add(scores.dtype)
+        return nn.functional.cross_entropy(scores.float(), batch.labels)
+
+    model = sage(data)
+    run = fit(data, model, epochs=8, precision="bf16", train_step=step)
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert losses(run)[-1] < losses(run)[0]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_each_optimizer_lowers_the_loss(optimizer: str):
+    run = fit(small(), epochs=4, optimizer=optimizer, lr=0.1 if optimizer == "sgd" else 0.01, weight_decay=1e-4)
+    assert losses(run)[-1] < losses(run)[0]
+
+
+# ---- seeds
+
+
+def test_a_seed_gives_the_same_run_for_any_number_of_workers():
+    data, found = small(), []
+    for workers in (0, 1, 3):
+        model = sage(data, dropout=0.5)
+        run = fit(data, model, method(workers=workers), epochs=3, seed=5)
+        found.append((losses(run), run.test, copied(model.state_dict())))
+    for other in found[1:]:
+        assert other[:2] == found[0][:2]
+        assert same_weights(other[2], found[0][2])
+
+
+def test_the_seed_reaches_draws_inside_convs():
+    data, found = small(), []
+    for state in (1, 2):
+        torch.manual_seed(3)
+        model = GAT(data.num_features, 8, 2, data.num_classes, dropout=0.5)
+        torch.manual_seed(state)  # must not matter
+        found.append(losses(fit(data, model, seed=4)))
+    assert found[0] == found[1]
+
+
+def test_another_seed_gives_another_run():
+    data = small()
+    assert losses(fit(data, seed=1)) != losses(fit(data, seed=2))
+
+
+def test_fitting_again_goes_on_from_the_best_weights():
+    data = small()
+    trainer = hl.Trainer(sage(data), data, method(), epochs=2, lr=0.02, patience=5, show=False)
+    first, second = trainer.fit(), trainer.fit()
+    assert second.epochs == 2
+    assert second.history[0].loss < first.history[0].loss
+
+
+# ---- extension
+
+
+def test_hooks_are_called_in_order_with_their_payloads():
+    data, watch = small(), Recorder()
+    run = fit(data, how=method(batch_size=100), epochs=2, callbacks=[watch])
+    epoch = ["step", "step", "epoch", "evaluate"]
+    assert [name for name, _ in watch.calls] == ["fit_start", *epoch, *epoch, "evaluate", "fit_end"]
+    steps = watch.payloads("step")
+    assert [(s.epoch, s.step, s.size) for s in steps] == [(1, 1, 100), (1, 2, 50), (2, 3, 100), (2, 4, 50)]
+    assert all(not s.loss.requires_grad and s.loss.dim() == 0 for s in steps)
+    mean = (steps[0].loss * 100 + steps[1].loss * 50) / 150
+    assert run.history[0].loss == pytest.approx(float(mean), rel=1e-6)
+    assert watch.payloads("epoch") == run.history
+    assert watch.payloads("evaluate") == run.evaluations
+    assert [(e.split, e.epoch) for e in run.evaluations[:2]] == [("valid", 1), ("valid", 2)]
+    assert watch.payloads("fit_end") == [run]
+    last = run.history[-1]
+    assert last.seeds_per_s == pytest.approx(150 / last.seconds)
+    assert last.slowest_stage in last.stages
+    assert {"sample", "gather", "move", "forward", "backward", "optimizer"} <= last.stages.keys()
+    assert last.counters["edges.sampled"] > 0
+    assert "forward" in {region.name for region in run.stages}
+
+
+def test_what_a_test_step_draws_is_not_what_training_draws():
+    """So that the run is the same, whoever evaluates."""
+
+    def drawing(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+        return {"drawn_score": float(torch.rand(1))}
+
+    data, found = small(), []
+    for test_step in (drawing, None):
+        torch.manual_seed(3)
+        model = hl.nn.GNN([GATConv(8, 4, dropout=0.5), GATConv(4, 4, dropout=0.5)])  # which draws by itself
+        run = hl.Trainer(model, data, method(), epochs=3, test_step=test_step, show=False).fit()
+        found.append([epoch.loss for epoch in run.history])
+    assert found[0] == found[1]
+
+
+def test_own_training_and_test_steps_are_used():
+    data, calls = small(), []
+
+    def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        return model(batch).square().mean()
+
+    def test_step(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+        calls.append((ids, model.training, torch.is_grad_enabled()))
+        return {"size": float(ids.numel()), "other": 0.0}
+
+    run = fit(data, epochs=3, lr=0.1, train_step=train_step, test_step=test_step, metric_mode="max")
+    assert losses(run)[-1] < losses(run)[0]
+    assert (run.metric, run.valid, run.test) == ("size", 80.0, 170.0)
+    assert [ids is data.splits["valid"] for ids, *_ in calls] == [True, True, True, False]
+    assert all(not training and not grad for _, training, grad in calls)
+
+
+def test_a_method_of_the_users_own_trains():
+    run = fit(small(), how=Pieces((50, 50)), epochs=6)
+    assert losses(run)[-1] < losses(run)[0]
+    assert run.test > 0.3
+
+
+def test_units_commit_after_the_optimizer_step():
+    data, order = small(), []
+
+    class Noted(hl.BatchUnit):
+        def forward_backward(self, total: int) -> Tensor:
+            order.append(("backward", total))
+            return super().forward_backward(total)
+
+        def commit(self) -> None:
+            order.append(("commit", self.size))
+
+    class Watched(hl.Trainer):
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            made = super().make_optimizer()
+            made.register_step_post_hook(lambda *_: order.append(("step", 0)))
+            return made
+
+    class Work(PiecesWork):
+        def units(self, epoch: int) -> Iterator[hl.Unit]:
+            return (Noted(unit.job, unit.batch) for unit in super().units(epoch) if isinstance(unit, hl.BatchUnit))
+
+    class Own(Pieces):
+        def bind(self, job: hl.Job) -> PiecesWork:
+            return Work(**vars(super().bind(job)))
+
+    Watched(sage(data), data, Own((20, 30)), epochs=1, accumulate=2, show=False).fit()
+    assert order == [("backward", 50), ("backward", 50), ("step", 0), ("commit", 20), ("commit", 30)]
+
+
+@pytest.mark.parametrize("kind", ["gnn", "pyg"])
+def test_the_last_layer_has_a_weight_decay_of_its_own(kind: str):
+    data = small()
+    model = sage(data) if kind == "gnn" else GCN(8, 16, 2, 4)
+    trainer = hl.Trainer(model, data, method(), weight_decay=0.5, weight_decay_rest=0.0)
+    main, rest = trainer.make_optimizer().param_groups
+    assert (main["weight_decay"], rest["weight_decay"]) == (0.5, 0.0)
+    assert [id(p) for p in rest["params"]] == [id(p) for p in model.convs[-1].parameters()]  # type: ignore[index]
+    assert len(main["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+def test_what_has_no_layers_has_no_rest():
+    data = small()
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gcn = GCN(8, 16, 2, 4)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.gcn(x, edge_index)
+
+    trainer = hl.Trainer(Own(), data, method(), weight_decay_rest=0.0)
+    with pytest.raises(ValueError, match="weight_decay_rest= is for the last layer, and Own is not made of layers"):
+        trainer.make_optimizer()
+
+
+def test_a_subclass_can_replace_the_optimizer_and_the_evaluation():
+    class Own(hl.Trainer):
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            return torch.optim.RMSprop(self.model.parameters(), lr=self.settings.lr)
+
+        def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
+            return {"half": super().evaluate(split, exact=exact)["accuracy"] / 2}
+
+    data = small()
+    trainer = Own(sage(data), data, method(), epochs=1, metric_mode="max", show=False)
+    run = trainer.fit()
+    assert run.metric == "half"
+    assert 0 < run.test <= 0.5
+    assert isinstance(trainer.optimizer, torch.optim.RMSprop)
+
+
+# ---- tasks
+
+
+def test_several_labels_are_scored_by_micro_f1():
+    data = small()
+    assert data.y is not None
+    several = nn.functional.one_hot(data.y, 4) | nn.functional.one_hot((data.y + 1) % 4, 4)
+    data = dataclasses.replace(data, y=several, task="multi")
+    model = sage(data)
+    run = fit(data, model, epochs=15, lr=0.02)
+    ids = data.splits["test"]
+    assert run.metric == "micro_f1"
+    assert run.test == pytest.approx(hl.metrics.micro_f1(infer.exact(model, data, ids), several[ids]))
+    assert run.test > 0.6
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_binary_task_is_scored_by_roc_auc_with_one_output_or_two(outputs: int):
+    data = small(num_classes=2)
+    data = dataclasses.replace(data, task="binary")
+    model = sage(data, outputs=outputs)
+    run = fit(data, model, epochs=15, lr=0.02)
+    ids = data.splits["test"]
+    scores = infer.exact(model, data, ids)
+    score = scores[:, 1] - scores[:, 0] if outputs == 2 else scores[:, 0]
+    assert data.y is not None
+    assert run.metric == "roc_auc"
+    assert run.test == pytest.approx(hl.metrics.roc_auc(score, data.y[ids]))
+    assert run.test > 0.8
+
+
+def test_nodes_without_a_label_take_part_as_neighbours_only():
+    data = small(num_test=20)
+    assert data.y is not None
+    known = torch.cat(list(data.splits.values()))
+    y = torch.full_like(data.y, -1)
+    y[known] = data.y[known]
+    assert (y < 0).any()
+    assert losses(fit(dataclasses.replace(data, y=y))) == losses(fit(data))
+
+
+def test_without_labels_the_error_says_what_to_give():
+    data = dataclasses.replace(small(), y=None)
+    with pytest.raises(ValueError, match="no labels to train on: give it y, or pass train_step="):
+        fit(data, sage(small()))
+
+
+# ---- models
+
+
+class Plain(nn.Module):
+    """A module of the user's own, which hopline cannot take apart into layers."""
+
+    def __init__(self, data: hl.Dataset) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = SAGEConv(data.num_features, 16), SAGEConv(16, data.num_classes)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(nn.functional.dropout(self.first(x, edge_index).relu(), 0.2, self.training), edge_index)
+
+
+def test_any_module_over_x_and_edge_index_trains_and_is_tested_exactly():
+    data = small()
+    model = Plain(data)
+    run = fit(data, model, epochs=4)
+    pyg, ids = data.to_pyg(), data.splits["test"]
+    with torch.no_grad():
+        scores = model.eval()(pyg.x, pyg.edge_index)[ids]
+    assert losses(run)[-1] < losses(run)[0]
+    assert run.test == pytest.approx(hl.metrics.accuracy(scores, labels(data, "test")))
+
+
+@pytest.mark.parametrize("kind", [GraphSAGE, GCN, "gnn"])
+def test_layers_that_learn_their_width_from_the_data_train(kind: Any):
+    data = small()
+    torch.manual_seed(0)
+    if kind == "gnn":
+        model: nn.Module = hl.nn.GNN([SAGEConv(-1, 16), SAGEConv(-1, data.num_classes)])
+    else:
+        model = kind(-1, 16, 2, data.num_classes)
+    run = fit(data, model, epochs=4)
+    assert losses(run)[-1] < losses(run)[0]
+    assert model.convs[0].in_channels in (-1, data.num_features)  # pyright: ignore
+
+
+def test_a_module_with_another_forward_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"Linear.forward takes \(input\): write forward\(x, edge_index, ...\)"):
+        fit(small(), nn.Linear(8, 4))
+
+
+def test_sampled_inference_validates_on_samples_and_tests_exactly(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int | None] = []
+    plain = infer.sampled
+
+    def spy(*args: Any, **options: Any) -> Tensor:
+        calls.append(options["num_nodes"])
+        return plain(*args, **options)
+
+    monkeypatch.setattr(infer, "sampled", spy)
+    data = small()
+    model = sage(data)
+    run = fit(data, model, epochs=2, inference="sampled")
+    assert calls == [80, 80]
+    scores = infer.exact(model, data, data.splits["test"])
+    assert run.test == hl.metrics.accuracy(scores, labels(data, "test"))
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, not 0"),
+        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"evaluate_every": 0}, "evaluate_every must be at least 1"),
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"lr": math.nan}, "lr must be a finite number, not nan"),
+        ({"clip_norm": 0.0}, "clip_norm must be above 0 or none"),
+        ({"device": "tpu"}, "device='tpu' is not a device: set device=cpu"),
+        ({"patience": 0}, "patience must be at least 1 evaluation"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        fit(small(), **settings)
+
+
+def test_a_loss_that_is_not_a_number_ends_training_with_advice():
+    def step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        return model(batch).sum() * math.nan
+
+    with pytest.raises(ValueError, match="the loss became nan in epoch 1: lower lr="):
+        fit(small(), train_step=step)
+
+
+def test_a_method_without_batches_is_an_error():
+    with pytest.raises(ValueError, match="gave no batches: make batch_size smaller or set drop_last=false"):
+        fit(small(), how=method(batch_size=1000, drop_last=True))
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("hook", ["on_step_end", "on_epoch_end", "on_evaluate_end"])
+def test_an_exception_in_a_callback_ends_cleanly_with_a_report(kind: type[BaseException], hook: str, tmp_path: Path):
+    """That no thread is left is checked after every test."""
+
+    def fail(*_: Any) -> None:
+        raise kind("no more")
+
+    broken, watch = hl.Callback(), Recorder()
+    setattr(broken, hook, fail)
+    with pytest.raises(kind, match="no more"):
+        fit(small(), how=method(workers=3, batch_size=10), out=tmp_path, callbacks=[broken, watch])
+    (end,), (close,) = records(tmp_path, "end"), records(tmp_path, "close")
+    assert end["reason"] == f"{kind.__name__}: no more"
+    expected = "interrupted: no more" if kind is KeyboardInterrupt else f"failed: {kind.__name__}: no more"
+    assert close["status"] == expected
+    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "trace.json").exists()
+    assert watch.calls[-1][0] == "fit_end"
+
+
+class Faulty(hl.TensorTable):
+    """A table that cannot be read any more once it is broken."""
+
+    broken = False
+
+    def read(self, ids: Tensor) -> Tensor:
+        if self.broken:
+            raise OSError("the disk is gone")
+        return super().read(ids)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_an_exception_in_a_stage_names_it_and_ends_cleanly_with_a_report(workers: int, tmp_path: Path):
+    data = small()
+    table = data.tables["x"] = Faulty(data.x.read(torch.arange(data.num_nodes)))
+
+    class Break(hl.Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+            table.broken = True  # batches that are prepared already are trained all the same
+
+    how = method(workers=workers, batch_size=10)
+    with pytest.raises(StageError, match="stage 'gather' failed: the disk is gone"):
+        fit(data, sage(data, input_dropout=0.1), how, out=tmp_path, callbacks=[Break()], evaluate_every=5)
+    assert "the disk is gone" in records(tmp_path, "end")[0]["reason"]
+    assert "failed" in records(tmp_path, "close")[0]["status"]
+
+
+def test_a_run_folder_tells_what_was_done(tmp_path: Path):
+    run = fit(small(), epochs=3, evaluate_every=2, out=tmp_path)
+    assert [r["epoch"] for r in records(tmp_path, "epoch")] == [1, 2, 3]
+    assert [(r["epoch"], r["split"]) for r in records(tmp_path, "evaluate")][:2] == [(2, "valid"), (3, "valid")]
+    (end,) = records(tmp_path, "end")
+    assert (end["test"], end["reason"]) == ({"accuracy": run.test}, run.reason)
+    assert end["peak_rss_bytes"] > 1 << 20
+    assert {p.name for p in tmp_path.iterdir()} == {
+        *(
+            "best.pt",
+            "last.pt",
+            "checkpoint.pt",
+            "config.json",
+            "metrics.jsonl",
+            "run.log",
+            "trace.json",
+            "report.html",
+        ),
+    }
+
+
+def test_a_batch_of_one_seed_trains_with_batch_norm_inside_the_conv():
+    data = small(num_train=51)
+    model = GIN(data.num_features, 8, 2, data.num_classes, norm="batch_norm")
+    run = fit(data, model, method(batch_size=50), epochs=1)
+    assert run.epochs == 1
+
+
+def test_evaluation_is_counted_to_the_epoch_it_follows_and_the_test_to_none():
+    run = fit(small(), epochs=3)
+    (evaluate,) = [region for region in run.stages if region.name == "evaluate"]
+    assert evaluate.calls == 3
+    assert evaluate.first_epoch_s > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": Data(x=torch.ones(2, 2))}, "data must be a hopline Dataset.*hl.from_pyg"),
+        ({"model": nn.Identity()}, "nothing to train"),
+        ({"settings": {"patience": 2}, "splits": "valid"}, "patience= stops by the validation metric"),
+        ({"outputs": 2}, "puts out 2 columns for 4 classes"),
+        ({"test_step": lambda *_: {}}, "evaluation gave no metric"),
+    ],
+    ids=["pyg data", "frozen", "no validation", "too narrow", "no metric"],
+)
+def test_what_cannot_train_is_said_at_once(arguments: dict[str, Any], message: str):
+    data = small()
+    data = without(data, arguments["splits"]) if "splits" in arguments else data
+    model = arguments.get("model") or sage(data, outputs=arguments.get("outputs"))
+    settings = {"epochs": 1, "show": False} | arguments.get("settings", {})
+    with pytest.raises(ValueError, match=message):
+        hl.Trainer(model, arguments.get("data", data), method(), test_step=arguments.get("test_step"), **settings).fit()
+
+
+def test_the_default_method_follows_the_models_depth():
+    data = small()
+
+    def fanouts(model: nn.Module) -> object:
+        return hl.Trainer(model, data, show=False, epochs=1).method.fanouts  # type: ignore[attr-defined]
+
+    assert fanouts(sage(data)) == (15, 10)
+    deep = hl.nn.GNN(
+        [SAGEConv(data.num_features, 8), *(SAGEConv(8, 8) for _ in range(3)), SAGEConv(8, data.num_classes)]
+    )
+    assert fanouts(deep) == (15, 10, 5, 5, 5)
+    assert fanouts(GraphSAGE(data.num_features, 8, 4, data.num_classes)) == (15, 10, 5, 5)
+
+    class Net(nn.Module):
+        def __init__(self, *convs: nn.Module) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(convs)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            for conv in self.convs:
+                x = conv(x, edge_index)
+            return x
+
+    assert fanouts(Net(SAGEConv(data.num_features, 8), SAGEConv(8, data.num_classes))) == (15, 10)
+
+    class Own(nn.Linear):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match=r"the depth of Own cannot be told.* fanouts=\(15, 10\)"):
+        fanouts(Own(data.num_features, data.num_classes))
+    assert hl.Trainer(sage(data), data, show=False, epochs=1).fit().epochs == 1
+    with pytest.raises(ValueError, match=r"fanouts='auto' follows the model.* give model=, or one number per layer"):
+        hl.Sampled().loader(data)
+    assert len(next(iter(hl.Sampled().loader(data, model=sage(data)))).blocks) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("sampled", r"method must be a Method such as hl.Sampled\(\), not the string 'sampled'"),
+        ("histrical", r"such as hl.Historical\(\), not the string"),
+        (hl.FullBatch, r"such as hl.FullBatch\(\), not the class"),
+        (17, r"such as hl.Sampled\(\), not the object 17"),
+    ],
+)
+def test_what_is_no_method_is_refused_with_what_to_write(method: Any, words: str):
+    data = small()
+    with pytest.raises(ValueError, match=words):
+        hl.Trainer(sage(data), data, method)
+
+
+def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant():
+    data = small()
+    for name, meant in (
+        ("epoch", "epochs"),
+        ("bugdet", "budget"),
+        ("callback", "callbacks"),
+        ("weights_decay", "weight_decay"),
+    ):
+        with pytest.raises(TypeError, match=rf"Trainer has no setting '{name}'. Did you mean '{meant}'\?"):
+            hl.Trainer(sage(data), data, **{name: None})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Sampled has no setting 'fanout'. Did you mean 'fanouts'\?"):
+        hl.Sampled(fanout=(1, 2))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Sampled takes its settings by name, such as fanouts=\(1, 2\)"):
+        hl.Sampled((1, 2))  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"callbacks must be objects of classes derived from hl.Callback, not <class"):
+        hl.Trainer(sage(data), data, callbacks=[hl.EarlyStop])  # type: ignore[list-item]
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path: Path):
+    data, out = small(), tmp_path / "runs" / "one"
+
+    def broken(model: nn.Module, batch: hl.Batch) -> Tensor:
+        raise RuntimeError("no step was possible")
+
+    for out, kept in ((tmp_path / "runs" / "one", False), (tmp_path, True)):
+        (tmp_path / "mine.txt").write_text("mine")
+        with pytest.raises(RuntimeError, match="no step was possible"):
+            hl.Trainer(sage(data), data, method(), train_step=broken, out=out, show=False).fit()
+        assert out.exists() == kept
+        assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False).fit()
+
+    class Later(hl.Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+            raise RuntimeError("after a step")
+
+    with pytest.raises(RuntimeError, match="after a step"):
+        hl.Trainer(sage(data), data, method(), callbacks=[Later()], out=tmp_path / "later", show=False).fit()
+    assert "failed: RuntimeError: after a step" in (tmp_path / "later" / "run.log").read_text()

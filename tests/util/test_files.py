@@ -1,0 +1,88 @@
+"""Files are replaced whole: an error, a full disk or a kill leaves the old one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from hopline.util import files
+from hopline.util.files import remove_unfinished, replacing
+
+
+def write(path: Path, content: bytes) -> None:
+    with replacing(path) as file:
+        file.write(content)
+
+
+def test_readers_see_the_old_content_or_the_new(tmp_path: Path):
+    path = tmp_path / "a"
+    write(path, b"old")
+    with path.open("rb") as reader:
+        with replacing(path) as file:
+            file.write(b"new")
+            file.flush()
+            assert path.read_bytes() == b"old"
+        assert reader.read() == b"old"
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name_and_the_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        order.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def replaced(old: Path, new: Path) -> None:
+        order.append("name")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write(tmp_path / "a", b"new")
+    assert order == ["file", "name", "folder"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"])
+def test_where_writing_fails_the_old_file_stays_alone(error: BaseException, tmp_path: Path):
+    write(tmp_path / "a", b"old")
+
+    def fail() -> None:
+        with replacing(tmp_path / "a") as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "a", b"old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path):
+    write(tmp_path / "a", b"old")
+    killed = replacing(tmp_path / "a")
+    killed.__enter__().write(b"half")
+    assert len(os.listdir(tmp_path)) == 2
+    assert (tmp_path / "a").read_bytes() == b"old"
+    remove_unfinished(tmp_path)
+    assert os.listdir(tmp_path) == ["a"]
