@@ -69,6 +69,7 @@ from hopline.util import trace
 from hopline.util.files import remove_unfinished
 from hopline.util.log import logger
 from hopline.util.spec import kind_of, to_dict
+from hopline.util.spec import removed_settings
 from hopline.util.validate import check_names
 
 GivenBudget = Budget | str | Mapping[str, str] | None
@@ -140,7 +141,8 @@ class Trainer:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
         own = [name for name, p in inspect.signature(Trainer).parameters.items() if p.kind is p.KEYWORD_ONLY]
-        check_names("Trainer", settings, [*own, *(field.name for field in fields(TrainSettings))])
+        names = [*own, *(field.name for field in fields(TrainSettings))]
+        check_names("Trainer", settings, names, removed_settings(TrainSettings))
         self.settings = TrainSettings(**settings)
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world

@@ -53,6 +53,23 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f" Did you mean '{by_lower[close[0]]}'?" if close else ""
 
 
+class Removed(typing.NamedTuple):
+    """A setting that earlier versions had: an entry of a settings class's `REMOVED`, by the setting's name."""
+
+    default: Any
+    """Its default, as JSON holds it. A stored run with this value is read as if it did not name the setting."""
+    instead: str
+    """What to do now: "set refresh_every=1"."""
+
+    def refusal(self, key: str) -> str:
+        return f"{key} was removed: {self.instead}"
+
+
+def removed_settings(cls: type) -> Mapping[str, Removed]:
+    """The settings that a class no longer has."""
+    return getattr(cls, "REMOVED", {})
+
+
 def kind_of(cls: type) -> str:
     """Return the name by which a class is picked in settings: FullBatch is "full_batch"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
@@ -138,7 +155,13 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
 
 
 def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
-    hints = _settable(cls)
+    hints, removed = _settable(cls), removed_settings(cls)
+    # A run of an earlier version names every setting. One that was removed is refused if its value is not the default,
+    # which is what hopline now does.
+    for key in set(data) & set(removed):
+        if data[key] != removed[key].default:
+            raise ValueError(removed[key].refusal(prefix + key))
+    data = {key: value for key, value in data.items() if key not in removed}
     for key in set(data) - set(hints):
         valid = ", ".join(prefix + name for name in hints)
         raise ValueError(f"Unknown key '{prefix}{key}'.{nearest(key, hints)} Valid keys here: {valid}.")
@@ -257,6 +280,8 @@ def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str,
     hints = _settable(cls)
     groups: dict[str, list[_Assignment]] = {}
     for item in items:
+        if item.path[0] in removed_settings(cls):
+            raise ValueError(removed_settings(cls)[item.path[0]].refusal(item.key))
         if item.path[0] not in hints:
             raise _unknown_key(item.key, prefix, hints, root)
         groups.setdefault(item.path[0], []).append(item)

@@ -7,10 +7,11 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from hopline.util.spec import nearest, parse_size
+from hopline.util.spec import Removed, nearest, parse_size, removed_settings
 
 T = TypeVar("T")
 
@@ -27,16 +28,20 @@ def settings(cls: type[T]) -> type[T]:
         names = [field.name for field in dataclasses.fields(self) if field.init]
         if positional:
             raise TypeError(f"{made.__name__} takes its settings by name, such as {names[0]}={positional[0]!r}")
-        check_names(made.__name__, given, names)
+        check_names(made.__name__, given, names, removed_settings(made))
         construct(self, **given)
 
     made.__init__ = __init__
     return made
 
 
-def check_names(owner: str, given: Iterable[str], valid: Collection[str]) -> None:
+def check_names(
+    owner: str, given: Iterable[str], valid: Collection[str], removed: Mapping[str, Removed] = MappingProxyType({})
+) -> None:
     """Refuse a keyword argument that the owner does not have."""
     for name in given:
+        if name in removed:
+            raise TypeError(f"{owner}: {removed[name].refusal(name)}")
         if name not in valid:
             hint = nearest(name, valid) or f" It has {', '.join(valid)}."
             raise TypeError(f"{owner} has no setting '{name}'.{hint}")
