@@ -22,12 +22,11 @@ from gpu_lab import (
 )
 
 import hopline as hl
-from hopline.core.tree import TreeBlock, TreeRows
-from hopline.core.tree_sampling import TreeSampler
+from hopline import ops
+from hopline.core.tree_layout import TreeBlock, TreeRows, TreeSampler
 from hopline.data.synthetic import planted
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.nn.fused import deferred
-from hopline.ops import on_tree
 
 NUM_TREES = 8
 """Batches whose rows are gathered in turn, so that none finds its rows in a cache."""
@@ -52,7 +51,9 @@ class DrawTrees:
         assert isinstance(sampler, TreeSampler)
         if isinstance(self.work, CapturedWork):
             batches = self.work.batches
-            return sampler.sample(*on_tree.next_step(batches.state, batches.order, self.size, 0, self.size))
+            return sampler.sample(
+                *ops.gpu_kernels("tree").next_step(batches.state, batches.order, self.size, 0, self.size)
+            )
         first, self.step = self.step * self.size, self.step + 1
         return sampler.sample(self.loader.ids[first : first + self.size], self.step)
 

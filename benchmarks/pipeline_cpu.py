@@ -24,7 +24,7 @@ from hopline.methods.sampled.loader import Loader, resolve_workers
 from hopline.methods.sampled.work import SampledWork
 from hopline.report.bottleneck import Explanation
 from hopline.training.report_callbacks import WatchPipeline, setup_of
-from hopline.util.cores import num_cores
+from hopline.util.host import num_cores
 
 CASES = (("SAGE", SAGEConv, 64, 8192), ("SAGE", SAGEConv, 256, 8192), ("GAT", GATConv, 16, 1024))
 

@@ -39,8 +39,7 @@ import hopline as hl
 from hopline import ops
 from hopline.ops.cpu import linear as cpu_linear
 from hopline.ops.cpu import sampling as cpu
-from hopline.util.cores import num_cores
-from hopline.util.memory import reuse_freed_memory
+from hopline.util.host import num_cores, reuse_freed_memory
 from hopline.util.progress import progress
 
 NUM_BATCHES, WARM_UP = 10, 2

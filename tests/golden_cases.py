@@ -32,7 +32,7 @@ import hopline as hl
 from hopline import infer, ops
 from hopline.core.partition import make_partition
 from hopline.core.sampler import NeighborSampler, seed_batches
-from hopline.core.tree_sampling import TreeSampler
+from hopline.core.tree_layout import TreeSampler
 from hopline.data import planted
 from hopline.data.placement import place
 from hopline.distributed.world import World

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from hopline.data import planted
 from hopline.data.dataset import Dataset
+from hopline.data.shared import share
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.sharing import share
 from hopline.distributed.world import PeerError, World
 from tests.warm import Process, python
 

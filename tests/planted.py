@@ -108,7 +108,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="tree draws by the place and not by the slot",
         area="CPU tree",
-        file="src/hopline/ops/cpu/tree.py",
+        file="src/hopline/ops/cpu/sampling.py",
         old="np.uint64(slots[i])",
         new="np.uint64(i)",
         tests=("tests/ops/cpu/test_tree.py",),
@@ -124,7 +124,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="pieces beyond the 64th count nodes of the first",
         area="CPU pieces",
-        file="src/hopline/ops/cpu/pieces.py",
+        file="src/hopline/ops/cpu/cut_batches.py",
         old="pieces[:] = 0",
         new="pieces[: num_nodes[-1]] = 0",
         tests=("tests/ops/cpu/test_pieces.py",),
@@ -132,7 +132,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="last edge that fits is left out",
         area="CPU prune",
-        file="src/hopline/ops/cpu/prune.py",
+        file="src/hopline/ops/cpu/cut_batches.py",
         old="if edge_entry[e] <= last:",
         new="if edge_entry[e] < last:",
         tests=("tests/ops/cpu/test_prune.py",),
@@ -197,7 +197,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="children that are not there tie with a maximum of zero",
         area="GPU tree reduce",
-        file="src/hopline/ops/gpu/tree_reduce.py",
+        file="src/hopline/ops/gpu/tree.py",
         old='mask=ok & (c < count)[:, None], other=float("nan")',
         new="mask=ok & (c < count)[:, None], other=0.0",
         tests=("tests/ops/gpu/test_tree_reduce.py",),
@@ -213,23 +213,23 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="backward of attention reads outputs rounded to bfloat16",
         area="GPU attend",
-        file="src/hopline/ops/gpu/attend.py",
+        file="src/hopline/ops/gpu/attention.py",
         old="ctx.save_for_backward(x, own, att, att_own, key, exact, sums)",
         new="ctx.save_for_backward(x, own, att, att_own, key, out.to(exact.dtype), sums)",
-        tests=("tests/ops/gpu/test_attend.py",),
+        tests=("tests/ops/gpu/test_attention.py",),
     ),
     Fault(
         name="sum before a higher score is not scaled down",
         area="GPU attend",
-        file="src/hopline/ops/gpu/attend_kernels.py",
+        file="src/hopline/ops/gpu/attention.py",
         old="total = total * shrink[:, None] +",
         new="total = total +",
-        tests=("tests/ops/gpu/test_attend_kernels.py", "tests/ops/gpu/test_attend.py"),
+        tests=("tests/ops/gpu/test_attention_kernels.py", "tests/ops/gpu/test_attention.py"),
     ),
     Fault(
         name="decoupled weight decay has the wrong sign",
         area="GPU Adam",
-        file="src/hopline/ops/gpu/adam.py",
+        file="src/hopline/ops/gpu/loss_and_adam.py",
         old="p = p * (1 - rate * decay)",
         new="p = p * (1 + rate * decay)",
         tests=("tests/ops/gpu/test_adam.py",),
@@ -237,7 +237,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="second block of columns repeats the draws of the first",
         area="GPU dropout",
-        file="src/hopline/ops/gpu/dropout.py",
+        file="src/hopline/ops/gpu/reduce.py",
         old="(word + 1).to(tl.uint64)",
         new="(word % DRAWS + 1).to(tl.uint64)",
         tests=("tests/ops/gpu/test_dropout.py",),
@@ -245,7 +245,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="classes beyond the last have a score of zero",
         area="GPU loss",
-        file="src/hopline/ops/gpu/loss.py",
+        file="src/hopline/ops/gpu/loss_and_adam.py",
         old="other=-1e30",
         new="other=0.0",
         tests=("tests/ops/gpu/test_loss.py",),
@@ -253,7 +253,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="id map keeps the stamps of the batch before",
         area="GPU map",
-        file="src/hopline/ops/gpu/map.py",
+        file="src/hopline/ops/gpu/sampling.py",
         old="self._step += 1",
         new="self._step += 0",
         tests=("tests/ops/gpu/test_map.py",),
@@ -261,7 +261,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="row is claimed twice in one window",
         area="GPU stage",
-        file="src/hopline/ops/gpu/stage.py",
+        file="src/hopline/ops/gpu/tiers.py",
         old="new = cold & (before != window)",
         new="new = cold",
         tests=("tests/ops/gpu/test_stage.py",),
@@ -491,7 +491,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="first line of a file without names is lost",
         area="data, CSV",
-        file="src/hopline/data/formats/text.py",
+        file="src/hopline/data/formats/csv_parquet.py",
         old="return [str(i) for i in range(len(first))], 0",
         new="return [str(i) for i in range(len(first))], num_lines",
         tests=("tests/data/formats/test_text.py",),
@@ -531,10 +531,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="first of two settings of one key wins",
         area="command line",
-        file="src/hopline/util/spec.py",
+        file="src/hopline/util/config.py",
         old="value = _read(whole[-1], annotation",
         new="value = _read(whole[0], annotation",
-        tests=("tests/util/test_spec.py",),
+        tests=("tests/util/test_config.py",),
     ),
     # ---- on a GPU only
     Fault(

@@ -11,7 +11,7 @@ import pytest
 
 import hopline as hl
 from hopline.recipes import find_recipe
-from hopline.util.spec import override
+from hopline.util.config import override
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.contract import Job, TrainStep, Unit
 from hopline.core.batch import Batch
+from hopline.nn.gnn import GNN
 from hopline.util import trace
 
 
@@ -78,3 +80,14 @@ class BatchUnit(Unit):
 def autocast(job: Job) -> torch.autocast:
     """The precision of the forward pass. Casts are not remembered: in a captured step weights change under them."""
     return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16, cache_enabled=False)
+
+
+MOST_THREADS = 8
+"""Our threads that train: more of them gain nothing, as the parts between products and reductions stay in one."""
+
+
+def own_threads(job: Job) -> AbstractContextManager[None]:
+    """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
+    if job.device.type == "cpu" and isinstance(job.model, GNN) and job.model.is_fused:
+        return ops.own_threads(min(torch.get_num_threads(), job.world.num_cores, MOST_THREADS))
+    return nullcontext()

@@ -27,10 +27,10 @@ from hopline.run.settings import (
     check_conversion,
     load_trusted,
 )
+from hopline.util.config import nearest, override, settings_of
 from hopline.util.errors import PeerError, RankError, StageError
 from hopline.util.log import printed
 from hopline.util.signals import Interrupted
-from hopline.util.spec import nearest, override, settings_of
 
 # A command imports what it computes with (torch, PyG, Numba) only after its settings, names and paths have proved to be
 # right, so that help and refusals come at once.

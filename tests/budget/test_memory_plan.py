@@ -10,7 +10,7 @@ from hopline.budget.settings import Budget
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.training.settings import TrainSettings
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
-from hopline.util.spec import parse_size
+from hopline.util.config import parse_size
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 METHODS: list[Method] = [

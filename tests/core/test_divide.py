@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from hopline.core import divide
+from hopline.core import partition as divide
 from tests.helpers import graph_of, randint, random_graph
 
 

@@ -22,7 +22,7 @@ from hopline.core.partition import (
 )
 from hopline.data import Dataset, from_npz
 from hopline.tables import SparseTable, TensorTable
-from hopline.tables.reordered import ReorderedTable
+from hopline.tables.views import ReorderedTable
 from tests.helpers import graph_of, randint, randn, random_graph
 
 EVERY = ("metis", "streaming", "random", "range")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hopline.core.tree_sampling import TreeSampler
+from hopline.core.tree_layout import TreeSampler
 from hopline.ops import derive_key
 from tests.helpers import random_graph
 

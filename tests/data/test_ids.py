@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hopline.data.formats import text
-from hopline.data.formats.tabular import from_csv
+from hopline.data.formats import csv_parquet as text
+from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.ids import IdMap, checked_ids, original_ids, settled
 from hopline.data.options import Columns
 from hopline.tables import TensorTable

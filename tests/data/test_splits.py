@@ -14,10 +14,10 @@ from torch_geometric.data import Data
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.formats.csv_parquet import from_csv, from_parquet
 from hopline.data.formats.npz import from_npz
 from hopline.data.formats.ogb import from_ogb_folder
 from hopline.data.formats.pyg import from_pyg, from_scipy
-from hopline.data.formats.tabular import from_csv, from_parquet
 from hopline.data.splits import random_split
 from hopline.data.store import open_folder
 from tests.runs import small, without

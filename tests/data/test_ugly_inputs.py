@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hopline.data.formats import text
+from hopline.data.formats import csv_parquet as text
 from hopline.util.log import logger
 from tests.data.ugly_inputs import CASES, Case, outcome
 

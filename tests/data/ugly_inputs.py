@@ -25,14 +25,14 @@ import hopline as hl
 from hopline.data import original_ids
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.formats.npz import from_npz
 from hopline.data.formats.ogb import from_ogb_folder
 from hopline.data.formats.pyg import from_pyg
-from hopline.data.formats.tabular import from_csv
 from hopline.data.options import Columns
 from hopline.run import train as run
 from hopline.run.settings import ConvertConfig
-from hopline.util.spec import override
+from hopline.util.config import override
 
 
 class Case(NamedTuple):

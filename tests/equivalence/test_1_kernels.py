@@ -17,10 +17,10 @@ from hopline.core.sampler import NeighborSampler, in_neighborhood
 from hopline.ops import reference
 from hopline.ops.cpu import reduce as cpu_reduce
 from hopline.ops.cpu import sampling as cpu
-from hopline.ops.gpu import dropout as gpu_dropout
-from hopline.ops.gpu import map as gpu_map
+from hopline.ops.gpu import reduce as gpu_dropout
 from hopline.ops.gpu import reduce as gpu_reduce
 from hopline.ops.gpu import sampling as gpu
+from hopline.ops.gpu import sampling as gpu_map
 from tests.grids import RUNS_ON_GPU, parametrize_kernel, parametrize_pairwise
 from tests.helpers import KERNEL_DEVICE, assert_same_batches, randint, randn, random_graph
 

@@ -20,7 +20,7 @@ from hopline.inference import cache as kept
 from hopline.inference import captured_forward as replayed
 from hopline.inference.captured_forward import Replayed, repeats, replayed_of
 from hopline.nn.gnn import GNN
-from hopline.training.measure import Measure
+from hopline.training.evaluation import Measure
 from tests.runs import sage, small
 
 on_gpu = [

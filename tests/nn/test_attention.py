@@ -13,8 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from hopline.core.batch import Block, Rows
-from hopline.core.tree import TreeBlock
-from hopline.core.tree_sampling import TreeSampler
+from hopline.core.tree_layout import TreeBlock, TreeSampler
 from hopline.nn import GNN
 from hopline.nn import conv_adapter as convs
 from hopline.nn.attention import MOST_CHANNELS, attention, is_fused_attention

@@ -15,7 +15,7 @@ from hopline import ops
 from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
 from hopline.core.sampler import NeighborSampler
-from hopline.core.tree_sampling import TreeSampler
+from hopline.core.tree_layout import TreeSampler
 from hopline.nn import GNN
 from hopline.nn.conv_adapter import convolve
 from tests.grids import parametrize_pairwise

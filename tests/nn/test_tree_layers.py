@@ -12,8 +12,7 @@ from torch import nn
 pytest.importorskip("triton")
 
 from hopline.core.batch import Batch
-from hopline.core.tree import TreeBlock, TreeRows
-from hopline.core.tree_sampling import TreeSampler
+from hopline.core.tree_layout import TreeBlock, TreeRows, TreeSampler
 from hopline.nn import GNN
 from hopline.nn.tree_layers import PendingRows, compute_dtype, pending_rows
 from hopline.tables import TensorTable

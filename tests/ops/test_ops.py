@@ -14,7 +14,7 @@ from hopline import ops
 from hopline.ops import reference
 from hopline.ops.cpu import reduce as cpu_reduce
 from hopline.ops.cpu import sampling as cpu
-from hopline.ops.sorted_map import SortedIdMap
+from hopline.ops.reference import SortedIdMap
 
 ONE = torch.tensor([0])
 POINTERS = torch.tensor([0, 1])
@@ -42,13 +42,15 @@ def test_ids_on_the_cpu_choose_the_numba_kernel(name: str, monkeypatch: pytest.M
     assert function(*arguments) == "reference"
 
 
-@pytest.mark.parametrize(("has_triton", "expected"), [(True, "hopline.ops.gpu.map"), (False, "hopline.ops.reference")])
+@pytest.mark.parametrize(
+    ("has_triton", "expected"), [(True, "hopline.ops.gpu.sampling"), (False, "hopline.ops.reference")]
+)
 def test_ids_on_a_gpu_choose_the_triton_kernel_if_triton_is_there(
     has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "_has_triton", lambda: has_triton)
     there = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
-    assert ops._twin(there, cpu, "map").__name__ == expected  # type: ignore[arg-type]
+    assert ops._twin(there, cpu, "sampling").__name__ == expected  # type: ignore[arg-type]
 
 
 def test_an_id_map_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +125,4 @@ def test_kernels_do_not_load_triton_behind_tensorflow(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "tensorflow", sys)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     with pytest.raises(ValueError, match=r"write `import hopline\.interop` before `import tensorflow`"):
-        ops._gpu("sampling")
+        ops.gpu_kernels("sampling")

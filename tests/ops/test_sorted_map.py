@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hopline.ops.cpu.sampling import IdMap
-from hopline.ops.sorted_map import SortedIdMap
+from hopline.ops.reference import SortedIdMap
 from tests.helpers import randint
 
 

@@ -19,7 +19,7 @@ from hopline.recipes.gas import LARGE, ROWS, SMALL, history
 from hopline.run.models import make_model
 from hopline.tables import TensorTable
 from hopline.training.settings import TrainSettings
-from hopline.util.spec import from_dict, to_dict
+from hopline.util.config import from_dict, to_dict
 from tests.helpers import randint, randn, random_graph
 
 WIDTHS = {

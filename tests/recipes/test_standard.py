@@ -15,7 +15,7 @@ from hopline.data.synthetic import planted
 from hopline.recipes import RECIPES, RunConfig
 from hopline.run import train as run
 from hopline.run.model_settings import NAMES
-from hopline.util.spec import from_dict, to_dict
+from hopline.util.config import from_dict, to_dict
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 

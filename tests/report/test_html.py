@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hopline.methods.historical.settings import Historical
-from hopline.report.html import read_records, read_run, render
+from hopline.report.page import read_records, read_run, render
 from hopline.run.settings import RunConfig
-from hopline.util.spec import to_dict
+from hopline.util.config import to_dict
 
 CONFIG = {"name": "cora-gcn", "method": {"kind": "sampled", "fanouts": [10, 5]}, "note": "<script>x</script>"}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hopline.report.parts import MANY_ROWS, Html, budget_section, plan_section, table, thinned
+from hopline.report.page import MANY_ROWS, Html, budget_section, plan_section, table, thinned
 
 MIB = 2**20
 

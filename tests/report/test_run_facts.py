@@ -10,7 +10,7 @@ from torch_geometric.nn import GCN
 
 import hopline as hl
 from hopline.contract import Job, Work
-from hopline.report.html import render
+from hopline.report.page import render
 from tests.runs import fit, method, records, sage, small
 
 

@@ -11,7 +11,7 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.report.settings import split_settings
 from hopline.run.settings import RunConfig
 from hopline.training.settings import Schedule, TrainSettings
-from hopline.util.spec import to_dict
+from hopline.util.config import to_dict
 
 
 def of_trainer(method: dict[str, Any], **settings: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hopline.run import compare_methods as choosing
 from hopline.run.compare_methods import Candidate, choose, compare, first_nodes, recommended, table_of
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
-from hopline.util.spec import parse_size
+from hopline.util.config import parse_size
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 SAMPLED = Sampled(fanouts=(5, 5), batch_size=100)

@@ -23,7 +23,7 @@ from hopline.run.infer import _classes, predict, predict_rank
 from hopline.run.models import make_model
 from hopline.run.settings import InferConfig, RunConfig
 from hopline.shards.write import cut
-from hopline.util.spec import to_dict
+from hopline.util.config import to_dict
 from tests.runs import method, quick, small
 
 

@@ -19,7 +19,7 @@ from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
 from hopline.run.models import make_model
 from hopline.run.settings import ConvertConfig, InferConfig, RunConfig
-from hopline.util.spec import from_dict, to_dict
+from hopline.util.config import from_dict, to_dict
 from tests.runs import command, fit, labels, method, quick, same_weights, small, without
 
 

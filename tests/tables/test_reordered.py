@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hopline.tables import SparseTable, TensorTable
-from hopline.tables.reordered import ReorderedTable
+from hopline.tables.views import ReorderedTable
 from tests.helpers import randn
 
 ORDER = torch.tensor([3, 0, 4, 1, 2])

@@ -15,7 +15,7 @@ from hopline.inference.captured_forward import Launched
 from hopline.nn import GNN
 from hopline.training.async_evaluation import DeviceRoom, EvaluationThread
 from hopline.training.async_evaluation_process import EvaluationError, Layout, Room
-from hopline.training.measure import Measure
+from hopline.training.evaluation import Measure
 from hopline.util import trace
 from hopline.util.trace import Timers
 from tests.runs import method, sage, small

@@ -17,7 +17,7 @@ from torch_geometric.nn import GAT
 
 import hopline as hl
 from hopline import infer
-from hopline.training import checkpoint, evaluation
+from hopline.training import async_evaluation, checkpoint, evaluation
 from hopline.training.async_evaluation import EvaluationThread
 from hopline.training.async_evaluation_process import EvaluationError
 from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
@@ -27,7 +27,7 @@ from tests.warm import Process, children, python
 @pytest.fixture
 def process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training never takes over an evaluation, as where it runs on another kind of device."""
-    monkeypatch.setattr(evaluation.Beside, "can_help", False)
+    monkeypatch.setattr(async_evaluation.Beside, "can_help", False)
 
 
 def slow(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
@@ -82,7 +82,7 @@ def test_it_is_the_run_that_would_have_waited(
 ):
     kind, usual = RUNS[name]
     settings: dict[str, Any] = {**usual, "evaluate_on": "host" if where == "process" else "device"}
-    monkeypatch.setattr(evaluation.Beside, "can_help", helps)
+    monkeypatch.setattr(async_evaluation.Beside, "can_help", helps)
     data, found, weights = small(), {}, {}
     for how in ("blocking", "async"):
         model = model_of(kind, data)
@@ -145,7 +145,7 @@ def test_training_does_not_wait_and_hooks_come_in_order():
 
 @pytest.mark.usefixtures("process_alone")
 def test_with_a_full_backlog_training_waits_for_the_oldest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(evaluation, "BACKLOG", 2)
+    monkeypatch.setattr(async_evaluation, "BACKLOG", 2)
     data, watch = small(), Recorder()
     run = fit(data, epochs=5, test_step=slow, evaluate="async", callbacks=[watch], out=tmp_path)
     (close,) = records(tmp_path, "close")
@@ -173,14 +173,14 @@ def test_a_crash_in_evaluation_surfaces_with_its_traceback(tmp_path: Path):
 
 
 def test_training_evaluates_itself_what_it_would_have_to_wait_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(evaluation, "BACKLOG", 1)
-    here, plain = [], evaluation.Beside._evaluate_here
+    monkeypatch.setattr(async_evaluation, "BACKLOG", 1)
+    here, plain = [], async_evaluation.Beside._evaluate_here
 
-    def noted(self: evaluation.Beside, snapshot: evaluation.Snapshot) -> dict[str, Any]:
+    def noted(self: async_evaluation.Beside, snapshot: evaluation.Snapshot) -> dict[str, Any]:
         here.append(snapshot.epoch)
         return plain(self, snapshot)
 
-    monkeypatch.setattr(evaluation.Beside, "_evaluate_here", noted)
+    monkeypatch.setattr(async_evaluation.Beside, "_evaluate_here", noted)
     data, found = small(), []
     for how in ("blocking", "async"):
         model = model_of("sage", data)

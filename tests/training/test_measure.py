@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import hopline as hl
-from hopline.training.measure import Measure
+from hopline.training.evaluation import Measure
 from hopline.util import trace
 from tests.runs import method, sage, small
 

@@ -13,7 +13,7 @@ import hopline as hl
 from hopline.budget.guard import Guard
 from hopline.budget.settings import Budget
 from hopline.report.bottleneck import Explanation, Setup, explain
-from hopline.report.html import render
+from hopline.report.page import render
 from hopline.training.report_callbacks import MOST_POINTS, WatchBudget, setup_of
 from tests.runs import fit, method, records, sage, small
 

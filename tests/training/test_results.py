@@ -14,7 +14,7 @@ from torch_geometric.nn import GCNConv, SAGEConv
 import hopline as hl
 from hopline.recipes import RECIPES, RunConfig
 from hopline.run.models import make_model
-from hopline.util.spec import override
+from hopline.util.config import override
 
 SEEDS = range(5)
 

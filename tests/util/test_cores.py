@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hopline.util.cores import num_cores, queued_s
+from hopline.util.host import num_cores, queued_s
 
 
 @pytest.fixture

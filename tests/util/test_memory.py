@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hopline.util import memory
+from hopline.util import host as memory
 
 
 def test_settings_of_the_user_are_left_alone(monkeypatch: pytest.MonkeyPatch):

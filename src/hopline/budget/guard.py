@@ -33,7 +33,7 @@ from hopline.device.meter import NoMeter, meter_of
 from hopline.device.out_of_memory import Before, attempt, gradient_bytes, state_bytes
 from hopline.methods.partitioned.sweep_loss import LossAt, batch_of_seeds, loss_at
 from hopline.util import trace
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 
 Redraw = Callable[[Tensor, int], tuple[Block, ...]]
 """(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""

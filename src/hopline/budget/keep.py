@@ -19,7 +19,7 @@ from hopline.core.sampler import NeighborSampler
 from hopline.device.meter import meter_of, numbered
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.work import SampledWork
-from hopline.util.spec import parse_size
+from hopline.util.config import parse_size
 
 
 def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:

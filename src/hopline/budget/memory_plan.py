@@ -25,7 +25,7 @@ from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import Whole, as_walkable
 from hopline.tables import TieredTable
 from hopline.training.settings import TrainSettings
-from hopline.util.spec import format_size, parse_size
+from hopline.util.config import format_size, parse_size
 
 Place = Literal["device", "host", "disk"]
 BESIDE = 0.25

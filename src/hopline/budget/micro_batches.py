@@ -20,10 +20,10 @@ from hopline.budget.predictor import Costs, Sizes
 from hopline.budget.settings import CutBy, SplitBy
 from hopline.core.batch import Batch, Block, Part, Readable, ReducedRows, Rows
 from hopline.nn.whole_module import Whole
+from hopline.ops.cpu import cut_batches as cpu_pieces
+from hopline.ops.cpu import cut_batches as cpu_prune
 from hopline.ops.cpu import partition as cpu_partition
-from hopline.ops.cpu import pieces as cpu_pieces
-from hopline.ops.cpu import prune as cpu_prune
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 
 BytesOf = Callable[[Sizes], float]
 """What a batch of some sizes takes; never less for more nodes or edges."""

@@ -12,7 +12,7 @@ from functools import singledispatch
 import torch
 from torch import nn
 
-from hopline.batch_unit import BatchUnit
+from hopline.batch_unit import BatchUnit, own_threads
 from hopline.budget.memory_plan import Item, Outline, Place, Plan, limits_of
 from hopline.budget.micro_batches import can_split
 from hopline.budget.predictor import Predictor, Sizes
@@ -29,7 +29,6 @@ from hopline.methods.sampled.memory_plan import SampledForms, drawn
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import as_walkable
-from hopline.training.measure import own_threads
 
 MOST_SHARDS = 1 << 14
 PROBED_FANOUT, MOST_PROBED, LONG_S = 10, 1024, 0.3

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from hopline.util.spec import nearest, parse_size
-from hopline.util.validate import check_fields, settings
+from hopline.util.config import check_fields, nearest, parse_size, settings
 
 if TYPE_CHECKING:
     import torch

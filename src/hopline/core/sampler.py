@@ -13,7 +13,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph
-from hopline.util.validate import check_fanouts
+from hopline.util.config import check_fanouts
 
 WRONG_EDGE = "an edge index is out of range: check the dataset by `hopline verify FOLDER`"
 

@@ -8,10 +8,10 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.data.built_in import Planted
     from hopline.data.convert import convert_edges, from_edges
     from hopline.data.dataset import Dataset
+    from hopline.data.formats.csv_parquet import from_csv, from_parquet
     from hopline.data.formats.npz import from_npz
     from hopline.data.formats.ogb import from_ogb_folder
     from hopline.data.formats.pyg import from_pyg, from_scipy
-    from hopline.data.formats.tabular import from_csv, from_parquet
     from hopline.data.ids import original_ids
     from hopline.data.options import Columns, EdgeOptions
     from hopline.data.registry import NameInfo, default_data_root, open_dataset
@@ -35,7 +35,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.data.splits": ("random_split",),
         "hopline.data.store": ("open_folder", "save", "verify"),
         "hopline.data.synthetic": ("planted",),
-        "hopline.data.formats.tabular": ("from_csv", "from_parquet"),
+        "hopline.data.formats.csv_parquet": ("from_csv", "from_parquet"),
     },
 )
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, Literal
 
-from hopline.util.spec import nearest
-from hopline.util.validate import settings
+from hopline.util.config import nearest, settings
 
 
 @settings

@@ -15,7 +15,7 @@ from hopline.data.arrays import as_tensor
 from hopline.data.checks import REGRESSION, check_dataset
 from hopline.data.manifest import TASKS, Task, is_part
 from hopline.tables import SparseTable, Table, TensorTable
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data

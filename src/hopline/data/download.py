@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hopline.data.paths import is_ogb_folder
-from hopline.util.spec import nearest
+from hopline.util.config import nearest
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data

@@ -9,8 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hopline.util.spec import nearest
-from hopline.util.validate import settings
+from hopline.util.config import nearest, settings
 
 _SEPARATORS = {"tab": "\t", "\\t": "\t", "space": " "}
 """Separators that are hard to type in a shell."""

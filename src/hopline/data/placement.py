@@ -17,7 +17,7 @@ from hopline.device import pinned
 from hopline.device.meter import free_bytes, numbered
 from hopline.tables import SparseTable, Table, TieredTable
 from hopline.tables.build import check_cuda, table
-from hopline.util.spec import format_size, parse_size
+from hopline.util.config import format_size, parse_size
 
 SHARE = 0.8
 """The part of the free device memory that data may take; the rest is for the model and its batches."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from hopline.util.spec import parse_size
-from hopline.util.validate import check_fields, settings
+from hopline.util.config import check_fields, parse_size, settings
 
 
 @settings

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hopline.data import download
 from hopline.data.built_in import BUILT_IN, built_in
 from hopline.data.paths import existing, is_dataset, is_ogb_folder
-from hopline.util.spec import nearest
+from hopline.util.config import nearest
 
 if TYPE_CHECKING:  # finding a dataset needs no torch; opening one imports what it needs
     from hopline.data.dataset import Dataset

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopline.distributed.heartbeat import Heart
-from hopline.util.cores import num_cores
 from hopline.util.errors import PeerError
+from hopline.util.host import num_cores
 from hopline.util.log import logger
 
 BUCKET_BYTES = 25 << 20

@@ -26,10 +26,9 @@ from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import structure_of
 from hopline.nn.whole_module import Whole, as_walkable
 from hopline.nn.whole_module_probe import find_hops, find_reach, initialise
+from hopline.util.config import checked_bytes, format_size
 from hopline.util.log import logger
 from hopline.util.progress import progress
-from hopline.util.spec import format_size
-from hopline.util.validate import checked_bytes
 
 WHOLE_BYTES = 2 << 30
 """A model without layers is run on the whole graph up to this size of its edge matrix."""

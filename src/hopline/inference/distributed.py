@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.core.batch import Batch
-from hopline.core.partial import PartialGraph
+from hopline.core.graph import PartialGraph
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.distributed.all_to_all import Channel, Question
@@ -22,7 +22,7 @@ from hopline.shards.collective_sampler import CollectiveSampler, fetch
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 from hopline.tables import SparseTable, Table, TensorTable
-from hopline.util.validate import checked_bytes
+from hopline.util.config import checked_bytes
 
 CHUNK = 1 << 22
 """Edges looked at in one go."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.core.batch import Block, Part
-from hopline.core.graph import Graph
-from hopline.core.partial import PartialGraph
+from hopline.core.graph import Graph, PartialGraph
 from hopline.data.dataset import Dataset
 from hopline.inference import ReadRows, check_wanted, evaluating, identity
 from hopline.inference.chunks import CPU, Layerwise, read_on
@@ -23,7 +22,7 @@ from hopline.nn.whole_module import as_walkable
 from hopline.shards.collective_sampler import weights_of_shard
 from hopline.shards.shard import ADVICE, Shard, open_shard, read_about
 from hopline.tables import Table
-from hopline.util.validate import checked_bytes
+from hopline.util.config import checked_bytes
 
 CHUNK = 1 << 22
 """Edges looked at in one go."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hopline.distributed.handles import _map
+from hopline.distributed.shared_memory import map_file
 from hopline.tables import TensorTable
 from hopline.util.files import remove_unfinished, replacing
 
@@ -95,7 +95,7 @@ class LayerFiles:
             raise ValueError(f"{path} is missing or too short: remove {self.folder} to begin anew")
         handle = os.open(path, os.O_RDWR)
         try:
-            return TensorTable(_map(handle, 0, kind, tuple(shape), writable=True))
+            return TensorTable(map_file(handle, 0, kind, tuple(shape), writable=True))
         finally:
             os.close(handle)
 

@@ -19,7 +19,7 @@ from hopline.core.batch import Batch, Block, as_tensor
 from hopline.core.graph import Graph
 from hopline.core.sampler import NeighborSampler, check_ids
 from hopline.device.meter import numbered
-from hopline.distributed.handles import SharedArray, release, share
+from hopline.distributed.shared_memory import SharedArray, release, share
 from hopline.interop.dlpack import (
     FRAMEWORKS,
     aligned,

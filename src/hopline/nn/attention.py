@@ -7,7 +7,6 @@ than a kernel holds, subclasses, and convs that something listens to by a hook.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from hopline import ops
 from hopline.core.batch import Block, Handle
 from hopline.core.row_handles import typed
-from hopline.core.tree import TreeBlock
+from hopline.core.tree_layout import TreeBlock
 from hopline.nn.tree_layers import compute_dtype
 from hopline.ops.random import PLACES
 
@@ -47,7 +46,7 @@ def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Te
     rows = typed(h, compute_dtype(conv.att_src.dtype if isinstance(conv, GATConv) else conv.att.dtype))
     num_dst, heads, p = block.num_dst, conv.heads, conv.dropout if conv.training else 0.0
     x, own, att, att_own = _projected(conv, rows, num_dst)
-    out = _kernels().attend(
+    out = ops.gpu_kernels("attention").attend(
         x, own, att[0], None if att_own is None else att_own[0], _edges(block),
         slope=conv.negative_slope, loops=conv.add_self_loops, p=p, key=_key(block, layer, rows.device) if p else None,
     )  # fmt: skip
@@ -71,9 +70,9 @@ def _projected(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | 
 def _edges(block: Block) -> Any:
     if isinstance(block, TreeBlock):
         tree = block.tree
-        return _kernels().tree_edges(tree.slots, block.hop, tree.nodes, tree.counts)
+        return ops.gpu_kernels("attention").tree_edges(tree.slots, block.hop, tree.nodes, tree.counts)
     part = block.part
-    return _kernels().block_edges(part.indptr, part.src_idx, block.num_src, block.src_keys)
+    return ops.gpu_kernels("attention").block_edges(part.indptr, part.src_idx, block.num_src, block.src_keys)
 
 
 def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
@@ -81,8 +80,3 @@ def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
     if block.key is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
     return ops.place_key(block.key, PLACES - 2 - layer)
-
-
-def _kernels() -> Any:
-    """Triton is imported when the first attention runs."""
-    return importlib.import_module("hopline.ops.gpu.attend")

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from hopline.core.batch import Block
-from hopline.core.graph import Graph
-from hopline.core.partial import PartialGraph
-from hopline.core.tree import TreeBlock
+from hopline.core.graph import Graph, PartialGraph
+from hopline.core.tree_layout import TreeBlock
 
 
 class Weights(NamedTuple):

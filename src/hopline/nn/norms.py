@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import norm as pyg_norm
 
 from hopline.core.batch import Block
-from hopline.core.tree import TreeBlock
+from hopline.core.tree_layout import TreeBlock
 
 
 def make_norm(name: str, width: int) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from hopline import ops
 from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph
-from hopline.core.tree import Tree, TreeBlock
+from hopline.core.tree_layout import Tree, TreeBlock
 from hopline.ops.tree_slots import Slots
 
 Module = TypeVar("Module", bound=nn.Module)

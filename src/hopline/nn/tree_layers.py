@@ -14,10 +14,11 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.batch import Block, Handle, Rows
 from hopline.core.row_handles import typed
-from hopline.core.tree import TreeBlock
-from hopline.ops import on_tree
+from hopline.core.tree_layout import TreeBlock
 
 HALVES = (torch.bfloat16, torch.float16)
+MOST_DEPTH = 512
+"""The widest [reduced | own] rows that the kernel `hidden_then_reduce` takes."""
 
 
 def is_tree_on_gpu(block: Block) -> bool:
@@ -50,8 +51,10 @@ def reduce_on_tree(
             rows.table.observe(tree.nodes)  # type: ignore[attr-defined]
             cold = (tiers.cold, tiers.place, rows.table.counts(tree.nodes.device))  # type: ignore[attr-defined]
         x, kind = tiers.hot, compute_dtype(dtype)
-        return on_tree.reduce_table(x, tree.slots, block.hop, tree.nodes, how, weight, beside_own, kind, cold, dense)
-    return on_tree.reduce_tree(
+        return ops.gpu_kernels("tree").reduce_rows(
+            x, tree.slots, block.hop, tree.nodes, how, weight, beside_own, kind, table=True, tiers=cold, dense_out=dense
+        )
+    return ops.gpu_kernels("tree").reduce_tree(
         typed(rows, dtype), tree.slots, block.hop, tree.nodes, tree.counts, how, weight, beside_own
     )
 
@@ -67,7 +70,7 @@ def linear_of_both(beside: Tensor, linears: tuple[Any, Any]) -> Tensor:
     left, right, bias = linears[0].weight, linears[1].weight, linears[0].bias
     single = beside.dtype == torch.float32 == compute_dtype(torch.float32)
     if beside.is_cuda and (single or beside.dtype in HALVES) and bias is not None:
-        return on_tree.beside_linear(beside, left, right, bias)
+        return ops.gpu_kernels("dense").beside_linear(beside, left, right, bias)
     return torch.nn.functional.linear(beside, torch.cat([left, right], dim=1), bias)
 
 
@@ -85,7 +88,7 @@ class PendingRows(Handle):
     block: TreeBlock
     """The layer's own block."""
     rows: Any
-    """`gpu_tree.RowMap`."""
+    """`ops.gpu.tree.RowMap`."""
     p: float
     key: Tensor | None
 
@@ -96,7 +99,7 @@ class PendingRows(Handle):
     def reduced(self, block: TreeBlock, how: str) -> Tensor:
         """[reduced | own] rows for the next layer's destinations."""
         tree = block.tree
-        return on_tree.hidden_then_reduce(
+        return ops.gpu_kernels("dense").hidden_then_reduce(
             self.a, self.left, self.right, self.bias, tree.slots, block.hop, tree.nodes, tree.counts, self.rows, how,
             self.p, self.key,
         )  # fmt: skip
@@ -121,14 +124,15 @@ def pending_rows(
     dtype = compute_dtype(left.dtype)
     if not isinstance(block, TreeBlock) or not block.on_gpu or dtype not in HALVES or how == "max":
         return None
-    if block.scale_sums or 2 * left.size(1) > on_tree.MOST_DEPTH or not (key is None or isinstance(key, Tensor)):
+    if block.scale_sums or 2 * left.size(1) > MOST_DEPTH or not (key is None or isinstance(key, Tensor)):
         return None
     tree, num_dst = block.tree, block.num_dst
     reads = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
     if isinstance(h, Tensor) and h.dtype != dtype:
         h = h.to(dtype)
     # Most slots are in the outermost hops, whose layer reads the table: empty ones are left out there.
-    numbered = on_tree.dense_rows if reads else on_tree.rows_by_slot
+    kernels = ops.gpu_kernels("tree")
+    numbered = kernels.dense_rows if reads else kernels.rows_by_slot
     rows = numbered(tree.nodes[:num_dst], tree.slots.parents(tree.nodes.device))
     a = reduce_on_tree(h, block, how, None, left.dtype, True, rows.place if reads else None)
     bias = linears[0].bias

@@ -17,14 +17,12 @@ from hopline.ops import reference
 from hopline.ops.cpu import linear as cpu_linear
 from hopline.ops.cpu import page_cache as cpu_pages
 from hopline.ops.cpu import reduce as cpu_reduce
-from hopline.ops.cpu import runtime as cpu_core
+from hopline.ops.cpu import runtime as cpu_runtime
 from hopline.ops.cpu import sampling as cpu_sampling
-from hopline.ops.cpu import tree as cpu_tree
 from hopline.ops.cpu.runtime import serial_here, start_threads
 from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.random import another_key, derive_key, layer_key, permutation, place_key
-from hopline.ops.reference import Children, Neighbors
-from hopline.ops.sorted_map import SortedIdMap
+from hopline.ops.reference import Children, Neighbors, SortedIdMap
 from hopline.ops.tree_slots import Slots
 
 __all__ = [
@@ -38,6 +36,7 @@ __all__ = [
     "cross_entropy",
     "derive_key",
     "gather_rows",
+    "gpu_kernels",
     "group_edges",
     "is_cold",
     "is_first_time",
@@ -88,7 +87,7 @@ def sample_tree(
     with_edges: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(nodes, counts, edge_ids) of the trees of `seeds`: see `core.batch.Tree`. A seed of -1 has an empty tree."""
-    module = _twin(seeds, cpu_tree, "tree")
+    module = _twin(seeds, cpu_sampling, "tree")
     return module.sample_tree(indptr, indices, seeds, slots, _key(seeds, key), replace, with_edges)
 
 
@@ -111,7 +110,7 @@ def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
     """table[ids] = rows. With ids on a GPU, each there once, it writes to pinned memory of the host in its turn: the
     host finds the rows there when it has waited for that."""
     if ids.is_cuda and table.device.type == "cpu" and _has_triton() and table.is_pinned():
-        _gpu("stage").put_aside(table, ids, rows)
+        gpu_kernels("tiers").put_aside(table, ids, rows)
     else:
         table[ids] = rows
 
@@ -121,7 +120,7 @@ def new_id_map(num_nodes: int, device: torch.device) -> AnyIdMap:
     if device.type == "cpu":
         return IdMap(num_nodes)
     if device.type == "cuda" and _has_triton():
-        return _gpu("map").DeviceIdMap(num_nodes, device)
+        return gpu_kernels("sampling").DeviceIdMap(num_nodes, device)
     return SortedIdMap(num_nodes, device)
 
 
@@ -130,7 +129,7 @@ def check_device_errors() -> None:
 
     Kernels cannot raise and never follow such an id. Sampling looks too, since it waits for the device anyway.
     """
-    if errors := sys.modules.get("hopline.ops.gpu.errors"):
+    if errors := sys.modules.get("hopline.ops.gpu.runtime"):
         errors.check_device_errors()
 
 
@@ -169,13 +168,13 @@ def reduce_edges(
 
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
-    return _twin(x, cpu_reduce, "dropout").keyed_dropout(x, p, _key(x, key), ids)
+    return _twin(x, cpu_reduce, "reduce").keyed_dropout(x, p, _key(x, key), ids)
 
 
 def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
     """`keyed_dropout` of what a ReLU leaves; on a GPU in one kernel, which keeps one tensor for backward, not two."""
     if x.is_cuda and _has_triton():
-        return _gpu("dropout").relu_dropout(x, p, key, ids)
+        return gpu_kernels("reduce").relu_dropout(x, p, key, ids)
     return keyed_dropout(torch.relu(x), p, key, ids)
 
 
@@ -190,7 +189,7 @@ def keyed_dropout_stored(
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """The mean cross entropy of scores [n, classes] of any precision."""
     if scores.device.type == "cuda" and _has_triton() and scores.dtype != torch.float64:
-        kernels = _gpu("loss")
+        kernels = gpu_kernels("loss_and_adam")
         if 0 < scores.size(1) <= kernels.MOST_CLASSES and scores.size(0):
             return kernels.cross_entropy(scores, labels)
     exact = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -200,7 +199,7 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 def optimizer_class(name: str, device: torch.device) -> type[torch.optim.Optimizer]:
     """torch's optimizer of that name, on a GPU with a step in one kernel."""
     if device.type == "cuda" and _has_triton() and name in ("Adam", "AdamW"):
-        return getattr(_gpu("adam"), name)
+        return getattr(gpu_kernels("loss_and_adam"), name)
     return getattr(torch.optim, name)
 
 
@@ -210,7 +209,7 @@ def own_threads(threads: int) -> Generator[None, None, None]:
 
     No result depends on the number. For models whose long ops are these; others are better left to torch's threads.
     """
-    with cpu_core.own_threads(threads), cpu_linear.SpreadLinear():
+    with cpu_runtime.own_threads(threads), cpu_linear.SpreadLinear():
         yield
 
 
@@ -229,8 +228,8 @@ def is_first_time() -> bool:
     return first
 
 
-def _gpu(module: str) -> Any:
-    """A module of Triton kernels, imported when the first tensor on a GPU asks for it."""
+def gpu_kernels(module: str) -> Any:
+    """A module of `ops/gpu`. Triton is imported by the first call, so that machines without a GPU need none."""
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         raise ValueError(
             "TensorFlow was imported before Triton, whose LLVM would then end this process: write `import "
@@ -243,7 +242,7 @@ def _twin(ids: Tensor, on_cpu: Any, on_gpu: str) -> Any:
     """The module whose functions work where the ids are."""
     if _on_cpu(ids):
         return on_cpu
-    return _gpu(on_gpu) if ids.is_cuda and _has_triton() else reference
+    return gpu_kernels(on_gpu) if ids.is_cuda and _has_triton() else reference
 
 
 @lru_cache(maxsize=1)

@@ -18,8 +18,8 @@ import torch
 
 from hopline import ops
 from hopline.util import trace
-from hopline.util.cores import queued_s
 from hopline.util.errors import StageError
+from hopline.util.host import queued_s
 
 
 @dataclass(frozen=True)

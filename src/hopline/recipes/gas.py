@@ -15,7 +15,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import RunConfig
 from hopline.training.settings import Schedule
-from hopline.util.spec import nearest
+from hopline.util.config import nearest
 
 PREFIX = "gas-"
 DATA: dict[str, dict[str, Any]] = {

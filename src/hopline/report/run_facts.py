@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hopline.util.spec import kind_of, to_dict
+from hopline.util.config import kind_of, to_dict
 
 if TYPE_CHECKING:
     from hopline.training.trainer import Trainer

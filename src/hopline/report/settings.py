@@ -11,7 +11,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.run.settings import RunConfig
 from hopline.training.settings import TrainSettings
-from hopline.util.spec import kind_of, to_dict
+from hopline.util.config import kind_of, to_dict
 
 METHODS = (Sampled, Historical, FullBatch, Auto)
 

@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from hopline.report import html as report_html
-from hopline.util import spec
+from hopline.report import page as report_html
+from hopline.util import config as spec
 from hopline.util.files import replacing
 
 if TYPE_CHECKING:

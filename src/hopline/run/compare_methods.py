@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from hopline.batch_unit import own_threads
 from hopline.budget.keep import capped, keep_to
 from hopline.budget.memory_plan import PLACES, DoesNotFit, Outline, Place, Plan
 from hopline.budget.probe import job_of, learn, plan_of
@@ -26,8 +27,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled, usual_fanouts
 from hopline.nn.gnn import GNN
 from hopline.tables import TensorTable
-from hopline.training.measure import own_threads
-from hopline.util.spec import format_size, kind_of, parse_size
+from hopline.util.config import format_size, kind_of, parse_size
 
 TIMED, LONG_S = 3, 5.0
 """Steps that are timed, after one that is not, and the seconds after which no other is."""

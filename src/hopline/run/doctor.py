@@ -12,7 +12,7 @@ import torch
 
 from hopline import ops
 from hopline.ops import reference
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 
 PACKAGES = (
     "hopline",

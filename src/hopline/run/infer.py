@@ -29,8 +29,8 @@ from hopline.run.settings import InferConfig, RunConfig, load_trusted
 from hopline.run.train import load_weights, open_data
 from hopline.shards.data import ShardedData, open_sharded
 from hopline.shards.shard import is_shards
-from hopline.training.measure import hops_of
-from hopline.util.spec import from_dict, to_dict
+from hopline.training.evaluation import hops_of
+from hopline.util.config import from_dict, to_dict
 
 PIECE = 1 << 18
 """Nodes whose rows are written at a time."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hopline.util.spec import nearest
-from hopline.util.validate import check_fields, settings
+from hopline.util.config import check_fields, nearest, settings
 
 NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "graphconv", "pna", "transformer", "mlp", "gcnii", "appnp")
 """Models that `hopline.run.models.make_model` builds by name."""

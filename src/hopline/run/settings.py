@@ -17,8 +17,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.run.model_settings import ModelSpec
 from hopline.training.settings import TrainSettings
-from hopline.util.spec import from_dict
-from hopline.util.validate import check_fields, checked_bytes, settings
+from hopline.util.config import check_fields, checked_bytes, from_dict, settings
 
 
 @settings

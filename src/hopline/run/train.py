@@ -16,19 +16,19 @@ from torch import nn
 from hopline.budget.memory_plan import Outline
 from hopline.budget.settings import Budget
 from hopline.data.dataset import Dataset
+from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.formats.dgl import from_dgl, is_dgl_folder
 from hopline.data.formats.npz import from_npz
 from hopline.data.formats.ogb import from_ogb_folder
-from hopline.data.formats.tabular import from_csv
 from hopline.data.options import EdgeOptions
 from hopline.data.paths import default_name, is_ogb_folder
 from hopline.data.registry import locate, open_dataset
+from hopline.data.shared import share
 from hopline.data.splits import random_split
 from hopline.data.store import verify
 from hopline.device.meter import find_device
 from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.sharing import share
 from hopline.distributed.world import World
 from hopline.inference.over_shards import AllShards
 from hopline.methods.sampled.settings import Auto, Sampled
@@ -50,8 +50,8 @@ from hopline.training import checkpoint
 from hopline.training.callbacks import EpochEnd, Evaluation, Run
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
+from hopline.util.config import from_dict, to_dict
 from hopline.util.log import logger, printed
-from hopline.util.spec import from_dict, to_dict
 from hopline.util.trace import RegionStatistics
 
 RUNS = Path("runs")

@@ -12,21 +12,20 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.batch import Batch, Block, Part
-from hopline.core.graph import Graph
-from hopline.core.partial import PartialGraph
+from hopline.core.graph import Graph, PartialGraph
 from hopline.core.sampler import check_ids, hop_keys, seed_batches, share_of
 from hopline.distributed.all_to_all import Channel, Question
 from hopline.distributed.world import World
 from hopline.methods.sampled.settings import check_fanouts
 from hopline.nn.gcn_norm import weights_of
-from hopline.ops.cpu.tree import sample_children
+from hopline.ops.cpu.sampling import sample_children
 from hopline.pipeline.stages import Pipeline, Stage
 from hopline.pipeline.transfer import Mover
 from hopline.shards.shard import Shard, check_fits, node_ranges
 from hopline.tables import SparseTable, Table
 from hopline.util import trace
-from hopline.util.memory import reuse_freed_memory
-from hopline.util.spec import to_dict
+from hopline.util.config import to_dict
+from hopline.util.host import reuse_freed_memory
 
 if TYPE_CHECKING:
     from hopline.methods.sampled.settings import Sampled

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.divide import check_edges
 from hopline.core.graph import Graph
-from hopline.core.partition import Partition, describe, make_partition
+from hopline.core.partition import Partition, check_edges, describe, make_partition
 from hopline.data.arrays import PIECE_BYTES, as_bytes
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype

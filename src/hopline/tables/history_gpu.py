@@ -130,12 +130,12 @@ class PinnedSums(Sums):
     device: torch.device
 
     def add(self, at: Tensor, rows: Tensor) -> None:
-        from hopline.ops.gpu.stage import put_aside
+        from hopline.ops.gpu.tiers import put_aside
 
         put_aside(self.rows, at.to(self.device), rows.to(self.rows.dtype), add=True)
 
     def read(self, at: Tensor) -> Tensor:
-        from hopline.ops.gpu.stage import gather_aside
+        from hopline.ops.gpu.tiers import gather_aside
 
         return gather_aside(self.rows, at.to(self.device))
 
@@ -224,7 +224,7 @@ class DeviceHistories(Histories):
             return ops.gather_rows(table, at)
         trace.count("bytes.pulled", places.numel() * _row_bytes(table))
         if self.where == "pinned":
-            from hopline.ops.gpu.stage import gather_aside  # Triton is imported by those who use it only
+            from hopline.ops.gpu.tiers import gather_aside  # Triton is imported by those who use it only
 
             return gather_aside(table, at)
         self.pool.flush()
@@ -265,7 +265,7 @@ class DeviceHistories(Histories):
             self._settle()
             super().write_at(l, places, rows)
             return
-        from hopline.ops.gpu.stage import put_aside
+        from hopline.ops.gpu.tiers import put_aside
 
         table = self.table(l, rows)
         if self.stream is not None:

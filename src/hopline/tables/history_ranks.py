@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.distributed.sharing import shared_zeros
+from hopline.distributed.shared_memory import shared_zeros
 from hopline.distributed.world import World
 from hopline.methods.partitioned.groups import Shares
 from hopline.tables.history import Histories, Reader, mapped

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hopline.core.graph import Graph
-from hopline.ops.cpu import access as cpu_access
+from hopline.ops.cpu import partition as cpu_access
 
 LARGEST_TERM = 16.0
 """A node that is missed with probability exp(-16) counts as always read."""

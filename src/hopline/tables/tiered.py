@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hopline.device import pinned
 from hopline.device.meter import free_bytes, numbered
-from hopline.distributed.handles import SharedArray
+from hopline.distributed.shared_memory import SharedArray
 from hopline.ops.gather_tiers import count_ids, gather_tiers, new_counts, slot_of
 from hopline.tables.base import Table, Tiers
 from hopline.tables.hot_rows import hottest
-from hopline.tables.shared import send
+from hopline.tables.views import send
 from hopline.util import trace
 
 PIECE_BYTES = 1 << 26

@@ -1,15 +1,17 @@
-"""The thread that evaluates beside training on the same device: it shares the data, and needs no time to begin."""
+"""Evaluation concurrent with training: a thread on the same device, or a process, and the results taken in order."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +24,27 @@ from hopline.inference.captured_forward import Launched
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.pipeline.stages import give_way
-from hopline.training.async_evaluation_process import EvaluationError, Layout, Measure, Room
-from hopline.training.measure import Measure as OwnMeasure
+from hopline.shards.data import ShardedData
+from hopline.training.async_evaluation_process import (
+    EvaluationError,
+    EvaluationProcess,
+    Layout,
+    Measure,
+    Room,
+    SentData,
+)
+from hopline.training.callbacks import Evaluation, Run
+from hopline.training.evaluation import Evaluations, Snapshot
+from hopline.training.evaluation import Measure as OwnMeasure
 from hopline.util import trace
+
+if TYPE_CHECKING:
+    from hopline.data.dataset import Dataset
+    from hopline.training.trainer import Trainer
+
+
+BACKLOG = 8
+"""Evaluations that may wait for their turn beside training; with so many, training waits for the oldest."""
 
 
 class _Cancelled(Exception):
@@ -193,3 +213,233 @@ class EvaluationThread:
         with recording.turn, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(room.filled)
             yield
+
+
+class Beside(Evaluations):
+    """A thread, or a process on the CPU, evaluates, and training goes on.
+
+    What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
+    waited. The first rank has it; results come to all ranks together, at the end of an epoch. Where training
+    would have to wait for it, and runs on the CPU too, it takes over some of the evaluations instead.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        super().__init__(trainer, run)
+        settings = trainer.settings
+        exact = settings.inference == "exact"
+        self.measure = OwnMeasure(trainer.method, trainer.test_step, exact=exact, **trainer.chunks)
+        self.layout = Layout.of(trainer.model.state_dict())
+        self.rooms: list[Room | DeviceRoom] = []
+        self.free: list[Room | DeviceRoom] = []
+        self.process: EvaluationProcess | EvaluationThread | None = None
+        self.asked: set[int] = set()
+        """Epochs that the process has been asked to evaluate."""
+        self.results: dict[int, dict[str, Any]] = {}
+        """By epoch, what has come and is to be acted on after those before it."""
+        self.ended: Snapshot | None = None
+        self.first = contextlib.ExitStack()
+
+    def __enter__(self) -> Beside:
+        if self._on_gpu:  # which training and a thread that evaluates share
+            self.first.enter_context(recording.going_first(self.trainer.device))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self.first:
+            self.close()
+
+    @property
+    def _on_gpu(self) -> bool:
+        """Whether it evaluates on the GPU that trains."""
+        return self.trainer.device.type == "cuda" and self.trainer.sent is None
+
+    @property
+    def ended_after(self) -> int | None:
+        return None if self.ended is None else self.ended.epoch
+
+    @property
+    def can_help(self) -> bool:
+        """Whether training may evaluate too, rather than wait: a GPU may have no memory for two at once."""
+        return self.trainer.device.type == "cpu"
+
+    def begin(self) -> None:
+        trainer, left = self.trainer, self.waiting.restored
+        goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
+        if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
+            if trainer.sent is None:
+                self.process = EvaluationThread(self.measure, trainer.job)
+            else:
+                seed = trainer.settings.seed
+                self.process = EvaluationProcess(self.measure, trainer.sent, trainer.model, self.layout, seed)
+        self.waiting.restored = []
+        for state in left:
+            self._take(state["epoch"], state["weights"], state["reason"])
+
+    def validate(self, epoch: int) -> float | None:
+        if len(self.waiting.snapshots) >= BACKLOG:
+            trace.count("evaluate.waits", 1)
+            with trace.span("evaluate.wait"):
+                self._collect(wait=True)
+        if self.ended is None:
+            with trace.span("evaluate.snapshot"):
+                self._take(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
+        return None
+
+    def arrive(self, *, between_steps: bool = False) -> None:
+        if self.ended is not None:
+            return
+        if between_steps and self.trainer.world.size > 1:
+            self._listen()
+        else:
+            self._collect()
+
+    def end_before(self) -> bool:
+        if self.trainer.world.size == 1:  # else others may not have met the error
+            self._collect_all()
+        return self.ended is not None
+
+    def finish(self) -> None:
+        waited = bool(self.waiting.snapshots)
+        self._collect_all()
+        if self.ended is not None:
+            self.waiting.snapshots.clear()
+            self._drop_after(self.ended.epoch, self.ended.room.weights)
+        if waited or self.ended is not None:
+            self.trainer.checkpoints.write(self.trainer, self.run)
+
+    def salvage(self) -> None:
+        if self.process is not None and self.ended is None:
+            with contextlib.suppress(Exception):  # the interruption is what ends the run
+                self._listen()
+                for answer in self._in_order():
+                    self._deliver(answer)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+        for room in self.rooms:
+            room.close()
+        self.process, self.rooms = None, []
+
+    def _take(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
+        """A snapshot, to be evaluated in its turn."""
+        if not self.free:
+            self.rooms.append(self._new_room())
+            self.free.append(self.rooms[-1])
+        room = self.free.pop()
+        room.fill(weights)
+        self.waiting.snapshots.append(Snapshot(epoch, room, reason))
+        self._listen()
+
+    def _new_room(self) -> Room | DeviceRoom:
+        return DeviceRoom(self.layout, self.trainer.device) if self._on_gpu else Room(self.layout)
+
+    def _listen(self, *, wait: bool = False) -> None:
+        """Take the process's answers, and keep it busy."""
+        if self.process is None:
+            return
+        for answer in self.process.answers(wait=wait):
+            self.asked.discard(answer["epoch"])
+            self.results[answer["epoch"]] = answer
+        if not self.asked:
+            self.process.prepare()
+        room = self.process.most_asked - len(self.asked) if self.process.is_ready else 0
+        for snapshot in self._left()[: max(0, room)]:
+            self.process.ask(snapshot.epoch, snapshot.room)
+            self.asked.add(snapshot.epoch)
+
+    def _left(self) -> list[Snapshot]:
+        """What nobody has begun to evaluate, the oldest first."""
+        return [one for one in self.waiting.snapshots if one.epoch not in self.asked and one.epoch not in self.results]
+
+    def _in_order(self) -> list[dict[str, Any]]:
+        """Results that can be acted on: those of the oldest epochs, as far as they have come."""
+        come = itertools.takewhile(lambda one: one.epoch in self.results, self.waiting.snapshots)
+        return [self.results[one.epoch] for one in come]
+
+    def _collect(self, *, wait: bool = False) -> None:
+        """Act on results in their order; at least on one, if need be by evaluating here what nobody has begun."""
+        if not self.waiting.snapshots:
+            return
+        self._listen()
+        while wait and self.process is not None and not self._in_order():
+            left = self._left()
+            if left and self.can_help:
+                self.results[left[0].epoch] = self._evaluate_here(left[0])
+                self._listen()
+            else:
+                self._listen(wait=True)
+        for answer in self.trainer.world.broadcast_object(self._in_order()):
+            if self.ended is None:
+                self._deliver(answer)
+
+    def _collect_all(self) -> None:
+        with trace.span("evaluate.finish"):
+            while self.waiting.snapshots and self.ended is None:
+                self._collect(wait=True)
+
+    def _evaluate_here(self, snapshot: Snapshot) -> dict[str, Any]:
+        trainer, started = self.trainer, time.perf_counter()
+        now = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        trainer.model.load_state_dict(snapshot.room.weights)
+        try:
+            found = self.measure(trainer.job)
+        finally:
+            trainer.model.load_state_dict(now)
+        return {"epoch": snapshot.epoch, "metrics": found, "seconds": time.perf_counter() - started}
+
+    def _deliver(self, answer: Mapping[str, Any]) -> None:
+        """Act on a result as if training had waited for it."""
+        trainer, snapshot = self.trainer, self.waiting.snapshots.popleft()
+        assert answer["epoch"] == snapshot.epoch
+        self.results.pop(snapshot.epoch, None)
+        found = {"metrics": answer["metrics"], "seconds": answer["seconds"]}
+        later, trainer.stop_reason, self.weights = trainer.stop_reason, snapshot.reason, snapshot.room.weights
+        try:
+            self._act_on(Evaluation(epoch=snapshot.epoch, split="valid", **found))
+        finally:
+            self.weights = None
+        if trainer.stop_reason is not None:
+            self.ended = snapshot
+        else:
+            trainer.stop_reason = later
+            self.free.append(snapshot.room)
+
+
+def in_process(trainer: Trainer) -> bool:
+    """Whether a process evaluates beside training, and not a thread: by choice, and where the user's own function might
+    draw what training draws."""
+    return trainer.settings.evaluate_on == "host" or trainer.test_step is not None
+
+
+def evaluates_here(trainer: Trainer) -> bool:
+    """Whether evaluation beside training takes memory of the device that trains."""
+    return trainer.settings.evaluate == "async" and not (in_process(trainer) and trainer.device.type != "cpu")
+
+
+def sent_data(trainer: Trainer, data: Dataset) -> SentData | None:
+    """The data for the process that evaluates, if one does, before it is placed: what is pinned cannot be shared."""
+    if trainer.settings.evaluate != "async" or not in_process(trainer):
+        return None
+    if trainer.world.rank or isinstance(data, ShardedData) or not data.splits.get("valid", torch.empty(0)).numel():
+        return None
+    return SentData.of(data)
+
+
+def check_beside(trainer: Trainer, *, own_way: bool) -> None:
+    """Refuse what could not be evaluated beside training, or not with the same result.
+
+    own_way: whether the trainer is of a class that overrides `evaluate`.
+    """
+    instead = "or set evaluate=blocking"
+    if isinstance(trainer.data, ShardedData):
+        raise ValueError("evaluate=async needs the whole graph in one process: open the dataset uncut, " + instead)
+    if own_way:
+        raise ValueError(
+            f"evaluate=async runs in another process, without {type(trainer).__name__}.evaluate: give a function of a "
+            f"module as test_step=, {instead}"
+        )
+    if getattr(trainer.work, "keep_rows", None) is not None:
+        raise ValueError(
+            "evaluate=async leaves no rows for training: set method.refresh_with_evaluation=false, " + instead
+        )

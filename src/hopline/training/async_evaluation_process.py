@@ -24,8 +24,8 @@ from hopline import interop
 from hopline.batch_unit import supervised
 from hopline.contract import Job
 from hopline.data.dataset import Dataset
-from hopline.distributed.handles import SharedArray, _map, _new_file, share
 from hopline.distributed.launch import _end_with_parent
+from hopline.distributed.shared_memory import SharedArray, map_file, new_file, share
 from hopline.nn.whole_module import as_walkable
 from hopline.util.signals import SIGNALS
 
@@ -99,7 +99,7 @@ class Room:
     """Room for one epoch's weights, in memory that the other process opens by its path."""
 
     def __init__(self, layout: Layout) -> None:
-        self._file = _new_file(layout.num_bytes)
+        self._file = new_file(layout.num_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}" if isinstance(self._file, int) else self._file
         self.weights = layout.views(_mapped(self.path, layout))
 
@@ -115,7 +115,7 @@ class Room:
 def _mapped(path: str, layout: Layout) -> Tensor:
     handle = os.open(path, os.O_RDWR)
     try:
-        return _map(handle, 0, torch.uint8, (layout.num_bytes,), writable=True)
+        return map_file(handle, 0, torch.uint8, (layout.num_bytes,), writable=True)
     finally:
         os.close(handle)
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.report.html import read_records
+from hopline.report.page import read_records
 from hopline.report.run_facts import run_facts
 from hopline.report.writer import Report, write_text
+from hopline.util.config import format_size, nearest
 from hopline.util.files import replacing
 from hopline.util.progress import Progress, progress
-from hopline.util.spec import format_size, nearest
 from hopline.util.trace import RegionStatistics
 
 if TYPE_CHECKING:

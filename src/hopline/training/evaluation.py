@@ -1,34 +1,44 @@
-"""When a run is validated, where, and what becomes of the results: in the training process, or beside it."""
+"""Evaluation: when and where a run is validated; metrics of a split, exact, sampled or by the user's function."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hopline import inference as infer
+from hopline.batch_unit import own_threads
+from hopline.budget.guard import Guard
+from hopline.budget.settings import Budget
+from hopline.contract import Job, Method
 from hopline.data.dataset import Dataset
-from hopline.device import streams as recording
+from hopline.inference import KeepRows
+from hopline.inference import distributed as shard_infer
+from hopline.inference.captured_forward import Replayed, replayed_of
+from hopline.inference.local import whole_bytes
+from hopline.methods.sampled.loader import Loader
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn.gnn import GNN
+from hopline.nn.whole_module import Whole
+from hopline.nn.whole_module_probe import find_reach
 from hopline.shards.data import ShardedData
-from hopline.training.async_evaluation import DeviceRoom, EvaluationThread
-from hopline.training.async_evaluation_process import EvaluationProcess, Layout, Room, SentData
 from hopline.training.callbacks import Callback, Evaluation, KeepWeights, Run, WriteReport
 from hopline.training.checkpoint import Position
-from hopline.training.measure import Measure
 from hopline.util import trace
+from hopline.util.config import format_size
 
 if TYPE_CHECKING:
+    from hopline.training.async_evaluation import DeviceRoom
+    from hopline.training.async_evaluation_process import Room
     from hopline.training.trainer import Trainer
-
-BACKLOG = 8
-"""Evaluations that may wait for their turn beside training; with so many, training waits for the oldest."""
 
 
 @dataclass
@@ -168,230 +178,128 @@ class Blocking(Evaluations):
         return self.trainer.score(self.evaluate_now(epoch, "valid", exact).metrics)
 
 
-class Beside(Evaluations):
-    """A thread, or a process on the CPU, evaluates, and training goes on.
+TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
+"""(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
 
-    What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
-    waited. The first rank has it; results come to all ranks together, at the end of an epoch. Where training
-    would have to wait for it, and runs on the CPU too, it takes over some of the evaluations instead.
-    """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        super().__init__(trainer, run)
-        settings = trainer.settings
-        self.measure = Measure(trainer.method, trainer.test_step, exact=settings.inference == "exact", **trainer.chunks)
-        self.layout = Layout.of(trainer.model.state_dict())
-        self.rooms: list[Room | DeviceRoom] = []
-        self.free: list[Room | DeviceRoom] = []
-        self.process: EvaluationProcess | EvaluationThread | None = None
-        self.asked: set[int] = set()
-        """Epochs that the process has been asked to evaluate."""
-        self.results: dict[int, dict[str, Any]] = {}
-        """By epoch, what has come and is to be acted on after those before it."""
-        self.ended: Snapshot | None = None
-        self.first = contextlib.ExitStack()
+@dataclass(frozen=True)
+class Measure:
+    """How a split is measured: over every edge, over sampled ones, or by the user's own function."""
 
-    def __enter__(self) -> Beside:
-        if self._on_gpu:  # which training and a thread that evaluates share
-            self.first.enter_context(recording.going_first(self.trainer.device))
-        return self
+    method: Method
+    test_step: TestStep | None = None
+    split: str = "valid"
+    exact: bool = True
+    show: bool = False
+    chunk_bytes: int | None = None
+    """What a chunk of exact evaluation or a sampled batch may take, where there is a budget,"""
+    rows_on_disk: bool = False
+    """and whether hidden rows are kept in files, which are removed afterwards."""
+    part_hops: int | None = None
+    """Of a module that is not made of layers: hops around a node that exact evaluation runs it on; None for all."""
 
-    def __exit__(self, *error: object) -> None:
-        with self.first:
-            self.close()
-
-    @property
-    def _on_gpu(self) -> bool:
-        """Whether it evaluates on the GPU that trains."""
-        return self.trainer.device.type == "cuda" and self.trainer.sent is None
-
-    @property
-    def ended_after(self) -> int | None:
-        return None if self.ended is None else self.ended.epoch
-
-    @property
-    def can_help(self) -> bool:
-        """Whether training may evaluate too, rather than wait: a GPU may have no memory for two at once."""
-        return self.trainer.device.type == "cpu"
-
-    def begin(self) -> None:
-        trainer, left = self.trainer, self.waiting.restored
-        goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
-        if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
-            if trainer.sent is None:
-                self.process = EvaluationThread(self.measure, trainer.job)
+    def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
+        data, ids = job.data, job.data.splits[self.split]
+        if self.test_step is not None:
+            # What it draws is its own: training goes on as if it had not been asked, whoever runs it.
+            gpus = [job.device] if job.device.type == "cuda" else []
+            with infer.evaluating(job.model), torch.random.fork_rng(gpus):
+                return self.test_step(job.model, data, ids)
+        batches = None if self.exact else self.method.inference_batches(job, ids)
+        options: dict[str, Any]
+        with own_threads(job):
+            if isinstance(data, ShardedData):
+                return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
+            if batches is None and keep is None and (replayed := self.replayed(job)) is not None:
+                scores = replayed()
+            elif batches is None and isinstance(job.model, Whole):
+                # On the whole graph nothing comes in chunks: `check_whole` has seen that it fits.
+                limit_bytes = None if self.part_hops is None else self.chunk_bytes
+                options = {"device": job.device, "chunk_bytes": limit_bytes, "show": self.show}
+                with infer.evaluating(job.model):
+                    scores = infer.whole_rows(job.model, data, ids, self.part_hops, **options)(ids)
+            elif batches is None:
+                with TemporaryDirectory() if self.rows_on_disk and keep is None else nullcontext() as folder:
+                    options = {"chunk_bytes": self.chunk_bytes, "keep": keep, "folder": folder}
+                    scores = infer.exact(job.model, data, ids, device=job.device, show=self.show, **options)
             else:
-                seed = trainer.settings.seed
-                self.process = EvaluationProcess(self.measure, trainer.sent, trainer.model, self.layout, seed)
-        self.waiting.restored = []
-        for state in left:
-            self._take(state["epoch"], state["weights"], state["reason"])
+                guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
+                if guard is not None and isinstance(batches, Loader):
+                    batches.waits_on_host = True  # no more of them than the guard has room for goes to a GPU
+                scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
+        return infer.measure(data, scores, self.labels(job))
 
-    def validate(self, epoch: int) -> float | None:
-        if len(self.waiting.snapshots) >= BACKLOG:
-            trace.count("evaluate.waits", 1)
-            with trace.span("evaluate.wait"):
-                self._collect(wait=True)
-        if self.ended is None:
-            with trace.span("evaluate.snapshot"):
-                self._take(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
+    def labels(self, job: Job) -> Tensor:
+        """Of the split's nodes, on the host."""
+        y, ids = job.data.y, job.data.splits[self.split]
+        assert y is not None
+        return y[ids.to(y.device)].cpu()
+
+    def replayed(self, job: Job) -> Replayed | None:
+        """What becomes a CUDA graph of it, if something does."""
+        bound = self.chunk_bytes is not None or self.rows_on_disk
+        if bound or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
+            return None
+        return replayed_of(job, job.data.splits[self.split])
+
+
+# ---- modules that are not made of layers
+
+
+def hops_of(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
+    """How many hops exact inference needs around a node: the fan-outs', if a trial shows that these are enough."""
+    if not (isinstance(model, Whole) and isinstance(method, Sampled) and "x" in data.tables):  # as of no shard
         return None
-
-    def arrive(self, *, between_steps: bool = False) -> None:
-        if self.ended is not None:
-            return
-        if between_steps and self.trainer.world.size > 1:
-            self._listen()
-        else:
-            self._collect()
-
-    def end_before(self) -> bool:
-        if self.trainer.world.size == 1:  # else others may not have met the error
-            self._collect_all()
-        return self.ended is not None
-
-    def finish(self) -> None:
-        waited = bool(self.waiting.snapshots)
-        self._collect_all()
-        if self.ended is not None:
-            self.waiting.snapshots.clear()
-            self._drop_after(self.ended.epoch, self.ended.room.weights)
-        if waited or self.ended is not None:
-            self.trainer.checkpoints.write(self.trainer, self.run)
-
-    def salvage(self) -> None:
-        if self.process is not None and self.ended is None:
-            with contextlib.suppress(Exception):  # the interruption is what ends the run
-                self._listen()
-                for answer in self._in_order():
-                    self._deliver(answer)
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.close()
-        for room in self.rooms:
-            room.close()
-        self.process, self.rooms = None, []
-
-    def _take(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
-        """A snapshot, to be evaluated in its turn."""
-        if not self.free:
-            self.rooms.append(self._new_room())
-            self.free.append(self.rooms[-1])
-        room = self.free.pop()
-        room.fill(weights)
-        self.waiting.snapshots.append(Snapshot(epoch, room, reason))
-        self._listen()
-
-    def _new_room(self) -> Room | DeviceRoom:
-        return DeviceRoom(self.layout, self.trainer.device) if self._on_gpu else Room(self.layout)
-
-    def _listen(self, *, wait: bool = False) -> None:
-        """Take the process's answers, and keep it busy."""
-        if self.process is None:
-            return
-        for answer in self.process.answers(wait=wait):
-            self.asked.discard(answer["epoch"])
-            self.results[answer["epoch"]] = answer
-        if not self.asked:
-            self.process.prepare()
-        room = self.process.most_asked - len(self.asked) if self.process.is_ready else 0
-        for snapshot in self._left()[: max(0, room)]:
-            self.process.ask(snapshot.epoch, snapshot.room)
-            self.asked.add(snapshot.epoch)
-
-    def _left(self) -> list[Snapshot]:
-        """What nobody has begun to evaluate, the oldest first."""
-        return [one for one in self.waiting.snapshots if one.epoch not in self.asked and one.epoch not in self.results]
-
-    def _in_order(self) -> list[dict[str, Any]]:
-        """Results that can be acted on: those of the oldest epochs, as far as they have come."""
-        come = itertools.takewhile(lambda one: one.epoch in self.results, self.waiting.snapshots)
-        return [self.results[one.epoch] for one in come]
-
-    def _collect(self, *, wait: bool = False) -> None:
-        """Act on results in their order; at least on one, if need be by evaluating here what nobody has begun."""
-        if not self.waiting.snapshots:
-            return
-        self._listen()
-        while wait and self.process is not None and not self._in_order():
-            left = self._left()
-            if left and self.can_help:
-                self.results[left[0].epoch] = self._evaluate_here(left[0])
-                self._listen()
-            else:
-                self._listen(wait=True)
-        for answer in self.trainer.world.broadcast_object(self._in_order()):
-            if self.ended is None:
-                self._deliver(answer)
-
-    def _collect_all(self) -> None:
-        with trace.span("evaluate.finish"):
-            while self.waiting.snapshots and self.ended is None:
-                self._collect(wait=True)
-
-    def _evaluate_here(self, snapshot: Snapshot) -> dict[str, Any]:
-        trainer, started = self.trainer, time.perf_counter()
-        now = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-        trainer.model.load_state_dict(snapshot.room.weights)
-        try:
-            found = self.measure(trainer.job)
-        finally:
-            trainer.model.load_state_dict(now)
-        return {"epoch": snapshot.epoch, "metrics": found, "seconds": time.perf_counter() - started}
-
-    def _deliver(self, answer: Mapping[str, Any]) -> None:
-        """Act on a result as if training had waited for it."""
-        trainer, snapshot = self.trainer, self.waiting.snapshots.popleft()
-        assert answer["epoch"] == snapshot.epoch
-        self.results.pop(snapshot.epoch, None)
-        found = {"metrics": answer["metrics"], "seconds": answer["seconds"]}
-        later, trainer.stop_reason, self.weights = trainer.stop_reason, snapshot.reason, snapshot.room.weights
-        try:
-            self._act_on(Evaluation(epoch=snapshot.epoch, split="valid", **found))
-        finally:
-            self.weights = None
-        if trainer.stop_reason is not None:
-            self.ended = snapshot
-        else:
-            trainer.stop_reason = later
-            self.free.append(snapshot.room)
+    hops = len(method.for_model(model).fanout_per_layer)
+    return hops if find_reach(model, hops, data.x, data.graph.edge).part_hops is not None else None
 
 
-def in_process(trainer: Trainer) -> bool:
-    """Whether a process evaluates beside training, and not a thread: by choice, and where the user's own function might
-    draw what training draws."""
-    return trainer.settings.evaluate_on == "host" or trainer.test_step is not None
+def part_hops_of(job: Job, method: Method) -> int | None:
+    """Hops around a node that exact evaluation runs a module on; None for the whole graph, and for models of layers."""
+    hops = hops_of(job.model, job.data, method)
+    return infer.part_hops_of(job.model, job.data, hops, []) if isinstance(job.model, Whole) else None
 
 
-def evaluates_here(trainer: Trainer) -> bool:
-    """Whether evaluation beside training takes memory of the device that trains."""
-    return trainer.settings.evaluate == "async" and not (in_process(trainer) and trainer.device.type != "cpu")
+def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> None:
+    """Refuse, before training, exact evaluation over the whole graph at once that is too large, or over the budget."""
+    if not isinstance(job.model, Whole) or "x" not in job.data.tables or part_hops is not None:
+        return
+    name = type(job.model.module).__name__
+    if infer.is_too_large(job.data):
+        raise ValueError(
+            f"exact evaluation would run {name} on the whole graph at once, which is too large for that: build it as "
+            "hl.nn.GNN([...convs...]), or evaluate by a function of your own, test_step="
+        )
+    if chunk_bytes is not None and whole_bytes(job.model, job.data) > chunk_bytes:
+        raise ValueError(
+            f"{infer.describe_whole(job.model, job.data)}, and the budget leaves {format_size(chunk_bytes)}: set a "
+            "larger budget=, build it as hl.nn.GNN([...convs...]), or evaluate by a function of your own, test_step="
+        )
 
 
-def sent_data(trainer: Trainer, data: Dataset) -> SentData | None:
-    """The data for the process that evaluates, if one does, before it is placed: what is pinned cannot be shared."""
-    if trainer.settings.evaluate != "async" or not in_process(trainer):
-        return None
-    if trainer.world.rank or isinstance(data, ShardedData) or not data.splits.get("valid", torch.empty(0)).numel():
-        return None
-    return SentData.of(data)
+def whole_lines(job: Job, method: Method, part_hops: int | None, *, evaluates: bool) -> list[str]:
+    """What there is to know, at the start of a run, about a module that is not made of layers.
 
-
-def check_beside(trainer: Trainer, *, own_way: bool) -> None:
-    """Refuse what could not be evaluated beside training, or not with the same result.
-
-    own_way: whether the trainer is of a class that overrides `evaluate`.
+    evaluates: whether the run evaluates exactly.
     """
-    instead = "or set evaluate=blocking"
-    if isinstance(trainer.data, ShardedData):
-        raise ValueError("evaluate=async needs the whole graph in one process: open the dataset uncut, " + instead)
-    if own_way:
-        raise ValueError(
-            f"evaluate=async runs in another process, without {type(trainer).__name__}.evaluate: give a function of a "
-            f"module as test_step=, {instead}"
+    if not isinstance(job.model, Whole) or "x" not in job.data.tables:
+        return []
+    lines: list[str] = []
+    name = type(job.model.module).__name__
+    reason = ""
+    if isinstance(method, Sampled):
+        num_hops = len(method.for_model(job.model).fanout_per_layer)
+        reach = find_reach(job.model, num_hops, job.data.x, job.data.graph.edge)
+        reason = reach.reason
+        at_border = (
+            "nodes at the border of a batch lack in-edges, and it reads these (degrees in the norm of GCNConv, or one "
+            f"more hop than the {num_hops} fan-outs); hl.nn.GNN([...convs...]) takes degrees from the whole graph"
         )
-    if getattr(trainer.work, "keep_rows", None) is not None:
-        raise ValueError(
-            "evaluate=async leaves no rows for training: set method.refresh_with_evaluation=false, " + instead
-        )
+        if not reach.in_batch:
+            lines.append(
+                f"{name} in batches is an approximation of {name} on the whole graph, with all neighbours too: "
+                f"{reason or at_border}"
+            )
+    if evaluates and part_hops is None:
+        lines.append(infer.describe_whole(job.model, job.data) + (f": {reason}" if reason and not lines else ""))
+    return lines

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hopline.report.bottleneck import Explanation, Setup, explain
-from hopline.report.parts import thinned
+from hopline.report.page import thinned
 from hopline.report.writer import Report
 from hopline.training.callbacks import Callback, EpochEnd, Run, StepEnd
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 
 if TYPE_CHECKING:
     from hopline.budget.memory_plan import Place

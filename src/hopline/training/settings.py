@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hopline.util.validate import check_fields, settings
+from hopline.util.config import check_fields, settings
 
 
 @settings

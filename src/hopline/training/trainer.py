@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline import ops
-from hopline.batch_unit import checked, supervised
+from hopline.batch_unit import checked, own_threads, supervised
 from hopline.budget.keep import capped, keep_to
 from hopline.budget.memory_plan import Outline, Plan
 from hopline.budget.settings import Budget
@@ -44,6 +44,7 @@ from hopline.report.writer import Report, is_complete
 from hopline.run.compare_methods import plan_within
 from hopline.shards.data import ShardedData
 from hopline.training import checkpoint
+from hopline.training.async_evaluation import Beside, check_beside, evaluates_here, sent_data
 from hopline.training.callbacks import (
     Callback,
     EarlyStop,
@@ -56,9 +57,8 @@ from hopline.training.callbacks import (
     peak_bytes,
 )
 from hopline.training.checkpoint import Checkpoints, Position
-from hopline.training.evaluation import Beside, Blocking, Evaluations, check_beside, evaluates_here, sent_data
+from hopline.training.evaluation import Blocking, Evaluations, Measure, TestStep, check_whole, part_hops_of, whole_lines
 from hopline.training.lr_schedule import Scheduler
-from hopline.training.measure import Measure, TestStep, check_whole, own_threads, part_hops_of, whole_lines
 from hopline.training.optimizer import Update, make_optimizer, split_decay
 from hopline.training.rank_steps import taken_together, total_size
 from hopline.training.report_callbacks import WatchBudget, WatchPipeline
@@ -66,11 +66,9 @@ from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
 from hopline.training.watch_history import WatchHistory
 from hopline.util import trace
+from hopline.util.config import check_names, kind_of, removed_settings, to_dict
 from hopline.util.files import remove_unfinished
 from hopline.util.log import logger
-from hopline.util.spec import kind_of, to_dict
-from hopline.util.spec import removed_settings
-from hopline.util.validate import check_names
 
 GivenBudget = Budget | str | Mapping[str, str] | None
 

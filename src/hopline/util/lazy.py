@@ -41,7 +41,7 @@ def _meant(name: str, names: Iterable[str]) -> str:
     """A hint for a misspelt name; none for the many that Python and its tools look for, which begin with "_"."""
     if name.startswith("_"):
         return ""
-    from hopline.util.spec import nearest
+    from hopline.util.config import nearest
 
     hint = nearest(name, names)
     return f".{hint}" if hint else ""

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hopline.data import from_npz
-from hopline.data.formats import text
-from hopline.data.formats.tabular import from_csv, from_parquet
+from hopline.data.formats import csv_parquet as text
+from hopline.data.formats.csv_parquet import from_csv, from_parquet
 from hopline.data.ids import IdMap, original_ids
 from hopline.data.options import Columns
 from hopline.run.settings import ConvertConfig
-from hopline.util.spec import override
+from hopline.util.config import override
 
 NODES = "id,a,b,label,split\n2,0.2,1,1,test\n0,0.0,5,0,train\n1,0.1,3,,\n3,0.3,7,1,val\n"
 

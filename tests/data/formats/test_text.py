@@ -8,8 +8,8 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from hopline.data.formats import text
-from hopline.data.formats.text import Chunk, columns_of, read_csv, read_file, read_parquet
+from hopline.data.formats import csv_parquet as text
+from hopline.data.formats.csv_parquet import Chunk, columns_of, read_csv, read_file, read_parquet
 
 TABLE = "id,size,name\n7,1.5,ann\n8,,bob\n9,2.5,\n"
 

@@ -10,7 +10,7 @@ import torch
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.core.tree import TreeBlock
+from hopline.core.tree_layout import TreeBlock
 from hopline.data.placement import place
 from hopline.distributed.world import Seat, World
 from hopline.methods.sampled.loader import resolve_layout, resolve_workers

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hopline.ops.cpu.access import add_to_sources
+from hopline.ops.cpu.partition import add_to_sources
 from tests.helpers import randint, random_graph, torch_threads
 
 

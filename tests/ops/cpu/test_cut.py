@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hopline.core.partition import Partition
-from hopline.ops.cpu import cut as cpu_cut
+from hopline.ops.cpu import partition as cpu_cut
 from tests.helpers import randint, random_graph, torch_threads
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hopline.core.graph import Graph
-from hopline.ops.cpu.cut import cut_edges
-from hopline.ops.cpu.partition import _even_out, _pack, stream_parts, undirected
+from hopline.ops.cpu.partition import _even_out, _pack, cut_edges, stream_parts, undirected
 from tests.helpers import graph_of, randint, random_graph, torch_threads
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hopline.ops import random
-from hopline.ops.cpu import prune as cpu_prune
+from hopline.ops.cpu import cut_batches as cpu_prune
 
 
 def random_blocks(seed: int = 0) -> tuple[list[cpu_prune.Edges], list[int]]:

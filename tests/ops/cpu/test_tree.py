@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hopline.ops import reference
-from hopline.ops.cpu import tree as cpu_tree
+from hopline.ops.cpu import sampling as cpu_tree
 from hopline.ops.tree_slots import Slots
 from tests.equivalence.test_1_kernels import random_csr, random_key
 from tests.helpers import randint

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hopline.ops.gpu import adam as gpu_adam
+from hopline.ops.gpu import loss_and_adam as gpu_adam
 from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE, randn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hopline.ops import reference
-from hopline.ops.gpu import dropout as gpu_dropout
+from hopline.ops.gpu import reduce as gpu_dropout
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, assert_close, randint, randn
 

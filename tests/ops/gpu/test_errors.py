@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hopline.ops.gpu import errors as gpu_errors
+from hopline.ops.gpu import runtime as gpu_errors
 from hopline.ops.gpu import sampling as gpu
 from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE

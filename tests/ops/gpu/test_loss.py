@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hopline.ops.gpu import loss as gpu_loss
+from hopline.ops.gpu import loss_and_adam as gpu_loss
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 

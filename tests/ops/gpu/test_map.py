@@ -7,8 +7,8 @@ import torch
 
 from hopline.ops import reference
 from hopline.ops.cpu.sampling import IdMap
-from hopline.ops.gpu import map as gpu_map
-from hopline.ops.gpu.map import DeviceIdMap
+from hopline.ops.gpu import sampling as gpu_map
+from hopline.ops.gpu.sampling import DeviceIdMap
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint
 

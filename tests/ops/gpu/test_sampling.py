@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hopline.ops import reference
-from hopline.ops.gpu import errors as gpu_errors
+from hopline.ops.gpu import runtime as gpu_errors
 from hopline.ops.gpu import sampling as gpu
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn

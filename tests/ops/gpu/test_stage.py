@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from hopline.ops.gather_tiers import new_counts
-from hopline.ops.gpu import stage as gpu_stage
+from hopline.ops.gpu import tiers as gpu_stage
 from hopline.ops.gpu import tiers as gpu_tiers
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn

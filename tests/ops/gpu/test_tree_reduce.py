@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from hopline.ops import reference
 from hopline.ops.gather_tiers import new_counts
 from hopline.ops.gpu import tree as gpu_tree
-from hopline.ops.gpu import tree_reduce as gpu_tree_reduce
+from hopline.ops.gpu import tree as gpu_tree_reduce
 from hopline.ops.tree_slots import Slots
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randn

@@ -15,8 +15,8 @@ import numpy as np
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
+from hopline.data.formats.csv_parquet import read_csv
 from hopline.data.formats.npz import DAMAGED
-from hopline.data.formats.text import read_csv
 from hopline.data.options import merged
 from hopline.data.paths import default_name, is_ogb_folder
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from hopline.contract import Job, Method, Work
 from hopline.data.placement_settings import Placement, with_graph_on_host
-from hopline.util.spec import parse_size
-from hopline.util.validate import check_fields, settings
+from hopline.util.config import check_fields, parse_size, settings
 
 Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
 

@@ -36,7 +36,7 @@ from hopline.shards.data import ShardedData
 from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
 from hopline.tables import Table
 from hopline.util import trace
-from hopline.util.spec import parse_size
+from hopline.util.config import parse_size
 
 EXACT = {"compress": "none", "boundary_rate": 1.0, "stale": False}
 """Settings that make an approximation of training by ranks, at the values where they do not."""

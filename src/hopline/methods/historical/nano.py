@@ -37,7 +37,7 @@ from hopline.methods.partitioned.sweep import Swept, backward, drawn_again, forw
 from hopline.methods.partitioned.sweep_loss import LOSS_COPIES, LossByPiece
 from hopline.tables.history import report_ages
 from hopline.util import trace
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 
 if TYPE_CHECKING:
     from hopline.budget.guard import Guard

@@ -21,7 +21,7 @@ from hopline.budget.micro_batches import by_metis, check_split, piece_of, sizes_
 from hopline.budget.predictor import Predictor, Sizes, costs_of
 from hopline.core.batch import Batch, Block, Readable, Rows
 from hopline.nn.gnn import GNN
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 
 if TYPE_CHECKING:
     from hopline.methods.historical.step import HistoricalBatch

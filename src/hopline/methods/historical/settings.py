@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hopline.contract import Job, Method
 from hopline.data.placement_settings import Placement, with_graph_on_host
-from hopline.util.validate import check_fields, settings
+from hopline.util.config import check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.methods.historical.work import HistoricalWork

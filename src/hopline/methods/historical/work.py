@@ -33,7 +33,7 @@ from hopline.tables.history import HaloBlock, Histories, RecordedBlock
 from hopline.tables.history_gpu import DeviceHistories, Where, choose_where
 from hopline.tables.history_ranks import Owners, SharedHistories
 from hopline.util import trace
-from hopline.util.spec import format_size
+from hopline.util.config import format_size
 
 if TYPE_CHECKING:
     from hopline.methods.historical.settings import Historical

@@ -19,12 +19,10 @@ from hopline import ops
 from hopline.batch_unit import BatchUnit, autocast
 from hopline.contract import Job, Unit
 from hopline.core.batch import Batch
-from hopline.core.tree import TreeRows
-from hopline.core.tree_sampling import TreeSampler
+from hopline.core.tree_layout import TreeRows, TreeSampler
 from hopline.device import streams as recording
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
-from hopline.ops import on_tree
 from hopline.ops.tree_slots import Slots
 from hopline.util import trace
 
@@ -42,13 +40,13 @@ class DeviceBatches:
         device = loader.device
         self.ids = loader.ids.to(device)
         self.order = torch.empty_like(self.ids)
-        self.state = torch.zeros(3, dtype=torch.int64, device=device)  # as `on_tree.next_step` reads it
+        self.state = torch.zeros(3, dtype=torch.int64, device=device)  # as the kernel `next_step` reads it
         self.ahead = torch.zeros_like(self.state)  # the same, of batches that are looked at before their turn
 
     def start(self, epoch: int, done: int, seeds_done: int) -> None:
         """Stand at a place of an epoch."""
         key = ops.derive_key(self.loader.seed, epoch)
-        draws = on_tree.start_epoch(self.state, self.ahead, self.ids.numel(), key, done, seeds_done)
+        draws = ops.gpu_kernels("tree").start_epoch(self.state, self.ahead, self.ids.numel(), key, done, seeds_done)
         if self.loader.method.shuffle:
             torch.index_select(self.ids, 0, draws.argsort(stable=True), out=self.order)
         else:
@@ -61,12 +59,12 @@ class DeviceBatches:
 
     def nodes_ahead(self, num_seeds: int, first: int, total: int) -> Tensor:
         """The nodes of the next batch that was not looked at yet."""
-        seeds, keys = on_tree.next_step(self.ahead, self.order, num_seeds, first, total)
+        seeds, keys = ops.gpu_kernels("tree").next_step(self.ahead, self.order, num_seeds, first, total)
         return self.sampler.sample(seeds, keys, first)[0].tree.nodes
 
     def next(self, num_seeds: int, first: int, total: int) -> Batch:
         """The next step's batch: `num_seeds` of its `total` seeds, from the `first` on."""
-        seeds, keys = on_tree.next_step(self.state, self.order, num_seeds, first, total)
+        seeds, keys = ops.gpu_kernels("tree").next_step(self.state, self.order, num_seeds, first, total)
         blocks = self.sampler.sample(seeds, keys, first)
         if self.loader.method.scale_sums:
             blocks = tuple(block.scaling_sums(True) for block in blocks)

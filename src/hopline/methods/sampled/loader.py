@@ -13,8 +13,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.batch import Batch, Block, Readable, Rows
 from hopline.core.sampler import NeighborSampler, seed_batches, share_of
-from hopline.core.tree import TreeBlock, TreeRows
-from hopline.core.tree_sampling import TreeSampler
+from hopline.core.tree_layout import TreeBlock, TreeRows, TreeSampler
 from hopline.data.dataset import Dataset
 from hopline.device.out_of_memory import free_memory
 from hopline.distributed.world import World
@@ -26,7 +25,7 @@ from hopline.pipeline.transfer import Moved, Mover
 from hopline.pipeline.tuning import Tuning
 from hopline.tables import Table
 from hopline.util import trace
-from hopline.util.memory import reuse_freed_memory
+from hopline.util.host import reuse_freed_memory
 
 if TYPE_CHECKING:
     from hopline.methods.sampled.settings import Sampled

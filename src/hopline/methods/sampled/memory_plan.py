@@ -27,7 +27,7 @@ from hopline.device.out_of_memory import state_bytes
 from hopline.methods.sampled.loader import Loader, resolve_workers
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN
-from hopline.util.cores import num_cores
+from hopline.util.host import num_cores
 
 DRAWN = 3
 """Batches that are drawn to see how large they are,"""

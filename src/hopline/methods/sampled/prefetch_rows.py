@@ -6,7 +6,6 @@ kernel finds them as it finds hot rows; what was not staged it reads from the ho
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopline import ops
 from hopline.device.meter import free_bytes
 from hopline.device.streams import stream_for
 from hopline.tables.base import Table
@@ -40,7 +40,7 @@ class Staging:
 
     def fill(self, trees: Sequence[Tensor]) -> None:
         """Read what the nodes of these trees need into the region that is not being read from."""
-        kernels, window = _kernels(), self.window + 1
+        kernels, window = ops.gpu_kernels("tiers"), self.window + 1
         found, count = self.found[window % 2], self.count[window % 2]
         found.fill_(kernels.unclaimed(found.dtype))
         count.zero_()
@@ -55,12 +55,12 @@ class Staging:
         self.clear()
         self.window += 1
         here = self.window % 2
-        _kernels().point(self.place, self.found[here], self.count[here], self.first_slots[here])
+        ops.gpu_kernels("tiers").point(self.place, self.found[here], self.count[here], self.first_slots[here])
 
     def clear(self) -> None:
         """Forget what is staged."""
         here = self.window % 2
-        _kernels().point(self.place, self.found[here], self.count[here], None)
+        ops.gpu_kernels("tiers").point(self.place, self.found[here], self.count[here], None)
         self.count[here].zero_()
 
 
@@ -131,8 +131,3 @@ def stage_tables(
 def _has_cold(table: TieredTable, device: torch.device) -> bool:
     tiers = table.tiers(device)
     return tiers is not None and tiers.cold is not None
-
-
-def _kernels() -> Any:
-    """Triton is imported by those who use it only."""
-    return importlib.import_module("hopline.ops.gpu.stage")

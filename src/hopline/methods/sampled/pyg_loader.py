@@ -40,9 +40,8 @@ from hopline.pipeline.transfer import Mover
 from hopline.pipeline.tuning import Tuning
 from hopline.tables import Table, TensorTable
 from hopline.tables.build import check_cuda
-from hopline.util.cores import num_cores
-from hopline.util.memory import reuse_freed_memory
-from hopline.util.spec import nearest
+from hopline.util.config import nearest
+from hopline.util.host import num_cores, reuse_freed_memory
 
 IGNORED = frozenset(
     {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, overload
 
 from hopline.contract import Job, Method, Work
-from hopline.util.validate import check_fanouts, check_fields, settings
+from hopline.util.config import check_fanouts, check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     import torch

@@ -1,12 +1,16 @@
-"""Numba kernels that divide a graph into parts."""
+"""Numba kernels of partitions: dividing a graph into parts, what the parts cut, and how often nodes are read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import torch
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from torch import Tensor
 
-from hopline.ops.cpu.access import atomic_add
 from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, over_ranges, prefetch
 from hopline.ops.random import derive_key
 
@@ -322,3 +326,137 @@ def undirected(indptr: np.ndarray, indices: np.ndarray, dtype: np.dtype) -> tupl
     _close_gaps(starts, degrees, neighbors, out_starts)
     neighbors.resize(int(out_starts[-1]), refcheck=False)  # gives back the memory of what was repeated
     return out_starts.astype(dtype, copy=False), neighbors
+
+
+@kernel
+def _cut(indptr, indices, part_of, first, last):
+    count = 0
+    for node in range(first, last):
+        for e in range(indptr[node], indptr[node + 1]):
+            if e + AHEAD < indices.shape[0]:
+                prefetch(part_of, indices[e + AHEAD])
+            count += part_of[indices[e]] != part_of[node]
+    return count
+
+
+def cut_edges(indptr: np.ndarray, indices: np.ndarray, part_of: np.ndarray) -> int:
+    """How many edges lead from one part to another."""
+    counts: list[int] = []
+    over_ranges(lambda a, b: counts.append(_cut(indptr, indices, part_of, a, b)), part_of.shape[0], indices.shape[0])
+    return sum(counts)
+
+
+@kernel
+def _count_pairs(indptr, indices, part_of, order, ptr, counts, first, last):
+    for part in range(first, last):
+        for i in range(ptr[part], ptr[part + 1]):
+            for e in range(indptr[order[i]], indptr[order[i] + 1]):
+                counts[part, part_of[indices[e]]] += 1
+
+
+def edge_counts(
+    indptr: np.ndarray, indices: np.ndarray, part_of: np.ndarray, order: np.ndarray, ptr: np.ndarray
+) -> np.ndarray:
+    """[num_parts, num_parts] int64: edges into the part of the row from the part of the column."""
+    num_parts = ptr.shape[0] - 1
+    counts = np.zeros((num_parts, num_parts), dtype=np.int64)
+    # A row belongs to one thread, so nothing is added by two.
+    over_ranges(
+        lambda a, b: _count_pairs(indptr, indices, part_of, order, ptr, counts, a, b), num_parts, indices.shape[0]
+    )
+    return counts
+
+
+@kernel
+def _count_halos(indptr, indices, part_of, order, ptr, groups, group_ptr, sizes, first, last):
+    seen, member = np.full(part_of.shape[0], -1, np.int32), np.full(ptr.shape[0], -1, np.int32)
+    for group in range(first, last):
+        parts = groups[group_ptr[group] : group_ptr[group + 1]]
+        for part in parts:
+            member[part] = group
+        for part in parts:
+            for i in range(ptr[part], ptr[part + 1]):
+                for e in range(indptr[order[i]], indptr[order[i] + 1]):
+                    source = indices[e]
+                    if member[part_of[source]] != group and seen[source] != group:
+                        seen[source] = group
+                        sizes[group] += 1
+
+
+def halo_sizes(
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    part_of: np.ndarray,
+    order: np.ndarray,
+    ptr: np.ndarray,
+    groups: np.ndarray,
+    group_ptr: np.ndarray,
+) -> np.ndarray:
+    """[num_groups] int64: distinct sources, outside a group of parts, of the edges into it."""
+    sizes = np.zeros(group_ptr.shape[0] - 1, dtype=np.int64)
+    over_ranges(
+        lambda a, b: _count_halos(indptr, indices, part_of, order, ptr, groups, group_ptr, sizes, a, b),
+        sizes.shape[0],
+        indices.shape[0],
+    )
+    return sizes
+
+
+@intrinsic
+def _atomic_add(typingctx, array, index, value):
+    """array[index] += value, whole, also where other threads add to the same place."""
+    signature = types.void(array, index, array.dtype)
+
+    def codegen(context, builder, signature, args):
+        data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
+        position = context.cast(builder, args[1], signature.args[1], types.intp)
+        builder.atomic_rmw("add", builder.gep(data, [position]), args[2], "monotonic")
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+atomic_add: Any = _atomic_add  # Numba supplies the first argument, which type checkers cannot know
+
+
+@kernel
+def _add(indptr, indices, values, out, first, last):
+    """False if an edge leads out of the graph."""
+    num_nodes, num_edges = out.shape[0], indices.shape[0]
+    for node in range(first, last):
+        value = values[node]
+        if value == 0:
+            continue
+        for e in range(indptr[node], indptr[node + 1]):
+            if e + AHEAD < num_edges:
+                prefetch(out, indices[e + AHEAD])
+            source = indices[e]
+            if source < 0 or source >= num_nodes:
+                return False
+            atomic_add(out, source, value)
+    return True
+
+
+def add_to_sources(indptr: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """[num_nodes] int64: at each node the sum of `values` [num_nodes] int64 over the nodes that its out-edges reach.
+
+    Sums of integers are the same in any order, so the threads need not agree on one.
+    """
+    starts, sources, amounts = indptr.numpy(), indices.numpy(), values.numpy()
+    out = np.zeros(values.numel(), dtype=np.int64)
+    inside = []
+    # Cut by edges and not by nodes: a few nodes may have most of them.
+    over_ranges(
+        lambda a, b: inside.append(_add(starts, sources, amounts, out, *_nodes(starts, a, b))),
+        indices.numel(),
+        indices.numel(),
+    )
+    if not all(inside):
+        raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
+    return torch.from_numpy(out)
+
+
+def _nodes(indptr: np.ndarray, first_edge: int, last_edge: int) -> tuple[int, int]:
+    """The nodes whose in-edges begin in a range of edges."""
+    first, last = np.searchsorted(indptr[:-1], [first_edge, last_edge], side="left")
+    return int(first), int(last)

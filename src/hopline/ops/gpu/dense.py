@@ -18,10 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hopline.ops.gpu.dropout import dropout_numbers
+from hopline.ops.gpu.reduce import dropout_numbers
 from hopline.ops.gpu.runtime import GOLDEN, first_state, is_interpreted, mix
-from hopline.ops.gpu.tree import RowMap
-from hopline.ops.gpu.tree_reduce import reduce_rows
+from hopline.ops.gpu.tree import RowMap, reduce_rows
 from hopline.ops.tree_slots import Slots
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64

@@ -1,4 +1,4 @@
-"""Arrays that all processes of a host read in one copy: pickling one sends where it lies, not what it holds."""
+"""Memory that all processes of a host share: arrays whose pickle says where they lie, and zeros that all ranks map."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import os
 import tempfile
 import warnings
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hopline.distributed.world import World
+from hopline.util.config import format_size
 
 _SENT: set[SharedArray] = set()
 """Arrays whose handle was given away: whoever got it may open it at any later time."""
@@ -48,16 +52,16 @@ class SharedArray:
 def share(tensor: Tensor) -> SharedArray:
     """An array that other processes can open: the same memory if it lies in a mapped file, else one copy of it."""
     tensor = tensor.detach()
-    found = _mapped_file(tensor)
+    found = mapped_file(tensor)
     if found is not None:
         path, offset, writable = found
         return SharedArray(path, offset, tensor, writable=writable)
     num_bytes = tensor.numel() * tensor.element_size()
     if not num_bytes:
         return SharedArray("", 0, tensor.cpu(), writable=True)
-    file = _new_file(num_bytes)
+    file = new_file(num_bytes)
     handle = file if isinstance(file, int) else os.open(file, os.O_RDWR)
-    shared = _map(handle, 0, tensor.dtype, tuple(tensor.shape), writable=True)
+    shared = map_file(handle, 0, tensor.dtype, tuple(tensor.shape), writable=True)
     if not isinstance(file, int):
         os.close(handle)
     return SharedArray(file, 0, shared.copy_(tensor), writable=True)
@@ -68,7 +72,7 @@ def release() -> None:
     _SENT.clear()
 
 
-def _new_file(num_bytes: int) -> int | str:
+def new_file(num_bytes: int) -> int | str:
     """Memory without a name where the system has that: it is gone with the last process that maps it."""
     if hasattr(os, "memfd_create"):
         # Unlike /dev/shm, which a container may limit to 64 MB; asked for now, since later it would be a bus error.
@@ -86,7 +90,8 @@ def _new_file(num_bytes: int) -> int | str:
     return path
 
 
-def _map(file: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], *, writable: bool) -> Tensor:
+def map_file(file: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], *, writable: bool) -> Tensor:
+    """The array at an offset of a file, mapped."""
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
     count = torch.Size(shape).numel()
     buffer = mmap.mmap(file, offset + count * dtype.itemsize, access=access)
@@ -113,7 +118,7 @@ def _open(
     if (found.st_ino, found.st_size) != identity:  # a process or a file that took the place of the one meant
         os.close(file)
         raise ValueError(_gone(path))
-    tensor = _map(file, offset, getattr(torch, dtype), shape, writable=writable)
+    tensor = map_file(file, offset, getattr(torch, dtype), shape, writable=writable)
     if path.startswith("/proc/"):
         return SharedArray(file, offset, tensor, writable=writable)
     os.close(file)
@@ -131,7 +136,7 @@ def _empty(dtype: str, shape: tuple[int, ...]) -> SharedArray:
     return SharedArray("", 0, torch.empty(shape, dtype=getattr(torch, dtype)), writable=True)
 
 
-def _mapped_file(tensor: Tensor) -> tuple[str, int, bool] | None:
+def mapped_file(tensor: Tensor) -> tuple[str, int, bool] | None:
     """(path, offset, writable) of the file in whose shared mapping a tensor lies; None if it does not, or is gone."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
@@ -146,3 +151,45 @@ def _mapped_file(tensor: Tensor) -> tuple[str, int, bool] | None:
                     return None
                 return name[0], int(position, 16) + start - low, access[1] == "w"
     return None
+
+
+def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tensor:
+    """Zeros in one memory for all ranks of a host, which goes with the last of them: every rank must call this."""
+    if not world.any(world.local_size > 1):
+        return torch.zeros(shape, dtype=dtype)
+    firsts = world.sum([(world.node + 1) * (world.local_rank == 0 and r == world.rank) for r in range(world.size)])
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    file: int | str = ""
+    problem: Exception | None = None
+    try:
+        if world.local_rank == 0:
+            file = new_file(num_bytes)
+    except OSError as error:
+        problem = ValueError(
+            f"a table of {format_size(num_bytes)} does not fit into shared memory ({error.strerror}): store less by "
+            "method.storage=bf16, or keep tables in files by method.folder="
+        )
+    agree(problem, world, "make shared tables")
+    own = f"/proc/{os.getpid()}/fd/{file}" if isinstance(file, int) else file
+    paths = {int(node) - 1: world.broadcast_object(own, rank) for rank, node in enumerate(firsts) if node}
+    opened: Tensor | None = None
+    try:
+        handle = os.open(paths[world.node], os.O_RDWR)
+        opened = map_file(handle, 0, dtype, tuple(shape), writable=True)
+        os.close(handle)
+    except OSError as error:
+        problem = error
+    agree(problem, world, "open shared tables")
+    if isinstance(file, int):
+        os.close(file)  # those who have mapped it keep it
+    assert opened is not None
+    return opened
+
+
+def agree(problem: Exception | None, world: World, verb: str) -> None:
+    """Go on only if all ranks can, so that none waits for one that gave up."""
+    failed = world.any(problem is not None)
+    if problem is not None:
+        raise problem
+    if failed:
+        raise ValueError(f"another rank could not {verb}: see its message")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from hopline.util import spec
+from hopline.util import config as spec
 
 
 @dataclass(frozen=True, kw_only=True)

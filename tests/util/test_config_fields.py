@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
-from hopline.util.validate import check_fields
+from hopline.util.config import Removed, check_fields, from_dict, override, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +60,24 @@ def test_values_of_the_right_type_are_taken(fine: dict[str, Any]):
 def test_other_values_are_refused_by_name(wrong: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Settings(**wrong)
+
+
+@settings
+class Later:
+    """Settings of a class that once had a rate, 0.5 by default."""
+
+    REMOVED: ClassVar = {"rate": Removed(0.5, "set count=2")}
+    count: int = 1
+
+
+def test_a_removed_setting_is_refused_with_what_to_do_instead():
+    with pytest.raises(TypeError, match="Later: rate was removed: set count=2"):
+        Later(rate=0.5)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="rate was removed: set count=2"):
+        override(Later(), ["rate=0.5"])
+    with pytest.raises(ValueError, match="rate was removed: set count=2"):
+        from_dict(Later, {"count": 3, "rate": 0.7})
+
+
+def test_a_stored_run_that_had_a_removed_settings_default_is_read():
+    assert from_dict(Later, {"count": 3, "rate": 0.5}) == Later(count=3)

@@ -9,18 +9,14 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from hopline.data.dataset import Dataset
 from hopline.data.store import open_folder
-from hopline.distributed.handles import _map, _new_file
+from hopline.distributed.shared_memory import agree
 from hopline.distributed.world import World
-from hopline.util.spec import format_size
 
 SHARED_MEMORY = Path("/dev/shm")
 """A folder that is kept in memory, where there is one."""
@@ -48,59 +44,17 @@ def share(dataset: Dataset | None, world: World) -> Dataset:
                 _save(dataset, name, cleaning)
         except Exception as error:
             problem = error
-        _agree(problem, world, "save the shared dataset")
+        agree(problem, world, "save the shared dataset")
         opened = dataset
         try:
             if world.local_size > 1:
                 opened = _open(name)
         except Exception as error:
             problem = error
-        _agree(problem, world, "open the shared dataset")
+        agree(problem, world, "open the shared dataset")
     world.barrier()  # from here on no rank can find the files
     assert opened is not None
     return opened
-
-
-def shared_zeros(shape: Sequence[int], dtype: torch.dtype, world: World) -> Tensor:
-    """Zeros in one memory for all ranks of a host, which goes with the last of them: every rank must call this."""
-    if not world.any(world.local_size > 1):
-        return torch.zeros(shape, dtype=dtype)
-    firsts = world.sum([(world.node + 1) * (world.local_rank == 0 and r == world.rank) for r in range(world.size)])
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    file: int | str = ""
-    problem: Exception | None = None
-    try:
-        if world.local_rank == 0:
-            file = _new_file(num_bytes)
-    except OSError as error:
-        problem = ValueError(
-            f"a table of {format_size(num_bytes)} does not fit into shared memory ({error.strerror}): store less by "
-            "method.storage=bf16, or keep tables in files by method.folder="
-        )
-    _agree(problem, world, "make shared tables")
-    own = f"/proc/{os.getpid()}/fd/{file}" if isinstance(file, int) else file
-    paths = {int(node) - 1: world.broadcast_object(own, rank) for rank, node in enumerate(firsts) if node}
-    opened: Tensor | None = None
-    try:
-        handle = os.open(paths[world.node], os.O_RDWR)
-        opened = _map(handle, 0, dtype, tuple(shape), writable=True)
-        os.close(handle)
-    except OSError as error:
-        problem = error
-    _agree(problem, world, "open shared tables")
-    if isinstance(file, int):
-        os.close(file)  # those who have mapped it keep it
-    assert opened is not None
-    return opened
-
-
-def _agree(problem: Exception | None, world: World, verb: str) -> None:
-    """Go on only if all ranks can, so that none waits for one that gave up."""
-    failed = world.any(problem is not None)
-    if problem is not None:
-        raise problem
-    if failed:
-        raise ValueError(f"another rank could not {verb}: see its message")
 
 
 def _save(dataset: Dataset | None, name: str, cleaning: contextlib.ExitStack) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopline.distributed import sharing
+from hopline.data import shared as sharing
+from hopline.distributed import shared_memory
 from hopline.distributed.world import World
 from tests.launched import same_dataset, tiny
 
@@ -40,7 +41,7 @@ def two_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_memory_for_all_ranks_of_a_host_has_no_name(bases: list[Path], monkeypatch: pytest.MonkeyPatch):
-    found = sharing.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
+    found = shared_memory.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
     assert torch.equal(found, torch.zeros(3, 4))
     found[1] = 7
     assert not [*bases[0].iterdir(), *bases[1].iterdir()]
@@ -48,11 +49,11 @@ def test_memory_for_all_ranks_of_a_host_has_no_name(bases: list[Path], monkeypat
     def full(num_bytes: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sharing, "_new_file", full)
+    monkeypatch.setattr(shared_memory, "new_file", full)
     with pytest.raises(
         ValueError, match=r"a table of 48 B does not fit into shared memory \(No space left on device\)"
     ):
-        sharing.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
+        shared_memory.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
 
 
 @pytest.mark.parametrize("room", [0, 1 << 40])

@@ -11,10 +11,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hopline.ops import random
-from hopline.ops.gpu import attend as gpu_attend
+from hopline.ops.gpu import attention as gpu_attend
 from hopline.ops.gpu import tree as gpu_tree
-from hopline.ops.gpu.attend import Edges
-from hopline.ops.gpu.errors import check_device_errors
+from hopline.ops.gpu.attention import Edges
+from hopline.ops.gpu.runtime import check_device_errors
 from hopline.ops.tree_slots import Slots
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from hopline.distributed import handles
-from hopline.distributed.handles import SharedArray, share
+from hopline.distributed import shared_memory as handles
+from hopline.distributed.shared_memory import SharedArray, share
 from hopline.interop.dlpack import from_any
 
 
@@ -106,7 +106,7 @@ def test_a_file_replaced_after_it_was_sent_is_refused(tmp_path: Path):
 
 
 def test_a_handle_whose_sender_has_ended_says_so():
-    code = "import pickle, sys, torch; from hopline.distributed.handles import share; "
+    code = "import pickle, sys, torch; from hopline.distributed.shared_memory import share; "
     code += "sys.stdout.buffer.write(pickle.dumps(share(torch.zeros(9))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     with pytest.raises(ValueError, match="must run on this host"):

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline import ops
 from hopline.core.batch import Batch
-from hopline.core.tree import TreeRows
-from hopline.core.tree_sampling import TreeSampler
+from hopline.core.tree_layout import TreeRows, TreeSampler
 from hopline.nn import GNN
 from hopline.tables import TensorTable
 from tests.helpers import dataset_of, randn, random_graph, twin

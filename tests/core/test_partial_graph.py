@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hopline.core.partial import PartialGraph
+from hopline.core.graph import PartialGraph
 from hopline.nn.gcn_norm import weights_of
 from tests.helpers import random_graph
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hopline.ops import random
-from hopline.ops.gpu import attend_kernels as kernels
+from hopline.ops.gpu import attention as kernels
 from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE
 

@@ -1,0 +1,687 @@
+"""The HTML page of a run: its files read, its curves drawn, its facts, settings, memory and times laid out."""
+
+import json
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path, PurePath
+from typing import Any
+
+from hopline.report import colours as report_colours
+from hopline.report.charts import MAX_HOVERS, WIDTH, Points, bar_chart, line_chart, swatch
+from hopline.report.format import ABSENT, amount, duration, percent, unit_of
+from hopline.report.settings import flatten, split_settings
+from hopline.util.config import format_size
+
+Record = dict[str, Any]
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --ink: #1c2430; --dim: #667085; --line: #e4e7ec; --page: #f6f7f9; --card: #fff;
+  --good: #067647; --bad: #b42318; --mark: #e8710a;
+}
+@media (prefers-color-scheme: dark) { :root {
+  --ink: #e6e9ef; --dim: #98a2b3; --line: #2c3442; --page: #12161d; --card: #1a202a;
+  --good: #47cd89; --bad: #f97066; --mark: #ff9f43;
+} }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font-variant-numeric: tabular-nums;
+  font: 14px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1160px; margin: 0 auto; padding: 32px 20px 48px; }
+h1 { font-size: 26px; margin: 0; letter-spacing: -.01em; overflow-wrap: anywhere; }
+h2 { font-size: 16px; margin: 32px 0 10px; }
+h3 { font-size: 14px; margin: 0 0 6px; }
+p { margin: 0 0 10px; }
+code { font: 12.5px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+.dim { color: var(--dim); }
+.status { font-size: 12px; font-weight: 600; letter-spacing: 0; padding: 2px 10px; margin-left: 10px;
+  border-radius: 99px; border: 1px solid; vertical-align: 4px; color: var(--dim); }
+.status.ok { color: var(--good); }
+.status.failed { color: var(--bad); }
+.notice { border-left: 3px solid var(--mark); background: var(--card); padding: 8px 14px; margin: 0 0 12px; }
+.notice { overflow-wrap: anywhere; }
+.notice.failed { border-color: var(--bad); }
+code + .notice { margin-top: 14px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(128px, 100%), 1fr)); gap: 12px; }
+.tiles { margin: 20px 0 12px; }
+.tile, figure, .table, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.tile { padding: 12px 14px; }
+.tile b { display: block; font-size: 19px; line-height: 1.3; overflow-wrap: anywhere; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 12px; }
+.grid.three { grid-template-columns: repeat(auto-fit, minmax(min(330px, 100%), 1fr)); }
+.grid > div { min-width: 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); gap: 12px; }
+.facts { margin-bottom: 12px; }
+.card { padding: 12px 16px; }
+dl { display: grid; grid-template-columns: auto 1fr; gap: 2px 16px; margin: 0; }
+dt { color: var(--dim); }
+dd { margin: 0; text-align: right; overflow-wrap: anywhere; }
+figure { margin: 0; padding: 12px 16px 8px; min-width: 0; }
+figcaption { font-weight: 600; margin-bottom: 6px; }
+.key { font-weight: 400; white-space: nowrap; }
+.key i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 6px; }
+figcaption .key { color: var(--dim); margin-left: 14px; }
+.scroll { overflow-x: auto; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-size: 11px; fill: var(--dim); }
+.three svg text { font-size: 15px; }
+.gridline { stroke: var(--line); }
+.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: 6px 16px; border-top: 1px solid var(--line); vertical-align: top; }
+th { color: var(--dim); font-weight: 500; font-size: 12.5px; }
+td { overflow-wrap: anywhere; white-space: pre-wrap; }
+tr:first-child > * { border-top: 0; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+.keys td:first-child { white-space: nowrap; }
+tr.sum > * { font-weight: 600; }
+:not(.sum) + tr.sum > * { border-top: 2px solid var(--line); }
+.bars td:last-child { width: 45%; vertical-align: middle; }
+.bars i { display: block; height: 10px; border-radius: 3px; background: var(--c0); }
+figure + .table, figure + details, .table + details { margin-top: 12px; }
+summary { cursor: pointer; color: var(--dim); padding: 4px 0; }
+details .table { margin-top: 6px; }
+@media (max-width: 640px) {
+  main { padding: 20px 12px 32px; }
+  th, td { padding: 6px 10px; }
+  svg text { font-size: 15px; }
+  svg.wide { width: 820px; }
+  th.number { white-space: normal; }
+  .bars td:last-child, .bars th:last-child { display: none; }
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What the files of a run folder say."""
+
+    name: str
+    about: Record
+    start: Record
+    """Dataset, model and method; old runs have no such record."""
+    elapsed_s: float
+    """The stamp of the last record."""
+    epochs: list[Record]
+    evaluations: list[Record]
+    budgets: list[Record]
+    """Of each epoch that kept to a budget."""
+    plan: Record
+    """What it was promised to take."""
+    pipeline: Record
+    """Why epochs took as long as they did."""
+    history: Record
+    """How old the rows were that historical training read."""
+    end: Record
+    close: Record
+    num_unreadable: int
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a metrics.jsonl, without the lines that cannot be read."""
+    return _read_lines(path)[0]
+
+
+def _read_lines(path: Path) -> tuple[list[Record], int]:
+    records, num_unreadable = [], 0
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            num_unreadable += 1
+    return records, num_unreadable
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read a run folder, of a run that ended, failed, was killed or is still under way."""
+    path = folder / "config.json"
+    try:
+        about = json.loads(path.read_text("utf-8"))
+        name = str(about["config"].get("name") or folder.resolve().name)
+    except FileNotFoundError:
+        raise ValueError(f"'{path}' is missing: give the folder of a run, as `hopline train out=` names it.") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"'{path}' is damaged: restore it, or run again with another out=FOLDER.") from None
+    records, num_unreadable = _read_lines(folder / "metrics.jsonl")
+    epochs, budgets = _by_epoch(records, "epoch"), _by_epoch(records, "budget")
+    evaluations = {
+        (r["epoch"], str(r.get("split"))): r
+        for r in records
+        if r.get("event") == "evaluate" and is_number(r.get("epoch")) and isinstance(r.get("metrics"), dict)
+    }
+    last = {r.get("event"): r for r in records}
+    return RunFiles(
+        name=name,
+        about=about,
+        start=last.get("start", {}),
+        elapsed_s=max((r["elapsed_s"] for r in records if is_number(r.get("elapsed_s"))), default=0.0),
+        epochs=epochs,
+        evaluations=[evaluations[key] for key in sorted(evaluations)],
+        budgets=budgets,
+        plan=last.get("plan", {}),
+        pipeline=last.get("explain", last.get("pipeline", {})),
+        history=last.get("history", {}),
+        end=last.get("end", {}),
+        close=last.get("close", {}),
+        num_unreadable=num_unreadable,
+    )
+
+
+def _by_epoch(records: Iterable[Record], event: str) -> list[Record]:
+    """A resumed run repeats epochs; what it logged last holds."""
+    found = {r["epoch"]: r for r in records if r.get("event") == event and is_number(r.get("epoch"))}
+    return [found[epoch] for epoch in sorted(found)]
+
+
+def render(folder: Path) -> str:
+    """Return the page of the run in a folder."""
+    run = read_run(folder)
+    config = run.about["config"]
+    is_async = "async" in (config.get("evaluate"), _mapping(config.get("train")).get("evaluate"))
+    waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
+    parts = time_by_part(run.elapsed_s, run.epochs, waited_for)
+    body = [
+        _header(run),
+        _tiles(run, sum(parts.values())),
+        facts_section(run.start, config, [lr for _, lr in _series(run.epochs, "lr")]),
+        *map(_notice, _notices(run)),
+        _curves(run),
+        time_section(parts, _evaluation_stages(run), is_async) if run.epochs else "",
+        pipeline_section(run.pipeline, run.epochs),
+        plan_section(run.plan),
+        budget_section(run.budgets),
+        _counters(run),
+    ]
+    facts = {"platform": run.about.get("platform"), "cores": run.about.get("cpu_count")}
+    versions = [*flatten(_mapping(run.about.get("versions"))), *facts.items()]
+    machine = f"<h2>Versions and machine</h2>{table(('what', 'value'), versions, kind='keys')}"
+    body.append(f'<div class="grid"><div>{settings_section(config)}</div><div>{machine}</div></div>')
+    num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
+    num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
+    style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.name)} · hopline</title><style>{style}</style></head>\n"
+        f"<body><main>\n{chr(10).join(filter(None, body))}\n</main></body></html>\n"
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _header(run: RunFiles) -> str:
+    status = str(run.close.get("status") or "not finished")
+    state, _, problem = status.partition(": ")
+    kind = {"ok": "ok", "not finished": ""}.get(state, "failed")
+    when = [str(run.about.get("started") or "").replace("T", " ")]
+    if run.end.get("reason") and kind != "failed":
+        when.append(f"ended: {run.end['reason']}")
+    command = " ".join(map(str, run.about.get("command") or []))
+    shown = "finished" if state == "ok" else state
+    return (
+        f'<h1>{escape(run.name)}<span class="status {kind}">{escape(shown)}</span></h1>'
+        f'<div class="dim">{escape(" · ".join(when))}</div><code>{escape(command)}</code>'
+        + (f'<p class="notice failed">{escape(problem)}</p>' if problem else "")
+    )
+
+
+def _tiles(run: RunFiles, total_s: float) -> str:
+    tiles: list[tuple[str, str]] = []
+    for split, metrics, note in _results(run):
+        tiles += [(f"{split} {name}{note}", f"{value:.4f}") for name, value in metrics.items() if is_number(value)]
+    for name, label in (("loss", "loss"), ("seeds_per_s", "seeds per second")):
+        values = {value for _, value in _series(run.epochs, name)}
+        if len(values) == 1:  # no curve shows it
+            tiles.append((label, amount(*values)))
+    tiles.append(("epochs", f"{len(run.epochs):,}"))
+    if total_s > 0:
+        tiles.append(("total time", duration(total_s)))
+    seconds = [value for _, value in _series(run.epochs, "seconds")]
+    if len(seconds) > 1:
+        tiles.append(("median time per epoch", duration(statistics.median(seconds))))
+    if run.pipeline.get("bottleneck"):
+        tiles.append(("bottleneck", str(run.pipeline["bottleneck"])))
+    if is_number(run.end.get("peak_rss_bytes")):
+        tiles.append(("peak host memory", format_size(run.end["peak_rss_bytes"])))
+    cells = [f'<div class="tile"><b>{escape(v)}</b><span class="dim">{escape(k)}</span></div>' for k, v in tiles]
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
+    """The best validation and the test metrics, from the end of the run or from what was evaluated so far."""
+    best = run.end.get("best_epoch")
+    valid = run.end.get("valid")
+    if not isinstance(valid, dict):
+        scored = [r for r in run.evaluations if r.get("split") == "valid" and is_number(_first(r["metrics"]))]
+        top = max(scored, key=lambda r: _first(r["metrics"]) * (-1 if r.get("best_is") == "min" else 1), default=None)
+        valid, best = (top["metrics"], top["epoch"]) if top else (None, None)
+    if valid:
+        yield "best valid", valid, f" (epoch {best})" if best is not None else ""
+    if isinstance(run.end.get("test"), dict):
+        yield "test", run.end["test"], ""
+
+
+def _first(values: Mapping[str, Any]) -> Any:
+    return next(iter(values.values()), None)
+
+
+def _notices(run: RunFiles) -> Iterable[str]:
+    if not run.close:
+        yield "This run has not closed its report: it is still under way, or it was killed."
+    if run.num_unreadable:
+        yield f"{run.num_unreadable} line(s) of metrics.jsonl could not be read and are left out."
+    if not run.epochs:
+        yield "No epoch has been completed, so there are no curves."
+    if len(run.epochs) == 1:
+        yield "Only one epoch was completed, so there are no curves."
+    if run.history.get("sentence"):
+        yield f"{run.history['sentence']}: {run.history.get('advice', '')}"
+    if run.close.get("num_dropped_spans"):
+        yield f"trace.json leaves out {run.close['num_dropped_spans']:,} spans beyond its limit."
+
+
+def _notice(text: str) -> str:
+    return f'<p class="notice">{escape(text)}</p>'
+
+
+def _curves(run: RunFiles) -> str:
+    metrics: dict[str, list[tuple[float, float]]] = {}
+    for record in run.evaluations:
+        for name, value in record["metrics"].items():
+            if is_number(value):
+                metrics.setdefault(f"{record.get('split')} {name}", []).append((record["epoch"], value))
+    charts = {
+        "Loss": {"loss": _series(run.epochs, "loss")},
+        "Metrics": metrics,
+        "Learning rate": {"learning rate": _series(run.epochs, "lr")},
+        "Seeds per second": {"seeds per second": _series(run.epochs, "seeds_per_s")},
+    }
+    # A chart of what never changes says nothing: tiles and facts have the value.
+    drawn = [
+        line_chart(title, series)
+        for title, series in charts.items()
+        if any(len({value for _, value in points}) > 1 for points in series.values())
+    ]
+    columns = "grid three" if len(drawn) == 3 else "grid"
+    return f'<h2>Over epochs</h2><div class="{columns}">{"".join(drawn)}</div>' if drawn else ""
+
+
+def _series(records: Iterable[Record], name: str) -> Points:
+    return [(r["epoch"], r[name]) for r in records if is_number(r.get(name))]
+
+
+def _evaluation_stages(run: RunFiles) -> list[Record]:
+    """Statistics of the stages that are in no epoch's time; of evaluation as a whole `time_by_part` has the time."""
+    in_epochs = {"evaluate", *(name for r in run.epochs for name in (*numbers(r.get("stages")), *stages_of(r)))}
+    return [s for s in run.end.get("stages") or [] if isinstance(s, dict) and s.get("name") not in in_epochs]
+
+
+def _counters(run: RunFiles) -> str:
+    last = numbers(run.epochs[-1].get("counters")) if run.epochs else {}
+    totals = numbers(run.close.get("counters"))
+    if not totals:
+        for record in run.epochs:
+            for name, amount in numbers(record.get("counters")).items():
+                totals[name] = totals.get(name, 0) + amount
+    # Numbers in a name in their order: to_2 before to_16.
+    names = sorted({*totals, *last}, key=lambda name: [f"{part:>9}" for part in re.split(r"(\d+)", name)])
+    rows = [(name, *(_amount(name, values.get(name)) for values in (totals, last))) for name in names]
+    return f"<h2>Counters</h2>{table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
+
+
+def _amount(name: str, value: float | None) -> str:
+    if value is None:
+        return ABSENT
+    return format_size(value) if "bytes" in name else amount(int(value) if value % 1 == 0 else value)
+
+
+MANY_ROWS = 12
+"""Epochs beyond which a table by epoch is folded away."""
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def numbers(values: Any) -> dict[str, float]:
+    return {k: v for k, v in values.items() if is_number(v)} if isinstance(values, dict) else {}
+
+
+class Html(str):
+    """Text of a cell that is HTML already."""
+
+
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    numbers_from: int = 99,
+    *,
+    sums: Iterable[Sequence[Any]] = (),
+    kind: str = "",
+) -> str:
+    """Write a table. numbers_from: the first column of numbers. sums: rows below the others, set apart."""
+
+    def row(tag: str, cells: Sequence[Any], of_kind: str = "") -> str:
+        marks = [' class="number"' if at >= numbers_from else "" for at in range(len(cells))]
+        texts = [cell if isinstance(cell, Html) else escape(_text(cell)) for cell in cells]
+        return f"<tr{of_kind}>{''.join(f'<{tag}{m}>{t}</{tag}>' for m, t in zip(marks, texts, strict=True))}</tr>"
+
+    lines = [row("th", heads), *(row("td", cells) for cells in rows)]
+    lines += [row("td", cells, ' class="sum"') for cells in sums]
+    return f'<div class="table {kind}"><table>{"".join(lines)}</table></div>'
+
+
+def _text(value: Any) -> str:
+    """A value as it is typed in key=value: none, true, or 10,10."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def folded(title: str, content: str) -> str:
+    """Hide something behind its title, which opens it on a click."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def thinned(values: Sequence[float], most: int) -> tuple[list[float], int]:
+    """(at most so many values, each the largest of its stretch; how many values a stretch has)."""
+    per_point = max(1, -(-len(values) // most))
+    return [max(values[at : at + per_point]) for at in range(0, len(values), per_point)], per_point
+
+
+def budget_section(records: Sequence[Record]) -> str:
+    """Predicted and measured bytes by epoch, and by step before and after splitting; nothing without a budget."""
+    if not records:
+        return ""
+    heads = ("epoch", "steps", "limit", "predicted", "measured", "split", "micro-batches", "resampled", "cut")
+    rows = [
+        (
+            f"{record['epoch']:g}",
+            _count(record, "num_steps"),
+            *(_size(record, name) for name in ("limit_bytes", "promised_bytes", "peak_bytes")),
+            *(_count(record, name) for name in ("split", "pieces", "resampled", "cut", "over", "oom")),
+        )
+        for record in records
+    ]
+    note = (
+        '<p class="dim">The largest step of each epoch: the limit that the budget leaves for it, its predicted and '
+        "its measured peak. Then how many batches were split, into how many micro-batches, how many were resampled or "
+        "had edges cut, and how many steps went over the limit or ran out of memory and were run again.</p>"
+    )
+    by_epoch = table((*heads, "over", "out of memory"), rows, numbers_from=1)
+    if len(rows) > MANY_ROWS:
+        by_epoch = folded(f"By epoch ({len(rows)} rows)", by_epoch)
+    return f"<h2>Memory budget</h2>{note}{_bytes_chart(records)}{by_epoch}"
+
+
+def plan_section(record: Record) -> str:
+    """What a plan says that a run keeps at each place, and the peak that it predicts; nothing without one."""
+    items, totals = record.get("items") or [], record.get("totals") or []
+    if not totals:
+        return ""
+    rows = []
+    for total in totals:
+        kept = [item for item in items if item.get("place") == total.get("place")]
+        rows += [(total["place"], item["name"], _size(item, "num_bytes")) for item in kept]
+        step = total["promised_bytes"] - sum(item["num_bytes"] for item in kept)
+        rows += [(total["place"], "a step", format_size(step))] if step > 0 else []
+        rows.append((total["place"], "predicted peak", _size(total, "promised_bytes")))
+        rows.append((total["place"], "budget", _size(total, "budget_bytes")))
+    return f"<h2>Memory plan</h2>{table(('place', 'what', 'bytes'), rows, numbers_from=2)}"
+
+
+def _size(record: Record, name: str) -> str:
+    return format_size(record[name]) if is_number(record.get(name)) else ABSENT
+
+
+def _count(record: Record, name: str) -> str:
+    return f"{record[name]:,}" if is_number(record.get(name)) else ABSENT
+
+
+def _bytes_chart(records: Sequence[Record]) -> str:
+    """Bytes of every step before and after splitting, under the line of the budget."""
+    found: dict[str, list[tuple[float, float]]] = {"before splitting": [], "after splitting": [], "limit": []}
+    step = 0
+    for record in records:
+        points = max(1, int(record.get("steps_per_point") or 1))
+        for name, key in (("before splitting", "before"), ("after splitting", "after")):
+            values = record.get(key) or []
+            found[name] += [(step + i * points + 1, v) for i, v in enumerate(values) if is_number(v)]
+        num_steps = int(record.get("num_steps") or 0)
+        if num_steps and is_number(record.get("limit_bytes")):
+            found["limit"] += [(step + 1, record["limit_bytes"]), (step + num_steps, record["limit_bytes"])]
+        step += num_steps
+    largest = max((v for points in found.values() for _, v in points), default=0)
+    unit, size = next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
+    series = {name: _fewer([(x, v / size) for x, v in points]) for name, points in found.items()}
+    return line_chart(f"Bytes per step, in {unit}", series, over="step", least=0.0, width=2 * WIDTH)
+
+
+def _fewer(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """As many points as a chart shows; the largest of those that lie together stays."""
+    _, per_point = thinned([v for _, v in points], MAX_HOVERS)
+    stretches = (points[at : at + per_point] for at in range(0, len(points), per_point))
+    return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
+
+
+SIZES = {
+    "num_nodes": "nodes",
+    "num_edges": "edges",
+    "num_features": "features",
+    "num_classes": "classes",
+    "num_seeds": "training seeds",
+}
+"""Sizes of the dataset in the record of a run's start, with what they are called on the page."""
+MAIN_SETTINGS = {
+    "sampled": {"fanouts": "fan-outs", "batch_size": "batch size"},
+    "historical": {"num_parts": "parts", "parts_per_batch": "parts per batch"},
+    "full_batch": {"num_shards": "shards"},
+}
+"""What a reader asks first of each method's settings."""
+
+
+def facts_section(start: Record, config: Mapping[str, Any], learning_rates: Sequence[float]) -> str:
+    """Dataset, model and training in three cards.
+
+    start: the record of the run's start. Old runs have none: then the settings tell what they can.
+    learning_rates: of all epochs. Where they are all the same, this is the place that shows it.
+    """
+    facts = start or _facts_of_settings(config)
+    dataset = {"name": facts.get("dataset")} | {label: facts.get(key) for key, label in SIZES.items()}
+    layers = Counter(map(str, facts.get("layers") or []))
+    model = {
+        "name": facts.get("model"),
+        "layers": ", ".join(f"{count} × {name}" for name, count in layers.items()) or None,
+        "parameters": facts.get("num_parameters"),
+    }
+    training = _method_facts(facts.get("method"))
+    if len(set(learning_rates)) == 1:
+        training["learning rate"] = f"{learning_rates[0]:g}"
+    training |= {"device": facts.get("device"), "ranks": facts.get("num_ranks")}
+    cards = _card("Dataset", dataset) + _card("Model", model) + _card("Training", training)
+    return f'<div class="facts">{cards}</div>' if cards else ""
+
+
+def _card(title: str, facts: Mapping[str, Any]) -> str:
+    terms = [f"<dt>{name}</dt><dd>{escape(amount(value))}</dd>" for name, value in facts.items() if value is not None]
+    return f'<div class="card"><h3>{title}</h3><dl>{"".join(terms)}</dl></div>' if terms else ""
+
+
+def _method_facts(method: Any) -> dict[str, Any]:
+    if not isinstance(method, Mapping):
+        return {}
+    kind = str(method.get("kind"))
+    facts: dict[str, Any] = {"method": kind}
+    # A Trainer in Python wrote FullBatch where `hopline train` wrote full_batch.
+    by_class = {name.replace("_", ""): labels for name, labels in MAIN_SETTINGS.items()}
+    for key, label in by_class.get(kind.replace("_", "").lower(), {}).items():
+        value = method.get(key)
+        facts[label] = ", ".join(map(str, value)) if isinstance(value, list) else value
+    return facts
+
+
+def _facts_of_settings(config: Mapping[str, Any]) -> Record:
+    train = config.get("train")
+    model = config.get("model")
+    if isinstance(model, Mapping):
+        name = model.get("name")
+    else:  # the repr of a module
+        name = str(model).partition("(")[0] if model else None
+    return {
+        "dataset": PurePath(str(config["data"])).name if config.get("data") else None,
+        "model": name,
+        "method": config.get("method"),
+        "device": (train if isinstance(train, Mapping) else config).get("device"),
+    }
+
+
+def settings_section(config: Mapping[str, Any]) -> str:
+    """The settings that differ from their defaults, and the others folded away."""
+    changed, others = split_settings(config)
+
+    def rows(settings: Mapping[str, Any]) -> str:
+        return table(("key", "value"), settings.items(), kind="keys")
+
+    if not others:
+        return f"<h2>Settings</h2>{rows(changed)}"
+    shown = rows(changed) if changed else '<p class="dim">All settings have their default values.</p>'
+    return (
+        f"<h2>Changed settings</h2>{shown}{folded(f'{len(others)} settings with their default values', rows(others))}"
+    )
+
+
+def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequence[Record]) -> dict[str, float]:
+    """The seconds of each part of the run; their sum is the total.
+
+    elapsed_s: the stamp of the last record.
+    evaluations: those that training waited for.
+    """
+    stages = [numbers(record.get("stages")) for record in epochs]
+    # Written within the seconds of an epoch, and after its evaluation.
+    within_s = sum(seconds.get("checkpoint", 0.0) for seconds in stages)
+    after_s = sum(seconds.get("evaluate.checkpoint", 0.0) for seconds in stages)
+    parts = {
+        "training": _sum_of(epochs, "seconds") - within_s,
+        "evaluation": _sum_of(evaluations, "seconds"),
+        "checkpoints": within_s + after_s,
+    }
+    # Of a run that was killed within an epoch and resumed, the seconds of that epoch count what no stamp does.
+    parts["everything else"] = max(0.0, elapsed_s - sum(parts.values()))
+    return parts
+
+
+def _sum_of(records: Sequence[Record], name: str) -> float:
+    return sum(record[name] for record in records if is_number(record.get(name)))
+
+
+def time_section(parts: Mapping[str, float], evaluation_stages: Sequence[Record], is_async: bool) -> str:
+    """Time by part as a table with bars.
+
+    evaluation_stages: statistics of the stages of evaluation, which run side by side.
+    is_async: whether validation ran beside training.
+    """
+    total_s = sum(parts.values())
+    unit = unit_of([total_s])
+    rows = [
+        (name, unit.write(seconds), percent(seconds / total_s), Html(f'<i style="width:{seconds / total_s:.1%}"></i>'))
+        for name, seconds in parts.items()
+    ]
+    total = ("total", unit.write(total_s), "100%", Html(""))
+    note = "From the start of training: opening the dataset came before."
+    if is_async:
+        note += " Validation ran beside training, and is in none of the parts."
+    heads = ("part", f"time ({unit.name})", "share", "")
+    shown = table(heads, rows, numbers_from=1, sums=[total], kind="bars")
+    return f'<h2>Time by part</h2><p class="dim">{note}</p>{shown}{_evaluation(evaluation_stages)}'
+
+
+def _evaluation(stages: Sequence[Record]) -> str:
+    columns = ("first_epoch_s", "mean_s")
+    times = [stage[column] for stage in stages for column in columns if is_number(stage.get(column))]
+    if not times:
+        return ""
+    unit = unit_of(times)
+    rows = [(str(stage.get("name")), *(unit.write(stage.get(column)) for column in columns)) for stage in stages]
+    heads = ("stage", f"first epoch ({unit.name})", f"later epochs, mean ({unit.name})")
+    return folded("Stages of evaluation", table(heads, rows, numbers_from=1))
+
+
+def stages_of(epoch: Record) -> dict[str, float]:
+    """Seconds of each stage in an epoch: its own work, or of old runs its spans, which hold waiting too."""
+    return numbers(epoch.get("work")) or numbers(epoch.get("stages"))
+
+
+def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
+    """The bottleneck and what to change, the stages by epoch, and what their overlap gains.
+
+    pipeline: the explanation of the run, or of its last epoch; empty where there is none.
+    """
+    shares = numbers(pipeline.get("shares"))
+    work = [stages_of(epoch) for epoch in epochs]
+    found = dict.fromkeys(name for stages in work for name in stages)
+    # In the order in which a batch goes through them.
+    names = [name for name in shares if name in found] + [name for name in found if name not in shares]
+    if not names:
+        return ""
+    unit = unit_of([statistics.median(sum(stages.values()) for stages in work)])
+    has_work = any(numbers(epoch.get("work")) for epoch in epochs)
+    parts = ["<h2>Pipeline</h2>"]
+    if pipeline.get("sentence"):
+        parts.append(f'<p class="notice">{escape(str(pipeline["sentence"]))}</p>')
+    parts.append(f'<p class="dim">{_note(pipeline, has_work)}</p>')
+    several = len(epochs) > 1
+    if several:  # of one epoch the table says it all
+        bars = [(epoch["epoch"], stages) for epoch, stages in zip(epochs, work, strict=True)]
+        parts.append(bar_chart("Work by stage" if has_work else "Time by stage", names, bars, unit))
+
+    times = [f"first epoch ({unit.name})", f"later epochs, mean ({unit.name})", "± std"]
+    heads = ["stage", *(times if several else [f"epoch ({unit.name})"]), *(["share of the work"] if shares else [])]
+    rows = []
+    for at, name in enumerate(names):
+        first, *later = [stages.get(name, 0.0) for stages in work]
+        cells = [Html(swatch(at, name)), unit.write(first)]
+        if several:
+            cells.append(unit.write(statistics.fmean(later)))
+            cells.append(unit.write(statistics.stdev(later) if len(later) > 1 else None))
+        if shares:
+            cells.append(percent(shares[name]) if name in shares else "")
+        rows.append(cells)
+
+    sums = []
+    if shares:
+        serial_s, bound, seconds = pipeline["serial_s"], pipeline["bound"], pipeline["seconds"]
+        for name, time_s, share in (
+            ("all stages, one after the other", serial_s, 1.0),
+            ("least with perfect overlap", serial_s * bound, bound),
+            ("measured epoch", seconds, pipeline["achieved"]),
+        ):
+            time = unit.write(time_s)
+            sums.append([name, *(["", time, ""] if several else [time]), percent(share)])
+    return "".join([*parts, table(heads, rows, numbers_from=1, sums=sums)])
+
+
+def _note(pipeline: Record, has_work: bool) -> str:
+    sentences = ["Work of each stage per epoch, without waiting." if has_work else "Time in each stage per epoch."]
+    if pipeline.get("shares"):
+        workers = pipeline.get("workers")
+        if workers:
+            sentences.append(f"Prefetch by {workers} thread{'s' * (workers > 1)}: stages overlap.")
+        else:
+            sentences.append("No prefetch: the thread that trains also prepares the batches.")
+        sentences.append(f"{pipeline['num_batches']:,} batches per epoch.")
+        if not has_work:
+            sentences.append("Times include waiting for a core, shares do not.")
+    return " ".join(sentences)
