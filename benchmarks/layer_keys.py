@@ -19,7 +19,8 @@ from torch import nn
 from torch_geometric.nn import GCNConv
 
 import hopline as hl
-from hopline.core.sampler import NeighborSampler, hop_keys, seed_batches
+from hopline.core.sampler import NeighborSampler, hop_keys
+from hopline.core.seed_order import seed_batches
 from hopline.data.built_in import BUILT_IN
 from hopline.data.synthetic import planted
 from hopline.nn import GNN

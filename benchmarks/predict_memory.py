@@ -34,7 +34,8 @@ from hopline import ops
 from hopline.budget.micro_batches import redundancy, split_to_fit
 from hopline.budget.predictor import Predictor, Sizes, costs_of
 from hopline.budget.settings import SplitBy
-from hopline.core.batch import Batch, as_tensor
+from hopline.core.batch import Batch
+from hopline.core.row_handles import as_tensor
 from hopline.data.dataset import Dataset
 from hopline.data.synthetic import planted
 from hopline.device.meter import meter_of

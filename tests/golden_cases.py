@@ -31,15 +31,17 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline import infer, ops
 from hopline.core.partition import make_partition
-from hopline.core.sampler import NeighborSampler, seed_batches
+from hopline.core.sampler import NeighborSampler
+from hopline.core.seed_order import seed_batches
 from hopline.core.tree_layout import TreeSampler
 from hopline.data import planted
 from hopline.data.placement import place
 from hopline.distributed.world import World
 from hopline.methods.historical.regularise import drop_edges
-from hopline.methods.partitioned.groups import Parts, Shares
+from hopline.methods.partitioned.groups import Parts
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.shards.layout import shard_layouts
+from hopline.tables.history_ranks import Shares
 from hopline.tables.hot_rows import hottest, out_degrees
 
 Result = dict[str, Any]

@@ -13,8 +13,9 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.core.batch import Batch, Block, Rows
+from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
+from hopline.core.row_handles import Rows
 from hopline.core.sampler import NeighborSampler
 from hopline.data.dataset import Dataset
 from hopline.nn import GNN

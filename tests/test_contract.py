@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hopline.batch_unit import supervised
 from hopline.contract import Unit
 from hopline.core.batch import Batch
+from hopline.units.batch_unit import supervised
 from tests.helpers import randint, randn
 
 

@@ -7,10 +7,10 @@ from hopline.util.lazy import on_first_use
 if TYPE_CHECKING:  # for type checkers and editors; at run time names are imported when they are first used
     from hopline import inference as infer
     from hopline import interop, metrics, nn
-    from hopline.batch_unit import BatchUnit
     from hopline.contract import Job, Method, Unit
-    from hopline.core.batch import Batch, Block, Part, Rows
+    from hopline.core.batch import Batch, Block, Part
     from hopline.core.graph import Graph
+    from hopline.core.row_handles import Rows
     from hopline.core.sampler import NeighborSampler
     from hopline.data import (
         Columns,
@@ -28,15 +28,17 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.methods.full_batch.settings import FullBatch
     from hopline.methods.historical.settings import Historical
     from hopline.methods.sampled.loader import Loader
+    from hopline.methods.sampled.on_shards import CollectiveLoader
     from hopline.methods.sampled.pyg_loader import NeighborLoader
     from hopline.methods.sampled.settings import Sampled
-    from hopline.shards.collective_sampler import CollectiveLoader, CollectiveSampler
+    from hopline.shards.collective_sampler import CollectiveSampler
     from hopline.shards.data import ShardedData, open_sharded
     from hopline.shards.shard import Shard, open_shard
     from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable, table
     from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
     from hopline.training.settings import Schedule, TrainSettings
     from hopline.training.trainer import Trainer
+    from hopline.units.batch_unit import BatchUnit
     from hopline.util.trace import Counters, Timers
 
 __version__ = "0.1.0"
@@ -49,9 +51,10 @@ __getattr__, __dir__ = on_first_use(
         "hopline.metrics": (),
         "hopline.nn": (),
         "hopline.core.batch": ("Batch", "Block", "Part", "Rows"),
-        "hopline.batch_unit": ("BatchUnit",),
+        "hopline.units.batch_unit": ("BatchUnit",),
         "hopline.training.callbacks": ("Callback", "EarlyStop", "EpochEnd", "Evaluation", "Run", "StepEnd"),
-        "hopline.shards.collective_sampler": ("CollectiveLoader", "CollectiveSampler"),
+        "hopline.methods.sampled.on_shards": ("CollectiveLoader",),
+        "hopline.shards.collective_sampler": ("CollectiveSampler",),
         "hopline.data": (
             "Columns",
             "Dataset",

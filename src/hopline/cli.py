@@ -179,9 +179,9 @@ def export(
     """Write a run's weights as a plain state_dict that PyG and torch load."""
     config = override(ExportConfig(), overrides or [])
     load_trusted(folder, config.trust)
-    from hopline.run import train as run
+    from hopline.run import commands
 
-    print(f"weights: {run.export(folder, file, config)}")
+    print(f"weights: {commands.export(folder, file, config)}")
     return
 
 
@@ -197,10 +197,10 @@ def convert(
         raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
     config = override(ConvertConfig(), overrides or [])
     check_conversion(source, folder, config)
-    from hopline.run import train as run
+    from hopline.run import commands
 
     with printed():
-        data = run.convert(source, folder, config)
+        data = commands.convert(source, folder, config)
     print(f"{data!r}\nwritten to {folder}")
     if "split" in data.meta:
         print(f"split: {data.meta['split']}")
@@ -219,9 +219,9 @@ def partition(
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
     config = override(PartitionConfig(), _without_dashes(overrides or []))
     locate(source, data_root=config.data_root)
-    from hopline.shards.write import partition_dataset
+    from hopline.run import commands
 
-    print(partition_dataset(source, folder, config))
+    print(commands.partition_dataset(source, folder, config))
     print(f"written to {folder}")
     return
 

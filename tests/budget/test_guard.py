@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn import TransformerConv
 
 from hopline import infer, ops
-from hopline.batch_unit import BatchUnit, supervised
 from hopline.budget import micro_batches as split
 from hopline.budget.guard import Guard, GuardedUnit
 from hopline.budget.predictor import ENOUGH, Predictor, Sizes
@@ -24,6 +23,7 @@ from hopline.methods.sampled.work import SampledWork
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.training.trainer import Trainer
+from hopline.units.batch_unit import BatchUnit, supervised
 from hopline.util import trace
 from tests.helpers import batch_of, dataset_of, gnn_of, gradients, randn, random_graph, stack_of
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
-from hopline.batch_unit import BatchUnit, supervised
 from hopline.budget.guard import Guard
 from hopline.budget.keep import Watch, WatchedWork, capped
 from hopline.budget.memory_plan import Plan
@@ -28,6 +27,7 @@ from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.training.callbacks import Callback, Run, StepEnd
 from hopline.training.trainer import Trainer
+from hopline.units.batch_unit import BatchUnit, supervised
 from hopline.util import trace
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 from tests.runs import records

@@ -9,6 +9,7 @@ from hopline.budget.memory_plan import DoesNotFit, Item, Outline, Plan, limits_o
 from hopline.budget.settings import Budget
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
+from hopline.run.compare_methods import outline_of_run
 from hopline.training.settings import TrainSettings
 from hopline.util.config import format_size
 from tests.helpers import dataset_of, randn, random_graph, stack_of
@@ -36,7 +37,7 @@ def plan_of(**changed: object) -> Plan:
 def outline_of(optimizer: str = "adam") -> Outline:
     data = dataset_of(random_graph(100, 400), randn(100, 6))
     model = GNN(stack_of("sage-mean", 6, 8, 3)).double()
-    return Outline.of(model, data, TrainSettings(optimizer=optimizer))  # type: ignore[arg-type]
+    return outline_of_run(model, data, TrainSettings(optimizer=optimizer))  # type: ignore[arg-type]
 
 
 def test_what_a_step_may_take_is_what_the_rest_leaves():

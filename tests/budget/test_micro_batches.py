@@ -16,7 +16,8 @@ from hopline import ops
 from hopline.budget import micro_batches as split
 from hopline.budget.predictor import Costs, Sizes
 from hopline.budget.settings import CutBy, SplitBy
-from hopline.core.batch import Batch, Block, Part, ReducedRows, Rows
+from hopline.core.batch import Batch, Block, Part
+from hopline.core.row_handles import ReducedRows, Rows
 from hopline.core.tree_layout import TreeSampler
 from hopline.device.meter import meter_of
 from hopline.nn import GNN

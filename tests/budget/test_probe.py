@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch_geometric.nn import GCNConv
 
-from hopline.batch_unit import BatchUnit, supervised
 from hopline.budget.memory_plan import DoesNotFit, Outline
 from hopline.budget.probe import learn, plan_of
 from hopline.budget.settings import Budget
@@ -18,6 +17,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
+from hopline.units.batch_unit import BatchUnit, supervised
 from hopline.util.config import parse_size
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import hopline as hl
-from hopline.batch_unit import supervised
 from hopline.contract import Method
 from hopline.core.batch import Batch
 from hopline.nn.whole_module import Whole, as_walkable
+from hopline.units.batch_unit import supervised
 from tests.conv_table.cases import Case
 from tests.conv_table.graph import BATCH_SIZE, HUB, NUM_CLASSES, NUM_PARTS, SEEDS, SOME_IDS, max_degree
 from tests.helpers import randn

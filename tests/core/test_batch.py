@@ -5,7 +5,8 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from hopline.core.batch import Batch, Rows
+from hopline.core.batch import Batch
+from hopline.core.row_handles import Rows
 from hopline.tables import TensorTable
 from tests.helpers import batch_of, edges_of, graph_of, neighbors_of, randn, random_graph
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopline.core.batch import Rows
-from hopline.core.row_handles import typed
+from hopline.core.row_handles import Rows, typed
 from hopline.tables import TensorTable
 
 

@@ -9,7 +9,8 @@ import torch
 from hopline import ops
 from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
-from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood, seed_batches
+from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood
+from hopline.core.seed_order import seed_batches
 from hopline.ops import reference
 from hopline.util.config import check_fanouts
 from tests.helpers import assert_same_batches, edges_of, neighbors_of, randint, random_graph

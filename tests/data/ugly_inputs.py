@@ -30,7 +30,7 @@ from hopline.data.formats.npz import from_npz
 from hopline.data.formats.ogb import from_ogb_folder
 from hopline.data.formats.pyg import from_pyg
 from hopline.data.options import Columns
-from hopline.run import train as run
+from hopline.run import commands
 from hopline.run.settings import ConvertConfig
 from hopline.util.config import override
 
@@ -83,7 +83,7 @@ def npz_file(folder: Path, **arrays: Any) -> Path:
 
 def converted(folder: Path, source: Path, *overrides: str) -> Dataset:
     """What `hopline convert SOURCE FOLDER KEY=VALUE ...` writes."""
-    return run.convert(str(source), folder / "out", override(ConvertConfig(), list(overrides)))
+    return commands.convert(str(source), folder / "out", override(ConvertConfig(), list(overrides)))
 
 
 def written(path: Path, text: str) -> Path:

@@ -195,7 +195,7 @@ def test_reductions_and_dropout_on_the_gpu(seed: int) -> None:
 def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, have the ops choose its kernels for tensors on the CPU."""
     if KERNEL_DEVICE == "cpu":
-        monkeypatch.setattr(ops, "_twin", lambda ids, on_cpu, on_gpu: ops._gpu(on_gpu))
+        monkeypatch.setattr(ops, "_twin", lambda ids, on_cpu, on_gpu: ops.gpu_kernels(on_gpu))
         monkeypatch.setattr(ops, "new_id_map", gpu_map.DeviceIdMap)
 
 

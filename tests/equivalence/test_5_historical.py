@@ -12,7 +12,8 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.contract import Job
-from hopline.core.batch import Batch, Rows
+from hopline.core.batch import Batch
+from hopline.core.row_handles import Rows
 from hopline.core.sampler import NeighborSampler, full_block
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit

@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hopline.batch_unit import BatchUnit, own_threads, supervised
 from hopline.budget.keep import keep_to
 from hopline.budget.memory_plan import DoesNotFit, Outline, Plan
 from hopline.budget.predictor import Sizes
@@ -22,6 +21,7 @@ from hopline.methods.sampled.memory_plan import drawn
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
+from hopline.units.batch_unit import BatchUnit, own_threads, supervised
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")

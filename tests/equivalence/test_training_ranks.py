@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hopline as hl
-from hopline.core.sampler import share_of
+from hopline.core.seed_order import share_of
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from tests.equivalence.training_cases import DATA, SCENARIOS, WAYS, dataset_of, make, plain_twin, reference_of

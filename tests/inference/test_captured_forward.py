@@ -13,7 +13,6 @@ from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 
 import hopline as hl
 from hopline import infer
-from hopline.batch_unit import supervised
 from hopline.contract import Job
 from hopline.data import planted
 from hopline.inference import cache as kept
@@ -21,6 +20,7 @@ from hopline.inference import captured_forward as replayed
 from hopline.inference.captured_forward import Replayed, repeats, replayed_of
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
+from hopline.units.batch_unit import supervised
 from tests.runs import sage, small
 
 on_gpu = [

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from hopline.core.batch import Block, Rows
+from hopline.core.batch import Block
+from hopline.core.row_handles import Rows
 from hopline.core.tree_layout import TreeBlock, TreeSampler
 from hopline.nn import GNN
 from hopline.nn import conv_adapter as convs

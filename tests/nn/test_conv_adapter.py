@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import aggr
 from torch_geometric.utils import add_self_loops
 
-from hopline.core.batch import Rows
 from hopline.core.graph import Graph
+from hopline.core.row_handles import Rows
 from hopline.core.tree_layout import TreeBlock
 from hopline.nn.conv_adapter import SeesMore, convolve, edge_arguments, takes_x0, way_of
 from hopline.nn.probe import BATCHES, PaddedTree, block_of, probe_graph, tree_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hopline.core.batch import ReducedRows, Rows
+from hopline.core.row_handles import ReducedRows, Rows
 from hopline.core.sampler import NeighborSampler
 from hopline.nn.conv_adapter import convolve
 from hopline.nn.fused import fused, is_fused, project, read_ahead, reads_rows

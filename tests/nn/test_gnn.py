@@ -10,7 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from hopline.core.batch import Rows
+from hopline.core.row_handles import Rows
 from hopline.nn import GNN, as_walkable
 from hopline.nn.gnn import out_width
 from hopline.tables import SparseTable, TensorTable

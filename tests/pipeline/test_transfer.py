@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopline.core.batch import Batch, Rows
+from hopline.core.batch import Batch
+from hopline.core.row_handles import Rows
 from hopline.pipeline.transfer import ALIGNED, Moved, Mover
 from hopline.tables import TensorTable
 from tests.helpers import assert_same_batches, batch_of, generator, randint, randn, random_graph

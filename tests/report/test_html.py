@@ -9,6 +9,7 @@ import pytest
 
 from hopline.methods.historical.settings import Historical
 from hopline.report.page import read_records, read_run, render
+from hopline.report.settings import changed_keys
 from hopline.run.settings import RunConfig
 from hopline.util.config import to_dict
 
@@ -225,8 +226,9 @@ def test_no_time_is_written_with_an_exponent_or_many_zeros(tmp_path: Path):
 
 def test_settings_that_were_changed_come_first(tmp_path: Path):
     write(tmp_path, WHOLE)
-    config = to_dict(RunConfig(lr=0.25, method=Historical(num_parts=70)))
-    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    config = RunConfig(lr=0.25, method=Historical(num_parts=70))
+    stored = {"config": to_dict(config), "changed": changed_keys(config)}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
     page = render(tmp_path)
     shown, others = page[page.index("Changed settings") :].split("<details>")
     assert "lr 0.25 method.kind historical method.num_parts 70" in text(shown)

@@ -1,29 +1,27 @@
 """Which settings of a run count as changed."""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hopline as hl
 from hopline.budget.settings import Budget
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
-from hopline.report.settings import split_settings
+from hopline.report.settings import changed_keys, split_settings
 from hopline.run.settings import RunConfig
-from hopline.training.settings import Schedule, TrainSettings
+from hopline.training.settings import Schedule
 from hopline.util.config import to_dict
-
-
-def of_trainer(method: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """What `Trainer` writes as its settings."""
-    return {"data": "cora", "method": method, "train": to_dict(TrainSettings(**settings)), "model": "GNN()"}
+from tests.runs import sage, small
 
 
 def test_a_run_with_defaults_has_changed_nothing():
-    changed, others = split_settings(to_dict(RunConfig()))
-    assert changed == {}
-    assert others["method.fanouts"] == "auto"
-    assert others["budget"] is None
+    assert changed_keys(RunConfig()) == []
 
 
 @pytest.mark.parametrize(
@@ -37,41 +35,40 @@ def test_a_run_with_defaults_has_changed_nothing():
     ],
 )
 def test_what_differs_from_the_defaults_of_a_run_and_of_its_method(config: RunConfig, changed: dict[str, Any]):
-    found = split_settings(to_dict(config))
+    found = split_settings(to_dict(config), changed_keys(config))
     assert found.changed == changed
     assert not found.changed.keys() & found.others.keys()
     assert found.others
 
 
-def test_a_trainer_in_python_is_compared_with_the_defaults_of_training_and_of_its_method():
-    config = of_trainer({"kind": "Historical", **to_dict(Historical(lag=1))}, epochs=3)
-    found = split_settings(config)
-    assert found.changed == {
-        "data": "cora",
-        "method.kind": "Historical",
-        "method.lag": 1,
-        "train.epochs": 3,
-        "model": "GNN()",
-    }
-    assert found.others["method.num_parts"] == 40
+def test_a_run_that_did_not_store_what_was_changed_folds_nothing_away():
+    found = split_settings(to_dict(RunConfig(lr=0.5)), None)
+    assert found.others == {}
+    assert found.changed["lr"] == 0.5
 
 
-def test_a_method_of_the_users_own_is_shown_as_it_is():
-    found = split_settings(of_trainer({"kind": "Mine", "repr": "Mine()"}))
-    assert found.changed == {"data": "cora", "method.kind": "Mine", "method.repr": "Mine()", "model": "GNN()"}
+class Mine(hl.Method):
+    """A method of the user's own, no dataclass."""
+
+    def bind(self, job: hl.Job) -> Any:
+        return Sampled(fanouts=(3, 3), batch_size=50).bind(job)
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("method", "of_method"),
     [
-        {},
-        {"note": 3},
-        {**to_dict(RunConfig()), "from_a_later_version": 1},
-        {**to_dict(RunConfig()), "method": "sampled"},
-        {**to_dict(RunConfig()), "method": {"kind": "sampled", "nonesuch": 1}},
-        {"train": {"nonesuch": 1}},
-        {"method": None, "train": None},
+        (Sampled(fanouts=(3, 3)), {"method.fanouts"}),
+        (Historical(num_parts=4, parts_per_batch=2, partition="range"), {"method.kind", "method.num_parts"}),
+        (Mine(), {"method.kind", "method.repr"}),
     ],
+    ids=lambda given: type(given).__name__,
 )
-def test_with_a_key_that_is_not_known_nothing_is_folded_away(config: dict[str, Any]):
-    assert split_settings(config).others == {}
+def test_a_trainer_in_python_stores_what_was_changed(method: hl.Method, of_method: set[str], tmp_path: Path):
+    data = small()
+    hl.Trainer(sage(data), data, method, epochs=1, show=False, out=tmp_path).fit()
+    stored = json.loads((tmp_path / "config.json").read_text())
+    found = split_settings(stored["config"], stored["changed"])
+    assert {"data", "model", "train.epochs", *of_method} <= set(found.changed)
+    assert found.others["train.lr"] == 0.003
+    if not isinstance(method, Mine):
+        assert "method.kind" in of_method or found.others["method.kind"] == "Sampled"

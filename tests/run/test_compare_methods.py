@@ -16,7 +16,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.nn import GNN
 from hopline.run import compare_methods as choosing
-from hopline.run.compare_methods import Candidate, choose, compare, first_nodes, recommended, table_of
+from hopline.run.compare_methods import Candidate, choose, compare, first_nodes, outline_of_run, recommended, table_of
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import parse_size
@@ -28,7 +28,7 @@ SAMPLED = Sampled(fanouts=(5, 5), batch_size=100)
 def outline_of(num_nodes: int = 600) -> Outline:
     data = dataset_of(random_graph(num_nodes, 8 * num_nodes, attr=2), randn(num_nodes, 6))
     torch.manual_seed(0)
-    return Outline.of(GNN(stack_of("sage-mean", 6, 16, 3)).double(), data, TrainSettings())
+    return outline_of_run(GNN(stack_of("sage-mean", 6, 16, 3)).double(), data, TrainSettings())
 
 
 def test_every_method_is_planned_and_timed():

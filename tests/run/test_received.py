@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hopline.run import commands
 from hopline.run import train as run
 from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
@@ -83,7 +84,7 @@ def test_a_module_that_a_run_folder_names_is_imported_only_if_trusted(tmp_path: 
     with pytest.raises(ValueError, match="add trust=true"):
         predict(folder, InferConfig())
     with pytest.raises(ValueError, match="add trust=true"):
-        run.export(folder, tmp_path / "w.pt", ExportConfig())
+        commands.export(folder, tmp_path / "w.pt", ExportConfig())
     assert not (tmp_path / "imported").exists()
     for arguments in (["infer", folder, "trust=true"], ["export", folder, "weights.pt", "trust=true"]):
         assert command(*arguments).status == 0

@@ -14,11 +14,12 @@ import torch
 import torch_geometric.nn
 
 import hopline as hl
+from hopline.run import commands
 from hopline.run import train as run
 from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
 from hopline.run.models import make_model
-from hopline.run.settings import ConvertConfig, InferConfig, RunConfig
+from hopline.run.settings import ConvertConfig, ExportConfig, InferConfig, RunConfig
 from hopline.util.config import from_dict, to_dict
 from tests.runs import command, fit, labels, method, quick, same_weights, small, without
 
@@ -116,7 +117,7 @@ def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit: RunConfig, t
     assert right.mean() == pytest.approx(done.test)
     other_seed = run.open_data(dataclasses.replace(unsplit, seed=5))
     assert torch.equal(other_seed.splits["train"], data.splits["train"])
-    assert run.export(done.folder, tmp_path / "weights.pt", run.ExportConfig()).exists()
+    assert commands.export(done.folder, tmp_path / "weights.pt", ExportConfig()).exists()
 
 
 def test_a_run_is_resumed_on_its_own_split_alone(unsplit: RunConfig, tmp_path: Path):
@@ -233,9 +234,9 @@ def test_an_npz_file_becomes_a_folder(tmp_path: Path):
     path = tmp_path / "ring.npz"
     edges = np.stack([np.arange(6), (np.arange(6) + 1) % 6])
     np.savez(path, edge_index=edges, x=np.eye(6, dtype=np.float32), y=np.arange(6) % 2)
-    data = run.convert(str(path), tmp_path / "one", ConvertConfig())
+    data = commands.convert(str(path), tmp_path / "one", ConvertConfig())
     assert (data.num_nodes, data.num_edges, data.num_classes) == (6, 6, 2)
-    both = run.convert(str(path), tmp_path / "both", ConvertConfig(symmetrize=True))
+    both = commands.convert(str(path), tmp_path / "both", ConvertConfig(symmetrize=True))
     assert both.num_edges == 12
 
 
@@ -243,31 +244,31 @@ def test_a_csv_file_becomes_a_folder(tmp_path: Path):
     edges, nodes = tmp_path / "edges.csv", tmp_path / "nodes.csv"
     edges.write_text("src,dst\na,b\nb,c\nc,a\n")
     nodes.write_text("id,f0,f1,label\na,0.5,1,0\nb,1.5,2,1\nc,2.5,3,0\n")
-    data = run.convert(str(edges), tmp_path / "out", ConvertConfig(nodes=nodes, ids="map"))
+    data = commands.convert(str(edges), tmp_path / "out", ConvertConfig(nodes=nodes, ids="map"))
     assert (data.num_nodes, data.num_edges, data.num_features, data.num_classes) == (3, 3, 2, 2)
     assert data.x.read(torch.tensor([1])).tolist() == [[1.5, 2.0]]
 
 
 def test_an_npy_edge_list_becomes_a_folder(tmp_path: Path):
     np.save(tmp_path / "edges.npy", np.array([[0, 1, 2], [1, 2, 0]]))
-    data = run.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(num_nodes=5))
+    data = commands.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(num_nodes=5))
     assert (data.num_nodes, data.num_edges) == (5, 3)
 
 
 def test_options_for_what_is_already_converted_are_refused(tmp_path: Path):
     small().save(tmp_path / "graph")
     with pytest.raises(ValueError, match="already converted: leave out symmetrize"):
-        run.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig(symmetrize=True))
-    assert run.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig()).num_edges == 4000
+        commands.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig(symmetrize=True))
+    assert commands.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig()).num_edges == 4000
 
 
 def test_a_dataset_is_replaced_only_when_that_is_asked_for(tmp_path: Path):
     edges = tmp_path / "edges.csv"
     edges.write_text("src,dst\n0,1\n1,2\n")
-    run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
+    commands.convert(str(edges), tmp_path / "out", ConvertConfig())
     with pytest.raises(ValueError, match=r"holds a dataset: .*overwrite=true"):
-        run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
-    replaced = run.convert(str(edges), tmp_path / "out", run.ConvertConfig(overwrite=True, symmetrize=True))
+        commands.convert(str(edges), tmp_path / "out", ConvertConfig())
+    replaced = commands.convert(str(edges), tmp_path / "out", ConvertConfig(overwrite=True, symmetrize=True))
     assert replaced.num_edges == 4
 
 
@@ -282,19 +283,19 @@ def test_an_edge_list_whose_ids_are_no_numbers_of_nodes_is_refused(tmp_path: Pat
     edges = tmp_path / "edges.csv"
     edges.write_text(f"src,dst\n{rows}")
     with pytest.raises(ValueError, match=message):
-        run.convert(str(edges), tmp_path / "out", run.ConvertConfig())
+        commands.convert(str(edges), tmp_path / "out", ConvertConfig())
     assert [p.name for p in tmp_path.iterdir()] == ["edges.csv"]
 
 
 def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
     with pytest.raises(ValueError, match="ids= is for edge lists"):
-        run.convert("demo", tmp_path / "out", run.ConvertConfig(ids="map"))
+        commands.convert("demo", tmp_path / "out", ConvertConfig(ids="map"))
 
 
 @pytest.mark.parametrize("name", ["edges.csv", "graph.npz", "edges.npy", "edges.parquet"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match=f"there is no file .*{name}: check the path"):
-        run.convert(str(tmp_path / name), tmp_path / "out", run.ConvertConfig())
+        commands.convert(str(tmp_path / name), tmp_path / "out", ConvertConfig())
 
 
 @pytest.mark.parametrize("source", ["edges.csv", "graph.npz", "folder"])
@@ -308,11 +309,11 @@ def test_a_conversion_stores_a_split_and_is_called_as_its_folder(tmp_path: Path,
     hl.from_edges(edges, y=y, folder=tmp_path / "folder")
     nodes = tmp_path / "nodes.csv" if source == "edges.csv" else None
     settings = ConvertConfig(nodes=nodes, split_shares=(0.6, 0.2, 0.2))
-    data = run.convert(str(tmp_path / source), tmp_path / "mine", settings)
+    data = commands.convert(str(tmp_path / source), tmp_path / "mine", settings)
     expected = hl.random_split(hl.from_edges(edges, y=y))
     assert {k: v.tolist() for k, v in data.splits.items()} == {k: v.tolist() for k, v in expected.splits.items()}
     assert (data.name, data.meta["split"]) == ("mine", expected.meta["split"])
-    again = run.convert(
+    again = commands.convert(
         str(tmp_path / "mine"), tmp_path / "mine", ConvertConfig(overwrite=True, split_shares=(1, 0, 0))
     )
     assert {k: v.tolist() for k, v in again.splits.items()} == {"train": [0, 1, 3, 4, 5, 6, 7]}
@@ -321,7 +322,7 @@ def test_a_conversion_stores_a_split_and_is_called_as_its_folder(tmp_path: Path,
 def test_a_conversion_without_labels_cannot_be_split(tmp_path: Path):
     np.save(tmp_path / "edges.npy", np.array([[0, 1], [1, 2]]))
     with pytest.raises(ValueError, match=r"labelled nodes, and there are none: .*columns\.label=NAME"):
-        run.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(split_shares=(0.6, 0.2, 0.2)))
+        commands.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(split_shares=(0.6, 0.2, 0.2)))
     assert not (tmp_path / "out").exists()
 
 
@@ -343,7 +344,7 @@ def test_without_out_a_run_goes_on_in_the_newest_folder_of_its_settings(
 
 
 def test_exported_weights_begin_another_run_and_load_into_pyg(config: RunConfig, done: Path, tmp_path: Path):
-    file = run.export(done, tmp_path / "out" / "weights.pt", run.ExportConfig())
+    file = commands.export(done, tmp_path / "out" / "weights.pt", ExportConfig())
     exported = torch.load(file, weights_only=True)
     best = torch.load(done / "best.pt", weights_only=True)
     assert exported.keys() == best.keys()
@@ -380,4 +381,4 @@ def test_weights_to_begin_with_that_do_not_fit_are_named(config: RunConfig, done
 def test_an_export_that_cannot_be_written_names_the_file(done: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write"):
-        run.export(done, tmp_path / "file" / "weights.pt", run.ExportConfig())
+        commands.export(done, tmp_path / "file" / "weights.pt", ExportConfig())

@@ -13,12 +13,14 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.core.batch import Batch, Block
-from hopline.core.sampler import NeighborSampler, share_of
+from hopline.core.sampler import NeighborSampler
+from hopline.core.seed_order import share_of
 from hopline.distributed.all_to_all import Channel, Question
 from hopline.distributed.world import World
 from hopline.inference import distributed as shard_infer
+from hopline.methods.sampled.on_shards import CollectiveLoader
 from hopline.nn.gcn_norm import gcn_weights
-from hopline.shards.collective_sampler import CollectiveLoader, CollectiveSampler
+from hopline.shards.collective_sampler import CollectiveSampler
 from hopline.shards.shard import Shard
 from tests.helpers import randint
 from tests.ranks import KillRank

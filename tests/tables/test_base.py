@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopline.core.batch import Readable, Rows, as_tensor
+from hopline.core.row_handles import Readable, Rows, as_tensor
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable
 from tests.helpers import randn
 

@@ -11,8 +11,7 @@ import torch
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.partitioned.groups import Shares
-from hopline.tables.history_ranks import Owners, Snapshot
+from hopline.tables.history_ranks import Owners, Shares, Snapshot
 from tests.helpers import randn
 from tests.methods.historical.ranks import check_tables
 

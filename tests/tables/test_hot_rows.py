@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from hopline.core.graph import Graph
-from hopline.core.sampler import NeighborSampler, seed_batches
+from hopline.core.sampler import NeighborSampler
+from hopline.core.seed_order import seed_batches
 from hopline.tables import hot_rows as order
 from hopline.tables import table
 from tests.helpers import generator, graph_of, randint, random_graph

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.core.sampler import share_of
+from hopline.core.seed_order import share_of
 from hopline.distributed.world import World
 from tests.ranks import KillRank
 from tests.runs import small

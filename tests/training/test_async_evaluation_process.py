@@ -14,7 +14,6 @@ from torch import nn
 
 import hopline as hl
 from hopline import infer
-from hopline.batch_unit import supervised
 from hopline.contract import Job
 from hopline.training.async_evaluation_process import (
     EvaluationError,
@@ -24,6 +23,7 @@ from hopline.training.async_evaluation_process import (
     SentData,
     without_weights,
 )
+from hopline.units.batch_unit import supervised
 from tests.runs import copied, labels, sage, same_weights, small
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.training.callbacks import KeepWeights, peak_memory_bytes
+from hopline.training.best_weights import KeepWeights
+from hopline.training.report_callbacks import peak_memory_bytes
 from tests.runs import evaluated, fit, method, sage, small
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.batch_unit import BatchUnit, autocast
 from hopline.budget.micro_batches import (
     PieceBytes,
     check_split,
@@ -31,7 +30,8 @@ from hopline.contract import Job, Unit
 from hopline.core.batch import Batch, Block
 from hopline.device.meter import NoMeter, meter_of
 from hopline.device.out_of_memory import Before, attempt, gradient_bytes, state_bytes
-from hopline.methods.partitioned.sweep_loss import LossAt, batch_of_seeds, loss_at
+from hopline.units.batch_unit import BatchUnit, autocast
+from hopline.units.loss_at import LossAt, batch_of_seeds, loss_at
 from hopline.util import trace
 from hopline.util.config import format_size
 

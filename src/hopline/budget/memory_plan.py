@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hopline.batch_unit import supervised
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.budget.settings import Budget
 from hopline.contract import Job, Method
-from hopline.core.batch import Rows
+from hopline.core.row_handles import Rows
 from hopline.data.dataset import Dataset
 from hopline.data.placement_settings import Placement
-from hopline.device.meter import find_device, free_bytes, library_bytes
+from hopline.device.meter import free_bytes, library_bytes
 from hopline.device.out_of_memory import free_memory
 from hopline.nn.gnn import GNN, out_width
-from hopline.nn.whole_module import Whole, as_walkable
+from hopline.nn.whole_module import Whole
 from hopline.tables import TieredTable
-from hopline.training.settings import TrainSettings
 from hopline.util.config import format_size, parse_size
 
 Place = Literal["device", "host", "disk"]
@@ -56,25 +54,6 @@ class Outline:
     """Whether evaluation beside training takes memory where steps are computed."""
     predictors: dict[int, Predictor] = field(default_factory=dict)
     """By number of blocks, what is known of the model's steps."""
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, data: Dataset, settings: TrainSettings, placement: Placement | None = None
-    ) -> Outline:
-        """Of a run with the usual loss."""
-        job = Job(
-            data=data,
-            model=as_walkable(model),
-            module=model,
-            train_ids=data.train_ids,
-            train_step=supervised(data.task, data.num_classes),
-            usual_loss=True,
-            seed=settings.seed,
-            device=find_device(settings.device),
-            bf16=settings.precision == "bf16",
-        )
-        beside = settings.evaluate == "async" and (settings.evaluate_on == "device" or job.device.type == "cpu")
-        return cls(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
 
     def predictor(self, num_blocks: int) -> Predictor:
         """The bound by widths, or more where steps were measured."""

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.budget.predictor import Costs, Sizes
 from hopline.budget.settings import CutBy, SplitBy
-from hopline.core.batch import Batch, Block, Part, Readable, ReducedRows, Rows
+from hopline.core.batch import Batch, Block, Part
+from hopline.core.row_handles import Readable, ReducedRows, Rows
 from hopline.nn.whole_module import Whole
 from hopline.ops.cpu import cut_batches as cpu_pieces
 from hopline.ops.cpu import cut_batches as cpu_prune

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hopline.core.batch import Batch, Block, Readable, Rows
+from hopline.core.batch import Batch, Block
+from hopline.core.row_handles import Readable, Rows
 from hopline.nn.fused import NORMALISED, is_fused
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import Whole

@@ -12,7 +12,6 @@ from functools import singledispatch
 import torch
 from torch import nn
 
-from hopline.batch_unit import BatchUnit, own_threads
 from hopline.budget.memory_plan import Item, Outline, Place, Plan, limits_of
 from hopline.budget.micro_batches import can_split
 from hopline.budget.predictor import Predictor, Sizes
@@ -24,11 +23,12 @@ from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import DTYPES
-from hopline.methods.partitioned.sweep_loss import LOSS_COPIES
 from hopline.methods.sampled.memory_plan import SampledForms, drawn
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import as_walkable
+from hopline.units.batch_unit import BatchUnit, own_threads
+from hopline.units.loss_at import LOSS_COPIES
 
 MOST_SHARDS = 1 << 14
 PROBED_FANOUT, MOST_PROBED, LONG_S = 10, 1024, 0.3

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from hopline import ops
+from hopline.core.row_handles import Handle, ReducedRows, Rows, _lies_on
 
 if TYPE_CHECKING:
     from hopline.core.graph import Graph
@@ -20,105 +20,6 @@ if TYPE_CHECKING:
 
 PYG_NAMES = ("edge_index", "edge_attr", "batch_size", "n_id", "e_id", "input_id", "num_sampled_nodes", "num_nodes")
 """What a batch of PyG's NeighborLoader has, and a `Batch` has not."""
-
-
-class Readable(Protocol):
-    """What a handle needs of a table; every `hopline.tables.Table` is one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    def read(self, ids: Tensor) -> Tensor: ...
-    def storage(self) -> Tensor | None: ...
-    def tiers(self, device: torch.device | str | None = None) -> Any: ...
-    def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None: ...
-
-
-class Handle(ABC):
-    """Rows that are not there yet: made or read only where a computation has no way to do without them."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def read(self) -> Tensor: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Rows(Handle):
-    """A handle to rows of a table."""
-
-    table: Readable
-    ids: Tensor
-    """[n] int64 row ids."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({list(self.shape)} of {self.table!r})"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.ids.numel(), *self.table.shape[1:])
-
-    def read(self) -> Tensor:
-        return self.table.read(self.ids)
-
-    def read_csr(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(indptr, columns, values), where they are stored that way."""
-        return self.table.read_csr(self.ids)
-
-    def head(self, count: int) -> Rows:
-        return Rows(self.table, self.ids[:count])
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ReducedRows(Rows):
-    """Input rows with all of them that a first layer needs, read ahead: the reduced ones, and its destinations' own."""
-
-    beside: Tensor
-    """[num_dst, 2 * width] the sources' rows, reduced, and to their right the destinations' own."""
-    how: str
-    """"sum", "mean" or "max"."""
-
-    @property
-    def reduced(self) -> Tensor:
-        return self.beside[:, : self.table.shape[1]]
-
-    @property
-    def own(self) -> Tensor:
-        return self.beside[:, self.table.shape[1] :]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class DroppedRows(Rows):
-    """Input rows with keyed dropout, which a product takes of the stored columns alone."""
-
-    p: float
-    key: int | Tensor
-    keys: Tensor
-    """[n] what each row's draws are keyed by."""
-
-    def read(self) -> Tensor:
-        return ops.keyed_dropout(super().read(), self.p, self.key, self.keys)
-
-    def head(self, count: int) -> Rows:
-        return DroppedRows(self.table, self.ids[:count], self.p, self.key, self.keys[:count])
-
-    def read_csr(self) -> tuple[Tensor, Tensor, Tensor]:
-        found = self.table.read_csr(self.ids)
-        assert found is not None
-        indptr, columns, values = found
-        return indptr, columns, ops.keyed_dropout_stored(values, indptr, columns, self.p, self.key, self.keys)
-
-
-def _lies_on(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
-
-
-def as_tensor(rows: Handle | Tensor) -> Tensor:
-    """The rows themselves, read now if they were not yet."""
-    return rows.read() if isinstance(rows, Handle) else rows
 
 
 @dataclass(frozen=True, eq=False)

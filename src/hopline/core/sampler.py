@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,24 +16,6 @@ from hopline.core.graph import Graph
 from hopline.util.config import check_fanouts
 
 WRONG_EDGE = "an edge index is out of range: check the dataset by `hopline verify FOLDER`"
-
-
-def share_of(seeds: Tensor, rank: int, size: int) -> Tensor:
-    """One rank's part of a step's seeds: all parts together are the seeds, and their sizes differ by at most one."""
-    return seeds[seeds.numel() * rank // size : seeds.numel() * (rank + 1) // size]
-
-
-def seed_batches(
-    ids: Tensor, batch_size: int, key: int, *, shuffle: bool = True, drop_last: bool = False, done: int = 0
-) -> Iterator[Tensor]:
-    """`ids` in an order drawn from the key, cut into batches; every id once, the last batch may be smaller.
-
-    done: ids at the front of that order that are left out, since they had their turn.
-    """
-    order = ids[ops.permutation(key, ids.numel())] if shuffle else ids
-    stop = ids.numel() - (ids.numel() - done) % batch_size if drop_last else ids.numel()
-    for start in range(done, stop, batch_size):
-        yield order[start : min(start + batch_size, stop)]
 
 
 class Subgraph(NamedTuple):

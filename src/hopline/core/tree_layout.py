@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.core.batch import Block, Part, Readable, Rows
+from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph
+from hopline.core.row_handles import Readable, Rows
 from hopline.core.sampler import check_ids
-from hopline.methods.sampled.settings import check_fanouts
 from hopline.ops.tree_slots import Slots
+from hopline.util.config import check_fanouts
 
 
 @dataclass(frozen=True, eq=False)

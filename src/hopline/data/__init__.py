@@ -1,4 +1,10 @@
-"""Datasets: a graph with its tables, labels and splits; opened, saved, converted, checked and made."""
+"""Datasets: a graph with its tables, labels and splits; opened, saved, converted, checked and made.
+
+Read `dataset`, then `registry` (what `hl.open` knows) and `store` (a folder of plain arrays). `writer` and `manifest`
+write it, `checks` and `fingerprint` verify it, `convert`, `edges`, `nodes` and `ids` read tables of any size in
+chunks, `formats/` has a file per format. `placement` decides what is on a GPU, `shared` keeps one copy per host. The
+files on disk are a contract: `tests/formats` has those of earlier versions. It stands on `nn` and below.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -84,7 +84,7 @@ class Channel:
         if self.world is None:
             yield
         else:
-            with self.world._exchange():
+            with self.world.exchange():
                 yield
 
 

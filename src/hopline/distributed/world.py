@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hopline.distributed.gradients import BUCKET_BYTES, in_groups, sum_over_ranks
 from hopline.distributed.heartbeat import Heart
 from hopline.util.errors import PeerError
 from hopline.util.host import num_cores
 from hopline.util.log import logger
 
-BUCKET_BYTES = 25 << 20
-"""Gradients are exchanged in pieces of about this size: few enough to be fast, small enough to be held twice."""
 LEAVE_S = 5.0
 """How long a rank that keeps the rendezvous waits, at the end, for the others to leave it."""
 RESUME = "start the same command again with resume=true to go on from the last checkpoint"
@@ -84,7 +83,7 @@ class World:
         heart = Heart(own, seat.rank, seat.size, f"{seat.address}:{seat.port}")
         world = cls(seat, heart, store)
         try:
-            with world._exchange(start):
+            with world.exchange(start):
                 world.num_cores = _share_of_cores(seat, store)
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)
@@ -103,22 +102,8 @@ class World:
         return world
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace every gradient by its sum over the ranks; one that only some ranks have counts as zero elsewhere.
-
-        Afterwards all ranks have the same gradients: one that no rank has stays None. Half-precision gradients are
-        summed in float32.
-        """
-        if self.size == 1:
-            return
-        buckets = list(_buckets([p for p in parameters if p.requires_grad]))
-        flats = [_flatten(bucket, self.device) for bucket in buckets]
-        with self._exchange():
-            works = [dist.all_reduce(flat, async_op=True) for flat in flats]
-            for work in works:
-                assert work is not None
-                work.wait()
-        for bucket, flat in zip(buckets, flats, strict=True):
-            _unflatten(bucket, flat)
+        """Replace every gradient by its sum over the ranks: see `distributed.gradients`."""
+        sum_over_ranks(parameters, self)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over the ranks, in float64."""
@@ -166,7 +151,7 @@ class World:
         """Give every rank the numbers of rank `src`, in place; types and shapes must be the same everywhere."""
         if self.size == 1:
             return
-        for bucket in _within(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
+        for bucket in in_groups(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
             whole = [tensor.contiguous() for tensor in bucket]
             parts = [tensor.reshape(-1).view(torch.uint8) for tensor in whole]
             flat = torch.cat([part.to(self.device) for part in parts])
@@ -186,7 +171,7 @@ class World:
         counts = torch.tensor([piece.size(0) for piece in pieces], device=self.device)
         coming = torch.empty_like(counts)
         sent = torch.cat(list(pieces)).contiguous().to(self.device)
-        with self._exchange():
+        with self.exchange():
             dist.all_to_all_single(coming, counts)
             got = sent.new_empty(int(coming.sum()), *sent.shape[1:])
             received, given = (t[:, None].flatten(1).view(torch.uint8) for t in (got, sent))
@@ -208,16 +193,16 @@ class World:
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        with self._exchange():
+        with self.exchange():
             dist.all_reduce(tensor, operation)
         return tensor.tolist()
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
-        with self._exchange():
+        with self.exchange():
             dist.broadcast(tensor, src)
 
     @contextmanager
-    def _exchange(self, start: float | None = None) -> Generator[None]:
+    def exchange(self, start: float | None = None) -> Generator[None]:
         """Whatever goes wrong inside is another rank's doing: find out whose."""
         if self._heart is None or self._lost:
             raise PeerError(self._lost or "this rank has left the others: nothing can be exchanged after close()")
@@ -376,55 +361,6 @@ def _destroy_group(*, broken: bool) -> None:
         abort()  # destroying waits for exchanges that will never end
     else:
         dist.destroy_process_group()
-
-
-def _exchanged(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _within(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in their order, in groups of about that size."""
-    group: list[Tensor] = []
-    for tensor in tensors:
-        if group and sum(t.nbytes for t in group) + tensor.nbytes > num_bytes:
-            yield group
-            group = []
-        group.append(tensor)
-    if group:
-        yield group
-
-
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters that are exchanged together: the same on every rank, whichever gradients it has."""
-    for dtype in dict.fromkeys(_exchanged(p.dtype) for p in parameters):
-        yield from _within(BUCKET_BYTES, [p for p in parameters if _exchanged(p.dtype) == dtype])
-
-
-def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The gradients one after another, zeros for missing ones, then 1 for each that is there and 0 for others."""
-    dtype = _exchanged(bucket[0].dtype)
-    flat = torch.zeros(sum(p.numel() for p in bucket) + len(bucket), dtype=dtype, device=device)
-    start = 0
-    for position, parameter in enumerate(bucket, start=-len(bucket)):
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                raise ValueError("a gradient is sparse, which ranks cannot sum: make the embedding with sparse=False")
-            flat[start : start + parameter.numel()].copy_(parameter.grad.reshape(-1))
-            flat[position] = 1
-        start += parameter.numel()
-    return flat
-
-
-def _unflatten(bucket: Sequence[Tensor], flat: Tensor) -> None:
-    parts = flat[: -len(bucket)].split([p.numel() for p in bucket])
-    # Looked at only where a gradient is missing: on a GPU this waits for the exchange to end.
-    incomplete = any(p.grad is None for p in bucket)
-    held = (flat[-len(bucket) :].tolist()) if incomplete else [1.0] * len(bucket)
-    for parameter, part, ranks in zip(bucket, parts, held, strict=True):
-        if parameter.grad is not None:
-            parameter.grad.copy_(part.view_as(parameter))
-        elif ranks:
-            parameter.grad = part.view_as(parameter).to(parameter.device, parameter.dtype, copy=True)
 
 
 def _reason(error: BaseException) -> str:

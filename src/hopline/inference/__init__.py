@@ -1,6 +1,10 @@
 """Inference: exact, layer by layer over the whole graph or over what some nodes need; or sampled.
 
 A module that is not made of layers is run on the hops around the nodes (`hops=`), or on the whole graph at once.
+
+`exact`, `exact_rows` and `sampled` are public. `chunks` goes layer by layer, `local` over the hops around some nodes,
+`distributed` over ranks and `over_shards` over shards in one process. `resumable` keeps layers in files, `cache` keeps
+what the next evaluation needs again, `captured_forward` replays it as a CUDA graph. It stands on `shards` and below.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from hopline import metrics
-from hopline.batch_unit import too_narrow
 from hopline.budget.guard import Guard
 from hopline.core.batch import Batch
 from hopline.core.sampler import check_ids
@@ -26,6 +29,7 @@ from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import structure_of
 from hopline.nn.whole_module import Whole, as_walkable
 from hopline.nn.whole_module_probe import find_hops, find_reach, initialise
+from hopline.units.batch_unit import too_narrow
 from hopline.util.config import checked_bytes, format_size
 from hopline.util.log import logger
 from hopline.util.progress import progress

@@ -10,8 +10,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from hopline.core.batch import Block, ReducedRows
+from hopline.core.batch import Block
 from hopline.core.graph import Graph
+from hopline.core.row_handles import ReducedRows
 from hopline.tables import Table
 
 SHARE = 32

@@ -10,7 +10,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from hopline.core.batch import Block, Readable, ReducedRows, Rows, as_tensor
+from hopline.core.batch import Block
+from hopline.core.row_handles import Readable, ReducedRows, Rows, as_tensor
 from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood, whole_block
 from hopline.data.dataset import Dataset
 from hopline.device import pinned

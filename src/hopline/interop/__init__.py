@@ -1,4 +1,9 @@
-"""Other frameworks: a sampler and a feature store that stand alone, with arrays in and out without a copy."""
+"""Other frameworks: a sampler and a feature store that stand alone, with arrays in and out without a copy.
+
+`dlpack` turns tensors into arrays of NumPy, CuPy, JAX, TensorFlow and Paddle over the same memory, and back.
+Arguments and shapes of `Sampler` and `FeatureStore` are public, and the examples in `examples/` are their tests. It
+stands on `budget` and below. Triton is loaded before TensorFlow here, since the other order ends the process.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hopline import ops
-from hopline.core.batch import Batch, Block, as_tensor
+from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
+from hopline.core.row_handles import as_tensor
 from hopline.core.sampler import NeighborSampler, check_ids
 from hopline.device.meter import numbered
 from hopline.distributed.shared_memory import SharedArray, release, share
@@ -32,8 +38,8 @@ from hopline.interop.dlpack import (
     to_paddle,
     to_tensorflow,
 )
-from hopline.methods.sampled.settings import check_fanouts
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.util.config import check_fanouts
 
 # TensorFlow and Triton each bring an LLVM. Triton's ends the process if it is loaded second.
 if "tensorflow" not in sys.modules and all(importlib.util.find_spec(name) for name in ("tensorflow", "triton")):

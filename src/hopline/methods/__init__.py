@@ -1,0 +1,6 @@
+"""Ways to train, one folder each; a method is settings that `bind` to work.
+
+`contract.py` says what a method owes the trainer. `partitioned/` is what Historical and FullBatch share. A fourth
+method is a folder here: `settings.py` (plain data, without torch), `work.py` (units of an epoch), its memory plan,
+and its line in `tests/equivalence`. `METHODS` names those that `method=` takes.
+"""

@@ -15,8 +15,8 @@ from torch_geometric.nn import GATConv, GATv2Conv
 from torch_geometric.nn.aggr import SumAggregation
 
 from hopline import ops
-from hopline.core.batch import Block, Handle
-from hopline.core.row_handles import typed
+from hopline.core.batch import Block
+from hopline.core.row_handles import Handle, typed
 from hopline.core.tree_layout import TreeBlock
 from hopline.nn.tree_layers import compute_dtype
 from hopline.ops.random import PLACES

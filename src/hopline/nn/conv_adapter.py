@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import CGConv, GENConv
 
-from hopline.core.batch import Block, Handle
+from hopline.core.batch import Block
 from hopline.core.graph import Graph
-from hopline.core.row_handles import typed
+from hopline.core.row_handles import Handle, typed
 from hopline.core.tree_layout import TreeBlock
 from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
 from hopline.nn.fused import NORMALISED, dtype_of, fused, is_fused

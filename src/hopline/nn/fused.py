@@ -16,8 +16,8 @@ from torch_geometric.nn import APPNP, GCN2Conv, GCNConv, GINConv, GraphConv, Lin
 from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
 
 from hopline import ops
-from hopline.core.batch import Block, Handle, ReducedRows, Rows, as_tensor
-from hopline.core.row_handles import typed
+from hopline.core.batch import Block
+from hopline.core.row_handles import Handle, ReducedRows, Rows, as_tensor, typed
 from hopline.core.tree_layout import TreeBlock
 from hopline.nn.gcn_norm import gcn_weights
 from hopline.nn.tree_layers import PendingRows, linear_of_both, pending_rows, reduce_on_tree

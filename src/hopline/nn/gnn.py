@@ -16,8 +16,8 @@ from torch_geometric.nn import GCNConv, JumpingKnowledge
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline import ops
-from hopline.core.batch import Batch, Block, DroppedRows, Handle, Readable, ReducedRows, Rows, as_tensor
-from hopline.core.row_handles import typed
+from hopline.core.batch import Batch, Block
+from hopline.core.row_handles import DroppedRows, Handle, Readable, ReducedRows, Rows, as_tensor, typed
 from hopline.nn.conv_adapter import convolve, takes_x0
 from hopline.nn.fused import (
     deferred,

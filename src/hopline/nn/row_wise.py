@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from hopline.core.batch import Handle
+from hopline.core.row_handles import Handle
 from hopline.nn.conv_adapter import RunsConvs, SeesMore, convolve, edge_arguments, takes_x0, whole_output
 from hopline.nn.norms import OwnStatistics
 from hopline.nn.probe import BATCHES, block_of, probe_graph, random_rows, trial_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Block, Handle, Rows
-from hopline.core.row_handles import typed
+from hopline.core.batch import Block
+from hopline.core.row_handles import Handle, Rows, typed
 from hopline.core.tree_layout import TreeBlock
 
 HALVES = (torch.bfloat16, torch.float16)

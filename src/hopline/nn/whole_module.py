@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from hopline.core.batch import Batch, Block, Readable, as_tensor
-from hopline.core.row_handles import typed
+from hopline.core.batch import Batch, Block
+from hopline.core.row_handles import Readable, as_tensor, typed
 from hopline.nn.conv_adapter import EDGE_ARGUMENTS, edge_arguments
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import without_caches

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
-from hopline.core.batch import Batch, Block, Part, Readable
+from hopline.core.batch import Batch, Block, Part
 from hopline.core.graph import Graph
 from hopline.core.neighborhood import neighborhood
+from hopline.core.row_handles import Readable
 from hopline.core.sampler import NeighborSampler
 from hopline.nn.whole_module import Whole
 

@@ -1,4 +1,11 @@
-"""One public function per operation, run where its ids are. Definitions: `hopline.ops.reference`."""
+"""One public function per operation, run where its ids are. Definitions: `hopline.ops.reference`.
+
+Read `reference` first: every operation in plain torch, the oracle of the tests. `random` is the keyed generator, the
+same in Python, torch, Numba and Triton. `cpu/` and `gpu/` hold the kernels, `tree_slots` numbers the slots of a tree,
+`gather_tiers` reads rows from two tiers. A new kernel is a function here, its definition in `reference`, and a twin
+in `cpu/` or `gpu/`. Kernels may change freely while they equal the reference; draws must stay the same to the bit,
+since checkpoints, tests and users' results rely on them. It stands on nothing else of the library.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Named runs. A recipe is a function that returns a `RunConfig`; its docstring says what to expect."""
+"""Named runs. A recipe is a function that returns a `RunConfig`; its docstring says what to expect.
+
+`standard` has demo, cora, arxiv, products and papers100m; `gas` has GNNAutoScale's tables as data. It stands on
+`run`.
+"""
 
 from collections.abc import Callable
 from functools import partial

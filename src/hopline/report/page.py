@@ -205,7 +205,8 @@ def render(folder: Path) -> str:
     facts = {"platform": run.about.get("platform"), "cores": run.about.get("cpu_count")}
     versions = [*flatten(_mapping(run.about.get("versions"))), *facts.items()]
     machine = f"<h2>Versions and machine</h2>{table(('what', 'value'), versions, kind='keys')}"
-    body.append(f'<div class="grid"><div>{settings_section(config)}</div><div>{machine}</div></div>')
+    settings = settings_section(config, run.about.get("changed"))
+    body.append(f'<div class="grid"><div>{settings}</div><div>{machine}</div></div>')
     num_stages = len({name for epoch in run.epochs for name in stages_of(epoch)})
     num_metrics = len({(r.get("split"), name) for r in run.evaluations for name in r["metrics"]})
     style = STYLE + report_colours.style(max(len(report_colours.CHOSEN), num_stages, num_metrics))
@@ -548,9 +549,9 @@ def _facts_of_settings(config: Mapping[str, Any]) -> Record:
     }
 
 
-def settings_section(config: Mapping[str, Any]) -> str:
-    """The settings that differ from their defaults, and the others folded away."""
-    changed, others = split_settings(config)
+def settings_section(config: Mapping[str, Any], keys: Any) -> str:
+    """The settings that differ from their defaults, and the others folded away. keys: as config.json names them."""
+    changed, others = split_settings(config, keys if isinstance(keys, list) else None)
 
     def rows(settings: Mapping[str, Any]) -> str:
         return table(("key", "value"), settings.items(), kind="keys")

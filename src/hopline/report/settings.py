@@ -1,19 +1,12 @@
-"""Which settings of a run differ from their defaults."""
+"""Which settings of a run differ from their defaults: found when the run begins, and stored in its config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hopline.budget.settings import Budget
-from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.historical.settings import Historical
-from hopline.methods.sampled.settings import Auto, Sampled
-from hopline.run.settings import RunConfig
-from hopline.training.settings import TrainSettings
-from hopline.util.config import kind_of, to_dict
-
-METHODS = (Sampled, Historical, FullBatch, Auto)
+from hopline.util.config import to_dict
 
 
 class Settings(NamedTuple):
@@ -24,19 +17,34 @@ class Settings(NamedTuple):
     others: dict[str, Any]
 
 
-def split_settings(config: Mapping[str, Any]) -> Settings:
-    """Tell the settings that were changed from the others.
+def changed_keys(settings: Any) -> list[str]:
+    """Dotted keys of a settings object whose values are not the defaults, those of nested objects included.
 
-    config: what config.json holds, of a `hopline train` run (a `RunConfig`) or of a `Trainer` in Python (data, method,
-    train, model). With a key that neither has, such as one of a later version, all settings count as changed.
+    A nested object of another class than the default's, such as `method=Historical()`, has its "kind" changed, and is
+    compared with the defaults of its own class.
     """
+    default, found = type(settings)(), []
+    for name, stored in to_dict(settings).items():
+        value, usual = getattr(settings, name), getattr(default, name)
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            found += [name] if value != usual else []
+            continue
+        if "kind" in stored and type(value) is not type(usual):
+            found.append(f"{name}.kind")
+        found += [f"{name}.{key}" for key in changed_keys(value)]
+    return found
+
+
+def split_settings(config: Mapping[str, Any], changed: Iterable[str] | None) -> Settings:
+    """Tell the settings that were changed from the others. changed: None of a run that did not store them."""
     settings = dict(flatten(config))
-    of_trainer = isinstance(config.get("train"), Mapping)
-    defaults = dict(flatten(_trainer_defaults(config) if of_trainer else _run_defaults(config)))
-    if not settings.keys() <= defaults.keys():
+    if changed is None:
         return Settings(settings, {})
-    changed = {key: value for key, value in settings.items() if value != defaults[key]}
-    return Settings(changed, {key: value for key, value in settings.items() if key not in changed})
+    keys = set(changed)
+    return Settings(
+        {key: value for key, value in settings.items() if key in keys},
+        {key: value for key, value in settings.items() if key not in keys},
+    )
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -46,27 +54,3 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _run_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = to_dict(RunConfig())
-    defaults["method"] = {**_method_defaults(config.get("method")), "kind": kind_of(Sampled)}
-    if isinstance(config.get("budget"), Mapping):
-        defaults["budget"] = to_dict(Budget())
-    return defaults
-
-
-def _trainer_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    method = {**_method_defaults(config.get("method")), "kind": Sampled.__name__}
-    # Which data and which model has no default.
-    return {"data": None, "method": method, "train": to_dict(TrainSettings()), "model": None}
-
-
-def _method_defaults(given: Any) -> dict[str, Any]:
-    """The defaults of the method's own settings; of a method of the user's, nothing has one."""
-    if not isinstance(given, Mapping):
-        return {}
-    for method in METHODS:
-        if given.get("kind") in (kind_of(method), method.__name__):
-            return to_dict(method())
-    return dict.fromkeys(given)

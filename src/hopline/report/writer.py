@@ -36,6 +36,7 @@ class Report:
     Args:
         folder: The run folder, created if need be.
         config: The settings, as `spec.to_dict` returns them.
+        changed: Keys of those that differ from their defaults, dotted. None: not known.
         resume: Go on with the records of the run that is in the folder, rather than start afresh.
         is_kept: Which of them to go on with.
         max_spans: How many spans the trace may hold; those beyond are only counted.
@@ -46,6 +47,7 @@ class Report:
         folder: Path,
         config: Mapping[str, Any],
         *,
+        changed: Sequence[str] | None = None,
         resume: bool = False,
         is_kept: Callable[[Mapping[str, Any]], bool] = lambda record: True,
         max_spans: int = MAX_SPANS,
@@ -60,7 +62,7 @@ class Report:
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._start_files(config, resume, is_kept)
+            self._start_files(describe(config, changed), resume, is_kept)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             message = f"Cannot write the run folder '{folder}' ({reason}): choose another with out=FOLDER."
@@ -144,7 +146,7 @@ class Report:
             file.write(line + "\n")
 
     def _start_files(
-        self, config: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
+        self, described: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
     ) -> None:
         metrics = self.folder / "metrics.jsonl"
         records = report_html.read_records(metrics) if resume else []
@@ -158,7 +160,7 @@ class Report:
             write_text(self.folder / "run.log", "")
             for stale in ("trace.json", "report.html"):
                 (self.folder / stale).unlink(missing_ok=True)
-        write_text(self.folder / "config.json", json.dumps(_plain(describe(config)), indent=2) + "\n")
+        write_text(self.folder / "config.json", json.dumps(_plain(described), indent=2) + "\n")
 
 
 def is_complete(folder: Path) -> bool:
@@ -167,11 +169,12 @@ def is_complete(folder: Path) -> bool:
     return any(record.get("event") == "close" and record.get("status") == "ok" for record in records)
 
 
-def describe(config: Mapping[str, Any]) -> dict[str, Any]:
+def describe(config: Mapping[str, Any], changed: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the settings with what else a reader needs to repeat the run."""
     return {
         "format": 2,
         "config": config,
+        "changed": changed,
         "command": [_without_folders(argument) for argument in sys.argv],
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": versions(),

@@ -13,36 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from hopline.budget.memory_plan import Outline
 from hopline.budget.settings import Budget
 from hopline.data.dataset import Dataset
-from hopline.data.formats.csv_parquet import from_csv
-from hopline.data.formats.dgl import from_dgl, is_dgl_folder
-from hopline.data.formats.npz import from_npz
-from hopline.data.formats.ogb import from_ogb_folder
-from hopline.data.options import EdgeOptions
-from hopline.data.paths import default_name, is_ogb_folder
 from hopline.data.registry import locate, open_dataset
 from hopline.data.shared import share
 from hopline.data.splits import random_split
-from hopline.data.store import verify
 from hopline.device.meter import find_device
 from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.inference.over_shards import AllShards
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.nn.whole_module import as_walkable
-from hopline.run.compare_methods import Candidate, choose, compare
+from hopline.run.compare_methods import Candidate, choose, compare, outline_of_run
 from hopline.run.models import make_model
 from hopline.run.settings import (
-    EDGE_LISTS,
-    ConvertConfig,
-    ExportConfig,
     RunConfig,
-    check_conversion,
     load_config,
-    load_trusted,
 )
 from hopline.shards.data import open_sharded
 from hopline.shards.shard import is_shards
@@ -102,7 +88,7 @@ def _train_rank(world: World, config: RunConfig) -> Run | dict[str, Any]:
             data,
             config.method,
             out=out,
-            config=to_dict(config),
+            config=config,
             world=world,
             placement=config.placement,
             budget=config.budget,
@@ -138,7 +124,7 @@ def _with_method(config: RunConfig, model: nn.Module, data: Dataset, out: Path, 
     if world.rank == 0:
         method = load_config(out).method if config.resume and (out / checkpoint.FILE).exists() else config.method
         if isinstance(method, Auto):
-            outline = Outline.of(model.to(world.device), data, config, config.placement)
+            outline = outline_of_run(model.to(world.device), data, config, config.placement)
             method, why = choose(outline, config.budget or Budget())
             logger.info(why)
         found = to_dict(dataclasses.replace(config, method=method))  # type: ignore[arg-type]
@@ -151,7 +137,7 @@ def plan(config: RunConfig) -> list[Candidate]:
     torch.manual_seed(config.seed)
     model = make_model(config.model, data).to(find_device(config.device))
     method = None if isinstance(config.method, Auto) else _for_model(config, model, data).method
-    return compare(method, Outline.of(model, data, config, config.placement), config.budget or Budget())
+    return compare(method, outline_of_run(model, data, config, config.placement), config.budget or Budget())
 
 
 def _from_plain(done: dict[str, Any]) -> Run:
@@ -243,20 +229,6 @@ def _without(config: RunConfig, any_method: bool) -> RunConfig:
     return dataclasses.replace(config, resume=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **places)
 
 
-def export(folder: Path, file: Path, config: ExportConfig) -> Path:
-    """A run's weights as a plain `state_dict`, with PyG's names, for torch.load(..., weights_only=True)."""
-    settings = load_trusted(folder, config.trust)
-    data = AllShards(settings.data) if is_shards(settings.data) else open_data(settings)
-    model = make_model(settings.model, data)
-    load_weights(model, folder / f"{config.weights}.pt")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), file)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        raise ValueError(f"cannot write {file} ({error}): choose another file") from error
-    return file
-
-
 def open_data(config: RunConfig) -> Dataset:
     """The run's dataset, its rows as the run wants them."""
     data = open_dataset(config.data, data_root=config.data_root, split=config.split, **config.conversion)
@@ -286,33 +258,3 @@ def load_weights(model: nn.Module, path: Path) -> None:
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{path} does not hold weights of this model: {reason}") from error
-
-
-def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
-    """Bring a source into hopline's folder format, and check what was written."""
-    check_conversion(source, folder, config)
-    path = Path(source).expanduser()
-    suffix = path.suffix.lower()
-    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
-    changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
-    known: dict[str, Any] = {} if config.split_shares is None else {"split_shares": config.split_shares}
-    if config.num_nodes is not None:
-        known["num_nodes"] = config.num_nodes
-    if suffix in EDGE_LISTS:
-        from_csv(path, config.nodes, folder=folder, columns=config.columns, ids=config.ids, **known, **options)
-    elif suffix == ".npz":
-        from_npz(path, folder=folder, **known, **changed)
-    elif suffix == ".npy":
-        from_csv(path, config.nodes, folder=folder, columns=config.columns, **known, **options)
-    elif is_dgl_folder(path):
-        from_dgl(path, folder=folder, **known, **changed)
-    elif is_ogb_folder(path):
-        from_ogb_folder(path, folder=folder, **known, **changed)
-    else:
-        if config.num_nodes is not None:
-            raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
-        data = open_dataset(source, data_root=config.data_root, **changed)
-        data = data if config.split_shares is None else random_split(data, config.split_shares)
-        dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
-    verify(folder)
-    return open_dataset(str(folder))

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Batch, Block, Part
+from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
-from hopline.core.sampler import check_ids, hop_keys, seed_batches, share_of
+from hopline.core.sampler import hop_keys
 from hopline.distributed.all_to_all import Channel, Question
-from hopline.distributed.world import World
-from hopline.methods.sampled.settings import check_fanouts
 from hopline.nn.gcn_norm import weights_of
 from hopline.ops.cpu.sampling import sample_children
-from hopline.pipeline.stages import Pipeline, Stage
-from hopline.pipeline.transfer import Mover
 from hopline.shards.shard import Shard, check_fits, node_ranges
 from hopline.tables import SparseTable, Table
-from hopline.util import trace
-from hopline.util.config import to_dict
-from hopline.util.host import reuse_freed_memory
+from hopline.util.config import check_fanouts
 
 if TYPE_CHECKING:
-    from hopline.methods.sampled.settings import Sampled
+    pass
 
 CHUNK = 1 << 22
 """Edges whose weights are summed at a time."""
-LOOK_AHEAD = 2
-"""Batches prepared before they are needed."""
 
 
 class _Hop(NamedTuple):
@@ -156,117 +146,3 @@ def fetch_dense(question: Question, table: Table | Tensor) -> Tensor:
     """Dense rows of what was asked for; sparse ones travel as they are stored."""
     rows = fetch(question, table)
     return rows if isinstance(rows, Tensor) else rows.read(torch.arange(len(rows)))
-
-
-@dataclass(frozen=True)
-class _Request:
-    seeds: Tensor
-    """This rank's seeds, by their places."""
-    total: int
-    """Seeds of all ranks."""
-    key: int
-
-
-class CollectiveLoader:
-    """Batches of a graph in shards, prepared ahead. Iterating gives epoch after epoch, equally long on every rank.
-
-    A step has the seeds that a single process would have for a batch of `batch_size` times the number of ranks, in an
-    order drawn from (seed, epoch). Each rank gets an equal share, of nodes that it owns as far as that goes.
-    ids: a split, or the same ids on every rank. tables: which to fetch; all by default. channel: one that nothing else
-    uses while batches are taken, instead of one of its own. one_list: as in `NeighborSampler`.
-    """
-
-    def __init__(
-        self,
-        shard: Shard,
-        ids: Tensor | str,
-        method: Sampled,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        world: World | None = None,
-        tables: Sequence[str] | None = None,
-        channel: Channel | None = None,
-        one_list: bool = False,
-    ) -> None:
-        if method.layout == "tree":
-            raise ValueError("layout=tree draws every slot by itself, which shards cannot: set layout=block")
-        self.shard, self.method, self.seed, self.device = shard, method, seed, torch.device(device)
-        self.channel = Channel(world) if channel is None else channel
-        self.sampler = CollectiveSampler(
-            shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
-        )
-        self.tables = _chosen(shard.tables, tables)
-        self.places = self._find(ids if isinstance(ids, str) else torch.as_tensor(ids))
-        settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()
-        self.channel.check_same(settings + self.places.numpy().tobytes(), "the seeds, the method or the tables")
-        if self.places.numel() == 0:
-            raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
-        self._next_epoch = 1
-        reuse_freed_memory()
-
-    def _find(self, ids: Tensor | str) -> Tensor:
-        """[n] int64: the places of the seeds, in the order of their ids or as they are given."""
-        shard = self.shard
-        if isinstance(ids, str):
-            if ids not in shard.splits:
-                raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(shard.splits)}")
-            own = shard.splits[ids]
-            both = self.channel.all(torch.stack([own, shard.rows_of(own) + shard.ptr[shard.rank]], 1))
-            return both[both[:, 0].argsort(), 1].contiguous()
-        check_ids(ids, shard.num_nodes)
-        rows = torch.searchsorted(shard.nodes, ids).clamp(max=shard.num_own - 1)
-        return self.channel.highest(torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1))
-
-    def __len__(self) -> int:
-        full, rest = divmod(self.places.numel(), self.method.batch_size * self.channel.size)
-        return full + (rest > 0 and not self.method.drop_last)
-
-    def __iter__(self) -> Iterator[Batch]:
-        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        return self.epoch(epoch)
-
-    def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch, counted from 1, after `done` batches of `seeds_done` seeds over all ranks.
-
-        Every rank must take the same number of them.
-        """
-        look_ahead = LOOK_AHEAD if self.method.look_ahead == "auto" else self.method.look_ahead
-        workers = 1 if self.method.workers == "auto" else self.method.workers
-        mover = Mover(self.device, look_ahead)
-        stages = [Stage("sample", self._prepare), Stage("move", mover.move)]
-        pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead, in_step=True)
-        with closing(pipeline.run(self._requests(epoch, done, seeds_done))) as batches:
-            for batch in batches:
-                yield mover.ready(batch)
-
-    def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
-        epoch_key, rank, size = ops.derive_key(self.seed, epoch), self.channel.rank, self.channel.size
-        steps = seed_batches(
-            self.places,
-            self.method.batch_size * size,
-            epoch_key,
-            shuffle=self.method.shuffle,
-            drop_last=self.method.drop_last,
-            done=seeds_done,
-        )
-        for step, places in enumerate(steps, start=done):
-            # In the order of their places the shares are of own nodes where the shards have equally many seeds.
-            share = share_of(places.sort().values if self.method.shuffle else places, rank, size)
-            yield _Request(share, places.numel(), ops.derive_key(epoch_key, step))
-
-    def _prepare(self, request: _Request) -> Batch:
-        blocks, question, of_seeds = self.sampler.sample(request.seeds, request.key)
-        if self.method.scale_sums:
-            blocks = tuple(block.scaling_sums(True) for block in blocks)
-        trace.count("edges.sampled", sum(block.num_edges for block in blocks))
-        rows = {name: fetch_dense(question, table) for name, table in self.tables.items()}
-        x = rows.pop("x", None)
-        batch = Batch(blocks[-1].dst_ids, blocks, x, None, rows, key=request.key, total_seeds=request.total)
-        return batch if self.shard.y is None else replace(batch, y=fetch_dense(of_seeds, self.shard.y))
-
-
-def _chosen(tables: Mapping[str, Table], names: Sequence[str] | None) -> dict[str, Table]:
-    for name in names or ():
-        if name not in tables:
-            raise ValueError(f"there is no table {name!r}: choose from {', '.join(tables) or 'none'}")
-    return {name: table for name, table in tables.items() if names is None or name in names}

@@ -19,56 +19,19 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.graph import Graph
-from hopline.core.partition import Partition, check_edges, describe, make_partition
+from hopline.core.partition import Partition, check_edges
 from hopline.data.arrays import PIECE_BYTES, as_bytes
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.data.fingerprint import fingerprint
-from hopline.data.paths import is_dataset
-from hopline.data.registry import open_dataset
 from hopline.data.store import SHARDS
 from hopline.data.writer import FolderWriter, writing
-from hopline.run.settings import PartitionConfig
 from hopline.shards.shard import VERSION, node_ranges, shard_name
 from hopline.tables import SparseTable, Table
 from hopline.util.progress import Progress, progress
 
 CHUNK = 1 << 22
 """Nodes or edges handled at a time; a node with more in-edges is a chunk of its own."""
-
-
-def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str:
-    """Cut a dataset into shards; returns what they are like."""
-    if config.shards < 1:
-        raise ValueError(f"say how many shards to make: hopline partition {source} {folder} shards=4")
-    if is_dataset(folder) and not config.overwrite:
-        raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
-    data = open_dataset(source, data_root=config.data_root)
-    made = make_partition(
-        data.graph,
-        config.shards,
-        "metis" if config.how == "labels" else config.how,
-        labels=_labels(data, config.labels) if config.how == "labels" else None,
-        seed=config.seed,
-        slack=config.slack,
-        passes=config.passes,
-        show=True,
-    )
-    cut(data, made, folder, show=True)
-    return describe(data.graph, made)
-
-
-def _labels(data: Dataset, name: str) -> Tensor:
-    """A label per node, by name."""
-    found = data.y
-    if name != "y":
-        found = data.tables[name].read(torch.arange(data.num_nodes)) if name in data.tables else None
-    if found is not None and found.dim() == 2 and found.size(1) == 1:
-        found = found.view(-1)
-    if found is None or found.dim() > 1 or found.is_floating_point():
-        names = ", ".join(["y", *data.tables])
-        raise ValueError(f"there are no labels {name!r}, one whole number per node: choose labels= of {names}")
-    return found
 
 
 def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, show: bool = False) -> None:

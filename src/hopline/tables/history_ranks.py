@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from torch import Tensor
 from hopline import ops
 from hopline.distributed.shared_memory import shared_zeros
 from hopline.distributed.world import World
-from hopline.methods.partitioned.groups import Shares
 from hopline.tables.history import Histories, Reader, mapped
+
+if TYPE_CHECKING:
+    pass
 
 
 class Owners:
@@ -162,3 +164,34 @@ class SharedHistories(Histories):
             self._by_one(lambda table=table, rows=rows: table.copy_(rows[host]))
         self._by_one(lambda: self.written.copy_(state["written"][host]))
         self.step = state["step"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts divided over ranks: each keeps a run of them, and the ranks of a host keep theirs in one memory."""
+
+    rank: int
+    hosts: tuple[int, ...]
+    """By rank, its host, counted from 0."""
+    parts: tuple[range, ...]
+    """By rank, the parts whose rows it keeps; those of a host's ranks follow each other."""
+
+    @classmethod
+    def of(cls, world: World, num_parts: int) -> Shares:
+        """Every rank must call this."""
+        if num_parts < world.size:
+            raise ValueError(f"num_parts={num_parts} is less than the {world.size} ranks: make it larger")
+        nodes = world.sum([world.node * (rank == world.rank) for rank in range(world.size)])
+        known = sorted(set(nodes))
+        order = sorted(range(world.size), key=lambda rank: nodes[rank])
+        ends = [num_parts * i // world.size for i in range(world.size + 1)]
+        parts = [range(ends[i], ends[i + 1]) for i in map(order.index, range(world.size))]
+        return cls(world.rank, tuple(known.index(node) for node in nodes), tuple(parts))
+
+    @property
+    def several_hosts(self) -> bool:
+        return max(self.hosts) > 0
+
+    def parts_of_host(self, host: int) -> range:
+        mine = [parts for parts, other in zip(self.parts, self.hosts, strict=True) if other == host]
+        return range(min(parts.start for parts in mine), max(parts.stop for parts in mine))

@@ -1,0 +1,7 @@
+"""The trainer: the loop, and what stands around it.
+
+Read `trainer` first: `fit` and `step`, one loop without a question about the method. `settings` and `lr_schedule` are
+plain data, `optimizer` the update, `callbacks` the five hooks, `best_weights` and `report_callbacks` our own uses of
+them, `checkpoint` and `run_lock` what a run needs to go on, `evaluation` and `async_evaluation` when and where it is
+validated. The files of a run folder are a contract. It stands on `methods` and below.
+"""

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from hopline import interop
-from hopline.batch_unit import supervised
 from hopline.contract import Job
 from hopline.data.dataset import Dataset
 from hopline.distributed.launch import _end_with_parent
 from hopline.distributed.shared_memory import SharedArray, map_file, new_file, share
 from hopline.nn.whole_module import as_walkable
+from hopline.units.batch_unit import supervised
 from hopline.util.signals import SIGNALS
 
 NICER = 10

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hopline import inference as infer
-from hopline.batch_unit import own_threads
 from hopline.budget.guard import Guard
 from hopline.budget.settings import Budget
 from hopline.contract import Job, Method
@@ -30,8 +29,11 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.nn.whole_module_probe import find_reach
 from hopline.shards.data import ShardedData
-from hopline.training.callbacks import Callback, Evaluation, KeepWeights, Run, WriteReport
+from hopline.training.best_weights import KeepWeights
+from hopline.training.callbacks import Callback, Evaluation, Run
 from hopline.training.checkpoint import Position
+from hopline.training.report_callbacks import WriteReport
+from hopline.units.batch_unit import own_threads
 from hopline.util import trace
 from hopline.util.config import format_size
 

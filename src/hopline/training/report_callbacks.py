@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
+from hopline import ops
 from hopline.report.bottleneck import Explanation, Setup, explain
-from hopline.report.page import thinned
-from hopline.report.writer import Report
-from hopline.training.callbacks import Callback, EpochEnd, Run, StepEnd
+from hopline.report.page import read_records, thinned
+from hopline.report.writer import Report, write_text
+from hopline.training.callbacks import Callback, EpochEnd, Evaluation, Run, StepEnd, _seconds
+from hopline.training.run_facts import run_facts
 from hopline.util.config import format_size
+from hopline.util.progress import Progress, progress
+
+if TYPE_CHECKING:
+    from hopline.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from hopline.budget.memory_plan import Place
@@ -190,3 +200,151 @@ def _about_evaluation(trainer: Trainer, run: Run) -> str:
         return ""
     share = evaluated_s / (evaluated_s + trained_s)
     return f"evaluation: {share:.0%} of the run: set evaluate_every={max(2 * every, 5)} or evaluate=async"
+
+
+class ShowProgress(Callback):
+    """A bar over the epoch's seeds, and a line per epoch with its evaluation."""
+
+    def __init__(self) -> None:
+        self.bar: Progress | None = None
+        self.context: Any = None
+        self.waiting: list[tuple[EpochEnd, bool]] = []
+        """Epochs whose line is not printed yet, and whether an evaluation of theirs is to come: asynchronously, it
+        comes during a later epoch."""
+        self.results: dict[int, Evaluation] = {}
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.waiting, self.results = [], {}
+        self._print(trainer, repr(trainer.data))
+        if "split" in trainer.data.meta:
+            self._print(trainer, f"split: {trainer.data.meta['split']}")
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        ranks = f", {trainer.world.size} ranks" if trainer.world.size > 1 else ""
+        model = f"{type(trainer.model).__name__}, {parameters:,} parameters"
+        self._print(trainer, f"{model}, {changed(trainer.method)}, {trainer.device}{ranks}")
+        if ops.is_first_time():
+            self._print(trainer, "compiling kernels: once on this machine, some ten seconds")
+
+    def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
+        if self.context is None:
+            label = f"epoch {step.epoch}/{trainer.settings.epochs}"
+            self.context = progress(label, trainer.num_seeds, "seeds", brief=True)
+            self.bar = self.context.__enter__()
+        assert self.bar is not None
+        self.bar.advance(step.size, loss=step.loss)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        self._close()
+        self.waiting.append((epoch, trainer.is_evaluated(epoch.epoch)))
+        self._print_complete(trainer)
+
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        if evaluation.split == "valid":
+            self.results[evaluation.epoch] = evaluation
+            self._print_complete(trainer)
+
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        self._close()
+        for epoch, _ in self.waiting:
+            if epoch.epoch <= run.epochs:  # later ones were dropped
+                self._print(trainer, self._line(trainer, epoch))
+        if run.finished:  # an error speaks for itself
+            self._print(trainer, f"done: {run.reason}")
+
+    def _print_complete(self, trainer: Trainer) -> None:
+        """Print the epochs of which nothing is awaited any more, in their order."""
+        while self.waiting:
+            epoch, is_evaluated = self.waiting[0]
+            if is_evaluated and epoch.epoch not in self.results:
+                return
+            self._print(trainer, self._line(trainer, epoch))
+            del self.waiting[0]
+
+    def _line(self, trainer: Trainer, epoch: EpochEnd) -> str:
+        """The columns of one epoch, each of the same width on every line."""
+        last, evaluation = trainer.settings.epochs, self.results.get(epoch.epoch)
+        parts = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"loss {epoch.loss:.4f}"]
+        seconds = _seconds(epoch.seconds)
+        if evaluation is not None:
+            parts += [f"valid {name} {value:.4f}" for name, value in evaluation.metrics.items()]
+            seconds += f" + {_seconds(evaluation.seconds)} evaluation"
+        return "  ".join([*parts, seconds, f"{epoch.seeds_per_s:,.0f} seeds/s"])
+
+    def _close(self) -> None:
+        if self.context is not None:
+            self.context.__exit__(None, None, None)
+            self.context = self.bar = None
+
+    def _print(self, trainer: Trainer, text: str) -> None:
+        print(text, flush=True)
+        trainer.note(text)
+
+
+def changed(settings: Any) -> str:
+    """Settings as one would write them in Python, without those that are as they always are."""
+    if not is_dataclass(settings):
+        return type(settings).__name__
+    given = ((f.name, getattr(settings, f.name), f.default) for f in fields(settings))
+    shown = ", ".join(f"{name}={value!r}" for name, value, usual in given if value != usual)
+    return f"{type(settings).__name__}({shown})"
+
+
+class WriteReport(Callback):
+    """Everything that happens, into the run folder's report."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.report.log_once({"event": "start", **run_facts(trainer)})
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        self.report.log({"event": "epoch", **vars(epoch)})
+
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        falls = evaluation.split == "valid" and trainer.best_is == "min"
+        self.report.log({"event": "evaluate", **vars(evaluation), **({"best_is": "min"} if falls else {})})
+
+    def drop_after(self, epoch: int) -> None:
+        """Take the epochs behind this one, which has ended the run, out of the record."""
+        path = self.report.folder / "metrics.jsonl"
+        of_epochs = ("epoch", "budget", "pipeline")
+        records = [r for r in read_records(path) if r.get("event") not in of_epochs or r["epoch"] <= epoch]
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        self.report.log(
+            {
+                "event": "end",
+                "epochs": run.epochs,
+                "dropped": run.dropped,
+                "best_epoch": run.best_epoch,
+                "reason": run.reason,
+                "valid": {run.metric: run.valid},
+                "test": {run.metric: run.test},
+                "peak_rss_bytes": run.peak_bytes.get("host"),
+                "peak_device_bytes": run.peak_bytes.get("device"),
+                "seconds": run.seconds,
+                "stages": [vars(region) for region in run.stages],
+            }
+        )
+
+
+def peak_bytes(device: torch.device) -> dict[str, int]:
+    """The largest memory of this process so far, by place."""
+    found = {"host": peak_memory_bytes()}
+    if device.type == "cuda":
+        # Reserved, not allocated: it is what others cannot use. Measuring steps for a budget resets the peak to what is
+        # reserved then, and torch seldom gives that back.
+        found["device"] = torch.cuda.max_memory_reserved(device)
+    return found
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return psutil.Process().memory_info().rss
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

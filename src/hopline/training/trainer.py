@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline import ops
-from hopline.batch_unit import checked, own_threads, supervised
 from hopline.budget.keep import capped, keep_to
 from hopline.budget.memory_plan import Outline, Plan
+from hopline.budget.plan_within import plan_within
 from hopline.budget.settings import Budget
 from hopline.contract import Job, Method, TrainStep, Unit, Work, in_groups, units_from
 from hopline.data.checks import check_training
@@ -40,31 +40,23 @@ from hopline.nn.structure import structure_of
 from hopline.nn.whole_module import Whole, as_walkable, num_wrapped_ranks, unwrapped
 from hopline.nn.whole_module_probe import initialise
 from hopline.report.bottleneck import PREPARED, TRAINED
+from hopline.report.settings import changed_keys
 from hopline.report.writer import Report, is_complete
-from hopline.run.compare_methods import plan_within
 from hopline.shards.data import ShardedData
 from hopline.training import checkpoint
 from hopline.training.async_evaluation import Beside, check_beside, evaluates_here, sent_data
-from hopline.training.callbacks import (
-    Callback,
-    EarlyStop,
-    EpochEnd,
-    KeepWeights,
-    Run,
-    ShowProgress,
-    StepEnd,
-    WriteReport,
-    peak_bytes,
-)
+from hopline.training.best_weights import KeepWeights
+from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Run, StepEnd
 from hopline.training.checkpoint import Checkpoints, Position
 from hopline.training.evaluation import Blocking, Evaluations, Measure, TestStep, check_whole, part_hops_of, whole_lines
 from hopline.training.lr_schedule import Scheduler
 from hopline.training.optimizer import Update, make_optimizer, split_decay
 from hopline.training.rank_steps import taken_together, total_size
-from hopline.training.report_callbacks import WatchBudget, WatchPipeline
+from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
 from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
 from hopline.training.watch_history import WatchHistory
+from hopline.units.batch_unit import checked, own_threads, supervised
 from hopline.util import trace
 from hopline.util.config import check_names, kind_of, removed_settings, to_dict
 from hopline.util.files import remove_unfinished
@@ -127,7 +119,7 @@ class Trainer:
         test_step: TestStep | None = None,
         metric_mode: Mode | None = None,
         out: Path | str | None = None,
-        config: dict[str, Any] | None = None,
+        config: Any = None,
         world: World | None = None,
         placement: Placement | None = None,
         budget: GivenBudget = None,
@@ -161,7 +153,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.usual_loss = train_step is None
         self.out = None if out is None else Path(out)
-        self.config = config if config is not None else self._describe()
+        self.config = config
         self.num_seeds = data.train_ids.numel()
         if self.settings.patience is not None and not self.has("valid"):
             raise ValueError("patience= stops by the validation metric: give the dataset a 'valid' split, or set none")
@@ -488,9 +480,10 @@ class Trainer:
         """Begin the records of the run, or go on with those of what the checkpoint holds."""
         found = self._found
         if found is None:
-            report = Report(folder, self.config)
+            report = Report(folder, **self._stored_settings())
         else:
-            report = Report(folder, self.config, resume=True, is_kept=partial(checkpoint.was_recorded, state=found))
+            is_kept = partial(checkpoint.was_recorded, state=found)
+            report = Report(folder, **self._stored_settings(), resume=True, is_kept=is_kept)
         self._report = report
         stack.callback(setattr, self, "_report", None)
         stack.push(lambda kind, *_: report.discard() if kind and found is None and not self.num_steps else None)
@@ -557,6 +550,17 @@ class Trainer:
             "train": to_dict(self.settings),
             "model": repr(self.model),
         }
+
+    def _stored_settings(self) -> dict[str, Any]:
+        """What config.json keeps: all settings, and which of them were changed from their defaults."""
+        if self.config is not None:
+            return {"config": to_dict(self.config), "changed": changed_keys(self.config)}
+        described = self._describe()
+        changed = ["data", "model", *(f"train.{key}" for key in changed_keys(self.settings))]
+        if not isinstance(self.asked, Sampled) or "repr" in described["method"]:
+            changed.append("method.kind")
+        of_method = ["repr"] if "repr" in described["method"] else changed_keys(self.asked)
+        return {"config": described, "changed": [*changed, *(f"method.{key}" for key in of_method)]}
 
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.active:

@@ -9,9 +9,9 @@ import torch_geometric.nn as pyg
 
 import hopline as hl
 from hopline.distributed.world import World
-from hopline.methods.partitioned.groups import Parts, Shares
+from hopline.methods.partitioned.groups import Parts
 from hopline.nn import GNN
-from hopline.tables.history_ranks import Owners, SharedHistories
+from hopline.tables.history_ranks import Owners, SharedHistories, Shares
 from tests.helpers import dataset_of, randn, random_graph
 from tests.ranks import KillRank
 

@@ -10,7 +10,6 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from hopline.batch_unit import supervised
 from hopline.budget.predictor import Sizes
 from hopline.contract import Job
 from hopline.methods.historical.nano_pieces import (
@@ -27,6 +26,7 @@ from hopline.methods.historical.nano_pieces import (
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
+from hopline.units.batch_unit import supervised
 from tests.helpers import dataset_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=60, num_edges=300)

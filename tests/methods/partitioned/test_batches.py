@@ -10,7 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 
 import hopline as hl
-from hopline.core.batch import Rows
+from hopline.core.row_handles import Rows
 from hopline.data import planted
 from hopline.methods.partitioned import batches as history_batches
 from hopline.methods.partitioned.batches import HistoricalBatches

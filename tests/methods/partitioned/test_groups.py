@@ -10,7 +10,8 @@ import torch
 from hopline.core.sampler import NeighborSampler, full_block
 from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
-from hopline.methods.partitioned.groups import Parts, Shares, without_halo
+from hopline.methods.partitioned.groups import Parts, without_halo
+from hopline.tables.history_ranks import Shares
 from tests.methods.historical.test_work import GRAPH, trainer_of
 
 

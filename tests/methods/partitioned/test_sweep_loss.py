@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.budget.keep import WatchedUnit
 from hopline.contract import Job
-from hopline.core.batch import Batch, as_tensor
+from hopline.core.batch import Batch
+from hopline.core.row_handles import as_tensor
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from tests.equivalence.test_5_historical import MODELS

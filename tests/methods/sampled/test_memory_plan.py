@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from hopline.batch_unit import supervised
 from hopline.budget.memory_plan import Outline, Place, Plan
 from hopline.budget.micro_batches import PieceBytes
 from hopline.budget.predictor import Sizes
@@ -18,6 +17,7 @@ from hopline.methods.sampled.memory_plan import SampledForms, drawn, largest_see
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
+from hopline.units.batch_unit import supervised
 from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
 
 METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 from hopline import ops
-from hopline.core.batch import Rows
+from hopline.core.row_handles import Rows
 from hopline.nn.fused import fused, read_ahead
 from hopline.ops.cpu import page_cache as cpu_pages
 from hopline.tables import TensorTable

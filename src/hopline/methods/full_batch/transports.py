@@ -256,7 +256,7 @@ class P2PTransport(Transport):
 
     def guarded(self) -> AbstractContextManager[None]:
         """Whatever goes wrong inside is another rank's doing, and the world says whose."""
-        return nullcontext() if self.world is None else self.world._exchange()
+        return nullcontext() if self.world is None else self.world.exchange()
 
     def _staged(self, rows: Tensor) -> Tensor:
         return rows.cpu() if self.on_host else rows

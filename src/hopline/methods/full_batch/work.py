@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.batch_unit import autocast
 from hopline.contract import Job, Unit, Work
-from hopline.core.batch import Batch, Rows
+from hopline.core.batch import Batch
 from hopline.core.partition import Partition
+from hopline.core.row_handles import Rows
 from hopline.data.dataset import Dataset
 from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
@@ -27,7 +27,6 @@ from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, 
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork, partition_together
 from hopline.methods.partitioned.sweep import fill, go_back
-from hopline.methods.partitioned.sweep_loss import batch_of_seeds, loss_at
 from hopline.methods.partitioned.trimming import NeededRows
 from hopline.nn.gnn import GNN
 from hopline.nn.row_wise import described, mixing_in_training
@@ -35,6 +34,8 @@ from hopline.nn.whole_module import Whole
 from hopline.shards.data import ShardedData
 from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
 from hopline.tables import Table
+from hopline.units.batch_unit import autocast
+from hopline.units.loss_at import batch_of_seeds, loss_at
 from hopline.util import trace
 from hopline.util.config import parse_size
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.batch_unit import autocast
 from hopline.budget.predictor import Sizes
 from hopline.core.batch import Batch, Block
 from hopline.device.meter import Meter, meter_of
@@ -34,8 +33,10 @@ from hopline.methods.historical.nano_pieces import (
 )
 from hopline.methods.historical.step import HistoricalBatch, HistoricalUnit, messages_back
 from hopline.methods.partitioned.sweep import Swept, backward, drawn_again, forward, from_loss, through_layer
-from hopline.methods.partitioned.sweep_loss import LOSS_COPIES, LossByPiece
+from hopline.methods.partitioned.sweep_loss import LossByPiece
 from hopline.tables.history import report_ages
+from hopline.units.batch_unit import autocast
+from hopline.units.loss_at import LOSS_COPIES
 from hopline.util import trace
 from hopline.util.config import format_size
 

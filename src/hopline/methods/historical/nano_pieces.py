@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.budget.micro_batches import by_metis, check_split, piece_of, sizes_of
 from hopline.budget.predictor import Predictor, Sizes, costs_of
-from hopline.core.batch import Batch, Block, Readable, Rows
+from hopline.core.batch import Batch, Block
+from hopline.core.row_handles import Readable, Rows
 from hopline.nn.gnn import GNN
 from hopline.util.config import format_size
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Block, Part, as_tensor
+from hopline.core.batch import Block, Part
+from hopline.core.row_handles import as_tensor
 from hopline.nn.conv_adapter import convolve
 from hopline.nn.gnn import GNN, State
 from hopline.ops.random import draw

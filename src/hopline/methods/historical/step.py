@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hopline.batch_unit import autocast
 from hopline.contract import Unit
 from hopline.core.batch import Batch, Block
 from hopline.methods.historical.mixing import Mixer
@@ -17,6 +16,7 @@ from hopline.methods.historical.regularise import spreads
 from hopline.nn.gnn import GNN
 from hopline.nn.norms import running_statistics
 from hopline.tables.history import HaloBlock, Reader, report_ages
+from hopline.units.batch_unit import autocast
 from hopline.util import trace
 
 if TYPE_CHECKING:

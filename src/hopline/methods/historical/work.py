@@ -26,12 +26,12 @@ from hopline.methods.historical.nano import GuardedHistoricalUnit
 from hopline.methods.historical.nano_pieces import LayerBytes
 from hopline.methods.historical.step import HistoricalBatch, HistoricalUnit
 from hopline.methods.partitioned.batches import HistoricalBatches
-from hopline.methods.partitioned.groups import Group, Parts, Shares, without_halo
+from hopline.methods.partitioned.groups import Group, Parts, without_halo
 from hopline.methods.partitioned.sweep import fill, go_back, measure_bias
 from hopline.nn.gnn import GNN, State
 from hopline.tables.history import HaloBlock, Histories, RecordedBlock
 from hopline.tables.history_gpu import DeviceHistories, Where, choose_where
-from hopline.tables.history_ranks import Owners, SharedHistories
+from hopline.tables.history_ranks import Owners, SharedHistories, Shares
 from hopline.util import trace
 from hopline.util.config import format_size
 

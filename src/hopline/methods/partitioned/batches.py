@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Batch, Block, Rows
+from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
+from hopline.core.row_handles import Rows
 from hopline.device import pinned
 from hopline.methods.historical.mixing import Mixer
 from hopline.methods.historical.step import HistoricalBatch, Later

@@ -14,8 +14,8 @@ from hopline.core.batch import Block
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.core.sampler import NeighborSampler, full_block
-from hopline.distributed.world import World
 from hopline.methods.historical.regularise import drop_edges, edges_where
+from hopline.tables.history_ranks import Shares
 
 if TYPE_CHECKING:
     from hopline.methods.historical.settings import Historical
@@ -45,37 +45,6 @@ class GroupBlocks:
     later: Block | None = None
     """All in-edges of nodes outside that read from the group, where these are asked."""
     around: Around | None = None
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Parts divided over ranks: each keeps a run of them, and the ranks of a host keep theirs in one memory."""
-
-    rank: int
-    hosts: tuple[int, ...]
-    """By rank, its host, counted from 0."""
-    parts: tuple[range, ...]
-    """By rank, the parts whose rows it keeps; those of a host's ranks follow each other."""
-
-    @classmethod
-    def of(cls, world: World, num_parts: int) -> Shares:
-        """Every rank must call this."""
-        if num_parts < world.size:
-            raise ValueError(f"num_parts={num_parts} is less than the {world.size} ranks: make it larger")
-        nodes = world.sum([world.node * (rank == world.rank) for rank in range(world.size)])
-        known = sorted(set(nodes))
-        order = sorted(range(world.size), key=lambda rank: nodes[rank])
-        ends = [num_parts * i // world.size for i in range(world.size + 1)]
-        parts = [range(ends[i], ends[i + 1]) for i in map(order.index, range(world.size))]
-        return cls(world.rank, tuple(known.index(node) for node in nodes), tuple(parts))
-
-    @property
-    def several_hosts(self) -> bool:
-        return max(self.hosts) > 0
-
-    def parts_of_host(self, host: int) -> range:
-        mine = [parts for parts, other in zip(self.parts, self.hosts, strict=True) if other == host]
-        return range(min(parts.start for parts in mine), max(parts.stop for parts in mine))
 
 
 class Parts:

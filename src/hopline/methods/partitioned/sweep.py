@@ -19,10 +19,11 @@ from hopline.core.batch import Batch, Block
 from hopline.distributed.world import World
 from hopline.inference import evaluating
 from hopline.methods.historical.regularise import spreads
-from hopline.methods.partitioned.sweep_loss import LossAtOnce, LossByPiece, Objective, batch_of_seeds
+from hopline.methods.partitioned.sweep_loss import LossAtOnce, LossByPiece, Objective
 from hopline.nn.gnn import State
 from hopline.ops import derive_key
 from hopline.tables.history import Reader, RecordedBlock, Sums
+from hopline.units.loss_at import batch_of_seeds
 from hopline.util import trace
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.batch_unit import BatchUnit, autocast
 from hopline.contract import Job, Unit
 from hopline.core.batch import Batch
 from hopline.core.tree_layout import TreeRows, TreeSampler
@@ -24,6 +23,7 @@ from hopline.device import streams as recording
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
 from hopline.ops.tree_slots import Slots
+from hopline.units.batch_unit import BatchUnit, autocast
 from hopline.util import trace
 
 WARM_UP_STEPS = 3

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Batch, Block, Readable, Rows
-from hopline.core.sampler import NeighborSampler, seed_batches, share_of
+from hopline.core.batch import Batch, Block
+from hopline.core.row_handles import Readable, Rows
+from hopline.core.sampler import NeighborSampler
+from hopline.core.seed_order import seed_batches, share_of
 from hopline.core.tree_layout import TreeBlock, TreeRows, TreeSampler
 from hopline.data.dataset import Dataset
 from hopline.device.out_of_memory import free_memory

@@ -29,7 +29,8 @@ from torch_geometric.data import Data
 
 from hopline import ops
 from hopline.core.graph import Graph, version_of
-from hopline.core.sampler import NeighborSampler, Subgraph, check_ids, seed_batches
+from hopline.core.sampler import NeighborSampler, Subgraph, check_ids
+from hopline.core.seed_order import seed_batches
 from hopline.data.dataset import Dataset
 from hopline.data.formats.pyg import split_masks
 from hopline.device.meter import numbered

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.data.dataset import Dataset
     from hopline.distributed.world import World
     from hopline.methods.sampled.loader import Loader
-    from hopline.shards.collective_sampler import CollectiveLoader
+    from hopline.methods.sampled.on_shards import CollectiveLoader
     from hopline.shards.shard import Shard
 
 FIRST_FANOUTS = (15, 10, 5)

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from hopline.batch_unit import BatchUnit
 from hopline.budget.guard import Guard
 from hopline.contract import Job, Unit, Work
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.methods.sampled.loader import Loader
+from hopline.methods.sampled.on_shards import CollectiveLoader
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.whole_module import Whole, as_walkable, tell_calls, unwrapped
 from hopline.nn.whole_module_probe import check_batches
-from hopline.shards.collective_sampler import CollectiveLoader
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
+from hopline.units.batch_unit import BatchUnit
 
 
 def bind(method: Sampled, job: Job) -> Work:

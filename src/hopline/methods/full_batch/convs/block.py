@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from hopline.core.batch import Handle
 from hopline.core.graph import Graph
-from hopline.core.row_handles import typed
+from hopline.core.row_handles import Handle, typed
 from hopline.methods.full_batch.convs.edges import Edges, gcn_edges, loop_attributes, to_keep
 from hopline.methods.full_batch.convs.messages import CannotSplit
 from hopline.methods.full_batch.convs.patch_message_passing import Mode, on_shard

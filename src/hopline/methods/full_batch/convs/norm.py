@@ -46,6 +46,6 @@ class _Summed(torch.autograd.Function):
 def _sum(x: Tensor, world: World) -> Tensor:
     on_host = dist.get_backend() == "gloo"
     total = (x.cpu() if on_host else x).clone(memory_format=torch.contiguous_format)
-    with world._exchange():  # says which rank stopped
+    with world.exchange():  # says which rank stopped
         dist.all_reduce(total)
     return total.to(x.device)

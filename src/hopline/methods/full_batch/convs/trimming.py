@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from hopline.core.batch import Handle, Part
+from hopline.core.batch import Part
+from hopline.core.row_handles import Handle
 from hopline.methods.full_batch.convs.block import ShardBlock, find_rule, run_by_rule
 from hopline.methods.full_batch.convs.edges import Edges, to_keep
 from hopline.methods.full_batch.transports import Transport

@@ -1,0 +1,117 @@
+"""A method's plan within a budget: measured if the bound is too loose, or refused with what would fit."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hopline.budget.memory_plan import PLACES, DoesNotFit, Outline, Place, Plan
+from hopline.budget.probe import learn, plan_of
+from hopline.budget.settings import Budget
+from hopline.contract import Method
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.historical.settings import Historical
+from hopline.methods.sampled.settings import Sampled, usual_fanouts
+from hopline.nn.gnn import GNN
+from hopline.util.config import kind_of, parse_size
+
+MOST_TRIED = 5
+"""Budgets that are tried before one is named."""
+
+
+FOLDER = Path("tables")
+"""Where tables that do not fit in memory would be kept."""
+
+
+def plan_within(method: Method, outline: Outline, budget: Budget) -> Plan:
+    """The method's plan; if it does not fit, an error that names a method that would."""
+    try:
+        return checked_plan(method, outline, budget)
+    except DoesNotFit as error:
+        names = [_typed(other) for other in alternatives(method, outline) if _fits(other, outline, budget)]
+        tip = f"with this budget {names[0]} fits" if names else "no other method fits this budget either"
+        raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
+
+
+def checked_plan(method: Method, outline: Outline, budget: Budget) -> Plan:
+    """The method's plan; if it does not fit, an error with a budget that was tried and does."""
+    plan = _best_known(method, outline, budget)
+    if plan.fits:
+        return plan
+    by_host = outline.home == "host" and budget.host is not None
+    by_host = by_host and parse_size(budget.host or 0) == budget.bytes_on(outline.device)
+    smallest = _smallest_that_does(method, outline, budget, plan.missing)
+    raise plan.refusal(smallest, "budget.host" if by_host else "budget")
+
+
+def _smallest_that_does(
+    method: Method, outline: Outline, budget: Budget, smallest: dict[Place, int]
+) -> dict[Place, int]:
+    """Limits by which the method fits, from those that it seems to need: tried as one who types them would find it, who
+    knows nothing of the steps measured here."""
+    found: dict[Place, int] | None = None
+    for _ in range(MOST_TRIED):
+        anew = replace(outline, predictors={})
+        tried = _best_known(method, anew, _raised(budget, smallest, outline))
+        if not tried.fits:
+            if found is not None:
+                break
+            smallest = {place: max(smallest.get(place, 0), tried.missing.get(place, 0)) for place in PLACES}
+            smallest = {place: size for place, size in smallest.items() if size}
+            continue
+        if not anew.predictor(_num_blocks(method, anew)).is_sure:
+            learn(anew, _num_blocks(method, anew), tried.limit_bytes)
+        found, smallest = smallest, plan_of(method, anew, budget).missing  # which may be less, by what was learnt
+        if not any(size < found.get(place, 0) for place, size in smallest.items()):
+            break
+    return smallest if found is None else found
+
+
+def _best_known(method: Method, outline: Outline, budget: Budget) -> Plan:
+    """The plan, for which steps were measured if it does not fit by the bound: within what would fit by that."""
+    plan = plan_of(method, outline, budget)
+    num_blocks = _num_blocks(method, outline)
+    if plan.fits or outline.predictor(num_blocks).is_sure:
+        return plan
+    learn(outline, num_blocks, plan_of(method, outline, _raised(budget, plan.missing, outline)).limit_bytes)
+    return plan_of(method, outline, budget)
+
+
+def _num_blocks(method: Method, outline: Outline) -> int:
+    return len(method.fanout_per_layer) if isinstance(method, Sampled) else getattr(outline.model, "num_layers", 3)
+
+
+def _raised(budget: Budget, smallest: Mapping[Place, int], outline: Outline) -> Budget:
+    """The budget with limits that are at least these; on a CPU the device's is the host's."""
+    found = {place: str(size) for place, size in smallest.items()}
+    if "host" in found and outline.home == "host":
+        found["device"] = found["host"]
+    return replace(budget, **found)
+
+
+def _fits(method: Method, outline: Outline, budget: Budget) -> bool:
+    try:
+        return plan_of(method, outline, budget).fits
+    except ValueError:  # the model is not one for it
+        return False
+
+
+def alternatives(method: Method | None, outline: Outline) -> list[Method]:
+    """The library's other methods, each with its usual settings."""
+    found: list[Method] = []
+    num_nodes, layers = outline.data.num_nodes, getattr(outline.model, "num_layers", 3)
+    if isinstance(outline.model, GNN):
+        cut = "metis" if importlib.util.find_spec("pymetis") else "streaming"
+        parts = Historical(partition=cut).for_graph(num_nodes)
+        whole = FullBatch(num_shards=1, partition=cut)
+        found = [parts, whole, replace(parts, folder=FOLDER), replace(whole, folder=FOLDER)]
+    found.insert(0, Sampled(fanouts=usual_fanouts(layers)))
+    return [other for other in found if type(other) is not type(method)]
+
+
+def _typed(method: Method) -> str:
+    """How a method is asked for."""
+    folder = getattr(method, "folder", None)
+    return f"method={kind_of(type(method))}" + ("" if folder is None else f" method.folder={folder}")

@@ -1,0 +1,65 @@
+"""The best weights of a run, kept by a callback."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hopline.training.callbacks import Callback, EpochEnd, Evaluation
+from hopline.util.files import replacing
+
+if TYPE_CHECKING:
+    from hopline.training.trainer import Trainer
+
+
+class KeepWeights(Callback):
+    """The best and the last weights as `state_dict`s of the user's model, in memory and in the run folder.
+
+    Best is by the validation metric; without one, the last weights are the best.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.best: dict[str, Tensor] | None = None
+        self.best_value, self.best_epoch = -math.inf, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best, "best_value": self.best_value, "best_epoch": self.best_epoch}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        self.best, self.best_value, self.best_epoch = state["best"], state["best_value"], state["best_epoch"]
+
+    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        if evaluation.split == "valid" and trainer.score(evaluation.metrics) > self.best_value:
+            self.best_value, self.best_epoch = trainer.score(evaluation.metrics), evaluation.epoch
+            self.best = {name: t.detach().clone() for name, t in trainer.evaluated_weights().items()}
+            self._save("best.pt", self.best)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        self.save_last(trainer)
+
+    def save_last(self, trainer: Trainer) -> None:
+        """The weights as they are, as the last ones."""
+        if self.folder is not None:
+            self._save("last.pt", trainer.model.state_dict())
+
+    def restore(self, trainer: Trainer, last_epoch: int) -> int:
+        """Load the best weights into the model; returns their epoch."""
+        if self.best is None:
+            self._save("best.pt", trainer.model.state_dict())
+            return last_epoch
+        trainer.model.load_state_dict(self.best)
+        return self.best_epoch
+
+    def _save(self, name: str, weights: dict[str, Any]) -> None:
+        if self.folder is None:
+            return
+        try:
+            with replacing(self.folder / name) as file:
+                torch.save(weights, file)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            raise ValueError(f"cannot write {self.folder / name}: {error}; free space or choose out=") from error

@@ -1,0 +1,115 @@
+"""Layers of folders: a folder imports only from the rows below its own. Imports for type checkers count too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "hopline"
+
+# From the bottom up. In a row, folders to the right may import those to their left of the same group; groups, which
+# "|" divides, do not import each other.
+ROWS = (
+    "ops | util | metrics",
+    "device core",
+    "distributed pipeline tables report nn data",
+    "contract units | layerwise",
+    "budget",
+    "shards inference | interop",
+    "methods/partitioned methods/sampled | methods/partitioned methods/historical",
+    "methods/full_batch methods",
+    "training",
+    "run recipes",
+    "cli",
+)
+DOORS = ("__init__", "__main__", "extend")
+"""They name what users import, and stand above all."""
+
+WAITING = {
+    "budget -> methods/sampled": "each method plans its own memory by `Method.plan`",
+    "budget -> methods/historical": "each method plans its own memory by `Method.plan`",
+    "budget -> methods/full_batch": "each method plans its own memory by `Method.plan`",
+    "methods/partitioned -> methods/historical": "what of `HistoricalWork` belongs to parts moves to them",
+    "inference -> methods/full_batch": "the layer-wise engine runs convs whose source rows are elsewhere",
+}
+"""Imports that point upward until the contract between methods, budget and the layer-wise engine changes."""
+
+
+def folder_of(path: Path) -> str:
+    """The folder of a file, of `methods/` each method's; for a file at the top its name."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    if parts[0] == "methods":
+        return "/".join(parts[:2]) if len(parts) > 2 else "methods"
+    return parts[0]
+
+
+def file_of(name: str) -> Path | None:
+    """The file of `hopline.a.b`, where b may be a name in the module a."""
+    path = SOURCE.joinpath(*name.split(".")[1:])
+    if path.with_suffix(".py").exists():
+        return path.with_suffix(".py")
+    if (path / "__init__.py").exists():
+        return path / "__init__.py"
+    return file_of(name.rpartition(".")[0]) if name.count(".") > 1 else None
+
+
+def may_import() -> dict[str, set[str]]:
+    """By folder, the folders that it may import."""
+    allowed: dict[str, set[str]] = {}
+    below: set[str] = set()
+    for row in ROWS:
+        for group in row.split(" | "):
+            left: set[str] = set()
+            for folder in group.split():
+                allowed[folder] = allowed.get(folder, set()) | below | left
+                left.add(folder)
+        below |= set(row.replace("|", " ").split())
+    return allowed
+
+
+def imports() -> list[tuple[str, str, str]]:
+    """(folder, imported folder, place) of every import from another folder, those within functions too."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        here = folder_of(path)
+        for node in ast.walk(ast.parse(path.read_text())) if here not in DOORS else ():
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hopline":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("hopline.")]
+            for name in names:
+                file = file_of(name)
+                there = here if file is None else folder_of(file)
+                if there != here:
+                    found.append((here, there, f"{path.relative_to(SOURCE)}:{node.lineno} imports {name}"))
+    return found
+
+
+def test_every_folder_has_its_row():
+    allowed = may_import()
+    unknown = {folder_of(path) for path in SOURCE.rglob("*.py")} - set(allowed) - set(DOORS)
+    assert not unknown, f"{', '.join(sorted(unknown))}: add it to a row of ROWS, above all folders that it imports"
+
+
+def test_a_folder_imports_only_from_below():
+    allowed, wrong = may_import(), []
+    for here, there, place in imports():
+        if there not in allowed[here] and f"{here} -> {there}" not in WAITING:
+            wrong.append(f"{place}: {here} stands below {there}. Move what both need to {here} or lower")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_waits_is_still_needed():
+    needed = {f"{here} -> {there}" for here, there, _ in imports()}
+    ended = sorted(set(WAITING) - needed)
+    assert not ended, f"nothing imports upward by {', '.join(ended)} any more: take it out of WAITING"
+
+
+def test_every_folder_opens_with_a_paragraph():
+    silent = []
+    for path in SOURCE.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if path.parent != SOURCE and len(text.split()) < 25:
+            silent.append(str(path.relative_to(SOURCE)))
+    assert not silent, f"{', '.join(silent)}: say what is in the folder, what to read first, and what others rely on"
