@@ -87,7 +87,7 @@ class Tally(hl.Callback):
     def on_fit_start(self, trainer: hl.Trainer) -> None:
         self.started = time.process_time()
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         self.seconds, self.cpu_s = self.seconds + epoch.seconds, time.process_time() - self.started
         guard = getattr(trainer.work, "guard", None)
         if guard is not None:

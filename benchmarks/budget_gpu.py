@@ -41,7 +41,7 @@ class Peak(hl.Callback):
 
     most_bytes = 0
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if trainer.device.type == "cuda":
             self.most_bytes = max(self.most_bytes, torch.cuda.max_memory_allocated())
 

@@ -41,10 +41,10 @@ class Loop(hl.Callback):
         self.started = time.perf_counter()
         self.trained: list[float] = []
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         self.trained.append(time.perf_counter() - self.started)
 
-    def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.Evaluation) -> None:
+    def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.extend.Evaluation) -> None:
         if evaluation.split == "valid":
             self.evaluated = time.perf_counter() - self.started
 
@@ -62,7 +62,7 @@ class Kernels(hl.Callback):
     def __init__(self) -> None:
         self.count, self.profile = 0, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         self.count += 1
         if self.count in (BEGIN, BEGIN + self.epochs):
             torch.cuda.synchronize()

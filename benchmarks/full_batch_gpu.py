@@ -59,7 +59,7 @@ def graph(homophily: float, scale: float, device: torch.device) -> hl.Dataset:
     return replace(
         made,
         graph=moved,
-        tables={"x": hl.TensorTable(x[order].cpu())},
+        tables={"x": hl.extend.TensorTable(x[order].cpu())},
         y=y[order].cpu() % CLASSES,
         splits={"train": train},
         num_classes=CLASSES,
@@ -122,7 +122,7 @@ class Watch(hl.Callback):
         self.ends: list[float] = []
         self.losses: list[float] = []
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         self.ends.append(time.perf_counter())

@@ -99,7 +99,7 @@ def _cache(lab: Lab) -> None:
     lab.attempt("papers100m: 20% as observed", partial(_order, lab, data, rows, by_degree, "observed", steps))
 
 
-def _on_host(lab: Lab) -> tuple[hl.Dataset, hl.TensorTable]:
+def _on_host(lab: Lab) -> tuple[hl.Dataset, hl.extend.TensorTable]:
     """The graph on the device, and its features in host memory that the device reads."""
     data = lab.shaped("papers100m")
     x = data.x.storage()
@@ -115,24 +115,26 @@ def _on_host(lab: Lab) -> tuple[hl.Dataset, hl.TensorTable]:
     without = replace(data, tables={})
     del data, x
     lab.drop("papers100m")
-    return without, hl.TensorTable(rows)
+    return without, hl.extend.TensorTable(rows)
 
 
-def _with_cache(lab: Lab, data: hl.Dataset, rows: hl.TensorTable, ids: Tensor, observe: bool = False) -> hl.Dataset:
-    return replace(data, tables={"x": hl.TieredTable(rows, ids, lab.device, observe=observe)})
+def _with_cache(
+    lab: Lab, data: hl.Dataset, rows: hl.extend.TensorTable, ids: Tensor, observe: bool = False
+) -> hl.Dataset:
+    return replace(data, tables={"x": hl.extend.TieredTable(rows, ids, lab.device, observe=observe)})
 
 
 def _cached(
     lab: Lab,
     data: hl.Dataset,
-    rows: hl.TensorTable,
+    rows: hl.extend.TensorTable,
     by_access: Tensor,
     share: float,
     layout: str,
     most_steps: int | None,
 ) -> None:
     if share == 1:
-        placed = replace(data, tables={"x": hl.TensorTable(rows.rows.to(lab.device))})
+        placed = replace(data, tables={"x": hl.extend.TensorTable(rows.rows.to(lab.device))})
     else:
         placed = _with_cache(lab, data, rows, by_access[: int(share * len(rows))].clone())
     torch.manual_seed(0)
@@ -149,7 +151,9 @@ def _cached(
     lab.memory_row(name, found.peak_bytes, "with the graph")
 
 
-def _order(lab: Lab, data: hl.Dataset, rows: hl.TensorTable, ids: Tensor, order: str, most_steps: int | None) -> None:
+def _order(
+    lab: Lab, data: hl.Dataset, rows: hl.extend.TensorTable, ids: Tensor, order: str, most_steps: int | None
+) -> None:
     placed = _with_cache(lab, data, rows, ids.clone(), observe=order == "observed")
     torch.manual_seed(0)
     found = timed_epochs(lab, placed, sage(placed), "tree", 2, most_steps)

@@ -176,7 +176,7 @@ class Epochs:
 
     seconds: float
     """Of an epoch: the median of those after the first, which warms up."""
-    last: hl.EpochEnd
+    last: hl.extend.EpochEnd
     share: float
     """Of the training seeds that an epoch had."""
     peak_bytes: int

@@ -38,7 +38,7 @@ def dataset(files: Files, num_seeds: int) -> hl.Dataset:
     return hl.Dataset(
         name="rmat",
         graph=hl.Graph(files.indptr, files.indices),
-        tables={"x": hl.TensorTable(files.x)},
+        tables={"x": hl.extend.TensorTable(files.x)},
         y=files.y,
         splits={"train": seeds.sort().values},
         num_classes=CLASSES,

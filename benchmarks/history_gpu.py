@@ -50,7 +50,7 @@ def graph(homophily: float, scale: float, device: torch.device) -> tuple[hl.Data
     outside = made.y[src] != made.y[dst]
     halo = (made.y[dst[outside]].long() * made.num_nodes + src[outside]).unique().numel() / made.num_nodes
     y = made.y.cpu()
-    return replace(made, graph=made.graph.to("cpu"), tables={"x": hl.TensorTable(x.cpu())}, y=y), halo
+    return replace(made, graph=made.graph.to("cpu"), tables={"x": hl.extend.TensorTable(x.cpu())}, y=y), halo
 
 
 def model() -> hl.nn.GNN:
@@ -106,7 +106,7 @@ def historical(
     ends: list[float] = []
 
     class Watch(hl.Callback):
-        def on_epoch_end(self, trainer: hl.Trainer, ended: hl.EpochEnd) -> None:
+        def on_epoch_end(self, trainer: hl.Trainer, ended: hl.extend.EpochEnd) -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             ends.append(time.perf_counter())

@@ -64,7 +64,7 @@ def in_order(data: hl.Dataset, graph: hl.Graph, part_of: Tensor) -> hl.Dataset:
         data,
         graph=from_edges(position[src.long()], position[dst.long()], data.num_nodes),
         y=data.y[order],
-        tables={"x": hl.TensorTable(torch.arange(data.num_nodes).float().view(-1, 1))},
+        tables={"x": hl.extend.TensorTable(torch.arange(data.num_nodes).float().view(-1, 1))},
         splits={name: position[ids].sort().values for name, ids in data.splits.items()},
         alternatives=(),
         folder=None,

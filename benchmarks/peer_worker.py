@@ -42,9 +42,9 @@ def hopline(files: Files, threads: int) -> Tasks:
 
     graph = hl.Graph(files.indptr, files.indices)
     train = {"train": files.seeds.sort().values}
-    tables: dict[str, hl.Table] = {"x": hl.TensorTable(files.x)}
+    tables: dict[str, hl.extend.Table] = {"x": hl.extend.TensorTable(files.x)}
     data = hl.Dataset(name="rmat", graph=graph, tables=tables, y=files.y, splits=train, num_classes=CLASSES)
-    sampler = hl.NeighborSampler(graph, FANOUTS)
+    sampler = hl.extend.NeighborSampler(graph, FANOUTS)
     workers = threads if threads > 1 else 0
     stage = Stage("sample", lambda request: sampler.sample(request[1], request[0]))
     pipeline = Pipeline([stage], workers=workers, look_ahead=2 * threads)

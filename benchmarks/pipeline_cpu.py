@@ -34,7 +34,7 @@ class Keep(WatchPipeline):
 
     found: Explanation | None = None
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         super().on_epoch_end(trainer, epoch)
         self.found = self.timed[-1].explained(setup_of(trainer))
 

@@ -136,7 +136,7 @@ class Walk:
         self.meter.cost((8 + row) * n, n, lambda: pieces(ids, row, row))  # ids in, rows in, rows out
         self.meter.next_batch()
 
-    def _sample(self, seeds: Tensor, key: int) -> tuple[hl.Block, ...]:
+    def _sample(self, seeds: Tensor, key: int) -> tuple[hl.extend.Block, ...]:
         self._add("hop 1", seeds)
         hops = [self._hop(f"hop {i + 1}", fanout, key) for i, fanout in enumerate(FANOUTS)]
         ids = hops[-1].src_ids
@@ -144,7 +144,7 @@ class Walk:
         self.meter.cost(8 * len(ids), len(ids), lambda: pieces(ids, 4, 4))  # ids in, their int32 in the map out
         return tuple(reversed(hops))
 
-    def _hop(self, hop: str, fanout: int, key: int) -> hl.Block:
+    def _hop(self, hop: str, fanout: int, key: int) -> hl.extend.Block:
         indptr, indices, dst = self.files.indptr, self.files.indices, self._ids(hop)
         n, ends = len(dst), partial(pieces, dst, 8, 16)  # start and stop of a row are neighbours in indptr
         starts = self.meter("sample", f"{hop} count", cpu._row_starts, indptr, dst, len(indices), fanout, False)
@@ -158,7 +158,7 @@ class Walk:
         # Positions in, int32 in, int32 out.
         self.meter.cost(12 * size, size, lambda: pieces(torch.from_numpy(edges), 4, 4))
         src_idx = self._add(hop, torch.from_numpy(found))
-        return hl.Block(self._ids(hop), n, (hl.Part(torch.from_numpy(starts), src_idx),))
+        return hl.extend.Block(self._ids(hop), n, (hl.extend.Part(torch.from_numpy(starts), src_idx),))
 
     def _add(self, hop: str, nodes: Tensor) -> Tensor:
         before = self.id_map.size
@@ -174,7 +174,7 @@ class Walk:
         self.meter.cost(16 * len(ids), len(ids))  # ids in and out
         return ids
 
-    def _read(self, block: hl.Block) -> Tensor:
+    def _read(self, block: hl.extend.Block) -> Tensor:
         """What the first layer needs of the table, as the loader reads it ahead."""
         ids, part = block.src_ids, block.part
         sources = self.meter("gather", "leaf ids", ops.gather_rows, ids, part.src_idx)
@@ -193,7 +193,7 @@ class Walk:
         self.tape.append((name, out, [given] * given.requires_grad + params, back))
         return out
 
-    def _mean(self, l: int, h: Tensor, block: hl.Block) -> Tensor:
+    def _mean(self, l: int, h: Tensor, block: hl.extend.Block) -> Tensor:
         part, own, row = block.part, torch.arange(block.num_dst), 4 * h.size(1)
         run = partial(ops.reduce_edges, indptr=part.indptr, src_idx=part.src_idx, reduce="mean", own=own)
         # Back: edges in, gradients of own rows in and of h out, and at random the mean's gradient for every edge.
@@ -275,7 +275,7 @@ def show_kernels(medians: dict[Kernel, Totals], copy: float, product: float) -> 
 def show_stages(files: Files) -> None:
     """One epoch as users run it: `sample` and `gather` run ahead in threads that give way to training."""
     graph, train = hl.Graph(files.indptr, files.indices), {"train": files.seeds.sort().values}
-    tables: dict[str, hl.Table] = {"x": hl.TensorTable(files.x)}
+    tables: dict[str, hl.extend.Table] = {"x": hl.extend.TensorTable(files.x)}
     data = hl.Dataset(name="rmat", graph=graph, tables=tables, y=files.y, splits=train, num_classes=CLASSES)
     method = hl.Sampled(fanouts=FANOUTS, batch_size=BATCH)
     torch.set_num_threads(num_cores())

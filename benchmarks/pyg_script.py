@@ -47,7 +47,7 @@ def dataset_folder(folder: Path) -> Path:
         hl.Dataset(
             name="rmat",
             graph=hl.Graph(indptr, indices),
-            tables={"x": hl.TensorTable(x)},
+            tables={"x": hl.extend.TensorTable(x)},
             y=y,
             splits={"train": train, "test": (~is_train).nonzero().view(-1)[:10_000]},
             num_classes=int(y.max()) + 1,

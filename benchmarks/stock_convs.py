@@ -42,11 +42,11 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def ours(model: hl.nn.GNN, batch: hl.Batch, table: hl.Table) -> Tensor:
-    return model(replace(batch, x=hl.Rows(table, batch.input_ids)))  # as without a pipeline: nothing read ahead
+def ours(model: hl.nn.GNN, batch: hl.Batch, table: hl.extend.Table) -> Tensor:
+    return model(replace(batch, x=hl.extend.Rows(table, batch.input_ids)))  # as without a pipeline: nothing read ahead
 
 
-def stock(model: hl.nn.GNN, batch: hl.Batch, table: hl.Table) -> Tensor:
+def stock(model: hl.nn.GNN, batch: hl.Batch, table: hl.extend.Table) -> Tensor:
     h = table.read(batch.input_ids)
     for l, (conv, block) in enumerate(zip(model.convs, batch.blocks, strict=True)):
         h = conv((h, h[: block.num_dst]), block.edge_index)

@@ -44,7 +44,7 @@ def measure(folder: Path, cores: int) -> None:
     data = hl.Dataset(
         name="rmat",
         graph=hl.Graph(files.indptr, files.indices),
-        tables={"x": hl.TensorTable(files.x)},
+        tables={"x": hl.extend.TensorTable(files.x)},
         y=files.y,
         splits={"train": files.seeds[:SEEDS].sort().values},
         num_classes=files.widths[-1],

@@ -11,11 +11,11 @@ class StopAtLoss(hl.Callback):
         self.target = target
         self.norms: list[float] = []
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         squares = [p.grad.square().sum() for p in trainer.model.parameters() if p.grad is not None]
         self.norms.append(float(torch.stack(squares).sum().sqrt()))
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         if epoch.loss < self.target:
             trainer.stop(f"the loss is below {self.target}")
 

@@ -10,22 +10,22 @@ import hopline as hl
 
 
 @dataclass(frozen=True)
-class ByDegree(hl.Method):
+class ByDegree(hl.extend.Method):
     fanouts: tuple[int, ...] = (10, 5)
     batch_size: int = 1024
     steps: int = 20
 
-    def bind(self, job: hl.Job) -> "ByDegreeWork":
-        return ByDegreeWork(self, job, hl.NeighborSampler(job.data.graph, self.fanouts))
+    def bind(self, job: hl.extend.Job) -> "ByDegreeWork":
+        return ByDegreeWork(self, job, hl.extend.NeighborSampler(job.data.graph, self.fanouts))
 
 
 @dataclass
 class ByDegreeWork:
     spec: ByDegree
-    job: hl.Job
-    sampler: hl.NeighborSampler
+    job: hl.extend.Job
+    sampler: hl.extend.NeighborSampler
 
-    def units(self, epoch: int) -> Iterator[hl.Unit]:
+    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
         data, world = self.job.data, self.job.world
         generator = torch.Generator().manual_seed(epoch * world.size + world.rank)  # each rank draws seeds of its own
         weights = data.graph.in_degrees(self.job.train_ids).double() + 1
@@ -33,8 +33,9 @@ class ByDegreeWork:
             seeds = self.job.train_ids[weights.multinomial(self.spec.batch_size, generator=generator)]
             key = epoch * 1_000_003 + step
             blocks = self.sampler.sample(seeds, key)
-            yield hl.BatchUnit(
-                self.job, hl.Batch(seeds, blocks, hl.Rows(data.x, blocks[0].src_ids), data.labels[seeds], key=key)
+            yield hl.extend.BatchUnit(
+                self.job,
+                hl.Batch(seeds, blocks, hl.extend.Rows(data.x, blocks[0].src_ids), data.labels[seeds], key=key),
             )
 
 

@@ -13,7 +13,7 @@ import hopline as hl
 
 
 @dataclass
-class DataUnit(hl.Unit):
+class DataUnit(hl.extend.Unit):
     model: torch.nn.Module
     data: Data
 
@@ -30,14 +30,14 @@ class DataUnit(hl.Unit):
 
 
 @dataclass
-class PyGBatches(hl.Method):
+class PyGBatches(hl.extend.Method):
     make_loader: Callable[[int], Iterable[Data]]  # epoch -> batches
 
-    def bind(self, job: hl.Job) -> "PyGBatches":
+    def bind(self, job: hl.extend.Job) -> "PyGBatches":
         self.model = job.module
         return self
 
-    def units(self, epoch: int) -> Iterator[hl.Unit]:
+    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
         for data in self.make_loader(epoch):
             yield DataUnit(self.model, data)
 

@@ -117,7 +117,7 @@ def make_data(kind: str, dtype: torch.dtype = torch.float64) -> hl.Dataset:
     return hl.Dataset(
         name=f"golden-{kind}",
         graph=hl.Graph(indptr, src[order], edge),
-        tables={"x": hl.SparseTable.from_dense(x) if kind == "sparse" else hl.TensorTable(x)},
+        tables={"x": hl.extend.SparseTable.from_dense(x) if kind == "sparse" else hl.extend.TensorTable(x)},
         y=y,
         splits={"train": train, "valid": valid, "test": test},
         num_classes=NUM_CLASSES,
@@ -267,7 +267,7 @@ class Case:
     """One run."""
 
     model: str
-    method: hl.Method
+    method: hl.extend.Method
     data: str = "dense"
     dtype: torch.dtype = torch.float64
     """Of the model and the features."""
@@ -593,10 +593,10 @@ class _Recorder(hl.Callback):
         self.losses: list[Tensor] = []
         self.weights: dict[str, Tensor] = {}
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         self.losses.append(step.loss)
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         if epoch.epoch == trainer.settings.epochs:
             self.weights = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
@@ -611,7 +611,7 @@ class _Stop(hl.Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.step == self.step:
             raise _Stopped
 
@@ -649,7 +649,7 @@ def _fit(
     data = make_data(case.data, case.dtype)
     if case.cached_rows is not None:
         hot_ids = hottest(out_degrees(data.graph), case.cached_rows)
-        data = replace(data, tables={"x": hl.CachedTable(data.x, hot_ids)})
+        data = replace(data, tables={"x": hl.extend.CachedTable(data.x, hot_ids)})
     recorder = recorder or _Recorder()
     settings: dict[str, Any] = {"epochs": case.epochs, "lr": 0.01, "seed": 3, "show": False, "device": device}
     trainer = hl.Trainer(

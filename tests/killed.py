@@ -40,7 +40,7 @@ def train_rank(world: World, folder: str, kind: str) -> None:
     data = hl.Dataset(
         name="small",
         graph=graph,
-        tables={"x": hl.TensorTable(torch.randn(300, 8, generator=random_rows))},
+        tables={"x": hl.extend.TensorTable(torch.randn(300, 8, generator=random_rows))},
         y=torch.randint(0, 3, (300,), generator=random_rows),
         splits={"train": torch.arange(200), "valid": torch.arange(200, 250), "test": torch.arange(250, 300)},
         num_classes=3,
@@ -49,7 +49,7 @@ def train_rank(world: World, folder: str, kind: str) -> None:
     # GAT's dropout inside the conv is drawn from torch's own generator, which a checkpoint has to keep.
     convs = [GATConv(8, 8, dropout=0.3), GATConv(8, 3)] if kind == "gat" else [SAGEConv(8, 8), SAGEConv(8, 3)]
     model = hl.nn.GNN(convs, dropout=0.5, norm="batch")
-    method: hl.Method = hl.Sampled(fanouts=(4, 3), batch_size=16, workers=2)
+    method: hl.extend.Method = hl.Sampled(fanouts=(4, 3), batch_size=16, workers=2)
     if kind == "historical":
         method = hl.Historical(num_parts=12, parts_per_batch=1, partition="random", compensate=True, lag=1)
     schedule = hl.Schedule(name="plateau", patience=0, warmup=1)

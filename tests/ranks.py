@@ -39,7 +39,9 @@ class KillRank(Callback):
 def train(world: World, kind: str, out: str | None = None, **changes: Any) -> dict[str, Any]:
     """Losses, metrics and weights of a run whose step is BATCH seeds, however many ranks share it."""
     data = small(num_train=changes.pop("num_train", 150))
-    data = dataclasses.replace(data, tables={"x": hl.TensorTable(data.x.read(torch.arange(len(data.x))).double())})
+    data = dataclasses.replace(
+        data, tables={"x": hl.extend.TensorTable(data.x.read(torch.arange(len(data.x))).double())}
+    )
     torch.manual_seed(3 + world.rank)  # all begin with the first one's weights
     convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
     model = hl.nn.GNN([convs(8, 8), convs(8, 4)], dropout=0.4).double()

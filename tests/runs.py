@@ -56,7 +56,9 @@ def method(**changes: Any) -> hl.Sampled:
     return hl.Sampled(**settings)
 
 
-def fit(data: hl.Dataset, model: nn.Module | None = None, how: hl.Method | None = None, **settings: Any) -> hl.Run:
+def fit(
+    data: hl.Dataset, model: nn.Module | None = None, how: hl.extend.Method | None = None, **settings: Any
+) -> hl.Run:
     """Train quietly, by default two SAGE layers for two epochs."""
     settings = {"epochs": 2, "lr": 0.01, "show": False} | settings
     return hl.Trainer(sage(data) if model is None else model, data, how or method(), **settings).fit()
@@ -145,13 +147,13 @@ class Recorder(hl.Callback):
     def on_fit_start(self, trainer: hl.Trainer) -> None:
         self.calls.append(("fit_start", None))
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         self.calls.append(("step", step))
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         self.calls.append(("epoch", epoch))
 
-    def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.Evaluation) -> None:
+    def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.extend.Evaluation) -> None:
         self.calls.append(("evaluate", evaluation))
 
     def on_fit_end(self, trainer: hl.Trainer, run: hl.Run) -> None:

@@ -79,7 +79,7 @@ class StandIn:
 
     def __init__(self, data: Data, num_neighbors: Sequence[int], input_nodes: Tensor, batch_size: int) -> None:
         self.data, self.seeds, self.batch_size = data, input_nodes.nonzero().view(-1), batch_size
-        self.sampler = hl.NeighborSampler(hl.from_pyg(data).graph, num_neighbors)
+        self.sampler = hl.extend.NeighborSampler(hl.from_pyg(data).graph, num_neighbors)
 
     def __iter__(self) -> Iterator[Data]:
         for key, seeds in enumerate(self.seeds.split(self.batch_size)):

@@ -53,7 +53,7 @@ def test_a_dataset_folder_is_intact_and_every_value_is_read(kept: Path):
     assert "is intact" in succeed("verify", kept / "dataset").out
     data = hl.open(kept / "dataset")
     assert (data.name, data.num_nodes, data.num_edges, data.num_classes, data.task) == ("kept", 48, 240, 4, "single")
-    assert isinstance(data.tables["counts"], hl.SparseTable)
+    assert isinstance(data.tables["counts"], hl.extend.SparseTable)
     assert dataset_checksums(data) == expected(kept, "dataset")
 
 
@@ -66,7 +66,7 @@ def test_the_second_split_is_another_one(kept: Path):
 def test_shards_are_those_of_the_dataset(kept: Path):
     assert "is intact" in succeed("verify", kept / "shards").out
     data = hl.open(kept / "dataset")
-    shards = [hl.open_shard(kept / "shards", rank) for rank in range(2)]
+    shards = [hl.shards.open_shard(kept / "shards", rank) for rank in range(2)]
     assert torch.cat([shard.nodes for shard in shards]).sort().values.tolist() == list(range(48))
     for shard in shards:
         assert torch.equal(shard.tables["x"].read(torch.arange(shard.num_own)), data.x.read(shard.nodes))
@@ -139,7 +139,7 @@ def test_shards_of_a_later_version_are_refused(kept: Path):
     for folder in ("shards", "shards/shard-0"):
         _as_version(kept / folder / "manifest.json", lambda fields: fields["meta"]["shards"].update(version=99))
     with pytest.raises(ValueError, match=r"has version 99, this hopline reads \d+: cut the dataset again"):
-        hl.open_shard(kept / "shards", 0)
+        hl.shards.open_shard(kept / "shards", 0)
     assert_refused(command("verify", kept / "shards"), "version 99")
 
 

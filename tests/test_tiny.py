@@ -43,7 +43,7 @@ def test_takes_a_pyg_graph():
     assert sorted(data.splits) == ["test", "train", "valid"]
 
 
-METHODS: dict[str, hl.Method] = {
+METHODS: dict[str, hl.extend.Method] = {
     "sampled": hl.Sampled(fanouts=(3, 2), batch_size=8),
     "trees": hl.Sampled(fanouts=(3, 2), batch_size=8, layout="tree"),
     "historical": hl.Historical(num_parts=6, parts_per_batch=2, partition="streaming"),
@@ -55,7 +55,7 @@ METHODS: dict[str, hl.Method] = {
 }
 
 
-def train(method: hl.Method, **settings: Any) -> hl.Run:
+def train(method: hl.extend.Method, **settings: Any) -> hl.Run:
     data = tiny()
     return hl.Trainer(model_for(data), data, method, **{"epochs": 15, "lr": 0.02, "show": False} | settings).fit()
 

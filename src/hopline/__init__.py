@@ -1,17 +1,20 @@
-"""hopline trains any PyTorch Geometric model on a graph that does not fit."""
+"""hopline trains any PyTorch Geometric model on a graph that does not fit.
+
+`hl.open` and `hl.from_*` make a `Dataset`; `hl.Trainer` trains a model on it by a method: `hl.Sampled`, `hl.Historical`
+or `hl.FullBatch`. `hl.nn` has the layer walk, `hl.infer` exact and sampled inference, `hl.metrics` metrics, `hl.shards`
+datasets cut for ranks, `hl.interop` other frameworks, and `hl.extend` what authors of methods, tables and convs need.
+"""
 
 from typing import TYPE_CHECKING
 
 from hopline.util.lazy import on_first_use
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time names are imported when they are first used
+    from hopline import extend, interop, metrics, nn, shards
     from hopline import inference as infer
-    from hopline import interop, metrics, nn
-    from hopline.contract import Job, Method, Unit
-    from hopline.core.batch import Batch, Block, Part
+    from hopline.budget.settings import Budget
+    from hopline.core.batch import Batch
     from hopline.core.graph import Graph
-    from hopline.core.row_handles import Rows
-    from hopline.core.sampler import NeighborSampler
     from hopline.data import (
         Columns,
         Dataset,
@@ -31,30 +34,25 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.methods.sampled.on_shards import CollectiveLoader
     from hopline.methods.sampled.pyg_loader import NeighborLoader
     from hopline.methods.sampled.settings import Sampled
-    from hopline.shards.collective_sampler import CollectiveSampler
-    from hopline.shards.data import ShardedData, open_sharded
-    from hopline.shards.shard import Shard, open_shard
-    from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable, table
-    from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
-    from hopline.training.settings import Schedule, TrainSettings
+    from hopline.tables import table
+    from hopline.training.callbacks import Callback, EarlyStop, Run
+    from hopline.training.settings import Schedule
     from hopline.training.trainer import Trainer
-    from hopline.units.batch_unit import BatchUnit
-    from hopline.util.trace import Counters, Timers
 
 __version__ = "0.1.0"
 
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
+        "hopline.extend": (),
         "hopline.inference": ("infer=.",),
         "hopline.interop": (),
         "hopline.metrics": (),
         "hopline.nn": (),
-        "hopline.core.batch": ("Batch", "Block", "Part", "Rows"),
-        "hopline.units.batch_unit": ("BatchUnit",),
-        "hopline.training.callbacks": ("Callback", "EarlyStop", "EpochEnd", "Evaluation", "Run", "StepEnd"),
-        "hopline.methods.sampled.on_shards": ("CollectiveLoader",),
-        "hopline.shards.collective_sampler": ("CollectiveSampler",),
+        "hopline.shards": (),
+        "hopline.budget.settings": ("Budget",),
+        "hopline.core.batch": ("Batch",),
+        "hopline.core.graph": ("Graph",),
         "hopline.data": (
             "Columns",
             "Dataset",
@@ -67,63 +65,66 @@ __getattr__, __dir__ = on_first_use(
             "random_split",
             "verify",
         ),
+        "hopline.data.placement_settings": ("Placement",),
         "hopline.methods.full_batch.settings": ("FullBatch",),
-        "hopline.core.graph": ("Graph",),
         "hopline.methods.historical.settings": ("Historical",),
         "hopline.methods.sampled.loader": ("Loader",),
-        "hopline.methods.sampled.settings": ("Sampled",),
-        "hopline.data.placement_settings": ("Placement",),
+        "hopline.methods.sampled.on_shards": ("CollectiveLoader",),
         "hopline.methods.sampled.pyg_loader": ("NeighborLoader",),
-        "hopline.core.sampler": ("NeighborSampler",),
-        "hopline.training.settings": ("Schedule", "TrainSettings"),
-        "hopline.shards.data": ("ShardedData", "open_sharded"),
-        "hopline.shards.shard": ("Shard", "open_shard"),
-        "hopline.tables": ("CachedTable", "SparseTable", "Table", "TensorTable", "TieredTable", "table"),
-        "hopline.util.trace": ("Counters", "Timers"),
+        "hopline.methods.sampled.settings": ("Sampled",),
+        "hopline.tables": ("table",),
+        "hopline.training.callbacks": ("Callback", "EarlyStop", "Run"),
+        "hopline.training.settings": ("Schedule",),
         "hopline.training.trainer": ("Trainer",),
-        "hopline.contract": ("Job", "Method", "Unit"),
+    },
+    moved={
+        **dict.fromkeys(
+            (
+                "BatchUnit",
+                "Block",
+                "CachedTable",
+                "Counters",
+                "EpochEnd",
+                "Evaluation",
+                "Job",
+                "Method",
+                "NeighborSampler",
+                "Part",
+                "Rows",
+                "SparseTable",
+                "StepEnd",
+                "Table",
+                "TensorTable",
+                "TieredTable",
+                "Timers",
+                "TrainSettings",
+                "Unit",
+            ),
+            "hl.extend",
+        ),
+        **dict.fromkeys(("CollectiveSampler", "Shard", "ShardedData", "open_shard", "open_sharded"), "hl.shards"),
     },
 )
 
 __all__ = [
     "Batch",
-    "BatchUnit",
-    "Block",
-    "CachedTable",
+    "Budget",
     "Callback",
     "CollectiveLoader",
-    "CollectiveSampler",
     "Columns",
-    "Counters",
     "Dataset",
     "EarlyStop",
-    "EpochEnd",
-    "Evaluation",
     "FullBatch",
     "Graph",
     "Historical",
-    "Job",
     "Loader",
-    "Method",
     "NeighborLoader",
-    "NeighborSampler",
-    "Part",
     "Placement",
-    "Rows",
     "Run",
     "Sampled",
     "Schedule",
-    "Shard",
-    "ShardedData",
-    "SparseTable",
-    "StepEnd",
-    "Table",
-    "TensorTable",
-    "TieredTable",
-    "Timers",
-    "TrainSettings",
     "Trainer",
-    "Unit",
+    "extend",
     "from_csv",
     "from_edges",
     "from_npz",
@@ -134,9 +135,8 @@ __all__ = [
     "metrics",
     "nn",
     "open",
-    "open_shard",
-    "open_sharded",
     "random_split",
+    "shards",
     "table",
     "verify",
 ]

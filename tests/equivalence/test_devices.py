@@ -56,11 +56,11 @@ def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("placement", ["device", "host"])
-def test_features_stored_sparse_train_on_a_gpu_too(method: hl.Method, placement: str):
+def test_features_stored_sparse_train_on_a_gpu_too(method: hl.extend.Method, placement: str):
     data = planted(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
     stored = data.x.storage()
     assert stored is not None
-    sparse = hl.SparseTable.from_dense(stored.double() * (stored > 0))
+    sparse = hl.extend.SparseTable.from_dense(stored.double() * (stored > 0))
     data = dataclasses.replace(data, tables={"x": sparse})
     losses = {}
     for device in ("cpu", "cuda"):

@@ -94,7 +94,7 @@ CASES = [
     (name, weighted) for name in MODELS for weighted in (False, True) if not weighted or name.startswith(TAKE_WEIGHTS)
 ]
 
-METHODS: dict[str, Callable[[int], hl.Method]] = {
+METHODS: dict[str, Callable[[int], hl.extend.Method]] = {
     "block": lambda most: hl.Sampled(fanouts=(-1, -1), batch_size=6, layout="block"),
     "tree": lambda most: hl.Sampled(fanouts=(most, most), batch_size=6, layout="tree"),
     "historical": lambda most: hl.Historical(num_parts=4, parts_per_batch=2, partition="random", compensate=True),
@@ -128,7 +128,7 @@ def plain(model: GNN, data: hl.Dataset) -> Tensor:
     return model.lin(x) if hasattr(model, "lin") else x
 
 
-def gradient_by(method: hl.Method, model: GNN, data: hl.Dataset) -> None:
+def gradient_by(method: hl.extend.Method, model: GNN, data: hl.Dataset) -> None:
     """The gradient of the mean loss of the training nodes, over all steps of an epoch with the same weights."""
     trainer = hl.Trainer(model, data, method, device=KERNEL_DEVICE, show=False)
     num_seeds, work = data.train_ids.numel(), trainer.work

@@ -138,7 +138,7 @@ class InterruptAt(hl.Callback):
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.epoch == self.epoch:
             raise Interrupted
 
@@ -268,7 +268,7 @@ class Gradients(hl.Callback):
     def __init__(self) -> None:
         self.found: list[tuple[Tensor, Tensor]] = []
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         self.found.append((step.loss, gradient_of(trainer.model)))
 
 

@@ -58,7 +58,7 @@ BINARY = data_with(y=randint(0, 2, NUM_NODES, seed=6))
 class Way:
     """A method as it is compared, and which reference loop is its own."""
 
-    method: Callable[[int], hl.Method]
+    method: Callable[[int], hl.extend.Method]
     """By the number of layers."""
     epochs: int
     """So many that there are ten steps or more."""
@@ -284,12 +284,12 @@ class Steps(hl.Callback):
         self.losses: dict[int, float] = {}
         self.rates: dict[int, float] = {}
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         self.losses[step.step] = float(step.loss)
         if self.after_step is not None:
             self.after_step(step.step, trainer.model, trainer.optimizer)
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         self.rates[epoch.epoch] = epoch.lr
 
     @property

@@ -57,7 +57,7 @@ def _trained_seeds(world: World, way: str) -> list[list[Tensor]]:
         def on_fit_start(self, trainer: hl.Trainer) -> None:
             seen.append([])
 
-        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
             seen.append([])
 
     def train_step(model: nn.Module, batch: hl.Batch) -> Tensor:

@@ -64,7 +64,7 @@ def made_dataset() -> hl.Dataset:
     return hl.Dataset(
         name="kept",
         graph=hl.Graph(indptr, src, {"weight": dyadic(num_edges, 33).float() + 2}),
-        tables={"x": hl.TensorTable(x), "counts": hl.SparseTable.from_dense(x.relu())},
+        tables={"x": hl.extend.TensorTable(x), "counts": hl.extend.SparseTable.from_dense(x.relu())},
         y=large.labels[:num_nodes],
         splits=splits,
         alternatives=(splits, other),
@@ -79,7 +79,7 @@ class Fails(hl.Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.step == self.step:
             raise RuntimeError("enough")
 

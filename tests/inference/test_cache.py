@@ -82,7 +82,7 @@ def test_models_that_sum_in_another_way_share_nothing(weighted: bool):
 def test_blocks_and_sums_are_made_twice_and_never_again(chunk_edges: int | None, monkeypatch: pytest.MonkeyPatch):
     data, made, plain = small(), [], layerwise.full_block
 
-    def block(sampler: Any, nodes: Tensor) -> hl.Block:
+    def block(sampler: Any, nodes: Tensor) -> hl.extend.Block:
         made.append(nodes.numel())
         return plain(sampler, nodes)
 
@@ -105,7 +105,7 @@ def test_blocks_and_sums_are_made_twice_and_never_again(chunk_edges: int | None,
 def test_features_that_changed_are_read_again(chunk_edges: int | None):
     data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
     rows = data.x.read(torch.arange(400)).clone()
-    table = data.tables["x"] = hl.TensorTable(rows)
+    table = data.tables["x"] = hl.extend.TensorTable(rows)
 
     def agrees() -> bool:
         found = [infer.exact(model, data, ids, chunk_edges=chunk_edges) for _ in range(3)]
@@ -117,8 +117,8 @@ def test_features_that_changed_are_read_again(chunk_edges: int | None):
     for change in (
         lambda: rows.mul_(2),
         lambda: table.write(torch.arange(400), torch.randn(400, 8)),
-        lambda: data.tables.update(x=hl.TensorTable(torch.randn(400, 8))),
-        lambda: data.tables.update(x=hl.SparseTable.from_dense(torch.randn(400, 8).relu())),
+        lambda: data.tables.update(x=hl.extend.TensorTable(torch.randn(400, 8))),
+        lambda: data.tables.update(x=hl.extend.SparseTable.from_dense(torch.randn(400, 8).relu())),
     ):
         for _ in range(2):  # what is asked for once leaves nothing that could be stale
             infer.exact(model, data, ids, chunk_edges=chunk_edges)

@@ -45,7 +45,7 @@ def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch)
     data, made, threads = small(), [], set()
     plain, ahead = layerwise.full_block, []
 
-    def block(*args: Any) -> hl.Block:
+    def block(*args: Any) -> hl.extend.Block:
         made.append(0)
         threads.add(threading.current_thread().name)
         return plain(*args)
@@ -77,12 +77,12 @@ def test_all_nodes_at_once_need_no_block(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_all_nodes_at_once_with_an_edge_to_nowhere_are_refused():
     graph = hl.Graph(torch.tensor([0, 1, 2]), torch.tensor([1, 2]))
-    data = hl.Dataset(name="wrong", graph=graph, tables={"x": hl.TensorTable(torch.randn(2, 8))})
+    data = hl.Dataset(name="wrong", graph=graph, tables={"x": hl.extend.TensorTable(torch.randn(2, 8))})
     with pytest.raises(ValueError, match="an edge index is out of range: check the dataset by `hopline verify FOLDER`"):
         infer.exact(hl.nn.GNN([SAGEConv(8, 4)]), data)
 
 
-class Faulty(hl.TensorTable):
+class Faulty(hl.extend.TensorTable):
     def read(self, ids: Tensor) -> Tensor:
         raise OSError("the disk is gone")
 
@@ -94,7 +94,7 @@ def test_a_table_that_cannot_be_read_ends_it_and_leaves_no_thread(monkeypatch: p
     with pytest.raises(OSError, match="the disk is gone"):
         infer.exact(model, data, chunk_edges=100)
 
-    def broken(*_: Any) -> hl.Block:
+    def broken(*_: Any) -> hl.extend.Block:
         raise OSError("the disk is gone too")
 
     monkeypatch.setattr(layerwise, "full_block", broken)
@@ -107,7 +107,7 @@ def test_chunks_keep_to_their_bytes(kind: Any):
     torch.manual_seed(0)
     indptr = torch.arange(1001) * 20  # no node has so many edges that it cannot keep to the bytes
     graph = hl.Graph(indptr, torch.randint(0, 1000, (20_000,)))
-    data = hl.Dataset(name="even", graph=graph, tables={"x": hl.TensorTable(torch.randn(1000, 16))})
+    data = hl.Dataset(name="even", graph=graph, tables={"x": hl.extend.TensorTable(torch.randn(1000, 16))})
     model = hl.nn.GNN([kind(16, 32), kind(32, 4)])
     expected = infer.exact(model, data)
     tables = 1000 * 4 * (32 + 4 + 4)
@@ -178,8 +178,8 @@ def test_hidden_rows_that_a_gpu_has_no_room_for(name: str, monkeypatch: pytest.M
 def test_on_a_gpu_a_chunk_may_have_all_nodes_as_sources_but_not_in_their_order(name: str, where: str):
     torch.manual_seed(0)
     graph = hl.Graph(torch.arange(101) * 60, torch.stack([torch.randperm(100)[:60] for _ in range(100)]).view(-1))
-    table = hl.TensorTable(torch.randn(100, 6, device=where))
-    here = hl.Dataset(name="dense", graph=graph, tables={"x": hl.TensorTable(table.rows.cpu())})
+    table = hl.extend.TensorTable(torch.randn(100, 6, device=where))
+    here = hl.Dataset(name="dense", graph=graph, tables={"x": hl.extend.TensorTable(table.rows.cpu())})
     there = hl.Dataset(name="dense", graph=graph, tables={"x": table})
     model = gnn_of(name).float()
     wanted = infer.exact(model, here)

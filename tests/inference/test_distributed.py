@@ -30,7 +30,7 @@ def test_two_tables_are_read_as_one() -> None:
 def test_one_shard_is_the_whole_graph(tmp_path: Path) -> None:
     data = rich()
     cut(data, make_partition(data.graph, 1, "range"), tmp_path / "shards")
-    sharded = hl.open_sharded(tmp_path / "shards")
+    sharded = hl.shards.open(tmp_path / "shards")
     model = hl.nn.GNN([GCNConv(4, 6), SAGEConv(6, 5)]).double()
     expected = hl.infer.exact(model, data)
     torch.testing.assert_close(exact(model, sharded.shard, chunk_edges=30), expected)

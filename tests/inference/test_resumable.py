@@ -54,7 +54,7 @@ def computed(model: hl.nn.GNN, data: hl.Dataset, folder: Path | None, ids: torch
 
     plain = hl.nn.GNN.layer
 
-    def layer(self: hl.nn.GNN, l: int, state: State, block: hl.Block) -> State:
+    def layer(self: hl.nn.GNN, l: int, state: State, block: hl.extend.Block) -> State:
         sizes[l] = sizes.get(l, 0) + block.num_dst
         return plain(self, l, state, block)
 

@@ -276,13 +276,13 @@ def test_pickling_keeps_every_setting_and_the_step(data: hl.Dataset):
 
 def test_tables_of_both_kinds_are_shared_with_their_rights():
     dense = torch.eye(3)
-    tables: list[Any] = [hl.TensorTable(dense, read_only=True), hl.SparseTable.from_dense(dense)]
+    tables: list[Any] = [hl.extend.TensorTable(dense, read_only=True), hl.extend.SparseTable.from_dense(dense)]
     for table in tables:
         back = pickle.loads(pickle.dumps(interop.shared(table)))
         assert torch.equal(back.read(torch.arange(3)), dense)
         with pytest.raises(TypeError, match="read-only"):
             back.write(torch.tensor([0]), dense[:1])
-    writable = interop.shared(hl.TensorTable(dense))
+    writable = interop.shared(hl.extend.TensorTable(dense))
     back: Any = pickle.loads(pickle.dumps(writable))
     back.write(torch.tensor([0]), torch.full((1, 3), 4.0))
     assert isinstance(writable.rows, Tensor)

@@ -22,7 +22,7 @@ FULL = [("sweep", False), ("sweep", True), *((way, False) for way in ("sequentia
 
 
 def data_of(stored: torch.dtype) -> hl.Dataset:
-    return replace(DATA, tables={"x": hl.TensorTable(DATA.x[torch.arange(80)].to(stored))})
+    return replace(DATA, tables={"x": hl.extend.TensorTable(DATA.x[torch.arange(80)].to(stored))})
 
 
 def model_of(first: str) -> hl.nn.GNN:
@@ -38,7 +38,7 @@ def expected_of(model: hl.nn.GNN, data: hl.Dataset) -> tuple[Tensor, list[Tensor
     return out.detach(), [p.grad for p in model.parameters()]
 
 
-def gradients_of(model: hl.nn.GNN, data: hl.Dataset, method: hl.Method) -> list[Tensor | None]:
+def gradients_of(model: hl.nn.GNN, data: hl.Dataset, method: hl.extend.Method) -> list[Tensor | None]:
     """Of one step over all training nodes."""
     work: Any = hl.Trainer(model, data, method, epochs=1, show=False).work
     model.train()
@@ -69,7 +69,7 @@ class TestFloat64:
 
     def test_sampled_and_historical(self, first: str, stored: torch.dtype):
         model, data = model_of(first), data_of(stored)
-        methods: list[hl.Method] = [
+        methods: list[hl.extend.Method] = [
             hl.Sampled(fanouts=(-1, -1, -1), batch_size=80, workers=0),
             hl.Historical(num_parts=3, parts_per_batch=3, partition="random"),
         ]

@@ -47,10 +47,10 @@ def test_a_run_that_did_not_store_what_was_changed_folds_nothing_away():
     assert found.changed["lr"] == 0.5
 
 
-class Mine(hl.Method):
+class Mine(hl.extend.Method):
     """A method of the user's own, no dataclass."""
 
-    def bind(self, job: hl.Job) -> Any:
+    def bind(self, job: hl.extend.Job) -> Any:
         return Sampled(fanouts=(3, 3), batch_size=50).bind(job)
 
 
@@ -63,7 +63,7 @@ class Mine(hl.Method):
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_a_trainer_in_python_stores_what_was_changed(method: hl.Method, of_method: set[str], tmp_path: Path):
+def test_a_trainer_in_python_stores_what_was_changed(method: hl.extend.Method, of_method: set[str], tmp_path: Path):
     data = small()
     hl.Trainer(sage(data), data, method, epochs=1, show=False, out=tmp_path).fit()
     stored = json.loads((tmp_path / "config.json").read_text())

@@ -25,7 +25,7 @@ class Spans:
     def on_count(self, name: str, amount: float) -> None: ...
 
 
-METHODS: list[hl.Method] = [
+METHODS: list[hl.extend.Method] = [
     hl.FullBatch(num_shards=3, partition="random", aggregation="sweep"),
     hl.FullBatch(num_shards=3, partition="random", aggregation="sweep", trim=True),
     hl.FullBatch(num_shards=3, partition="random", aggregation="sequential"),
@@ -36,7 +36,7 @@ METHODS: list[hl.Method] = [
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
-def test_no_stage_lies_within_another(method: hl.Method):
+def test_no_stage_lies_within_another(method: hl.extend.Method):
     data, spans = small(), Spans()
     with trace.listen(spans):
         run = hl.Trainer(sage(data), data, method, epochs=2, show=False).fit()

@@ -96,7 +96,7 @@ def test_a_run_that_fails_at_once_leaves_no_folder_under_runs(tmp_path: Path, mo
 
 @pytest.mark.parametrize("num_nodes", [1, 3, 7, 39])
 @pytest.mark.parametrize("how", [hl.FullBatch(), hl.Historical()])
-def test_a_graph_of_fewer_nodes_than_parts_is_trained_in_fewer(how: hl.Method, num_nodes: int):
+def test_a_graph_of_fewer_nodes_than_parts_is_trained_in_fewer(how: hl.extend.Method, num_nodes: int):
     edges = torch.tensor([[0] * num_nodes + [num_nodes - 1], [*range(num_nodes), 0]])  # a hub, and loops
     rows = torch.randn(num_nodes, 8, generator=torch.Generator().manual_seed(0))
     data = hl.from_edges(edges, num_nodes=num_nodes, x=rows, y=torch.arange(num_nodes) % 2)

@@ -151,7 +151,7 @@ def test_shards_are_split_before_they_are_cut(unsplit: RunConfig, tmp_path: Path
     with pytest.raises(ValueError, match="has no training nodes: draw some with split_shares="):
         run.train(dataclasses.replace(cut, split_shares=None))
     with pytest.raises(ValueError, match=r"is in shards.*a split is drawn before the dataset is cut"):
-        hl.random_split(hl.open_sharded(tmp_path / "shards"))
+        hl.random_split(hl.shards.open(tmp_path / "shards"))
 
 
 # ---- what is read of a run

@@ -127,7 +127,7 @@ def check_differences(world: World, shard: Shard) -> None:
             hl.Sampled(fanouts=(2,), batch_size=2 + world.rank).loader(shard, world=world)
         other = replace(shard, cut=str(world.rank))
         with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the cut of the dataset"):
-            hl.ShardedData(other, world)
+            hl.shards.ShardedData(other, world)
 
 
 def own_loop(world: World, data: hl.Dataset | Shard, kind: str) -> list[float]:
@@ -173,7 +173,7 @@ def trained(
 
 
 def trained_on_shards(world: World, folder: str, out: str, kill: int | None) -> dict[str, Any]:
-    return trained(world, hl.open_sharded(Path(folder) / f"shards-{world.size}", world), *RUNS[0], out, kill)
+    return trained(world, hl.shards.open(Path(folder) / f"shards-{world.size}", world), *RUNS[0], out, kill)
 
 
 RUNS = [("sage", "exact"), ("gcn", "exact"), ("gat", "sampled")]
@@ -198,14 +198,21 @@ def check_exact(world: World, shard: Shard, data: hl.Dataset) -> None:
             torch.testing.assert_close(found, expected[rows], rtol=1e-12, atol=1e-12)
 
 
-def _narrow(table: hl.Table) -> hl.Table:
+def _narrow(table: hl.extend.Table) -> hl.extend.Table:
     """The first four columns; sparse rows stay sparse."""
     dense = table.read(torch.arange(len(table)))[:, :4].contiguous()
-    return hl.SparseTable.from_dense(dense) if isinstance(table, hl.SparseTable) else hl.TensorTable(dense)
+    return (
+        hl.extend.SparseTable.from_dense(dense)
+        if isinstance(table, hl.extend.SparseTable)
+        else hl.extend.TensorTable(dense)
+    )
 
 
 def check(world: World, folder: str) -> dict[str, Any]:
-    data, shard = hl.open(Path(folder) / "data"), hl.open_shard(Path(folder) / f"shards-{world.size}", world.rank)
+    data, shard = (
+        hl.open(Path(folder) / "data"),
+        hl.shards.open_shard(Path(folder) / f"shards-{world.size}", world.rank),
+    )
     place = torch.empty(data.num_nodes, dtype=torch.int64)
     channel = Channel(world)
     place[channel.all(shard.nodes)] = torch.arange(data.num_nodes)
@@ -220,7 +227,7 @@ def check(world: World, folder: str) -> dict[str, Any]:
     alone = [batch.num_seeds for batch in few]
     return {
         "losses": {kind: own_loop(world, shard, kind) for kind in ("sage", "gcn", "gat")},
-        "runs": [trained(world, hl.ShardedData(shard, world), *run) for run in RUNS],
+        "runs": [trained(world, hl.shards.ShardedData(shard, world), *run) for run in RUNS],
         "seeds": world.sum([sum(sizes), sum(alone)]),
         "batches": [len(sizes), len(alone)],
     }

@@ -72,9 +72,9 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on_exactly(
 
 
 def test_mistakes_get_a_sentence(folder: Path) -> None:
-    shard, method = hl.open_shard(folder / "shards-1", 0), hl.Sampled(fanouts=(2,))
+    shard, method = hl.shards.open_shard(folder / "shards-1", 0), hl.Sampled(fanouts=(2,))
     with pytest.raises(ValueError, match="there are 2 shards and 1 processes: start one process per shard"):
-        method.loader(hl.open_shard(folder / "shards-2", 0))
+        method.loader(hl.shards.open_shard(folder / "shards-2", 0))
     with pytest.raises(ValueError, match="there is no split 'trian'"):
         method.loader(shard, "trian")
     with pytest.raises(ValueError, match="an id is not a node: ids go from 0 to 59"):
@@ -88,11 +88,13 @@ def test_mistakes_get_a_sentence(folder: Path) -> None:
     with pytest.raises(ValueError, match="no table 'z': choose from x, words, half"):
         hl.CollectiveLoader(shard, "train", method, tables=["z"])
     with pytest.raises(ValueError, match="must be distinct"):
-        hl.CollectiveSampler(shard, Channel(), (2,)).sample(torch.tensor([1, 1]), 0)
+        hl.shards.CollectiveSampler(shard, Channel(), (2,)).sample(torch.tensor([1, 1]), 0)
 
 
 def test_tables_can_be_chosen(folder: Path) -> None:
-    loader = hl.CollectiveLoader(hl.open_shard(folder / "shards-1", 0), "train", hl.Sampled(fanouts=(2,)), tables=[])
+    loader = hl.CollectiveLoader(
+        hl.shards.open_shard(folder / "shards-1", 0), "train", hl.Sampled(fanouts=(2,)), tables=[]
+    )
     batch = next(iter(loader))
     assert batch.x is None
     assert batch.tables == {}

@@ -23,20 +23,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_it_knows_the_sizes_and_splits_of_the_whole(folder: Path) -> None:
-    data, whole = hl.open_sharded(folder / "shards-1"), rich()
+    data, whole = hl.shards.open(folder / "shards-1"), rich()
     assert (data.num_nodes, data.num_edges, data.num_features, data.num_outputs) == (60, whole.num_edges, 4, 5)
     assert data.splits.keys() == whole.splits.keys()
     assert all(torch.equal(data.splits[name], ids) for name, ids in whole.splits.items())
     assert data.metric == "accuracy"
     assert data.num_bytes == data.shard.num_bytes
     assert "ShardedData(Shard(0 of 1" in repr(data)
-    assert hl.open_sharded(folder / "shards-1", split=1).splits["train"].tolist() == [5, 6, 7, 8, 9]
+    assert hl.shards.open(folder / "shards-1", split=1).splits["train"].tolist() == [5, 6, 7, 8, 9]
 
 
 def test_what_needs_the_whole_graph_is_refused(folder: Path) -> None:
-    data = hl.open_sharded(folder / "shards-1")
+    data = hl.shards.open(folder / "shards-1")
     model = hl.nn.GNN([SAGEConv(4, 5)])
     with pytest.raises(ValueError, match=r"is in shards, of which this rank has one.*method=sampled"):
         hl.Trainer(model, data, hl.Historical(num_parts=2, parts_per_batch=1), show=False)
     with pytest.raises(ValueError, match="there are 2 shards and 1 processes"):
-        hl.open_sharded(folder / "shards-2")
+        hl.shards.open(folder / "shards-2")

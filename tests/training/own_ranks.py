@@ -21,29 +21,29 @@ STEPS, SEEDS = 6, 14
 
 
 @dataclass(frozen=True)
-class Own(hl.Method):
+class Own(hl.extend.Method):
     """Steps of seeds with replacement, of which this rank has all (`same`) or some of them."""
 
     divide: str
 
-    def bind(self, job: hl.Job) -> OwnWork:
-        return OwnWork(self.divide, job, hl.NeighborSampler(job.data.graph, (3, 2)))
+    def bind(self, job: hl.extend.Job) -> OwnWork:
+        return OwnWork(self.divide, job, hl.extend.NeighborSampler(job.data.graph, (3, 2)))
 
 
 @dataclass
 class OwnWork:
     divide: str
-    job: hl.Job
-    sampler: hl.NeighborSampler
+    job: hl.extend.Job
+    sampler: hl.extend.NeighborSampler
 
-    def units(self, epoch: int) -> Iterator[hl.Unit]:
+    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
         generator = torch.Generator().manual_seed(epoch)
         for step in range(STEPS):
             drawn = torch.randperm(self.job.train_ids.numel(), generator=generator)[:SEEDS]
             seeds = self._own(step, self.job.train_ids[drawn])
             if seeds is None:
                 return
-            kind = PlainUnit if self.divide == "plain" else hl.BatchUnit
+            kind = PlainUnit if self.divide == "plain" else hl.extend.BatchUnit
             yield kind(self.job, self._batch(seeds, epoch * STEPS + step))
 
     def _own(self, step: int, seeds: Tensor) -> Tensor | None:
@@ -64,14 +64,14 @@ class OwnWork:
 
     def _batch(self, seeds: Tensor, key: int) -> hl.Batch:
         blocks, data = self.sampler.sample(seeds, key), self.job.data
-        return hl.Batch(seeds, blocks, hl.Rows(data.x, blocks[0].src_ids), data.labels[seeds], key=key)
+        return hl.Batch(seeds, blocks, hl.extend.Rows(data.x, blocks[0].src_ids), data.labels[seeds], key=key)
 
 
 @dataclass
-class PlainUnit(hl.Unit):
+class PlainUnit(hl.extend.Unit):
     """A unit that says no more than it must, with a loss of its own."""
 
-    job: hl.Job
+    job: hl.extend.Job
     batch: hl.Batch
 
     @property
@@ -85,28 +85,28 @@ class PlainUnit(hl.Unit):
 
 
 @dataclass(frozen=True)
-class ByLoader(hl.Method):
+class ByLoader(hl.extend.Method):
     """The loader alone, in a method of one's own: without world= every rank has all seeds."""
 
     with_world: bool
 
-    def bind(self, job: hl.Job) -> ByLoader:
+    def bind(self, job: hl.extend.Job) -> ByLoader:
         object.__setattr__(self, "job", job)
         return self
 
-    def units(self, epoch: int) -> Iterator[hl.Unit]:
-        job: hl.Job = self.job  # type: ignore[attr-defined]
+    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
+        job: hl.extend.Job = self.job  # type: ignore[attr-defined]
         world = job.world if self.with_world else None
         size = 12 // job.world.size if self.with_world else 12
         loader = hl.Sampled(fanouts=(3, 2), batch_size=size, workers=0).loader(job.data, job.train_ids, world=world)
         for batch in loader.epoch(epoch):
-            yield hl.BatchUnit(job, batch)
+            yield hl.extend.BatchUnit(job, batch)
 
 
 class HalfKnown(Own):
     """The first rank's units say a total, the other's do not."""
 
-    def bind(self, job: hl.Job) -> OwnWork:
+    def bind(self, job: hl.extend.Job) -> OwnWork:
         return (WorkWithTotals if job.world.rank == 0 else OwnWork)(**vars(super().bind(job)))
 
 
@@ -115,7 +115,7 @@ class WorkWithTotals(OwnWork):
         return dataclasses.replace(super()._batch(seeds, key), total_seeds=SEEDS)
 
 
-METHODS: dict[str, hl.Method] = {
+METHODS: dict[str, hl.extend.Method] = {
     **{divide: Own(divide) for divide in ("same", "share", "uneven", "plain")},
     "loader": ByLoader(with_world=False),
     "loader of ranks": ByLoader(with_world=True),
@@ -126,7 +126,9 @@ METHODS: dict[str, hl.Method] = {
 def train(world: World, name: str, out: str | None = None, **changes: Any) -> dict[str, Any]:
     """Losses by epoch, and the weights, of a few steps of SGD in float64."""
     data = small()
-    data = dataclasses.replace(data, tables={"x": hl.TensorTable(data.x.read(torch.arange(len(data.x))).double())})
+    data = dataclasses.replace(
+        data, tables={"x": hl.extend.TensorTable(data.x.read(torch.arange(len(data.x))).double())}
+    )
     torch.manual_seed(3)
     model = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 4)]).double()
     kill = changes.pop("kill", None)

@@ -37,8 +37,8 @@ class StandIn:
         return self.model.state_dict()
 
 
-def evaluation(epoch: int, value: float, split: str = "valid", **more: float) -> hl.Evaluation:
-    return hl.Evaluation(epoch=epoch, split=split, metrics={"accuracy": value, **more}, seconds=0.0)
+def evaluation(epoch: int, value: float, split: str = "valid", **more: float) -> hl.extend.Evaluation:
+    return hl.extend.Evaluation(epoch=epoch, split=split, metrics={"accuracy": value, **more}, seconds=0.0)
 
 
 def stops_at(stop: hl.EarlyStop, values: list[float]) -> int | None:

@@ -315,7 +315,7 @@ class Fails(Callback):
         if self.hook == "epoch" and epoch.epoch == self.epoch:
             raise RuntimeError("enough")
 
-    def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.Evaluation) -> None:
+    def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.extend.Evaluation) -> None:
         if self.hook == evaluation.split and evaluation.epoch == self.epoch:
             raise RuntimeError("enough")
 

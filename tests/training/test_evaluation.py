@@ -195,7 +195,7 @@ class StopAt(hl.Callback):
     def __init__(self, epoch: int, after: int = 0) -> None:
         self.epoch, self.after = epoch, after
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.epoch == self.epoch:
             beside = trainer.evaluations
             until = time.monotonic() + 60

@@ -115,7 +115,7 @@ class StopAfter(hl.Callback):
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.step == self.steps:
             raise RuntimeError("enough")
 

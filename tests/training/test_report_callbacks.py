@@ -36,7 +36,7 @@ class Guarded(hl.Callback):
     def __init__(self, guard: StandIn) -> None:
         self.guard = guard
 
-    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+    def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         trainer.work.guard = self.guard  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,9 @@ def test_ranks_are_put_together():
     trainer: Any = type("T", (), {"world": Two(), "say": staticmethod(print)})()
     trainer.work = type("W", (), {"guard": StandIn(split=3, pieces=7)})()
     report: Any = Report()
-    WatchBudget(report).on_epoch_end(trainer, hl.EpochEnd(epoch=4, **dict.fromkeys(NUMBERS, 0.0), slowest_stage=""))
+    WatchBudget(report).on_epoch_end(
+        trainer, hl.extend.EpochEnd(epoch=4, **dict.fromkeys(NUMBERS, 0.0), slowest_stage="")
+    )
     found = report.record
     assert (found["limit_bytes"], found["promised_bytes"], found["peak_bytes"]) == (70, 95, 80)
     assert (found["split"], found["pieces"], found["oom"]) == (6, 14, 0)
@@ -175,7 +177,7 @@ def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Pa
     data = small()
 
     class Stop(hl.Callback):
-        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
             if step.step == 2:
                 raise KeyboardInterrupt
 

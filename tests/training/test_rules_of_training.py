@@ -17,7 +17,7 @@ from tests.helpers import dataset_of, randn, random_graph
 from tests.runs import copied, fit, losses, method, sage, same_weights, small
 
 
-def name_of(how: hl.Method) -> str:
+def name_of(how: hl.extend.Method) -> str:
     return type(how).__name__
 
 
@@ -61,7 +61,7 @@ class Norms(hl.Callback):
     def __init__(self) -> None:
         self.norms: list[float] = []
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         grads = [p.grad for group in trainer.optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.norms.append(float(torch.stack([g.norm() for g in grads]).norm()))
 
@@ -72,7 +72,7 @@ class Unfreeze(hl.Callback):
     def __init__(self, at: int) -> None:
         self.at = at
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.step == self.at:
             _layers(trainer)[0].requires_grad_(True)
 
@@ -95,7 +95,7 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_step_are_neither_ad
     data, norms, others = small(), Norms(), list[float]()
 
     class Others(hl.Callback):
-        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
             grads = [p.grad.flatten() for p in _layers(trainer)[0].parameters() if p.grad is not None]
             others.append(float(torch.cat(grads).norm()))
 
@@ -119,7 +119,7 @@ def test_a_parameter_that_is_not_the_models_is_refused():
 
 
 @pytest.mark.parametrize("how", [method(), HISTORICAL, hl.FullBatch(num_shards=2)], ids=name_of)
-def test_a_training_node_that_is_there_twice_is_refused(how: hl.Method):
+def test_a_training_node_that_is_there_twice_is_refused(how: hl.extend.Method):
     data = small()
     ids = torch.cat([data.train_ids, data.train_ids[3:4]])
     twice = dataclasses.replace(data, splits={**data.splits, "train": ids})
@@ -213,11 +213,11 @@ def test_edge_weights_that_changed_are_read_again_by_batches():
 
 @pytest.mark.parametrize("how", [method(), HISTORICAL, hl.FullBatch(num_shards=2)], ids=name_of)
 @pytest.mark.parametrize("name", ["edge array 'weight'", "table 'x'"])
-def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.Method, name: str):
+def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.extend.Method, name: str):
     data = weighted()
 
     class Change(hl.Callback):
-        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
             array = data.graph.edge["weight"] if name.startswith("edge") else data.x.storage()
             assert array is not None
             array.mul_(2)
@@ -279,7 +279,7 @@ def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
     ],
     ids=["block", "tree", "historical", "sequential", "one shot"],
 )
-def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.Method):
+def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.extend.Method):
     data, found = small(), list[tuple[float, float, float, float]]()
 
     def distance(model: nn.Module, one: hl.Batch, other: hl.Batch) -> float:

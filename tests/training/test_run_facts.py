@@ -74,7 +74,7 @@ def test_a_run_of_an_earlier_version_gets_a_start_when_it_is_resumed(tmp_path: P
     assert "training seeds" in render(tmp_path)
 
 
-class Mine(hl.Method):
+class Mine(hl.extend.Method):
     """A method of the user's own that is no dataclass."""
 
     def bind(self, job: Job) -> Work:

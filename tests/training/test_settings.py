@@ -33,8 +33,8 @@ import hopline as hl
 )
 def test_a_setting_that_means_nothing_is_refused(wrong: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        hl.TrainSettings(**wrong)
+        hl.extend.TrainSettings(**wrong)
 
 
 def test_defaults_are_valid():
-    assert hl.TrainSettings().epochs == 10
+    assert hl.extend.TrainSettings().epochs == 10

@@ -84,7 +84,7 @@ def test_early_stop_says_why_and_stops():
 
 def test_stop_in_any_hook_ends_after_the_epoch_and_evaluates_it():
     class Stop(hl.Callback):
-        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
             if step.step == 4:
                 trainer.stop("enough")
 
@@ -116,7 +116,7 @@ def test_the_rate_of_an_epoch_is_what_its_steps_used():
     rates: list[float] = []
 
     class Watch(hl.Callback):
-        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
             rates.append(trainer.optimizer.param_groups[0]["lr"])
 
     run = fit(small(), epochs=3, lr=1.0, schedule=hl.Schedule(name="step", every=1), callbacks=[Watch()])
@@ -199,34 +199,36 @@ def test_without_training_nodes_the_error_says_how_to_draw_some():
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces(hl.Method):
+class Pieces(hl.extend.Method):
     """One step's seeds in pieces of given sizes, all drawn with the step's key."""
 
     sizes: tuple[int, ...]
     fanouts: tuple[int, ...] = (3, 2)
 
-    def bind(self, job: hl.Job) -> PiecesWork:
-        return PiecesWork(self, job, hl.NeighborSampler(job.data.graph, self.fanouts))
+    def bind(self, job: hl.extend.Job) -> PiecesWork:
+        return PiecesWork(self, job, hl.extend.NeighborSampler(job.data.graph, self.fanouts))
 
 
 @dataclasses.dataclass
 class PiecesWork:
     spec: Pieces
-    job: hl.Job
-    sampler: hl.NeighborSampler
+    job: hl.extend.Job
+    sampler: hl.extend.NeighborSampler
 
-    def units(self, epoch: int) -> Iterator[hl.Unit]:
+    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
         key, data = derive_key(self.job.seed, epoch), self.job.data
         assert data.y is not None
         for seeds in self.job.train_ids[: sum(self.spec.sizes)].split(list(self.spec.sizes)):
             blocks = self.sampler.sample(seeds, key)
-            rows = hl.Rows(data.x, blocks[0].src_ids)
-            yield hl.BatchUnit(self.job, hl.Batch(seeds, blocks, rows, data.y[seeds], key=key))
+            rows = hl.extend.Rows(data.x, blocks[0].src_ids)
+            yield hl.extend.BatchUnit(self.job, hl.Batch(seeds, blocks, rows, data.y[seeds], key=key))
 
 
 def test_accumulated_batches_equal_one_batch_of_all_their_seeds():
     data = small()
-    data = dataclasses.replace(data, tables={"x": hl.TensorTable(data.x.read(torch.arange(data.num_nodes)).double())})
+    data = dataclasses.replace(
+        data, tables={"x": hl.extend.TensorTable(data.x.read(torch.arange(data.num_nodes)).double())}
+    )
     weights = []
     for sizes in ((60,), (25, 5, 30)):
         model = sage(data, dropout=0.5).double()
@@ -379,7 +381,7 @@ def test_a_method_of_the_users_own_trains():
 def test_units_commit_after_the_optimizer_step():
     data, order = small(), []
 
-    class Noted(hl.BatchUnit):
+    class Noted(hl.extend.BatchUnit):
         def forward_backward(self, total: int) -> Tensor:
             order.append(("backward", total))
             return super().forward_backward(total)
@@ -394,11 +396,13 @@ def test_units_commit_after_the_optimizer_step():
             return made
 
     class Work(PiecesWork):
-        def units(self, epoch: int) -> Iterator[hl.Unit]:
-            return (Noted(unit.job, unit.batch) for unit in super().units(epoch) if isinstance(unit, hl.BatchUnit))
+        def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
+            return (
+                Noted(unit.job, unit.batch) for unit in super().units(epoch) if isinstance(unit, hl.extend.BatchUnit)
+            )
 
     class Own(Pieces):
-        def bind(self, job: hl.Job) -> PiecesWork:
+        def bind(self, job: hl.extend.Job) -> PiecesWork:
             return Work(**vars(super().bind(job)))
 
     Watched(sage(data), data, Own((20, 30)), epochs=1, accumulate=2, show=False).fit()
@@ -611,7 +615,7 @@ def test_an_exception_in_a_callback_ends_cleanly_with_a_report(kind: type[BaseEx
     assert watch.calls[-1][0] == "fit_end"
 
 
-class Faulty(hl.TensorTable):
+class Faulty(hl.extend.TensorTable):
     """A table that cannot be read any more once it is broken."""
 
     broken = False
@@ -628,7 +632,7 @@ def test_an_exception_in_a_stage_names_it_and_ends_cleanly_with_a_report(workers
     table = data.tables["x"] = Faulty(data.x.read(torch.arange(data.num_nodes)))
 
     class Break(hl.Callback):
-        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
             table.broken = True  # batches that are prepared already are trained all the same
 
     how = method(workers=workers, batch_size=10)
@@ -778,7 +782,7 @@ def test_a_failed_start_leaves_no_folder(tmp_path: Path):
     hl.Trainer(sage(data), data, method(), epochs=1, out=tmp_path, show=False).fit()
 
     class Later(hl.Callback):
-        def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+        def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
             raise RuntimeError("after a step")
 
     with pytest.raises(RuntimeError, match="after a step"):

@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib.util
 import json
+import operator
 import pkgutil
 import subprocess
 import sys
@@ -84,12 +85,12 @@ def test_every_module_can_be_imported():
     has_triton = importlib.util.find_spec("triton") is not None
 
     for module in pkgutil.walk_packages(hl.__path__, "hopline."):
-        needs_triton = module.name.startswith("hopline.ops.gpu.sampling")
+        needs_triton = module.name.startswith("hopline.ops.gpu.")
         if module.name != "hopline.__main__" and (has_triton or not needs_triton):
             importlib.import_module(module.name)
 
 
-@pytest.mark.parametrize("package", [hl, hopline.data], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [hl, hl.extend, hl.shards, hopline.data], ids=lambda package: package.__name__)
 def test_every_public_name_can_be_used_and_is_listed(package):
     for name in package.__all__:
         assert getattr(package, name) is not None
@@ -120,3 +121,13 @@ def test_the_garbage_collector_is_off_only_while_a_command_imports(monkeypatch: 
     assert gc.get_freeze_count() > 0
     gc.unfreeze()
     atexit.unregister(gc.unfreeze)
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [("TensorTable", "hl.extend.TensorTable"), ("Job", "hl.extend.Job"), ("open_sharded", "hl.shards.open")],
+)
+def test_a_name_that_moved_says_where_it_is(name: str, now: str):
+    with pytest.raises(AttributeError, match=f"hl.{name} has moved: use {now}"):
+        getattr(hl, name)
+    assert callable(operator.attrgetter(now.removeprefix("hl."))(hl))

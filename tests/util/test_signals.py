@@ -71,7 +71,7 @@ def test_one_that_python_drops_is_not_forgotten_and_nothing_is_said(monkeypatch:
 
 def test_a_run_whose_interruption_python_drops_ends_after_the_next_step(tmp_path: Path) -> None:
     class DeletesBetweenEpochs(hl.Callback):
-        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
             if epoch.epoch == 2:
                 Deleted()
 
@@ -95,7 +95,7 @@ def test_a_signal_during_an_evaluation_waits_for_it_and_loses_nothing(evaluate: 
             return super().evaluate(split, exact=exact)
 
     class Notices(hl.Callback):
-        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.EpochEnd) -> None:
+        def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
             if epoch.epoch == 3 and evaluate == "async":
                 os.kill(os.getpid(), signal.SIGTERM)
 

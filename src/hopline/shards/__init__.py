@@ -4,3 +4,24 @@
 is the dataset of which each rank has a shard, `collective_sampler` samples over all of them. The folders are a
 contract, as those of `data` are. It stands on `budget` and below.
 """
+
+from typing import TYPE_CHECKING
+
+from hopline.util.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from hopline.shards.collective_sampler import CollectiveSampler
+    from hopline.shards.data import ShardedData
+    from hopline.shards.data import open_sharded as open
+    from hopline.shards.shard import Shard, open_shard
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "hopline.shards.collective_sampler": ("CollectiveSampler",),
+        "hopline.shards.data": ("ShardedData", "open=open_sharded"),
+        "hopline.shards.shard": ("Shard", "open_shard"),
+    },
+)
+
+__all__ = ["CollectiveSampler", "Shard", "ShardedData", "open", "open_shard"]

@@ -119,7 +119,7 @@ def _as_table(x: Any) -> Table:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         rows = torch.as_tensor(x)
     if rows.device.type != "cpu":
-        raise ValueError(f"the rows are on {rows.device} already: use hl.TensorTable(x), or pass x.cpu()")
+        raise ValueError(f"the rows are on {rows.device} already: use hl.extend.TensorTable(x), or pass x.cpu()")
     if rows.dim() < 1:
         raise ValueError("a table needs rows: give an array with one row per node")
     return TensorTable(rows.contiguous(), read_only=read_only)

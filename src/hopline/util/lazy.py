@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 
 def on_first_use(
-    package: str, names_of: Mapping[str, Sequence[str]]
+    package: str, names_of: Mapping[str, Sequence[str]], moved: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__` (PEP 562).
 
     names_of: module -> names that the package takes from it. A module without names is itself a public name: the last
     part of its path. "new=old" takes the module's `old` under the name `new`, and "new=." the module itself.
+    moved: names that the package once had -> where they are now, such as "hl.extend".
     """
     home: dict[str, tuple[str, str | None]] = {}
     for module, names in names_of.items():
@@ -25,6 +27,9 @@ def on_first_use(
             home[public] = (module, original or public)
 
     def get(name: str) -> Any:
+        if name in moved:
+            renamed = {"open_sharded": "open"}.get(name, name)
+            raise AttributeError(f"hl.{name} has moved: use {moved[name]}.{renamed}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}{_meant(name, home)}")
         path, original = home[name]

@@ -59,7 +59,7 @@ def test_input_rows_are_left_to_the_model():
 def test_batches_that_are_moved_are_the_same(monkeypatch: pytest.MonkeyPatch):
     """The way to a GPU, on a machine that may have none."""
     data = planted(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
-    far = hl.CachedTable(data.x, torch.arange(20))  # rows that a device does not reach are read first
+    far = hl.extend.CachedTable(data.x, torch.arange(20))  # rows that a device does not reach are read first
     results = []
     for moves, x in ((False, data.x), (True, data.x), (True, far)):
         monkeypatch.setattr(HistoricalBatches, "on_gpu", moves)
@@ -67,7 +67,7 @@ def test_batches_that_are_moved_are_the_same(monkeypatch: pytest.MonkeyPatch):
         torch.manual_seed(0)
         net = hl.nn.GNN([pyg.GCNConv(5, 8), pyg.GCNConv(8, 3)], dropout=0.3)
         method = hl.Historical(num_parts=6, parts_per_batch=2, partition="random", compensate=True, groups="fixed")
-        held = replace(data, tables={"x": x, "other": hl.TensorTable(torch.ones(300, 2))})
+        held = replace(data, tables={"x": x, "other": hl.extend.TensorTable(torch.ones(300, 2))})
         run = hl.Trainer(net, held, method, epochs=2, show=False).fit()
         results.append([epoch.loss for epoch in run.history])
     assert results[0] == results[1] == results[2]

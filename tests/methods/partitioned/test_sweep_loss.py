@@ -24,7 +24,7 @@ from tests.methods.full_batch.ranks import model_of
 from tests.methods.historical.test_nano import assert_pieces_are_the_batch
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500, loops=True), randn(80, 6))
-DATA = replace(DATA, tables={**DATA.tables, "w": hl.TensorTable(randn(80, 2, seed=4).exp())})
+DATA = replace(DATA, tables={**DATA.tables, "w": hl.extend.TensorTable(randn(80, 2, seed=4).exp())})
 CLASS_WEIGHTS = torch.tensor([0.1, 1.0, 7.0]).double()
 
 Loss = Callable[[nn.Module, Batch], Tensor]

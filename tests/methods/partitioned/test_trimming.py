@@ -21,7 +21,7 @@ EDGES = [6, 5, 3]
 def chain() -> hl.Dataset:
     """0 -> 1 -> 2 -> 3 -> 4 -> 5, and 7 -> 6 -> 5; 4 and 5 train."""
     graph = graph_of(torch.tensor([0, 1, 2, 3, 4, 7, 6]), torch.tensor([1, 2, 3, 4, 5, 6, 5]), 8)
-    splits, tables = {"train": torch.tensor([4, 5])}, {"x": hl.TensorTable(randn(8, 6))}
+    splits, tables = {"train": torch.tensor([4, 5])}, {"x": hl.extend.TensorTable(randn(8, 6))}
     y = torch.arange(8) % 3
     return hl.Dataset(name="chain", graph=graph, tables=dict(tables), y=y, splits=splits, num_classes=3)
 

@@ -102,7 +102,7 @@ class Freeze(hl.Callback):
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
 
-    def on_step_end(self, trainer: hl.Trainer, step: hl.StepEnd) -> None:
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         assert isinstance(trainer.model, hl.nn.GNN)
         if step.step == self.first:
             trainer.model.convs[0].requires_grad_(True)

@@ -16,8 +16,8 @@ DEVICE = torch.device(KERNEL_DEVICE)
 NUM_ROWS = 500
 
 
-def table(num_hot: int = 100) -> hl.TieredTable:
-    return hl.TieredTable(hl.TensorTable(randn(NUM_ROWS, 6)), torch.arange(num_hot), DEVICE)
+def table(num_hot: int = 100) -> hl.extend.TieredTable:
+    return hl.extend.TieredTable(hl.extend.TensorTable(randn(NUM_ROWS, 6)), torch.arange(num_hot), DEVICE)
 
 
 def test_an_epoch_reads_the_same_rows_and_hardly_any_from_the_host_itself():
@@ -70,7 +70,7 @@ def test_without_hot_rows_everything_is_staged():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tables_without_rows_in_host_memory_need_none():
-    here = hl.TieredTable(hl.TensorTable(randn(50, 4)), None, DEVICE)
-    assert stage_tables([here, hl.TensorTable(randn(50, 4))], DEVICE, 10, 4, torch.int32) == []
+    here = hl.extend.TieredTable(hl.extend.TensorTable(randn(50, 4)), None, DEVICE)
+    assert stage_tables([here, hl.extend.TensorTable(randn(50, 4))], DEVICE, 10, 4, torch.int32) == []
     (staging,) = stage_tables([table()], DEVICE, 10, 4, torch.int32)
     assert staging.found.size(1) == 40

@@ -1,0 +1,63 @@
+"""Names for authors of methods, tables, convs and callbacks.
+
+A method is a `Method` whose `bind(job)` returns `Work`, which yields a `Unit` per step; `BatchUnit` is the unit of one
+batch. A table implements `Table`. `Block` and `Part` are what a conv gets in place of `edge_index`, `Rows` a handle to
+rows of a table. `StepEnd`, `EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters`
+listen to a run.
+"""
+
+from typing import TYPE_CHECKING
+
+from hopline.util.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from hopline.contract import Job, Method, Unit, Work
+    from hopline.core.batch import Block, Part
+    from hopline.core.row_handles import Rows
+    from hopline.core.sampler import NeighborSampler
+    from hopline.distributed.world import World
+    from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
+    from hopline.training.callbacks import EpochEnd, Evaluation, StepEnd
+    from hopline.training.settings import TrainSettings
+    from hopline.units.batch_unit import BatchUnit
+    from hopline.util.trace import Counters, Timers
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "hopline.contract": ("Job", "Method", "Unit", "Work"),
+        "hopline.core.batch": ("Block", "Part"),
+        "hopline.core.row_handles": ("Rows",),
+        "hopline.core.sampler": ("NeighborSampler",),
+        "hopline.distributed.world": ("World",),
+        "hopline.tables": ("CachedTable", "SparseTable", "Table", "TensorTable", "TieredTable"),
+        "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
+        "hopline.training.settings": ("TrainSettings",),
+        "hopline.units.batch_unit": ("BatchUnit",),
+        "hopline.util.trace": ("Counters", "Timers"),
+    },
+)
+
+__all__ = [
+    "BatchUnit",
+    "Block",
+    "CachedTable",
+    "Counters",
+    "EpochEnd",
+    "Evaluation",
+    "Job",
+    "Method",
+    "NeighborSampler",
+    "Part",
+    "Rows",
+    "SparseTable",
+    "StepEnd",
+    "Table",
+    "TensorTable",
+    "TieredTable",
+    "Timers",
+    "TrainSettings",
+    "Unit",
+    "Work",
+    "World",
+]
