@@ -2,5 +2,5 @@
 
 `contract.py` says what a method owes the trainer. `partitioned/` is what Historical and FullBatch share. A fourth
 method is a folder here: `settings.py` (plain data, without torch), `work.py` (units of an epoch), its memory plan,
-and its line in `tests/equivalence`. `METHODS` names those that `method=` takes.
+and its line in `tests/equivalence`. `RunConfig.method` in `run/settings.py` names those that `method=` takes.
 """
