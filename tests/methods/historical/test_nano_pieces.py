@@ -114,8 +114,8 @@ def test_pieces_have_the_batchs_edges_seeds_and_rows():
 def test_runs_of_a_block_have_its_edges():
     block = work_of().batch((1, 4), 3).block  # type: ignore[union-attr]
     edges = []
-    for run, part, src_idx in Runs(block, [slice(0, 4), slice(4, block.num_dst)], torch.arange(block.num_src) + 100):
-        assert torch.equal(block.src_ids[src_idx - 100], part.src_ids)
+    for run, part, src_idx in Runs(block, [slice(0, 4), slice(4, block.num_dst)]):
+        assert torch.equal(block.src_ids[src_idx], part.src_ids)
         assert torch.equal(part.dst_ids, block.src_ids[run])
         edges.append(part.src_ids[part.edge_index])
     assert torch.equal(torch.cat(edges, dim=1), block.src_ids[block.edge_index])
@@ -126,12 +126,9 @@ def test_sizes_of_a_batch_and_of_one_layer():
     assert at_layer(model, Sizes((9, 4), (20,)), 1) == Sizes((0, 9, 4, 0), (0, 20, 0))
     encoded = GNN([pyg.GCNConv(6, 6), pyg.GCNConv(6, 6)], encoder=nn.Linear(6, 6))
     assert at_layer(encoded, Sizes((9, 4), (20,)), 1) == Sizes((4, 9, 4), (0, 20))
-    plain, sent, mixed = (
-        work_of(**settings).batch((0, 1), 1) for settings in ({}, {"compensate": True}, {"mixing": 1.0})
-    )
+    plain, sent = (work_of(**settings).batch((0, 1), 1) for settings in ({}, {"compensate": True}))
     assert plain is not None
     assert sent is not None
-    assert mixed is not None
     src, dst, edges = plain.block.num_src, plain.block.num_dst, plain.block.num_edges
     assert whole_sizes(plain) == Sizes.of(plain.batch) == Sizes((src, src, src, dst), (edges,) * 3)
     assert sent.later is not None
@@ -140,9 +137,6 @@ def test_sizes_of_a_batch_and_of_one_layer():
     assert whole_sizes(sent) == Sizes(
         (src, src + later.num_src, src + later.num_src, dst + later.num_dst), (edges, edges + more, edges + more)
     )
-    assert mixed.mixer is not None
-    around = mixed.mixer.block
-    assert whole_sizes(mixed).edges == (edges + around.num_edges, edges + around.num_edges, edges)
 
 
 def test_models_whose_pieces_are_not_the_batch_are_refused_by_name():

@@ -139,10 +139,6 @@ class Nano(Swept[NanoPiece]):
         if made.later is not None and made.later.block.num_dst:
             block = made.later.block
             self.later = Runs(block, self._runs(block, [block.num_dst], range(1, self.last + 1)))
-        if made.mixer is not None and made.mixer.block.num_dst:
-            block = made.mixer.block
-            runs = self._runs(block, [block.num_dst], range(self.last))
-            made.mixer.pieces = Runs(block, runs, made.mixer.src_idx)
         self.rows: dict[int, Tensor] = made.block.own
         """By layer, the batch's own rows."""
         self.totals: dict[int, Tensor] = {}
@@ -152,13 +148,12 @@ class Nano(Swept[NanoPiece]):
         """By layer, what its largest piece took."""
 
     def _kept_bytes(self) -> int:
-        """Of the whole batch: rows, gradients, and what is mixed."""
+        """Of the whole batch: rows and gradients."""
         work, own = self.work, self.made.block.num_dst
         *hidden, last = [row.nbytes for row in work.row_of]
-        most, halo = max(hidden, default=0), self.made.block.num_src - own
+        most = max(hidden, default=0)
         num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self._keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
-        num_bytes += halo * (sum(hidden) + 4 * most) + own * most if self.made.mixer is not None else 0
         num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.made.batch.num_seeds
         return num_bytes + OF_A_MAP * self.made.block.num_src + self.guard.beside_bytes()
 
@@ -208,10 +203,7 @@ class Nano(Swept[NanoPiece]):
         near = ops.gather_rows(self.rows[l], edges.near_idx)
         if not edges.halo_idx.numel():
             return near.to(self.work.dtype)
-        if made.mixer is None:
-            halo = made.rows.read_some(l, made.block.halo_places, edges.halo_idx, near)
-        else:
-            halo = made.mixer.mixed[l][edges.halo_idx.to(near.device)]
+        halo = made.rows.read_some(l, made.block.halo_places, edges.halo_idx, near)
         return torch.cat([near, halo]).to(self.work.dtype)
 
     def own(self, l: int, piece: NanoPiece) -> Tensor:
@@ -223,10 +215,7 @@ class Nano(Swept[NanoPiece]):
         self.rows[l][piece.run] = rows
         piece.let_go()
 
-    def end(self, l: int) -> None:
-        made = self.made
-        if made.mixer is not None and made.block.halo_places.numel():
-            made.mixer(l, self.rows[l], made.rows.read(l, made.block.halo_places, self.rows[l]))
+    def end(self, l: int) -> None: ...
 
     def turn(self) -> None:
         for l in range(self.last) if self._keeps_all else range(self.last)[-1:]:

@@ -167,11 +167,10 @@ class LayerBytes:
 
 
 def whole_sizes(made: HistoricalBatch) -> Sizes:
-    """Of a batch at once: the layers of its own nodes, of those that send to it and of its halo."""
+    """Of a batch at once: the layers of its own nodes, and of those that send to it."""
     nodes, edges = list(Sizes.of(made.batch).nodes), list(Sizes.of(made.batch).edges)
     last = len(edges) - 1
     beside = [(made.later.block, 1, last + 1)] if made.later is not None else []
-    beside += [(made.mixer.block, 0, last)] if made.mixer is not None else []
     for block, first, stop in beside:
         for l in range(first, stop):
             nodes[l], edges[l] = nodes[l] + block.num_src, edges[l] + block.num_edges
@@ -272,15 +271,12 @@ class NanoPiece:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """A block in runs of its destinations: (run, its edges, where their sources are), made when it is asked for."""
+    """A block in runs of its destinations: (run, its edges, which of the block's sources they have)."""
 
     block: Block
     runs: Sequence[slice]
-    src_idx: Tensor | None = None
-    """Where the block's sources are; among themselves by default."""
 
     def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
         for run in self.runs:
             piece = piece_of(_alone(self.block), torch.arange(run.start, run.stop))
-            idx = piece.input_idx
-            yield run, piece.blocks[0], idx if self.src_idx is None else self.src_idx[idx]
+            yield run, piece.blocks[0], piece.input_idx

@@ -12,7 +12,6 @@ from torch import Tensor
 from hopline.batch_unit import autocast
 from hopline.contract import Unit
 from hopline.core.batch import Batch, Block
-from hopline.methods.historical.mixing import Mixer
 from hopline.methods.historical.regularise import spreads
 from hopline.nn.gnn import GNN
 from hopline.nn.norms import running_statistics
@@ -63,14 +62,10 @@ class HistoricalBatch:
     rows: Reader
     gradients: Reader
     """Where rows and gradients of nodes outside are read."""
-    mixer: Mixer | None
-    """What mixes them with fresh ones, if anything does."""
 
     def forget(self) -> None:
-        """What a step that failed has left: rows of its own nodes, and mixed ones."""
+        """What a step that failed has left: rows of its own nodes."""
         self.block.own.clear()
-        if self.mixer is not None:
-            self.mixer.mixed.clear()
 
 
 @dataclass(eq=False)
