@@ -261,7 +261,7 @@ class Guard:
 
         options: dict[str, Any] = {"among": among, "first": max(2, math.ceil(expected(together) / self.room_bytes))}
         options |= {"most_bytes": self.limit_bytes if predictor.is_sure else math.inf, "least_of": expected}
-        return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, self.budget.split_by, **options)
+        return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, **options)
 
     def _check_split(self) -> None:
         check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")

@@ -90,16 +90,6 @@ def test_pieces_are_the_batch(name: str, settings: dict[str, Any]):
     assert_pieces_are_the_batch(work_of(model, **settings), 110 if "halo" not in settings else 40)
 
 
-@pytest.mark.parametrize(("name", "settings"), SETTINGS[-4:], ids=str)
-def test_pieces_by_metis_are_the_batch_too(name: str, settings: dict[str, Any]):
-    pytest.importorskip("pymetis")
-    torch.manual_seed(0)
-    model = MODELS[name](6, 3).double()
-    model.dropout = 0.4
-    most = 110 if "halo" not in settings else 40
-    assert_pieces_are_the_batch(work_of(model, **settings), most, split_by="metis")
-
-
 def test_in_single_precision_too():
     torch.manual_seed(0)
     assert_pieces_are_the_batch(work_of(MODELS["sage"](6, 3)), tolerance=1e-6)

@@ -25,9 +25,7 @@ from hopline.methods.historical.nano_pieces import (
     LayerBytes,
     NanoPiece,
     Runs,
-    Some,
     check_pieces,
-    metis_to_fit,
     runs_to_fit,
     usual_run,
     whole_sizes,
@@ -134,7 +132,8 @@ class Nano(Swept[NanoPiece]):
         if not work.layer_bytes.is_sure:
             Probe(work, made).teach(work.layer_bytes, room)
         ends = torch.tensor([slab.stop - slab.start for slab in made.block.slabs]).cumsum(0).tolist()
-        self.all = [NanoPiece(made, number, run) for number, run in enumerate(self._cut(ends))]
+        runs = self._runs(made.block, ends, range(self.last + 1))
+        self.all = [NanoPiece(made, number, run) for number, run in enumerate(runs)]
         self.later: Iterable[tuple[slice, Block, Tensor]] = ()
         if made.later is not None and made.later.block.num_dst:
             block = made.later.block
@@ -161,19 +160,6 @@ class Nano(Swept[NanoPiece]):
     def _keeps_all(self) -> bool:
         """Whether gradients after all layers are there at once."""
         return self.work.model.keeps_jk or self.compensates
-
-    def _cut(self, ends: Sequence[int]) -> Sequence[Some]:
-        """The batch's own nodes in pieces that fit."""
-        if self.guard.budget.split_by == "balance":
-            return self._runs(self.made.block, ends, range(self.last + 1))
-        row = max(row.nbytes for row in self.work.row_of)
-
-        def bytes_of(sizes: Sizes) -> float:  # rows that do not lie side by side are copied
-            return self._promise(sizes, range(self.last + 1)) + 2 * row * sizes.nodes[-1]
-
-        groups, worst = metis_to_fit(self.made.block, bytes_of, self.guard.room_bytes - self.kept_bytes)
-        self.worst_bytes = max(self.worst_bytes, worst)
-        return groups
 
     def _promise(self, sizes: Sizes, layers: Sequence[int]) -> float:
         return max((self.work.layer_bytes.promise(l, sizes) for l in layers), default=0.0)

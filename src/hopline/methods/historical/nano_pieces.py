@@ -1,7 +1,6 @@
 """Pieces of a historical batch: some of its nodes, so many as fit, and their edges.
 
-By balance they are runs of nodes, that end with parts of the graph where these are small enough; by METIS, nodes that
-have neighbours in common.
+They are runs of nodes, that end with parts of the graph where these are small enough.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget.micro_batches import by_metis, check_split, piece_of, sizes_of
+from hopline.budget.micro_batches import check_split, piece_of, sizes_of
 from hopline.budget.predictor import Predictor, Sizes, costs_of
 from hopline.core.batch import Batch, Block, Readable, Rows
 from hopline.nn.gnn import GNN
@@ -25,8 +24,6 @@ from hopline.util.config import format_size
 
 if TYPE_CHECKING:
     from hopline.methods.historical.step import HistoricalBatch
-
-S = TypeVar("S", bound="slice | Tensor")
 
 MOST_GROWTH = 1.4
 """By how much more pieces there are at the next attempt, at most."""
@@ -57,66 +54,28 @@ def balanced(weight: Tensor, ends: Sequence[int], num_pieces: int) -> list[slice
     return [slice(a, b) for a, b in pairwise(cuts)]
 
 
-Some = slice | Tensor
-"""Which of a batch's own nodes: a run of them, or their positions, ascending and on the host."""
-
-
-def positions(some: Some) -> Tensor:
-    return some if isinstance(some, Tensor) else torch.arange(some.start, some.stop)
-
-
 def runs_to_fit(
     block: Block, ends: Sequence[int], bytes_of: Callable[[Sizes], float], limit: float
 ) -> tuple[list[slice], float]:
     """(a block's destinations in few runs that take no more than `limit` bytes each, what the largest takes)."""
-    weight = _weight(block)
-    return _to_fit(block, lambda num_pieces: balanced(weight, ends, num_pieces), bytes_of, limit)
-
-
-def metis_to_fit(block: Block, bytes_of: Callable[[Sizes], float], limit: float) -> tuple[list[Tensor], float]:
-    """The same in groups that share many neighbours, by METIS."""
-    alone, weight = _alone(block), _weight(block).double()
-    # The blocks of fixed groups are kept, and so is how they were cut.
-    known: list[Tensor] = block.part.__dict__.get("_groups", [])
-    if known and (worst := _most_bytes(alone, known, bytes_of)) <= limit:
-        return known, worst
-
-    def cut(num_pieces: int) -> list[Tensor]:
-        if num_pieces == block.num_dst:
-            return list(torch.arange(num_pieces)[:, None])
-        return by_metis(alone, weight, num_pieces)
-
-    groups, worst = _to_fit(block, cut, bytes_of, limit)
-    block.part.__dict__["_groups"] = groups
-    return groups, worst
-
-
-def _weight(block: Block) -> Tensor:
-    return block.part.indptr.cpu().diff() + 1
-
-
-def _most_bytes(alone: Batch, pieces: Sequence[Some], bytes_of: Callable[[Sizes], float]) -> float:
-    return max(map(bytes_of, sizes_of(alone, [positions(piece) for piece in pieces])))
-
-
-def _to_fit(
-    block: Block, cut: Callable[[int], list[S]], bytes_of: Callable[[Sizes], float], limit: float
-) -> tuple[list[S], float]:
-    """(pieces of a block as `cut` makes so many of them, as few as fit; what the largest takes)."""
-    alone = _alone(block)
+    alone, weight = _alone(block), block.part.indptr.cpu().diff() + 1
     num_pieces = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
     while True:
         num_pieces = min(num_pieces, block.num_dst)
-        pieces = cut(num_pieces)
-        worst = _most_bytes(alone, pieces, bytes_of)
+        runs = balanced(weight, ends, num_pieces)
+        worst = max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
         if worst <= limit:
-            return pieces, worst
+            return runs, worst
         if num_pieces == block.num_dst:
             raise ValueError(
                 f"one node of a batch takes {format_size(worst)} and {format_size(max(0, limit))} are left beside the "
                 f"batch's own rows: give the budget {format_size(worst - limit)} more, or make parts_per_batch smaller"
             )
         num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, MOST_GROWTH)))
+
+
+def _positions(run: slice) -> Tensor:
+    return torch.arange(run.start, run.stop)
 
 
 def usual_run(made: HistoricalBatch, count: int, with_seeds: bool) -> slice:
@@ -210,13 +169,13 @@ class NanoPiece:
 
     made: HistoricalBatch
     number: int
-    run: Some
+    run: slice
     """Which of the batch's own nodes they are."""
 
     @cached_property
     def edges(self) -> Edges:
         whole = self.made.block
-        piece = piece_of(_alone(whole), positions(self.run))
+        piece = piece_of(_alone(whole), _positions(self.run))
         (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
         order = is_halo.long().argsort(stable=True)
         place = torch.empty_like(order)
@@ -257,9 +216,7 @@ class NanoPiece:
         """Where the batch's seeds are in the piece, -1 for those that are not."""
         seeds = self.made.batch.output_idx
         assert seeds is not None
-        own = positions(self.run).to(seeds.device)
-        at = torch.searchsorted(own, seeds).clamp(max=own.numel() - 1)
-        return torch.where(own[at] == seeds, at, -1)
+        return torch.where((seeds >= self.run.start) & (seeds < self.run.stop), seeds - self.run.start, -1)
 
     @property
     def has_seeds(self) -> bool:
@@ -278,5 +235,5 @@ class Runs:
 
     def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
         for run in self.runs:
-            piece = piece_of(_alone(self.block), torch.arange(run.start, run.stop))
+            piece = piece_of(_alone(self.block), _positions(run))
             yield run, piece.blocks[0], piece.input_idx
