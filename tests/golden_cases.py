@@ -330,7 +330,7 @@ def _historical_cases() -> dict[str, Case]:
     variants: dict[str, tuple[str, dict[str, Any]]] = {
         "refreshed": ("gcn2", {"refresh_every": 1, "groups": "fixed"}),
         "refreshed, compensated": ("initial", {"refresh_every": 1, "compensate": True}),
-        "refreshed by evaluation": ("residual", {"refresh_with_evaluation": True, "warm_up": False}),
+        "refreshed by evaluation": ("residual", {"refresh_every": "evaluation", "warm_up": False}),
         "bf16 storage, lag": ("residual", {"storage": "bf16", "lag": 1}),
         "edges dropped, lipschitz": ("gcn", {"edge_dropout": 0.2, "lipschitz": 0.1, "max_batches": 3}),
         "halo dropped": ("gin", {"halo": "drop"}),

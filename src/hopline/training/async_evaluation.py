@@ -441,5 +441,5 @@ def check_beside(trainer: Trainer, *, own_way: bool) -> None:
         )
     if getattr(trainer.work, "keep_rows", None) is not None:
         raise ValueError(
-            "evaluate=async leaves no rows for training: set method.refresh_with_evaluation=false, " + instead
+            "evaluate=async leaves no rows for training: set method.refresh_every=1, " + instead
         )

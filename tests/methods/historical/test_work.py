@@ -92,7 +92,7 @@ def test_evaluation_can_leave_the_tables_as_a_refresh_does():
         trainer = hl.Trainer(model_of(dropout=0.3), data, method, epochs=3, show=False)
         return trainer, [epoch.loss for epoch in trainer.fit().history]
 
-    trainer, losses = trained(refresh_with_evaluation=True)
+    trainer, losses = trained(refresh_every="evaluation")
     assert losses == pytest.approx(trained(refresh_every=1)[1], abs=1e-12)
     assert losses[-1] != pytest.approx(trained()[1][-1], abs=1e-6)
     work: Any = trainer.work

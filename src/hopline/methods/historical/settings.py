@@ -29,6 +29,7 @@ class Historical(Method):
         "momentum": Removed(0.0, FRESH_TABLES),
         "mixing": Removed(0.0, FRESH_TABLES),
         "mixing_score": Removed("convex", FRESH_TABLES),
+        "refresh_with_evaluation": Removed(False, "set refresh_every=evaluation"),
         "measure_bias": Removed(False, "run benchmarks/history_bias.py, which measures it"),
     }
     num_parts: int = 40
@@ -43,10 +44,9 @@ class Historical(Method):
     """Rows of neighbours in other parts: from the tables, or left out with their edges (Cluster-GCN)."""
     warm_up: bool = True
     """Fill the tables by one exact forward pass before the first epoch."""
-    refresh_every: int | None = None
-    """Epochs from one exact forward pass that fills the tables to the next; none: batches alone write them."""
-    refresh_with_evaluation: bool = False
-    """Exact evaluation fills the tables of rows on its way, computing hidden rows of all nodes; one process only."""
+    refresh_every: int | Literal["evaluation"] | None = None
+    """Epochs from one exact forward pass that fills the tables to the next; `evaluation`: exact evaluation fills them on
+    its way, in one process; none: batches alone write them."""
     compensate: bool = False
     """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
     max_batches: int | None = None
@@ -77,9 +77,10 @@ class Historical(Method):
             raise ValueError(
                 f"parts_per_batch={self.parts_per_batch} is more than num_parts={self.num_parts}: make it smaller"
             )
-        for name in ("refresh_every", "max_batches"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or none, not {value}")
+        if isinstance(self.refresh_every, int) and self.refresh_every < 1:
+            raise ValueError(f"refresh_every must be at least 1, 'evaluation' or none, not {self.refresh_every}")
+        if self.max_batches is not None and self.max_batches < 1:
+            raise ValueError(f"max_batches must be at least 1 or none, not {self.max_batches}")
         for name in ("lag", "lipschitz"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
@@ -113,9 +114,9 @@ class Historical(Method):
                 f"{type(job.model.module).__name__} is not made of layers, between which history could be kept: "
                 "use hl.nn.GNN, or a PyG model such as GCN"
             )
-        if self.refresh_with_evaluation and job.world.size > 1:
+        if self.refresh_every == "evaluation" and job.world.size > 1:
             raise ValueError(
-                "refresh_with_evaluation=true is for one process, since the first rank evaluates alone: set "
+                "refresh_every=evaluation is for one process, since the first rank evaluates alone: set "
                 "refresh_every=1 instead, which all ranks share"
             )
         if job.data.graph.device.type != "cpu":

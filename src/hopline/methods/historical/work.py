@@ -129,9 +129,8 @@ class HistoricalWork:
                 "with as many, or from a checkpoint at the end of an epoch"
             )
         every = self.method.refresh_every
-        if done == 0 and (
-            (not self.filled and self.method.warm_up) or (every is not None and epoch % every == 1 % every)
-        ):
+        is_due = isinstance(every, int) and epoch % every == 1 % every
+        if done == 0 and (is_due or (not self.filled and self.method.warm_up)):
             self.refresh()
         self.filled = True
         epoch_key, given, rank = ops.derive_key(self.job.seed, epoch), 0, self.shares.rank
@@ -228,7 +227,7 @@ class HistoricalWork:
     @property
     def keep_rows(self) -> KeepRows | None:
         """Where exact evaluation may leave its rows, which are those of a refresh."""
-        if not self.method.refresh_with_evaluation:
+        if self.method.refresh_every != "evaluation":
             return None
 
         def keep(l: int, ids: Tensor, rows: Tensor) -> None:
