@@ -379,7 +379,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/methods/historical/step.py",
         old="{l: h.grad * total for",
         new="{l: h.grad for",
-        tests=("tests/methods/historical/test_nano.py",),
+        tests=("tests/methods/historical/test_micro_batches.py",),
     ),
     Fault(
         name="sweep loses the gradients that jumped ahead",

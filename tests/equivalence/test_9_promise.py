@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hopline.batch_unit import BatchUnit, own_threads, supervised
-from hopline.budget.keep import keep_to
+from hopline.budget.guard import keep_to
 from hopline.budget.memory_plan import DoesNotFit, Outline, Plan
 from hopline.budget.predictor import Sizes
 from hopline.budget.probe import plan_of

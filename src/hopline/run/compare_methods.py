@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from hopline.batch_unit import own_threads
-from hopline.budget.keep import capped, keep_to
+from hopline.budget.guard import capped, keep_to
 from hopline.budget.memory_plan import PLACES, DoesNotFit, Outline, Place, Plan
 from hopline.budget.probe import job_of, learn, plan_of
 from hopline.budget.settings import Budget

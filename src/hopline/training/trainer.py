@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hopline import inference as infer
 from hopline import ops
 from hopline.batch_unit import checked, own_threads, supervised
-from hopline.budget.keep import capped, keep_to
+from hopline.budget.guard import capped, keep_to
 from hopline.budget.memory_plan import Outline, Plan
 from hopline.budget.settings import Budget
 from hopline.contract import Job, Method, TrainStep, Unit, Work, in_groups, units_from

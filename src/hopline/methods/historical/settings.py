@@ -45,8 +45,8 @@ class Historical(Method):
     warm_up: bool = True
     """Fill the tables by one exact forward pass before the first epoch."""
     refresh_every: int | Literal["evaluation"] | None = None
-    """Epochs from one exact forward pass that fills the tables to the next; `evaluation`: exact evaluation fills them on
-    its way, in one process; none: batches alone write them."""
+    """Epochs from one exact forward pass that fills the tables to the next; `evaluation`: exact evaluation fills them,
+    in one process; none: batches alone write them."""
     compensate: bool = False
     """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
     max_batches: int | None = None

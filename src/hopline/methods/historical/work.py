@@ -22,8 +22,7 @@ from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
 from hopline.inference import KeepRows, evaluating
 from hopline.methods.historical.drift import RowDrift
-from hopline.methods.historical.nano import GuardedHistoricalUnit
-from hopline.methods.historical.nano_pieces import LayerBytes
+from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes
 from hopline.methods.historical.step import HistoricalBatch, HistoricalUnit
 from hopline.methods.partitioned.batches import HistoricalBatches
 from hopline.methods.partitioned.groups import Group, Parts, Shares, without_halo

@@ -12,7 +12,8 @@ from hopline import ops
 from hopline.core.batch import Batch, Block, Rows
 from hopline.core.graph import Graph
 from hopline.device import pinned
-from hopline.methods.historical.step import HistoricalBatch, Later
+from hopline.methods.historical.compensation import Later
+from hopline.methods.historical.step import HistoricalBatch
 from hopline.methods.partitioned.groups import Group
 from hopline.pipeline.transfer import Mover
 from hopline.tables.history import HaloBlock, Reader

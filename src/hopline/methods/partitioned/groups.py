@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Block
+from hopline.core.batch import Block, edges_where
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.core.sampler import NeighborSampler, full_block
 from hopline.distributed.world import World
-from hopline.methods.historical.regularise import drop_edges, edges_where
+from hopline.methods.historical.regularise import drop_edges
 
 if TYPE_CHECKING:
     from hopline.methods.historical.settings import Historical

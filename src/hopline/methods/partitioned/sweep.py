@@ -2,7 +2,8 @@
 
 Going forward keeps every layer's rows; going back computes each layer again, piece by piece, and adds up the gradients
 at the rows between the layers. Over all parts this gives the exact rows and gradients of all nodes: what one backward
-pass over the whole graph would give. Over the pieces of one batch it gives what the batch gives at once (`nano.py`).
+pass over the whole graph would give. Over the micro-batches of one batch it gives what the batch gives at once
+(`historical/micro_batches.py`).
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hopline.batch_unit import BatchUnit
-from hopline.budget.guard import Guard
 from hopline.contract import Job, Unit, Work
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
@@ -22,6 +22,9 @@ from hopline.nn.whole_module_probe import check_batches
 from hopline.shards.collective_sampler import CollectiveLoader
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
+
+if TYPE_CHECKING:  # the guard knows this work
+    from hopline.budget.guard import Guard
 
 
 def bind(method: Sampled, job: Job) -> Work:

@@ -15,8 +15,7 @@ import hopline as hl
 from hopline.budget.guard import Guard
 from hopline.budget.predictor import Sizes
 from hopline.budget.settings import Budget
-from hopline.methods.historical.nano import GuardedHistoricalUnit, Nano
-from hopline.methods.historical.nano_pieces import LayerBytes
+from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes, MicroBatches
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.historical.work import HistoricalWork
@@ -217,13 +216,13 @@ def test_memory_that_runs_out_leaves_no_trace(name: str, settings: dict[str, Any
         monkeypatch.setattr(kind, method, then_fail)
 
     failing(HistoricalUnit, "forward_backward")
-    failing(Nano, "backward")
+    failing(MicroBatches, "backward")
     if name == "gcn batch norm":
         work = work_of(GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 3)], norm="batch", dropout=0.5).double())
         fails_in = ["HistoricalUnit"]
     else:
         work = work_of(MODELS[name](6, 3).double(), **settings)
-        fails_in = ["HistoricalUnit", "Nano"]
+        fails_in = ["HistoricalUnit", "MicroBatches"]
     expected = step_of(work)
     buffers = [b.clone() for b in work.job.module.buffers()]
     work.guard = Guard(work.job, Budget(), int(UNIT * 10_000))

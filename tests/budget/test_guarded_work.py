@@ -12,8 +12,7 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 from hopline.batch_unit import BatchUnit, supervised
-from hopline.budget.guard import Guard
-from hopline.budget.keep import Watch, WatchedWork, capped
+from hopline.budget.guard import Guard, Watch, WatchedWork, capped
 from hopline.budget.memory_plan import Plan
 from hopline.budget.settings import Budget
 from hopline.contract import Job, Method, Stateful, Unit

@@ -13,9 +13,9 @@ from torch import nn
 from hopline.batch_unit import supervised
 from hopline.budget.predictor import Sizes
 from hopline.contract import Job
-from hopline.methods.historical.nano_pieces import (
+from hopline.methods.historical.micro_batches import (
     LayerBytes,
-    NanoPiece,
+    MicroBatch,
     Runs,
     at_layer,
     balanced,
@@ -89,7 +89,7 @@ def test_pieces_have_the_batchs_edges_seeds_and_rows():
     assert made is not None
     whole, seeds, edges = made.block, [], []
     for number, run in enumerate([slice(0, 7), slice(7, 8), slice(8, whole.num_dst)]):
-        piece = NanoPiece(made, number, run)
+        piece = MicroBatch(made, number, run)
         block, near, halo = piece.block, piece.edges.near_idx, piece.edges.halo_idx
         assert block.key == whole.key
         assert torch.equal(block.dst_ids, whole.src_ids[run])
