@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hopline as hl
-from hopline.util.progress import track
+from hopline.util.progress import progress
 from tests.training.test_results import by_sampling, full_batch
 
 
@@ -28,7 +28,11 @@ def main() -> None:
     given = parser.parse_args()
     data = hl.open(given.data).normalized()
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    found = [(by_sampling(data, seed), full_batch(data, seed)) for seed in track(seeds, "training twice", unit="seeds")]
+    found = []
+    with progress("training twice", len(seeds), "seeds") as shown:
+        for seed in seeds:
+            found.append((by_sampling(data, seed), full_batch(data, seed)))
+            shown.advance()
     for name, accuracies in zip(("hopline, sampled", "plain PyG, full batch"), zip(*found, strict=True), strict=True):
         spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
         print(f"{name:<22} {100 * statistics.fmean(accuracies):.1f}% ± {100 * spread:.1f}")

@@ -28,7 +28,7 @@ from hopline.core.partition import Partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.full_batch.compression import LossyTransport, codecs_of
+from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
 from hopline.methods.full_batch.convs.block import ShardBlock
 from hopline.methods.full_batch.convs.trimming import trimmed_blocks
 from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
@@ -42,8 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stored": {"mode": "stored"},
     "one_shot": {"mode": "one_shot"},
     "sequential, trim": {"mode": "sequential", "trim": True},
-    "sequential, bf16": {"mode": "sequential", "codecs": codecs_of("bf16", gradients=True)},
-    "sequential, boundary_rate=0.1": {"mode": "sequential", "codecs": codecs_of(rate=0.1)},
+    "sequential, bf16": {"mode": "sequential", "compress": "bf16_both"},
 }
 PEAKS = ("sequential", "sequential, depth=0")
 """Ways whose peaks are compared between numbers of ranks."""
@@ -56,15 +55,16 @@ def gnn_of(name: str, width: int) -> hl.nn.GNN:
     return hl.nn.GNN([MODELS[name](width, width), MODELS[name](width, width)])
 
 
-def transport_of(world: World, layout: ShardLayout, codecs: Any) -> Transport:
+def transport_of(world: World, layout: ShardLayout, compress: str) -> Transport:
     if world.size == 1:
         return LocalTransport(layout)
-    return LossyTransport(layout, world, codecs) if codecs else P2PTransport(layout, world=world)
+    kinds = COMPRESSED[compress]
+    return HalfPrecisionTransport(layout, world, kinds) if kinds else P2PTransport(layout, world=world)
 
 
 def measured(world: World, model: hl.nn.GNN, layout: ShardLayout, x: Tensor, way: dict[str, Any]) -> dict[str, Any]:
     """The largest peak of any rank, and the bytes that all receive in a step."""
-    transport = transport_of(world, layout, way.get("codecs"))
+    transport = transport_of(world, layout, way.get("compress", "none"))
     options = {"mode": way["mode"], "depth": way.get("depth", 1)}
     block = ShardBlock.of(layout, transport, **options)
     seeds = torch.arange(layout.num_own)

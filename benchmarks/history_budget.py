@@ -36,10 +36,7 @@ LEARNING, TIMED = 3, 4
 class Way:
     """Training within a limit; without one, without a guard."""
 
-    def __init__(
-        self, data: hl.Dataset, conv: str, layers: int, hidden: int, limit: int | None, split_by: Any = "balance"
-    ) -> None:
-        self.budget = Budget(split_by=split_by)
+    def __init__(self, data: hl.Dataset, conv: str, layers: int, hidden: int, limit: int | None) -> None:
         self.data, self.limit, self.widths = (
             data,
             limit,
@@ -58,7 +55,7 @@ class Way:
         if self.limit is not None:
             assert isinstance(trainer.work, HistoricalWork)
             known = None if self.guard is None else self.guard.predictor
-            self.guard = trainer.work.guard = Guard(trainer.job, self.budget, self.limit)
+            self.guard = trainer.work.guard = Guard(trainer.job, Budget(), self.limit)
             self.guard.predictor = known
         history = trainer.fit().history
         if self.guard is not None:
@@ -90,9 +87,7 @@ def main() -> None:
     free, whole = (Way(data, args.conv, args.layers, args.hidden, limit) for limit in (None, EVERYTHING))
     whole.run(1, timed=False)
     limits = {
-        f"{share:.0%}, {by}": Way(data, args.conv, args.layers, args.hidden, int(share * whole.peak), by)
-        for share in args.shares
-        for by in ("balance", "metis")
+        f"{share:.0%}": Way(data, args.conv, args.layers, args.hidden, int(share * whole.peak)) for share in args.shares
     }
     for share, way in [*limits.items()]:
         try:

@@ -74,7 +74,7 @@ def in_order(data: hl.Dataset, graph: hl.Graph, part_of: Tensor) -> hl.Dataset:
 def method_of(name: str, num_parts: int, given: dict[str, str]) -> Any:
     if name == "historical":
         size, groups = int(given.pop("per_batch", 20)), given.pop("groups", "fixed")
-        others: dict[str, Any] = {key: float(given.pop(key)) for key in ("edge_dropout", "momentum") if key in given}
+        others: dict[str, Any] = {"edge_dropout": float(given.pop("edge_dropout", 0.0))}
         others |= {"compensate": given.pop("compensate", "") == "true", "groups": groups}
         return hl.Historical(num_parts=num_parts, parts_per_batch=size, partition="range", **others)
     if name == "sampled":

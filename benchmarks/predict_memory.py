@@ -25,15 +25,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
 
 from hopline import ops
-from hopline.budget.micro_batches import redundancy, split_to_fit
+from hopline.budget.micro_batches import Piece, split_to_fit
 from hopline.budget.predictor import Predictor, Sizes, costs_of
-from hopline.budget.settings import SplitBy
 from hopline.core.batch import Batch
 from hopline.core.row_handles import as_tensor
 from hopline.data.dataset import Dataset
@@ -143,6 +142,11 @@ def timed(run: Callable[[], Any]) -> float:
     return min(times)
 
 
+def redundancy(pieces: list[Piece], batch: Batch) -> float:
+    """Input rows of all pieces over those of the batch: what they have in common is computed again in each."""
+    return sum(piece.input_idx.numel() for piece in pieces) / batch.input_ids.numel()
+
+
 def show_splits(name: str, data: Dataset) -> None:
     model, predictor = learnt(name, data)
     batch = batch_at(data, model, 2048, 1)
@@ -153,17 +157,16 @@ def show_splits(name: str, data: Dataset) -> None:
             step(model, batch)
 
     print(f"{name}: {peak / 1e6:.0f} MB, {alone:.3f} s a step, {timed(metered) / alone:.2f} times that under the meter")
-    columns = ("share", "by", "pieces", "rows", "peak", "split", "steps")
+    columns = ("share", "pieces", "rows", "peak", "split", "steps")
     print(*[f"{column:>8}" for column in columns])
     for share in (0.8, 0.6, 0.4, 0.2):
-        for how in get_args(SplitBy):
-            args = (batch, predictor.promise, share * peak, predictor.costs, how)
-            pieces = split_to_fit(*args)
-            batches = [piece.batch() for piece in pieces]
-            worst = max(measured(model, b) for b in batches) / (share * peak)
-            times = [timed(lambda: split_to_fit(*args)), timed(lambda: [step(model, b) for b in batches])]  # noqa: B023
-            numbers = (redundancy(pieces, batch), worst, *[t / alone for t in times])
-            print(f"{share:8} {how:>8} {len(pieces):8}", *[f"{number:8.2f}" for number in numbers])
+        args = (batch, predictor.promise, share * peak, predictor.costs)
+        pieces = split_to_fit(*args)
+        batches = [piece.batch() for piece in pieces]
+        worst = max(measured(model, b) for b in batches) / (share * peak)
+        times = [timed(lambda: split_to_fit(*args)), timed(lambda: [step(model, b) for b in batches])]  # noqa: B023
+        numbers = (redundancy(pieces, batch), worst, *[t / alone for t in times])
+        print(f"{share:8} {len(pieces):8}", *[f"{number:8.2f}" for number in numbers])
 
 
 def resident(name: str) -> tuple[int, int]:

@@ -37,7 +37,8 @@ import numba
 import torch
 from llvmlite import binding
 
-from hopline.distributed.launch import LaunchSettings, run
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
 from tests.golden_cases import (
     CASES,
     DRAWN_BY_TORCH,

@@ -332,10 +332,8 @@ def _historical_cases() -> dict[str, Case]:
     variants: dict[str, tuple[str, dict[str, Any]]] = {
         "refreshed": ("gcn2", {"refresh_every": 1, "groups": "fixed"}),
         "refreshed, compensated": ("initial", {"refresh_every": 1, "compensate": True}),
-        "refreshed by evaluation": ("residual", {"refresh_with_evaluation": True, "warm_up": False}),
+        "refreshed by evaluation": ("residual", {"refresh_every": "evaluation", "warm_up": False}),
         "bf16 storage, lag": ("residual", {"storage": "bf16", "lag": 1}),
-        "momentum": ("jk", {"momentum": 0.3, "lag": 1}),
-        "mixing": ("gcn", {"mixing": 0.5, "partition": "streaming"}),
         "edges dropped, lipschitz": ("gcn", {"edge_dropout": 0.2, "lipschitz": 0.1, "max_batches": 3}),
         "halo dropped": ("gin", {"halo": "drop"}),
         "float32 storage, range": ("gcn2-jk", {"storage": "float32", "partition": "range"}),
@@ -410,7 +408,6 @@ def _other_cases() -> dict[str, Case]:
         ),
         "resumed sampled tree jk": Case(model="jk", method=sampled("jk", layout="tree"), stop_at=3),
         "resumed historical compensated gcn2-jk": Case(model="gcn2-jk", method=historical(compensate=True), stop_at=6),
-        "resumed historical momentum jk": Case(model="jk", method=historical(momentum=0.3, lag=1), stop_at=7),
         "resumed full batch sweep gcn2-jk": Case(
             model="gcn2-jk", method=full_batch(aggregation="sweep"), epochs=3, stop_at=3
         ),
@@ -441,7 +438,6 @@ SAME_RUN: dict[str, str] = {
     "resumed sampled block gat-dropout": "sampled block gat-dropout",
     "resumed sampled tree jk": "sampled tree jk",
     "resumed historical compensated gcn2-jk": "historical compensated gcn2-jk",
-    "resumed historical momentum jk": "historical jk, momentum",
     "resumed full batch sweep gcn2-jk": "full batch sweep gcn2-jk",
 }
 """Cases whose results are those of another, to the bit."""
@@ -480,9 +476,7 @@ RANK_CASES: dict[str, Case] = {
     "two ranks historical compensated gcn, lag": Case(
         model="gcn", method=historical(parts_per_batch=1, compensate=True, lag=1)
     ),
-    "two ranks full batch sequential gin": Case(
-        model="gin", method=full_batch(aggregation="sequential", depth=2), epochs=3
-    ),
+    "two ranks full batch sequential gin": Case(model="gin", method=full_batch(aggregation="sequential"), epochs=3),
     "two ranks full batch sequential gcn2-jk, thin, trimmed": Case(
         model="gcn2-jk", method=full_batch(aggregation="sequential", trim=True), data="thin"
     ),
@@ -490,14 +484,7 @@ RANK_CASES: dict[str, Case] = {
     "two ranks full batch one_shot initial, trimmed": Case(
         model="initial", method=full_batch(aggregation="one_shot", trim=True), data="thin"
     ),
-    "two ranks full batch stale gcn": Case(model="gcn", method=full_batch(stale=True), epochs=3),
-    "two ranks full batch bf16 rows gcn2": Case(
-        model="gcn2", method=full_batch(compress="bf16", compress_gradients=True), epochs=2
-    ),
-    "two ranks full batch topk sage-max": Case(
-        model="sage-max", method=full_batch(compress="topk", topk=0.5), epochs=2
-    ),
-    "two ranks full batch drawn rows gcn": Case(model="gcn", method=full_batch(boundary_rate=0.5), epochs=2),
+    "two ranks full batch bf16 rows gcn2": Case(model="gcn2", method=full_batch(compress="bf16_both"), epochs=2),
 }
 """Runs of two processes on a CPU."""
 

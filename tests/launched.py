@@ -21,7 +21,8 @@ from hopline.data.dataset import Dataset
 from hopline.data.shared import share
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import PeerError, World
+from hopline.distributed.world import World
+from hopline.util.errors import PeerError
 from tests.warm import Process, python
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -366,14 +366,6 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # ---- historical training
     Fault(
-        name="mixed rows replace those committed since",
-        area="history tables",
-        file="src/hopline/tables/history.py",
-        old="same = self.written[places] == stamps",
-        new="same = stamps == stamps",
-        tests=("tests/methods/historical/test_mixing.py",),
-    ),
-    Fault(
         name="evaluation leaves rows before older commits are written",
         area="history tables",
         file="src/hopline/methods/historical/work.py",
@@ -387,7 +379,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/methods/historical/step.py",
         old="{l: h.grad * total for",
         new="{l: h.grad for",
-        tests=("tests/methods/historical/test_nano.py",),
+        tests=("tests/methods/historical/test_micro_batches.py",),
     ),
     Fault(
         name="sweep loses the gradients that jumped ahead",

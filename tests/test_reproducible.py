@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hopline as hl
 from hopline import ops
-from hopline.contract import Job
+from hopline.contract import Job, Method
 from hopline.core.batch import Batch
-from hopline.methods.sampled.settings import Method
 from hopline.nn import GNN
 from hopline.nn.conv_adapter import convolve
 from hopline.tables import SparseTable

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.budget import micro_batches as split
 from hopline.budget.predictor import Costs, Sizes
-from hopline.budget.settings import CutBy, SplitBy
+from hopline.budget.settings import CutBy
 from hopline.core.batch import Batch, Block, Part
 from hopline.core.row_handles import ReducedRows, Rows
 from hopline.core.tree_layout import TreeSampler
@@ -202,34 +202,14 @@ def communities(num: int = 8, size: int = 60) -> Batch:
     return batch_of(graph_of(src, dst, num * size), None, (4, 4), seeds)
 
 
-def test_metis_puts_seeds_with_common_neighbours_together():
-    batch = communities()
-    cost = split.seed_costs(batch, COSTS)
-    metis = split.by_metis(batch, cost, 8)
-    assert torch.equal(torch.cat(metis).sort().values, torch.arange(batch.num_seeds))
-    plain, near = (
-        split.redundancy([split.piece_of(batch, group) for group in groups], batch)
-        for groups in (split.by_balance(cost, 8), metis)
-    )
-    assert near < 1.3 < 2.5 < plain
-
-
-@pytest.mark.parametrize("how", get_args(SplitBy))
-def test_every_piece_fits(how: SplitBy):
+def test_every_piece_fits():
     batch = communities()
     full = bytes_of(Sizes.of(batch))
     for share in (1.0, 0.6, 0.3, 0.1):
-        pieces = split.split_to_fit(batch, bytes_of, share * full, COSTS, how)
+        pieces = split.split_to_fit(batch, bytes_of, share * full, COSTS)
         assert max(bytes_of(p.sizes) for p in pieces) <= share * full
         assert torch.equal(torch.cat([p.seed_idx for p in pieces]).sort().values, torch.arange(batch.num_seeds))
         assert len(pieces) == 1 if share == 1.0 else len(pieces) > 1
-
-
-def test_few_pieces_are_made():
-    batch = communities()
-    limit = 0.3 * bytes_of(Sizes.of(batch))
-    pieces = split.split_to_fit(batch, bytes_of, limit, COSTS, "metis")
-    assert len(pieces) <= 6
 
 
 def test_pieces_down_to_single_seeds_and_a_seed_that_does_not_fit():
@@ -245,7 +225,7 @@ def test_some_seeds_alone_in_smaller_groups():
     batch = communities()
     among = ops.permutation(4, batch.num_seeds)[:50]
     (together,) = map(bytes_of, split.sizes_of(batch, [among]))
-    groups = split.groups_to_fit(batch, bytes_of, together, COSTS, "metis", among=among, first=2)
+    groups = split.groups_to_fit(batch, bytes_of, together, COSTS, among=among, first=2)
     assert len(groups) == 2
     assert torch.equal(torch.cat(groups).sort().values, among.sort().values)
     # Where less was aimed at than a seed takes, seeds go alone as long as they fit at all.

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hopline.budget.settings import Budget
+from hopline.util.config import from_dict
 
 
 def test_a_size_alone_is_the_devices():
@@ -26,8 +27,13 @@ def test_what_is_not_a_budget_is_refused():
             Budget.of(given)
 
 
-def test_metis_that_is_not_there_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hopline.budget.settings.find_spec", lambda name: None)
-    assert Budget().split_by == "balance"
-    with pytest.raises(ValueError, match=r"pip install pymetis`, or set budget.split_by=balance"):
-        Budget(split_by="metis")
+def test_split_by_was_removed_and_is_read_where_it_had_its_default():
+    refused = (
+        lambda: Budget(split_by="metis"),  # type: ignore[call-arg]
+        lambda: Budget.of({"device": "1GiB", "split_by": "metis"}),
+        lambda: from_dict(Budget, {"split_by": "metis"}),
+    )
+    for give in refused:
+        with pytest.raises((TypeError, ValueError), match="split_by was removed: leave it out"):
+            give()
+    assert from_dict(Budget, {"split_by": "balance"}) == Budget()

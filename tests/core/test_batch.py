@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from hopline.core.batch import Batch
+from hopline.core.batch import Batch, edges_where
 from hopline.core.row_handles import Rows
 from hopline.tables import TensorTable
 from tests.helpers import batch_of, edges_of, graph_of, neighbors_of, randn, random_graph
@@ -126,3 +126,11 @@ def test_a_handle_keeps_its_table() -> None:
     rows = Rows(TensorTable(randn(5, 2)), torch.tensor([4, 0]))
     assert rows.head(1).table is rows.table
     assert rows.shape == (2, 2)
+
+
+def test_edges_where_a_mask_is_true() -> None:
+    part = sampled().blocks[0].part
+    kept = torch.arange(part.num_edges) % 2 == 0
+    fewer = edges_where(part, kept)
+    assert torch.equal(fewer.edge_index, part.edge_index[:, kept])
+    assert torch.equal(fewer.edge["weight"], part.edge["weight"][kept])

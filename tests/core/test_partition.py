@@ -17,13 +17,9 @@ from hopline.core.partition import (
     graph_hash,
     halo_sizes,
     make_partition,
-    renumber,
-    reorder,
 )
-from hopline.data import Dataset, from_npz
-from hopline.tables import SparseTable, TensorTable
-from hopline.tables.views import ReorderedTable
-from tests.helpers import graph_of, randint, randn, random_graph
+from hopline.data import from_npz
+from tests.helpers import graph_of, randint, random_graph
 
 EVERY = ("metis", "streaming", "random", "range")
 
@@ -205,103 +201,12 @@ def test_the_hash_sees_every_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(hashes) == graph.num_edges + 1
 
 
-# Reordered
-
-
-def a_dataset(dtype: torch.dtype = torch.int32) -> Dataset:
-    graph = random_graph(dtype=dtype, weight=True, attr=3, loops=True)
-    x = randn(50, 4, dtype=torch.float32)
-    splits = [{"train": torch.arange(k, 20), "test": torch.arange(30, 50)} for k in (0, 5)]
-    sparse = torch.where(x > 1, x, 0.0)
-    tables = {
-        "x": TensorTable(x),
-        "half": TensorTable(x.half()),
-        "words": SparseTable.from_dense(sparse),
-        "far": ReorderedTable(TensorTable(x), torch.arange(50)),
-    }
-    return Dataset(
-        name="small", graph=graph, tables=tables, y=randint(0, 4, 50), splits=splits[0], alternatives=tuple(splits),
-        num_classes=4, folder=Path("here"), meta={"origin": "test"},
-    )  # fmt: skip
-
-
-def assert_same(a: Dataset, b: Dataset) -> None:
-    assert torch.equal(a.graph.indptr, b.graph.indptr)
-    assert torch.equal(a.graph.indices, b.graph.indices)
-    assert a.graph.indices.dtype == b.graph.indices.dtype
-    assert a.graph.edge.keys() == b.graph.edge.keys()
-    assert all(torch.equal(a.graph.edge[name], b.graph.edge[name]) for name in a.graph.edge)
-    ids = torch.arange(a.num_nodes)
-    for name, table in a.tables.items():
-        assert type(table) is type(b.tables[name])
-        assert torch.equal(table.read(ids), b.tables[name].read(ids))
-    assert a.y is not None
-    assert b.y is not None
-    assert torch.equal(a.y, b.y)
-    for one, other in zip((a.splits, *a.alternatives), (b.splits, *b.alternatives), strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-    assert (a.name, a.meta, a.task, a.num_classes) == (b.name, b.meta, b.task, b.num_classes)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_there_and_back_is_the_same_dataset(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_EDGES", 7)
-    data = a_dataset(dtype)
-    found = make_partition(data.graph, 6, "random")
-    assert_same(renumber(reorder(data, found), found.position), data)
-
-
-def test_every_node_keeps_what_is_its_own() -> None:
-    data = a_dataset()
-    found = make_partition(data.graph, 6, "random")
-    new = reorder(data, found)
-    assert new.folder is None
-    new.validate()
-    for node in range(data.num_nodes):
-        at = int(found.position[node])
-        old_edges = slice(int(data.graph.indptr[node]), int(data.graph.indptr[node + 1]))
-        new_edges = slice(int(new.graph.indptr[at]), int(new.graph.indptr[at + 1]))
-        expected = found.position[data.graph.indices[old_edges].long()]
-        assert torch.equal(new.graph.indices[new_edges].long(), expected)
-        for name, array in data.graph.edge.items():
-            assert torch.equal(array[old_edges], new.graph.edge[name][new_edges])
-        for name, table in data.tables.items():
-            assert torch.equal(table.read(torch.tensor([node])), new.tables[name].read(torch.tensor([at])))
-        assert data.labels[node] == new.labels[at]
-        assert all((node in data.splits[name]) == (at in new.splits[name]) for name in data.splits)
-
-
-def test_rows_that_memory_does_not_hold_are_read_through_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = a_dataset()
-    found = make_partition(data.graph, 6, "random")
-
-    class Full:
-        available = 100
-
-    monkeypatch.setattr(module.psutil, "virtual_memory", Full)
-    new = reorder(data, found)
-    assert {type(table) for table in new.tables.values()} == {ReorderedTable}
-    for name, table in data.tables.items():
-        assert torch.equal(new.tables[name].read(torch.arange(50)), table.read(found.order))
-
-
-def test_a_dataset_without_edges_or_labels() -> None:
-    graph = Graph(torch.zeros(11, dtype=torch.int64), torch.empty(0, dtype=torch.int32), {"weight": torch.empty(0)})
-    data = Dataset(name="bare", graph=graph)
-    new = reorder(data, make_partition(graph, 3, "random"))
-    assert (new.num_nodes, new.num_edges, new.y, new.tables) == (10, 0, None, {})
+# What it cuts
 
 
 def test_a_partition_of_another_graph_is_refused() -> None:
-    data, other = a_dataset(), make_partition(random_graph(60), 4, "range")
     with pytest.raises(ValueError, match="of 60 nodes"):
-        reorder(data, other)
-    with pytest.raises(ValueError, match="of 60 nodes"):
-        edge_counts(data.graph, other)
-
-
-# What it cuts
+        edge_counts(random_graph(), make_partition(random_graph(60), 4, "range"))
 
 
 def two_parts() -> tuple[Graph, Partition]:

@@ -8,7 +8,8 @@ import torch
 
 from hopline.data import store, writer
 from hopline.data.dataset import Dataset
-from hopline.data.writer import FolderWriter, backup_of
+from hopline.data.paths import backup_of
+from hopline.data.writer import FolderWriter
 from tests.warm import run_python
 
 

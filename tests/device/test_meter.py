@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopline.budget.keep import capped
+from hopline.budget.guard import capped
 from hopline.budget.settings import Budget
 from hopline.device.meter import TensorMeter, free_bytes, meter_of
 from tests.helpers import batch_of, conv_of, randn, random_graph

@@ -17,9 +17,10 @@ import pytest
 
 from hopline.distributed import launch
 from hopline.distributed.environment import Place
-from hopline.distributed.launch import RankError, _Child, _device_of, _devices_here, _failure, _first_seat, run
+from hopline.distributed.launch import _Child, _device_of, _devices_here, _failure, _first_seat, run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import Seat, World
+from hopline.util.errors import RankError
 from hopline.util.signals import Interrupted
 from tests.launched import environment, everything, fail, program, started, stay
 

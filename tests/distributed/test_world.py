@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hopline.distributed import launch
-from hopline.distributed.launch import RankError
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import PeerError, Seat, World, _own_address, serve
+from hopline.distributed.world import Seat, World, _own_address, serve
+from hopline.util.errors import PeerError, RankError
 from tests.launched import check_words, environment, everything_then_death, program, started
 
 

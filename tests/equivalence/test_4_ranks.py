@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from hopline.distributed.launch import RankError, run
+from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
+from hopline.util.errors import RankError
 from tests.ranks import train, train_each
 from tests.warm import Ended, run_python
 

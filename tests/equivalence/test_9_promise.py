@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hopline.budget.keep import keep_to
+from hopline.budget.guard import keep_to
 from hopline.budget.memory_plan import DoesNotFit, Outline, Plan
 from hopline.budget.predictor import Sizes
 from hopline.budget.probe import plan_of

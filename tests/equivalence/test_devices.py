@@ -75,7 +75,7 @@ def test_features_stored_sparse_train_on_a_gpu_too(method: hl.extend.Method, pla
 def test_two_ranks_that_share_a_gpu_are_one_process_on_the_cpu():
     settings = LaunchSettings(devices=2, timeout_s=60, backend="gloo")
     cases: list[dict[str, Any]] = [
-        {"kind": "gcn", "settings": {"aggregation": "sequential", "depth": 2}, "dropout": 0.4},
+        {"kind": "gcn", "settings": {"aggregation": "sequential"}, "dropout": 0.4},
         {"kind": "gat", "settings": {"aggregation": "sequential"}},
         {"kind": "sage", "settings": {"aggregation": "stored"}},
         {"kind": "gin", "settings": {"aggregation": "one_shot"}, "norm": "batch"},

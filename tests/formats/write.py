@@ -3,7 +3,7 @@
     PYTHONPATH=src python -m tests.formats.write tests/formats/NAME
 
 NAME is the commit that is run, by `git rev-parse --short HEAD`. The folder is kept for ever:
-`tests/test_formats.py` opens, resumes or sees refused by name what every such folder holds. 62f3d73
+`tests/test_formats.py` opens, resumes or sees refused by name what every such folder holds. Each
 was written by the commit of that name.
 
     dataset     by `Dataset.save`: weights of edges, a dense and a sparse table, two splits
@@ -94,7 +94,6 @@ def historical_trainer(data: hl.Dataset, out: Path, **options: Any) -> hl.Traine
         parts_per_batch=2,
         partition="random",
         compensate=True,
-        momentum=0.25,
         lag=1,
     )
     settings: dict[str, Any] = {"epochs": 3, "lr": 0.01, "seed": 4, "show": False, "checkpoint_s": 0.0}

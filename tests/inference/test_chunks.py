@@ -20,8 +20,9 @@ from hopline.device.meter import TensorMeter
 from hopline.inference import chunks as layerwise
 from hopline.inference.chunks import AHEAD
 from hopline.nn import GNN
-from hopline.pipeline.stages import Pipeline, StageError
+from hopline.pipeline.stages import Pipeline
 from hopline.tables import TensorTable
+from hopline.util.errors import StageError
 from tests.helpers import GNN_OPTIONS, assert_close, gnn_of, randn, random_graph
 from tests.runs import sage, small
 

@@ -13,8 +13,9 @@ from contextlib import closing
 import pytest
 import torch
 
-from hopline.pipeline.stages import NICER, Pipeline, Stage, StageError
+from hopline.pipeline.stages import NICER, Pipeline, Stage
 from hopline.util import trace
+from hopline.util.errors import StageError
 
 
 def our_threads() -> list[str]:

@@ -30,7 +30,7 @@ METHODS: list[hl.extend.Method] = [
     hl.FullBatch(num_shards=3, partition="random", aggregation="sweep", trim=True),
     hl.FullBatch(num_shards=3, partition="random", aggregation="sequential"),
     hl.Historical(num_parts=4, parts_per_batch=2, partition="random", refresh_every=1),
-    hl.Historical(num_parts=4, parts_per_batch=2, partition="random", compensate=True, measure_bias=True),
+    hl.Historical(num_parts=4, parts_per_batch=2, partition="random", compensate=True),
     hl.Sampled(fanouts=(3, 2), batch_size=50, workers=0),
 ]
 

@@ -13,10 +13,11 @@ import torch
 import hopline as hl
 from hopline.core.partition import make_partition
 from hopline.distributed.all_to_all import Channel
-from hopline.distributed.launch import RankError, run
+from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.shards.write import cut
+from hopline.util.errors import RankError
 from tests.shards.ranks import RUNS, check, own_loop, trained, trained_on_shards
 from tests.shards.test_write import rich
 

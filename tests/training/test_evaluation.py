@@ -252,11 +252,11 @@ def test_what_could_not_be_the_same_is_refused():
     data = small()
     with pytest.raises(ValueError, match=r"without Own.evaluate: give a function of a module as test_step="):
         Own(sage(data), data, method(), evaluate="async")
-    with pytest.raises(ValueError, match="refresh_with_evaluation=false, or set evaluate=blocking"):
+    with pytest.raises(ValueError, match="refresh_every=1, or set evaluate=blocking"):
         hl.Trainer(
             sage(data),
             data,
-            hl.Historical(num_parts=4, parts_per_batch=2, refresh_with_evaluation=True),
+            hl.Historical(num_parts=4, parts_per_batch=2, refresh_every="evaluation"),
             evaluate="async",
         )
     with pytest.raises(ValueError, match="define them at the top of a module, or set evaluate=blocking"):

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hopline.contract import Unit
-from hopline.distributed.launch import RankError, run
+from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import Seat, World
 from hopline.training.rank_steps import taken_together, total_size
+from hopline.util.errors import RankError
 from tests.training.own_ranks import train
 
 TWO = LaunchSettings(devices=2, timeout_s=30)

@@ -17,7 +17,7 @@ from torch_geometric.nn import GAT, GCN, GIN, GATConv, GraphSAGE, SAGEConv
 import hopline as hl
 from hopline import infer
 from hopline.ops import derive_key
-from hopline.pipeline.stages import StageError
+from hopline.util.errors import StageError
 from tests.runs import (
     Recorder,
     copied,

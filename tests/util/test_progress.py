@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from hopline.util import progress as module
-from hopline.util.progress import progress, quiet, track
+from hopline.util.progress import progress
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,6 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     assert set(threading.enumerate()) == before
     assert not module._displays
-    assert module._quiet_depth == 0
 
 
 def terminal() -> tuple[Console, StringIO]:
@@ -122,7 +121,8 @@ def test_nested_bars_share_one_display_and_a_second_run_starts_afresh():
     console, file = terminal()
     with progress("fit", 2, "epochs", console=console) as outer:
         for epoch in range(2):
-            for _ in track(range(3), f"epoch {epoch}", console=console):
+            with progress(f"epoch {epoch}", 3, console=console) as inner:
+                inner.advance(3)
                 assert len(module._displays) == 1
             outer.advance()
     assert [line.split("━")[0].strip() for line in visible(file)] == ["epoch 0", "epoch 1", "fit"]
@@ -151,24 +151,12 @@ def test_threads_may_advance_together(make):
 
 
 @pytest.mark.parametrize("make", [terminal, plain])
-def test_disabled_and_quiet_show_nothing(make):
+def test_disabled_shows_nothing(make):
     console, file = make()
     with progress("load", 1, enabled=False, console=console) as shown:
         shown.advance(loss=1.0)
         shown.info(loss=1.0)
-    with quiet(), quiet():
-        assert list(track([1, 2], "load", console=console)) == [1, 2]
     assert file.getvalue() == ""
-
-
-def test_track_knows_the_length_and_stops_with_its_reader():
-    console, file = plain()
-    for item in track([5, 6, 7], "items", unit="things", console=console):
-        if item == 6:
-            break
-    assert file.getvalue().startswith("items: stopped at 1/3 things")
-    assert list(track(iter("ab"), "letters", console=console)) == ["a", "b"]
-    assert "letters: 2 in" in file.getvalue()
 
 
 def test_standard_error_is_where_it_goes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -1,12 +1,16 @@
-"""Steps that keep to a budget: asked about before they run, measured, cut where they would take too much."""
+"""Steps that keep to a budget.
+
+Steps that can be cut are guarded: a `Guard` is asked before each one, measures it, and cuts a batch that would take too
+much. All other steps are watched: a `Watch` measures them beside what the plan promised. `keep_to` chooses.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
+from hopline.budget.memory_plan import Plan
 from hopline.budget.micro_batches import (
     PieceBytes,
     check_split,
@@ -26,14 +31,17 @@ from hopline.budget.micro_batches import (
 )
 from hopline.budget.predictor import Predictor, Sizes, costs_of
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Unit
+from hopline.contract import Job, Unit, Work, units_from
 from hopline.core.batch import Batch, Block
-from hopline.device.meter import NoMeter, meter_of
+from hopline.core.sampler import NeighborSampler
+from hopline.device.meter import NoMeter, meter_of, numbered
 from hopline.device.out_of_memory import Before, attempt, gradient_bytes, state_bytes
+from hopline.methods.sampled.loader import Loader
+from hopline.methods.sampled.work import SampledWork
 from hopline.units.batch_unit import BatchUnit, autocast
 from hopline.units.loss_at import LossAt, batch_of_seeds, loss_at
 from hopline.util import trace
-from hopline.util.config import format_size
+from hopline.util.config import format_size, parse_size
 
 Redraw = Callable[[Tensor, int], tuple[Block, ...]]
 """(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""
@@ -261,7 +269,7 @@ class Guard:
 
         options: dict[str, Any] = {"among": among, "first": max(2, math.ceil(expected(together) / self.room_bytes))}
         options |= {"most_bytes": self.limit_bytes if predictor.is_sure else math.inf, "least_of": expected}
-        return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, self.budget.split_by, **options)
+        return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, **options)
 
     def _check_split(self) -> None:
         check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
@@ -445,3 +453,107 @@ def _random_state(device: torch.device) -> Tensor:
     """Of the generators that a model on the device draws from."""
     on_host = torch.get_rng_state()
     return on_host if device.type == "cpu" else torch.cat([on_host, torch.cuda.get_rng_state(device)])
+
+
+# ---- work that keeps to a plan
+
+
+def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
+    """The same work, within what the plan leaves for a step."""
+    if plan.limit_bytes == math.inf:
+        return work
+    limit = int(plan.limit_bytes)
+    if not hasattr(work, "guard"):
+        return WatchedWork(work, Watch(job.device, limit, plan.step_bytes))
+    sampler = getattr(work.loader, "sampler", None) if isinstance(work, SampledWork) else None
+    guard = Guard(job, budget, limit, sampler.sample if isinstance(sampler, NeighborSampler) else None)
+    guard.predictor = plan.predictor
+    work.guard = guard  # type: ignore[attr-defined]
+    if isinstance(work, SampledWork) and isinstance(work.loader, Loader):
+        work.loader.waits_on_host = guard.waits_on_host = plan.waits_on_host
+    return work
+
+
+@contextmanager
+def capped(budget: Budget | None, device: torch.device) -> Iterator[None]:
+    """Within, CUDA gives this process no more than a budget has for the device."""
+    if budget is None or budget.device is None or device.type != "cuda":
+        yield
+        return
+    device = numbered(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, parse_size(budget.device) / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+# ---- steps that cannot be cut
+
+
+@dataclass(eq=False)
+class Watch:
+    """Measures steps that cannot be cut; what it finds is handed out as a guard does."""
+
+    device: torch.device
+    limit_bytes: int
+    promised_bytes: float
+    """What every step was planned to take at most."""
+
+    def __post_init__(self) -> None:
+        self._record = Record()
+
+    def take_record(self) -> dict[str, Any]:
+        """What happened since the last call."""
+        record, self._record = self._record, Record()
+        return {"limit_bytes": self.limit_bytes, **asdict(record)}
+
+    def observe(self, peak_bytes: int) -> None:
+        record = self._record
+        record.promised_bytes = self.promised_bytes
+        record.peak_bytes = max(record.peak_bytes, peak_bytes)
+        record.before.append(self.promised_bytes)
+        record.after.append(peak_bytes)
+        record.over += peak_bytes > self.limit_bytes
+
+
+class WatchedWork:
+    """Work whose steps are measured; in all else it is the work itself."""
+
+    def __init__(self, work: Work, watch: Watch) -> None:
+        self.work, self.guard = work, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        with closing(units_from(self.work, epoch, done, examples)) as units:
+            for unit in units:
+                yield WatchedUnit(unit, self.guard)
+
+
+@dataclass(eq=False)
+class WatchedUnit(Unit):
+    """A unit whose bytes are measured."""
+
+    unit: Unit
+    watch: Watch
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.unit.size
+
+    @property
+    def total_size(self) -> float | None:
+        return self.unit.total_size
+
+    def forward_backward(self, total: float) -> Tensor:
+        with meter_of(self.watch.device) as meter:
+            loss = self.unit.forward_backward(total)
+        self.watch.observe(meter.peak_bytes)
+        return loss
+
+    def commit(self) -> None:
+        self.unit.commit()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.budget.predictor import Costs, Sizes
-from hopline.budget.settings import CutBy, SplitBy
+from hopline.budget.settings import CutBy
 from hopline.core.batch import Batch, Block, Part
 from hopline.core.row_handles import Readable, ReducedRows, Rows
 from hopline.nn.whole_module import Whole
 from hopline.ops.cpu import cut_batches as cpu_pieces
 from hopline.ops.cpu import cut_batches as cpu_prune
-from hopline.ops.cpu import partition as cpu_partition
 from hopline.util.config import format_size
 
 BytesOf = Callable[[Sizes], float]
@@ -159,11 +158,6 @@ def _row_bytes(rows: Tensor) -> int:
     return rows.element_size() * math.prod(rows.shape[1:])
 
 
-def redundancy(pieces: Sequence[Piece], batch: Batch) -> float:
-    """Input rows of all pieces over those of the batch: what they have in common is computed again in each."""
-    return sum(piece.input_idx.numel() for piece in pieces) / batch.input_ids.numel()
-
-
 def seed_costs(batch: Batch, costs: Costs) -> Tensor:
     """[num_seeds] float64 on the host: what each seed would take alone, by the bound, were nothing shared within."""
     total = torch.full((batch.blocks[0].num_src, 1), costs.per_node[0], dtype=torch.float64)
@@ -190,31 +184,9 @@ def by_balance(seed_cost: Tensor, num_pieces: int) -> list[Tensor]:
     return [order[owner == number].sort().values for number in range(num_pieces) if bool((owner == number).any())]
 
 
-def by_metis(batch: Batch, seed_cost: Tensor, num_pieces: int, seed: int = 0) -> list[Tensor]:
-    """Groups of seeds (positions) of about equal cost that share many neighbours, and few with other groups."""
-    import pymetis
-
-    block = batch.blocks[-1]
-    part = block.part
-    dtype = pymetis.zero_copy_dtype()
-    indptr = np.full(block.num_src + 1, part.num_edges, dtype=np.int64)
-    indptr[: block.num_dst + 1] = part.indptr.cpu().numpy()
-    starts, neighbors = cpu_partition.undirected(indptr, part.src_idx.cpu().numpy(), dtype)
-    weights = np.zeros(block.num_src, dtype=dtype)
-    share = seed_cost.cpu() / seed_cost.cpu().mean().clamp(min=1e-9)
-    weights[: block.num_dst] = (16 * share).long().clamp(1, 1 << 20).numpy()
-    options = pymetis.Options()
-    options.seed = seed % 2**31
-    adjacency = pymetis.CSRAdjacency(cast(Any, starts), cast(Any, neighbors))
-    found = pymetis.part_graph(num_pieces, adjacency, vweights=cast(Any, weights), options=options, recursive=False)
-    part_of = torch.from_numpy(np.array(found.vertex_part[: block.num_dst], dtype=np.int64))
-    groups = [(part_of == number).nonzero().view(-1) for number in range(num_pieces)]
-    return [group for group in groups if group.numel()]
-
-
-def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs, how: SplitBy = "balance") -> list[Piece]:
+def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs) -> list[Piece]:
     """A batch in as few pieces as fit, each below `limit` bytes."""
-    return [piece_of(batch, group) for group in groups_to_fit(batch, bytes_of, limit, costs, how)]
+    return [piece_of(batch, group) for group in groups_to_fit(batch, bytes_of, limit, costs)]
 
 
 def groups_to_fit(
@@ -222,7 +194,6 @@ def groups_to_fit(
     bytes_of: BytesOf,
     limit: float,
     costs: Costs,
-    how: SplitBy = "balance",
     *,
     among: Tensor | None = None,
     first: int | None = None,
@@ -231,7 +202,7 @@ def groups_to_fit(
 ) -> list[Tensor]:
     """Seeds (positions, on the host) in as few groups as fit, those of each together below `limit` bytes.
 
-    among: only these seeds, by balance; first: how many groups are tried first; most_bytes: what a seed alone may take,
+    among: only these seeds; first: how many groups are tried first; most_bytes: what a seed alone may take,
     if not `limit`; least_of: by which it is refused, if not `bytes_of`.
     """
     seed_cost = seed_costs(batch, costs)
@@ -239,15 +210,12 @@ def groups_to_fit(
     num_groups = math.ceil(bytes_of(sizes_of(batch, [seeds])[0]) / limit) if first is None else max(1, first)
     while True:
         num_groups = min(num_groups, seeds.numel())
-        if how == "metis" and among is None and num_groups < seeds.numel():
-            groups = by_metis(batch, seed_cost, num_groups)
-        else:
-            groups = [seeds[group] for group in by_balance(seed_cost[seeds], num_groups)]
+        groups = [seeds[group] for group in by_balance(seed_cost[seeds], num_groups)]
         groups.sort(key=lambda group: -float(seed_cost[group].sum()))
         sizes = sizes_of(batch, groups)
         worst = max(map(bytes_of, sizes))
         if worst <= limit:
-            return groups if how == "metis" else _first_filled(batch, bytes_of, limit, groups, seed_cost)
+            return _first_filled(batch, bytes_of, limit, groups, seed_cost)
         if num_groups == seeds.numel():
             most, worst = limit if most_bytes is None else most_bytes, max(map(least_of or bytes_of, sizes))
             if worst <= most:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from hopline.util.config import check_fields, nearest, parse_size, settings
+from hopline.util.config import Removed, check_fields, nearest, parse_size, settings
 
 if TYPE_CHECKING:
     import torch
 
 OverBudget = Literal["split", "resample", "cut", "refuse"]
-SplitBy = Literal["balance", "metis"]
 CutBy = Literal["random", "degree", "pagerank"]
 
 
@@ -22,6 +20,7 @@ class Budget:
 
     SHORT: ClassVar[str] = "device"
     """The field that `budget=8GiB` sets."""
+    REMOVED: ClassVar = {"split_by": Removed("balance", "leave it out: pieces of a batch always have equal cost")}
     device: str | None = None
     """Where the model is: "8GiB"; on a CPU that is the host."""
     host: str | None = None
@@ -30,8 +29,6 @@ class Budget:
     """Files that a run may write for itself."""
     over_budget: OverBudget = "split"
     """`split`: pieces with the same gradients; `resample`: drawn anew; `cut`: fewer edges; `refuse`: the run ends."""
-    split_by: SplitBy = "balance"
-    """Pieces of equal cost at once, or by METIS pieces that share few neighbours."""
     cut_by: CutBy = "random"
     """Edges that are left out: any, or by degree or PageRank those between hubs."""
 
@@ -41,8 +38,6 @@ class Budget:
             value = getattr(self, name)
             if value is not None and parse_size(value) <= 0:
                 raise ValueError(f"budget.{name} must be more than nothing: write it as budget.{name}=8GiB")
-        if self.split_by == "metis" and find_spec("pymetis") is None:
-            raise ValueError("METIS is not installed: type `pip install pymetis`, or set budget.split_by=balance")
 
     @classmethod
     def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
@@ -53,6 +48,8 @@ class Budget:
             return given
         if isinstance(given, Mapping):
             for name in given:
+                if name in cls.REMOVED:
+                    raise ValueError(cls.REMOVED[name].refusal(f"budget.{name}"))
                 if name not in cls.__dataclass_fields__:
                     known = ", ".join(cls.__dataclass_fields__)
                     raise ValueError(

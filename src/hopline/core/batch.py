@@ -67,6 +67,14 @@ class Part:
         )
 
 
+def edges_where(part: Part, kept: Tensor) -> Part:
+    """The edges of a part at which a mask is true."""
+    upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.long().cumsum(0)])
+    edge = {name: rows[kept] for name, rows in part.edge.items()}
+    edge_ids = None if part.edge_ids is None else part.edge_ids[kept]
+    return Part(upto[part.indptr], part.src_idx[kept], edge, edge_ids)
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources."""

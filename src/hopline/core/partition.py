@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -20,16 +20,10 @@ from hopline.core.graph import Graph
 from hopline.ops.cpu import partition as cpu_cut
 from hopline.ops.cpu import partition as cpu_partition
 from hopline.ops.cpu.runtime import in_threads
-from hopline.tables import SparseTable, Table, TensorTable
-from hopline.tables.views import ReorderedTable
 from hopline.util.config import format_size
 from hopline.util.files import replacing
 from hopline.util.log import logger
 from hopline.util.progress import progress
-
-if TYPE_CHECKING:
-    from hopline.data.dataset import Dataset
-
 
 HOW = ("metis", "streaming", "random", "range")
 """The ways to divide a graph, besides given labels."""
@@ -288,71 +282,6 @@ def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition])
     except OSError as error:
         logger.warning(f"the partition could not be kept in {folder} ({error.strerror}): it will be made again")
     return found
-
-
-def reorder(data: Dataset, partition: Partition) -> Dataset:
-    """The dataset with its nodes renumbered by `partition.position`, so that each part is one slab of every array.
-
-    `renumber(reordered, partition.position)` gives the first dataset back.
-    """
-    if partition.num_nodes != data.num_nodes:
-        raise ValueError(f"the partition is of {partition.num_nodes} nodes, the dataset has {data.num_nodes}")
-    return renumber(data, partition.order)
-
-
-def renumber(data: Dataset, order: Tensor) -> Dataset:
-    """The dataset whose node i was node order[i]; the in-edges of a node keep their order.
-
-    Tables are copied where half of the free memory holds them, and else read through a map of ids.
-    """
-    position = torch.empty_like(order)
-    position[order] = torch.arange(order.numel())
-
-    def moved(splits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: position[ids.cpu()].sort().values.to(ids.device) for name, ids in splits.items()}
-
-    return replace(
-        data,
-        graph=_renumbered_graph(data.graph, order, position),
-        tables={name: _renumbered_table(table, order) for name, table in data.tables.items()},
-        y=None if data.y is None else ops.gather_rows(data.y, order.to(data.y.device)),
-        splits=moved(data.splits),
-        alternatives=tuple(moved(splits) for splits in data.alternatives),
-        folder=None,  # its files have the old order
-    )
-
-
-def _renumbered_graph(graph: Graph, order: Tensor, position: Tensor) -> Graph:
-    old = graph.to("cpu")
-    indptr = torch.zeros_like(old.indptr)
-    torch.cumsum(old.in_degrees()[order], 0, out=indptr[1:])
-    place = position.to(old.indices.dtype)
-    indices = torch.empty_like(old.indices)
-    edge = {name: torch.empty_like(array) for name, array in old.edge.items()}
-    # By ranges of about so many edges, so that their positions never exist all at once.
-    bounds = [*torch.searchsorted(indptr, torch.arange(0, old.num_edges, CHUNK_EDGES)).tolist(), old.num_nodes]
-
-    def fill(i: int) -> None:
-        first, last = bounds[i], bounds[i + 1]
-        rows = slice(int(indptr[first]), int(indptr[last]))
-        _, edge_ids = ops.row_positions(old.indptr, order[first:last])
-        indices[rows] = ops.gather_rows(place, ops.gather_rows(old.indices, edge_ids))
-        for name, array in old.edge.items():
-            edge[name][rows] = ops.gather_rows(array, edge_ids)
-
-    in_threads(fill, len(bounds) - 1)
-    return Graph(indptr, indices, edge)
-
-
-def _renumbered_table(table: Table, order: Tensor) -> Table:
-    if isinstance(table, ReorderedTable):
-        return ReorderedTable(table.below, table.order[order])
-    if table.num_bytes <= psutil.virtual_memory().available // 2:
-        if isinstance(table, TensorTable):
-            return TensorTable(ops.gather_rows(table.rows, order.to(table.rows.device)))
-        if isinstance(table, SparseTable):
-            return SparseTable(*table.read_csr(order.to(table.indptr.device)), table.num_columns)
-    return ReorderedTable(table, order)
 
 
 def edge_counts(graph: Graph, partition: Partition) -> Tensor:

@@ -24,8 +24,8 @@ import torch
 
 from hopline.distributed.environment import Place, detect
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import PeerError, Seat, World, serve
-from hopline.util.errors import RankError
+from hopline.distributed.world import Seat, World, serve
+from hopline.util.errors import PeerError, RankError
 from hopline.util.signals import SIGNALS, Interrupted
 
 END_S = 2.0

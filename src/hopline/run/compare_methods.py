@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from hopline.budget.keep import capped, keep_to
+from hopline.budget.guard import capped, keep_to
 from hopline.budget.memory_plan import PLACES, Outline, Plan
 from hopline.budget.plan_within import alternatives, checked_plan
 from hopline.budget.probe import job_of, learn

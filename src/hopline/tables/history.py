@@ -7,7 +7,7 @@ written by `commit` alone; reading one that nobody has written yet gives zeros.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,15 +158,6 @@ class Histories(Reader):
         table = self.table(l, rows)
         table[places.to(table.device)] = rows.to(table.device, table.dtype)
 
-    def mix_in(self, places: Tensor, stamps: Tensor, rows: Mapping[int, Tensor]) -> None:
-        """Rows that a batch made of those at some places, unless one was committed since they were read.
-
-        stamps: of the rows when they were read. The ages stay: such rows are not those of a commit.
-        """
-        same = self.written[places] == stamps
-        for l, mixed in rows.items():
-            self.write_at(l, places[same], mixed[same.to(mixed.device)])
-
     def stamp(self, slabs: Sequence[slice], step: int) -> None:
         """These rows are as of a step."""
         for slab in slabs:
@@ -193,10 +184,6 @@ def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
 
 
-Mix = Callable[[int, Tensor, Tensor], Tensor]
-"""(layer, the batch's own rows, stored rows of the halo) -> the halo's rows as the next layer reads them."""
-
-
 class HaloBlock(Block):
     """All in-edges of a batch's nodes: behind them stand the halo, sources that belong to other parts.
 
@@ -211,13 +198,12 @@ class HaloBlock(Block):
         histories: Reader | None,
         last: int,
         keeps_gradients: bool = False,
-        mix: Mix | None = None,
     ) -> None:
         for name in ("src_ids", "num_dst", "parts", "graph", "key", "scale_sums"):
             object.__setattr__(self, name, getattr(block, name))
         kept: dict[int, Tensor] = {}
         extra = {"slabs": slabs, "halo_places": halo_places, "histories": histories, "last": last}
-        for name, value in {**extra, "own": kept, "keeps_gradients": keeps_gradients, "mix": mix}.items():
+        for name, value in {**extra, "own": kept, "keeps_gradients": keeps_gradients}.items():
             object.__setattr__(self, name, value)
 
     slabs: Sequence[slice]
@@ -232,8 +218,6 @@ class HaloBlock(Block):
     """By layer, the batch's own rows before dropout."""
     keeps_gradients: bool
     """Whether gradients of these rows are wanted."""
-    mix: Mix | None
-    """What the halo's rows are made of stored ones by."""
 
     def exchange(self, l: int, h: Tensor) -> Tensor:
         self.own[l] = h
@@ -243,8 +227,7 @@ class HaloBlock(Block):
             # What comes next, such as a head with ReLU(inplace=True), may change its input in place. The gradient of
             # the rows that are kept would then be that of the changed ones.
             return h.clone() if self.keeps_gradients else h
-        halo = self.histories.read(l, self.halo_places, h)
-        return torch.cat([h, halo if self.mix is None else self.mix(l, h, halo)])
+        return torch.cat([h, self.histories.read(l, self.halo_places, h)])
 
     @property
     def src_places(self) -> Tensor:
@@ -258,7 +241,7 @@ class HaloBlock(Block):
             plain = Block(self.src_ids, self.num_dst, self.parts, self.graph, self.key, self.scale_sums)
             known[device] = HaloBlock(
                 plain.to(device, non_blocking), self.slabs, self.halo_places, self.histories, self.last,
-                self.keeps_gradients, self.mix,
+                self.keeps_gradients,
             )  # fmt: skip
         return known[device]
 

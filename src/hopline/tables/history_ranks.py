@@ -110,16 +110,6 @@ class SharedHistories(Histories):
     def write(self, l: int, slabs: Sequence[slice], rows: Tensor, mark: Any = None) -> None:
         super().write(l, self._here(slabs), rows)
 
-    def mix_in(self, places: Tensor, stamps: Tensor, rows: Mapping[int, Tensor]) -> None:
-        """By the ranks that keep these rows; all must call this. Of several rows for a node the last rank's stays."""
-        order = places.argsort()
-        runs = self.owners.runs(places[order])
-        sent = {l: rows[l][order].to(table.dtype) if l in rows else table[:0] for l, table in self.tables.items()}
-        at, seen = (self.world.swap([value[order][run] for run in runs]) for value in (places, stamps))
-        got = {l: self.world.swap([mixed[run] for run in runs]) for l, mixed in sent.items()}
-        for rank in range(self.world.size):
-            super().mix_in(at[rank] - self.owners.host.start, seen[rank], {l: of[rank] for l, of in got.items()})
-
     def stamp(self, slabs: Sequence[slice], step: int) -> None:
         super().stamp(self._here(slabs), step)
 

@@ -440,6 +440,4 @@ def check_beside(trainer: Trainer, *, own_way: bool) -> None:
             f"module as test_step=, {instead}"
         )
     if getattr(trainer.work, "keep_rows", None) is not None:
-        raise ValueError(
-            "evaluate=async leaves no rows for training: set method.refresh_with_evaluation=false, " + instead
-        )
+        raise ValueError("evaluate=async leaves no rows for training: set method.refresh_every=1, " + instead)

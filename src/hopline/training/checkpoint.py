@@ -23,6 +23,7 @@ from hopline.report.writer import versions
 from hopline.training.callbacks import EpochEnd, Evaluation, Run
 from hopline.training.settings import TrainSettings
 from hopline.util import trace
+from hopline.util.config import Removed, removed_settings
 from hopline.util.files import replacing
 from hopline.util.signals import Interrupted, Signals
 
@@ -222,8 +223,11 @@ def identity(
     }
 
 
-def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint of another run, and name what differs."""
+def check_identity(
+    stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path, removed: Mapping[str, Removed]
+) -> None:
+    """Refuse a checkpoint of another run, and name what differs. removed: settings that the method no longer has."""
+    stored = {**stored, "method": _without_removed(stored.get("method"), removed, path)}
     for key, value in ours.items():
         if key in ("training nodes", "contents", "settings of the model") and key not in stored:
             continue  # written before they were compared
@@ -252,6 +256,16 @@ def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Pat
                 f"{path} is of another run: {key} is {stored.get(key)!r} there and {value!r} here; set it as it was, "
                 "or choose another folder with out="
             )
+
+
+def _without_removed(method: Any, removed: Mapping[str, Removed], path: Path) -> Any:
+    """The settings of a stored method that still exist. One that was removed must have had its default."""
+    if not isinstance(method, Mapping):
+        return method
+    for key in method.keys() & removed.keys():
+        if method[key] != removed[key].default:
+            raise ValueError(f"{path} is of a run with method.{key}={method[key]}. {removed[key].refusal(key)}")
+    return {key: value for key, value in method.items() if key not in removed}
 
 
 def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -> None:
@@ -315,7 +329,7 @@ class Checkpoints:
         missing = [key for key in ("identity", "position", "callbacks", "history", "evaluations") if key not in state]
         if missing:
             raise _damaged(self.path, f"it has no {missing[0]}")
-        check_identity(state["identity"], trainer.identity(), self.path)
+        check_identity(state["identity"], trainer.identity(), self.path, removed_settings(type(trainer.asked)))
         check_mode(state, trainer.metric_mode, self.path)
         return state
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline import ops
-from hopline.budget.keep import capped, keep_to
+from hopline.budget.guard import capped, keep_to
 from hopline.budget.memory_plan import Outline, Plan
 from hopline.budget.plan_within import plan_within
 from hopline.budget.settings import Budget

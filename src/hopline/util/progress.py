@@ -3,9 +3,9 @@
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
@@ -13,13 +13,10 @@ from rich.progress import Progress as RichDisplay
 from rich.table import Column
 from rich.text import Text
 
-T = TypeVar("T")
-
 PLAIN_INTERVAL_S = 10.0
 REFRESH_INTERVAL_S = 0.1
 
 _lock = threading.RLock()
-_quiet_depth = 0
 _displays: dict[Console, "_Display"] = {}
 
 
@@ -56,43 +53,13 @@ def progress(
         brief: True leaves nothing behind at the end, for work that the caller sums up itself.
         console: Where to show it instead.
     """
-    shown = _open(label, total, unit, enabled and not _quiet_depth, brief, console or _standard_error())
+    shown = _open(label, total, unit, enabled, brief, console or _standard_error())
     completed = False
     try:
         yield shown
         completed = True
     finally:
         shown.close(completed)
-
-
-def track(
-    iterable: Iterable[T],
-    label: str,
-    total: int | None = None,
-    unit: str = "",
-    *,
-    console: Console | None = None,
-) -> Iterator[T]:
-    """Yield the items of an iterable while showing how many have been worked on."""
-    if total is None and isinstance(iterable, Sized):
-        total = len(iterable)
-    with progress(label, total, unit, console=console) as shown:
-        for item in iterable:
-            yield item
-            shown.advance()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Show no progress that begins, on any thread, while the context lasts."""
-    global _quiet_depth
-    with _lock:
-        _quiet_depth += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _quiet_depth -= 1
 
 
 def _open(label: str, total: int | None, unit: str, enabled: bool, brief: bool, console: Console) -> Progress:

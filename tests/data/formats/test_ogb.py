@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from hopline.data.formats.ogb import from_ogb_folder, is_ogb_folder
+from hopline.data.formats.ogb import from_ogb_folder
+from hopline.data.paths import is_ogb_folder
 from hopline.data.store import verify
 
 MakeFolder = Callable[..., dict[str, np.ndarray]]

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.core.batch import Batch
-from hopline.distributed.world import PeerError, World
+from hopline.distributed.world import World
 from hopline.shards.data import open_sharded
 from hopline.units.batch_unit import supervised
+from hopline.util.errors import PeerError
 from tests.helpers import dataset_of, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500), randn(80, 6))

@@ -33,7 +33,6 @@ def result_of(trainer: hl.Trainer) -> dict[str, Any]:
     return {
         "losses": [epoch.loss for epoch in run.history],
         "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist(),
-        "bias": {name: v for name, v in run.history[-1].counters.items() if name.startswith("bias.")},
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hopline.contract import Job
 from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
+from hopline.util.config import from_dict, override
 from tests.methods.historical.test_work import DATA, model_of, trainer_of
 
 
@@ -20,16 +21,13 @@ from tests.methods.historical.test_work import DATA, model_of, trainer_of
     [
         ({"num_parts": 0}, "num_parts must be at least 1"),
         ({"num_parts": 3, "parts_per_batch": 4}, "make it smaller"),
-        ({"refresh_every": 0}, "refresh_every"),
+        ({"refresh_every": 0}, "refresh_every must be at least 1, 'evaluation' or none, not 0"),
+        ({"refresh_every": "always"}, "refresh_every must be a whole number or 'evaluation' or None"),
         ({"lag": -1}, "lag"),
         ({"max_batches": 0}, "max_batches must be at least 1 or none, not 0"),
         ({"edge_dropout": 1.0}, "edge_dropout must be at least 0 and below 1, not 1.0"),
         ({"lipschitz": -0.1}, "lipschitz must be at least 0, not -0.1"),
         ({"compensate": True, "halo": "drop"}, "choose one of them"),
-        ({"momentum": 1.5}, "momentum must be from 0 to 1, not 1.5"),
-        ({"mixing": -0.1}, "mixing must be from 0 to 1, not -0.1"),
-        ({"momentum": 0.5, "mixing": 0.5}, "set one of them to 0"),
-        ({"mixing": 0.5, "halo": "drop"}, "which halo=drop leaves out"),
         ({"partition": "cut"}, "partition must be"),
     ],
     ids=str,
@@ -37,6 +35,30 @@ from tests.methods.historical.test_work import DATA, model_of, trainer_of
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Historical(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("momentum", 0.5, "set refresh_every=1"),
+        ("mixing", 0.5, "set refresh_every=1"),
+        ("mixing_score", "linear", "set refresh_every=1"),
+        ("refresh_with_evaluation", True, "set refresh_every=evaluation"),
+        ("measure_bias", True, "benchmarks/history_bias.py"),
+    ],
+)
+def test_removed_settings_are_refused_with_what_to_do_and_read_where_they_had_their_default(
+    name: str, value: Any, instead: str
+):
+    for give in (lambda: Historical(**{name: value}), lambda: from_dict(Historical, {name: value})):
+        with pytest.raises((TypeError, ValueError), match=f"{name} was removed: .*{instead}"):
+            give()
+    assert from_dict(Historical, {name: Historical.REMOVED[name].default}) == Historical()
+
+
+@pytest.mark.parametrize(("text", "value"), [("none", None), ("3", 3), ("evaluation", "evaluation")])
+def test_refresh_every_is_read_from_text(text: str, value: Any):
+    assert override(Historical(), [f"refresh_every={text}"]).refresh_every == value
 
 
 def test_a_model_without_layers_is_refused():
@@ -58,4 +80,4 @@ def test_evaluation_of_one_rank_cannot_refresh_the_tables_of_all():
     ids = torch.arange(3)
     job = Job(data=DATA, model=model_of(), module=model_of(), train_ids=ids, train_step=lambda m, b: ids, world=world)
     with pytest.raises(ValueError, match="is for one process"):
-        Historical(refresh_with_evaluation=True).bind(job)
+        Historical(refresh_every="evaluation").bind(job)

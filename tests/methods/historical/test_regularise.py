@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hopline.core.batch import Block
 from hopline.core.sampler import NeighborSampler
-from hopline.methods.historical.regularise import drop_edges, edges_where, spreads
+from hopline.methods.historical.regularise import drop_edges, spreads
 from hopline.nn import GNN
 from tests.helpers import batch_of, edges_of, gnn_of, randn, random_graph
 
@@ -58,13 +58,6 @@ def test_sums_by_degree_stay_right_on_average():
     many = GRAPH.in_degrees() > 10  # where hardly any draw leaves none of them
     mean = torch.stack(found).mean(0)
     assert float((mean - expected)[many].norm() / expected[many].norm()) < 0.06  # 0.3 without the factor
-
-
-def test_edges_where_a_mask_is_true():
-    part = block_of(torch.tensor([0, 1])).part
-    kept = torch.arange(part.num_edges) % 2 == 0
-    fewer = edges_where(part, kept)
-    assert torch.equal(fewer.edge_index, part.edge_index[:, kept])
 
 
 class Doubled(nn.Module):

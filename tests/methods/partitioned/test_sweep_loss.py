@@ -12,7 +12,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.budget.keep import WatchedUnit
+from hopline.budget.guard import WatchedUnit
 from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.core.row_handles import as_tensor
@@ -21,7 +21,7 @@ from hopline.methods.historical.work import HistoricalWork
 from tests.equivalence.test_5_historical import MODELS
 from tests.helpers import GNN_OPTIONS, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import model_of
-from tests.methods.historical.test_nano import assert_pieces_are_the_batch
+from tests.methods.historical.test_micro_batches import assert_pieces_are_the_batch
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500, loops=True), randn(80, 6))
 DATA = replace(DATA, tables={**DATA.tables, "w": hl.extend.TensorTable(randn(80, 2, seed=4).exp())})

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import GCNConv, GraphNorm, SAGEConv
 
-from hopline.contract import Job, Unit
+from hopline.contract import Job, Method, Unit
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
 from hopline.distributed.world import Seat, World
-from hopline.methods.sampled.settings import Method, Sampled
+from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN, as_walkable
-from hopline.pipeline.stages import StageError
 from hopline.tables import SparseTable, TensorTable
 from hopline.units.batch_unit import BatchUnit
+from hopline.util.errors import StageError
 from tests.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
 from tests.runs import small
 

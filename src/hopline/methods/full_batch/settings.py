@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hopline.contract import Job, Method, Work
 from hopline.data.placement_settings import Placement, with_graph_on_host
-from hopline.util.config import check_fields, parse_size, settings
+from hopline.util.config import Removed, check_fields, settings
 
 Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
+
+FEWER_BYTES = "set compress=bf16, which sends every row in fewer bytes"
+"""What replaces the settings that sent some rows of each message."""
 
 
 @settings
 class FullBatch(Method):
     """One step per epoch, over every edge and every training node; gradients are exact to rounding."""
 
+    REMOVED: ClassVar = {
+        "depth": Removed(1, "the rows of one shard are always asked for ahead, so leave it out"),
+        "chunk": Removed("4MiB", "the messages of a chunk of edges always take about 4 MiB, so leave it out"),
+        "topk": Removed(0.25, FEWER_BYTES),
+        "compress_gradients": Removed(False, "set compress=bf16_both, which rounds rows and their gradients"),
+        "boundary_rate": Removed(1.0, FEWER_BYTES),
+        "stale": Removed(
+            False, "leave it out: rows of this epoch are always used; compress=bf16 makes messages smaller"
+        ),
+    }
     num_shards: int = 8
     """Shards that the graph is cut into; with several ranks, as many as these."""
     aggregation: Aggregation = "auto"
@@ -24,40 +37,21 @@ class FullBatch(Method):
     again in backward; `stored`: they are kept; `one_shot`: they come all at once; `auto`: sweep in one process."""
     partition: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
     """How the graph is cut; `metis` needs pymetis, `streaming` takes any size, `labels` takes y for the parts."""
-    depth: int = 1
-    """Shards whose rows are asked for ahead; no result depends on it."""
-    chunk: str | int = "4MiB"
-    """About what the messages of a chunk of edges take, in all ways but sweep."""
     trim: bool = False
     """Compute and send, layer by layer, only what the training nodes need; the gradient stays the same."""
-    compress: Literal["none", "bf16", "topk"] = "none"
-    """How rows travel between ranks: as they are, as bfloat16, or of each message the largest rows, the rest as 0."""
-    topk: float = 0.25
-    """The share of a message's rows that compress=topk sends."""
-    compress_gradients: bool = False
-    """Whether the gradients of these rows are compressed on their way back too."""
-    boundary_rate: float = 1.0
-    """The share of other ranks' rows that is drawn and fetched in an epoch, made larger by as much; 1 takes all."""
-    stale: bool = False
-    """Take other ranks' rows and gradients from the epoch before, while those of this one are on their way."""
+    compress: Literal["none", "bf16", "bf16_both"] = "none"
+    """How rows travel between ranks: as they are, as bfloat16, or with their gradients as bfloat16 too."""
     tables: Literal["auto", "device", "pinned", "host"] = "auto"
     """Where a GPU's tables of a sweep are: on it, `pinned` in host memory that it reads, `host`, or what fits."""
     folder: Path | None = None
     """Where a sweep's tables are kept as mapped files, for those larger than memory; in memory by default."""
 
     def __post_init__(self) -> None:
+        if self.compress == "topk":
+            raise ValueError(f"compress=topk was removed: {FEWER_BYTES}")
         check_fields(self)
         if self.num_shards < 1:
             raise ValueError(f"num_shards must be at least 1, not {self.num_shards}")
-        if self.depth < 0:
-            raise ValueError(f"depth must be at least 0, not {self.depth}")
-        if parse_size(self.chunk) < 1:
-            raise ValueError(f"chunk must be at least a byte, not {self.chunk}")
-        for name in ("topk", "boundary_rate"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share: give more than 0 and at most 1, not {getattr(self, name)}")
-        if self.stale and self.aggregation not in ("auto", "stored"):
-            raise ValueError(f"stale=true keeps other ranks' rows: set aggregation=stored, not {self.aggregation}")
         if self.folder is not None and self.aggregation not in ("auto", "sweep"):
             raise ValueError(f"folder= is for a sweep's tables, which aggregation={self.aggregation} has not")
 

@@ -86,10 +86,7 @@ class Transport(ABC):
     def wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
         """By round: which of the rows that are sent the receivers still want. of_halos: which are wanted here."""
 
-    def begin_step(self, key: int) -> None:  # noqa: B027 - most transports remember nothing
-        """A training step begins. key: of its draws, the same on all ranks."""
-
-    def end_step(self) -> None:  # noqa: B027
+    def end_step(self) -> None:  # noqa: B027 - most transports remember nothing
         """The step's last gradient has arrived."""
 
     def on(self, layout: ShardLayout) -> Self:

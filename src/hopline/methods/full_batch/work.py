@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from hopline.core.row_handles import Rows
 from hopline.data.dataset import Dataset
 from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
-from hopline.methods.full_batch.compression import LossyTransport, codecs_of
+from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
 from hopline.methods.full_batch.convs.block import ShardBlock
 from hopline.methods.full_batch.convs.norm import over_all_ranks
 from hopline.methods.full_batch.convs.trimming import trimmed_blocks
 from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.full_batch.stale import Memory, StaleTransport
 from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork, partition_together
@@ -37,10 +36,6 @@ from hopline.tables import Table
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_at import batch_of_seeds, loss_at
 from hopline.util import trace
-from hopline.util.config import parse_size
-
-EXACT = {"compress": "none", "boundary_rate": 1.0, "stale": False}
-"""Settings that make an approximation of training by ranks, at the values where they do not."""
 
 
 def bind(method: FullBatch, job: Job) -> Work:
@@ -53,11 +48,8 @@ def bind(method: FullBatch, job: Job) -> Work:
         )
     about = (job.data.num_features, _edge_arrays(job.data))
     model.check_blocks(*about)
-    changed = [name for name, neutral in EXACT.items() if getattr(method, name) != neutral]
-    if changed and job.world.size == 1:
-        raise ValueError(
-            f"{changed[0]}= is about rows that travel between ranks: set devices=2 or more, or leave it out"
-        )
+    if method.compress != "none" and job.world.size == 1:
+        raise ValueError("compress= is about rows that travel between ranks: set devices=2 or more, or leave it out")
     if job.world.size > 1 and (found := mixing_in_training(model, *about, over_ranks=True)) is not None:
         raise ValueError(
             f"{described(found)} mixes rows in training, and a rank has only its own: use BatchNorm or "
@@ -72,7 +64,7 @@ def bind(method: FullBatch, job: Job) -> Work:
     chosen = _choose_aggregation(method, job, None if mixing is None else described(mixing))
     if chosen == "sweep":
         return SweepWork(job, model, method)
-    return (StaleWork if method.stale else ShardedWork)(job, model, method, chosen)
+    return ShardedWork(job, model, method, chosen)
 
 
 def _choose_aggregation(
@@ -83,7 +75,7 @@ def _choose_aggregation(
     if method.aggregation == "auto":
         reasons = {"several ranks": several, f"{mixing} needs all rows at once": mixing is not None}
         reason = next((text for text, holds in reasons.items() if holds), "one process")
-        chosen = "sweep" if reason == "one process" else "stored" if method.stale else "sequential"
+        chosen = "sweep" if reason == "one process" else "sequential"
         job.say(f"full batch by aggregation={chosen} ({reason}), {_num_shards(method, job)} shards")
         return chosen
     if method.aggregation == "sweep" and several:
@@ -166,14 +158,13 @@ class ShardedWork:
             self.channel.check_same(_common(job, model, method), "the method, the seed, the dataset or the layers")
         self.tables, transport, ids, self.y = self._opened(method)
         self.rows = torch.arange(ids.numel()) if isinstance(job.data, ShardedData) else ids
-        options: dict[str, Any] = {"mode": mode, "depth": method.depth, "chunk_bytes": parse_size(method.chunk)}
         is_training = torch.zeros(job.data.num_nodes, dtype=torch.bool)
         is_training[job.train_ids.cpu()] = True
         self.output_idx = is_training[ids].nonzero().view(-1)
         self.transport = transport
-        whole = ShardBlock.of(transport.layout, transport, **options)
+        whole = ShardBlock.of(transport.layout, transport, mode=mode)
         self.blocks = (
-            trimmed_blocks(whole, is_training[ids], model.num_layers, device, **options)
+            trimmed_blocks(whole, is_training[ids], model.num_layers, device, mode=mode)
             if method.trim
             else (whole.to(device),) * model.num_layers
         )
@@ -232,31 +223,6 @@ class ShardedWork:
         return Batch(seeds, self.blocks, x, y, found, key, self.total, output_idx)
 
 
-class StaleWork(ShardedWork):
-    """As above, where the rows and gradients of others are those of the epoch before: these are in the checkpoints."""
-
-    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        if epoch == 1 and not done:
-            self.memory.known.clear()  # what is there is of a run before
-        yield from super().units(epoch, done, examples)
-
-    @property
-    def memory(self) -> Memory:
-        assert isinstance(self.transport, StaleTransport)
-        return self.transport.memory
-
-    def state_dict(self) -> dict[str, Any]:
-        """By rank, what it knows: complete in the first one, which writes it."""
-        known, world = self.memory.to_bytes(), self.job.world
-        return {"known": world.swap([known if rank == 0 else known[:0] for rank in range(world.size)])}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        known, world = state["known"], self.job.world
-        if len(known) != world.size:
-            raise ValueError(f"with stale=true a run goes on with as many ranks as it had: set devices={len(known)}")
-        self.memory.read_bytes(known[world.rank])
-
-
 @dataclass(eq=False)
 class ShardedUnit(Unit):
     """One step over all shards."""
@@ -273,8 +239,7 @@ class ShardedUnit(Unit):
         return self.work.total
 
     def forward_backward(self, total: float) -> Tensor:
-        job, batch, transport = self.work.job, self.work.batch(self.key), self.work.transport
-        transport.begin_step(self.key)
+        job, batch = self.work.job, self.work.batch(self.key)
         if job.world.size > 1 and not job.usual_loss:
             return self._by_all_ranks(batch, total)
         with autocast(job), over_all_ranks(job.world):
@@ -283,7 +248,7 @@ class ShardedUnit(Unit):
                 loss = job.train_step(job.model, batch) if self.size else job.model(batch).sum() * 0
             with trace.span("backward", job.device):
                 (loss * (max(1, self.size) / total)).backward()
-        transport.end_step()
+        self.work.transport.end_step()
         return loss.detach() * self.size
 
     def _by_all_ranks(self, batch: Batch, total: float) -> Tensor:
@@ -315,10 +280,8 @@ class ShardedUnit(Unit):
 
 
 def _between_ranks(layout: ShardLayout, method: FullBatch, world: World) -> Transport:
-    codecs = codecs_of(method.compress, method.topk, method.compress_gradients, method.boundary_rate)
-    if method.stale:
-        return StaleTransport(layout, world, codecs)
-    return LossyTransport(layout, world, codecs) if codecs else P2PTransport(layout, world=world)
+    kinds = COMPRESSED[method.compress]
+    return HalfPrecisionTransport(layout, world, kinds) if kinds else P2PTransport(layout, world=world)
 
 
 def _common(job: Job, model: GNN, method: FullBatch) -> bytes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Block, Part
+from hopline.core.batch import Block, edges_where
 from hopline.core.row_handles import as_tensor
 from hopline.nn.conv_adapter import convolve
 from hopline.nn.gnn import GNN, State
@@ -21,14 +21,6 @@ NOISE = 0.1
 """Standard deviation of the noise on a layer's input, as in GNNAutoScale."""
 EDGES, ROWS = 1 << 20, 1 << 21
 """Places of these draws among the keys of a step, apart from those of the layers' dropout."""
-
-
-def edges_where(part: Part, kept: Tensor) -> Part:
-    """The edges of a part at which a mask is true."""
-    upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.long().cumsum(0)])
-    edge = {name: rows[kept] for name, rows in part.edge.items()}
-    edge_ids = None if part.edge_ids is None else part.edge_ids[kept]
-    return Part(upto[part.indptr], part.src_idx[kept], edge, edge_ids)
 
 
 def drop_edges(block: Block, p: float, key: int) -> Block:

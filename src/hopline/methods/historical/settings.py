@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hopline.contract import Job, Method
 from hopline.data.placement_settings import Placement, with_graph_on_host
-from hopline.util.config import check_fields, settings
+from hopline.util.config import Removed, check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.methods.historical.work import HistoricalWork
+
+FRESH_TABLES = "set refresh_every=1, which makes the tables exact at the beginning of every epoch"
+"""What replaces the settings that mixed stored rows with fresh, incomplete ones."""
 
 
 @settings
@@ -22,6 +25,13 @@ class Historical(Method):
     once per epoch, and memory is that of a batch and its neighbours, whatever the number of layers.
     """
 
+    REMOVED: ClassVar = {
+        "momentum": Removed(0.0, FRESH_TABLES),
+        "mixing": Removed(0.0, FRESH_TABLES),
+        "mixing_score": Removed("convex", FRESH_TABLES),
+        "refresh_with_evaluation": Removed(False, "set refresh_every=evaluation"),
+        "measure_bias": Removed(False, "run benchmarks/history_bias.py, which measures it"),
+    }
     num_parts: int = 40
     """Parts that the graph is cut into."""
     parts_per_batch: int = 10
@@ -34,20 +44,11 @@ class Historical(Method):
     """Rows of neighbours in other parts: from the tables, or left out with their edges (Cluster-GCN)."""
     warm_up: bool = True
     """Fill the tables by one exact forward pass before the first epoch."""
-    refresh_every: int | None = None
-    """Epochs from one exact forward pass that fills the tables to the next; none: batches alone write them."""
-    refresh_with_evaluation: bool = False
-    """Exact evaluation fills the tables of rows on its way, computing hidden rows of all nodes; one process only."""
+    refresh_every: int | Literal["evaluation"] | None = None
+    """Epochs from one exact forward pass that fills the tables to the next; `evaluation`: exact evaluation fills them,
+    in one process; none: batches alone write them."""
     compensate: bool = False
     """Keep tables of gradients too, and add the backward messages that a batch's neighbours would send it."""
-    momentum: float = 0.0
-    """Feature momentum (GraphFM): how far stored rows of the halo move towards fresh, incomplete ones; 0 is off."""
-    mixing: float = 0.0
-    """LMC's mixing: largest weight of fresh, incomplete rows of the halo beside the stored ones; 0 is off."""
-    mixing_score: Literal["constant", "linear", "convex", "concave"] = "convex"
-    """How that weight goes with the share of a node's in-edges that a batch has: 1, s, s², s (2 - s)."""
-    measure_bias: bool = False
-    """Report each epoch how far tables and gradient are from exact, as `bias.` counters; takes some epochs' time."""
     max_batches: int | None = None
     """Batches of an epoch, all by default; where groups are redrawn, the other parts have their turn in later ones."""
     edge_dropout: float = 0.0
@@ -76,9 +77,10 @@ class Historical(Method):
             raise ValueError(
                 f"parts_per_batch={self.parts_per_batch} is more than num_parts={self.num_parts}: make it smaller"
             )
-        for name in ("refresh_every", "max_batches"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or none, not {value}")
+        if isinstance(self.refresh_every, int) and self.refresh_every < 1:
+            raise ValueError(f"refresh_every must be at least 1, 'evaluation' or none, not {self.refresh_every}")
+        if self.max_batches is not None and self.max_batches < 1:
+            raise ValueError(f"max_batches must be at least 1 or none, not {self.max_batches}")
         for name in ("lag", "lipschitz"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
@@ -89,24 +91,10 @@ class Historical(Method):
             raise ValueError(f"tables={self.tables} are not files: set tables=host, or leave out folder=")
         if not 0 <= self.edge_dropout < 1:
             raise ValueError(f"edge_dropout must be at least 0 and below 1, not {self.edge_dropout}")
-        for name in ("momentum", "mixing"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
-        if self.momentum and self.mixing:
-            raise ValueError("momentum= and mixing= are two ways to mix halo rows: set one of them to 0")
-        if self.mixes and self.halo == "drop":
-            raise ValueError(
-                "momentum= and mixing= are for rows of the halo, which halo=drop leaves out: set them to 0"
-            )
         if self.compensate and self.halo == "drop":
             raise ValueError(
                 "compensate=true adds messages of the halo, which halo=drop leaves out: choose one of them"
             )
-
-    @property
-    def mixes(self) -> bool:
-        """Whether rows of the halo are computed as far as a batch can."""
-        return self.momentum > 0 or self.mixing > 0
 
     def for_graph(self, num_nodes: int) -> Historical:
         """The same settings, with a part per node where there are fewer nodes than parts by default."""
@@ -126,9 +114,9 @@ class Historical(Method):
                 f"{type(job.model.module).__name__} is not made of layers, between which history could be kept: "
                 "use hl.nn.GNN, or a PyG model such as GCN"
             )
-        if self.refresh_with_evaluation and job.world.size > 1:
+        if self.refresh_every == "evaluation" and job.world.size > 1:
             raise ValueError(
-                "refresh_with_evaluation=true is for one process, since the first rank evaluates alone: set "
+                "refresh_every=evaluation is for one process, since the first rank evaluates alone: set "
                 "refresh_every=1 instead, which all ranks share"
             )
         if job.data.graph.device.type != "cpu":

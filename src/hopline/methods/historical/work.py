@@ -22,12 +22,11 @@ from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
 from hopline.inference import KeepRows, evaluating
 from hopline.methods.historical.drift import RowDrift
-from hopline.methods.historical.nano import GuardedHistoricalUnit
-from hopline.methods.historical.nano_pieces import LayerBytes
+from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes
 from hopline.methods.historical.step import HistoricalBatch, HistoricalUnit
 from hopline.methods.partitioned.batches import HistoricalBatches
 from hopline.methods.partitioned.groups import Group, Parts, without_halo
-from hopline.methods.partitioned.sweep import fill, go_back, measure_bias
+from hopline.methods.partitioned.sweep import fill, go_back
 from hopline.nn.gnn import GNN, State
 from hopline.tables.history import HaloBlock, Histories, RecordedBlock
 from hopline.tables.history_gpu import DeviceHistories, Where, choose_where
@@ -51,26 +50,23 @@ class Commit:
     rows: Mapping[int, Tensor]
     """By layer, the batch's own rows."""
     gradients: Mapping[int, Tensor]
-    halo: tuple[Tensor, Tensor, Mapping[int, Tensor]]
-    """With momentum: places of the halo, their stamps when they were read, and by layer what their rows became."""
     step: int
     mark: Any = None
     """The moment of the computation when they were there."""
 
     def state_dict(self) -> dict[str, Any]:
         """On the host."""
-        places, stamps, mixed = self.halo
         return {
             "slabs": [[slab.start, slab.stop] for slab in self.slabs],
             "rows": _on_host(self.rows),
             "gradients": _on_host(self.gradients),
-            "halo": (places, stamps, _on_host(mixed)),
             "step": self.step,
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Commit:
-        return cls(**{**state, "slabs": [slice(*ends) for ends in state["slabs"]]})
+        slabs = [slice(*ends) for ends in state["slabs"]]
+        return cls(slabs, state["rows"], state["gradients"], state["step"])
 
 
 class HistoricalWork:
@@ -132,9 +128,8 @@ class HistoricalWork:
                 "with as many, or from a checkpoint at the end of an epoch"
             )
         every = self.method.refresh_every
-        if done == 0 and (
-            (not self.filled and self.method.warm_up) or (every is not None and epoch % every == 1 % every)
-        ):
+        is_due = isinstance(every, int) and epoch % every == 1 % every
+        if done == 0 and (is_due or (not self.filled and self.method.warm_up)):
             self.refresh()
         self.filled = True
         epoch_key, given, rank = ops.derive_key(self.job.seed, epoch), 0, self.shares.rank
@@ -159,9 +154,6 @@ class HistoricalWork:
                 unit.push_only()
             self.drift.end_step()
         self.drift.end_epoch()
-        if self.method.measure_bias:
-            for name, error in measure_bias(self).items():
-                trace.count(f"bias.{name}", error)
 
     def _begin(self) -> None:
         """Leave nothing of a run before: its rows are of other weights."""
@@ -169,12 +161,6 @@ class HistoricalWork:
             self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
             self.drift, self.filled = RowDrift(self), False
             self.waiting.clear()
-
-    def exact_twin(self) -> HistoricalWork:
-        """The same parts with all their edges and tables of its own: what this work is compared with."""
-        plain: dict[str, Any] = {"compensate": False, "momentum": 0.0, "mixing": 0.0}
-        method = replace(self.method, halo="history", storage="model", folder=None, **plain)
-        return HistoricalWork(self.job, self.model, method, self.partition)
 
     def unit(self, made: HistoricalBatch | None, total: float | None = None) -> HistoricalUnit:
         kind = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
@@ -240,7 +226,7 @@ class HistoricalWork:
     @property
     def keep_rows(self) -> KeepRows | None:
         """Where exact evaluation may leave its rows, which are those of a refresh."""
-        if not self.method.refresh_with_evaluation:
+        if self.method.refresh_every != "evaluation":
             return None
 
         def keep(l: int, ids: Tensor, rows: Tensor) -> None:
@@ -307,13 +293,10 @@ class HistoricalWork:
     def commit(self, made: HistoricalBatch | None, gradients: Mapping[int, Tensor]) -> None:
         """What this rank writes at the end of a turn, if it had a batch; all ranks end it together."""
         self.histories.step += 1
-        none = torch.empty(0, dtype=torch.int64)
-        slabs, rows, halo = (), {}, (none, none, {})
+        slabs, rows = (), {}
         if made is not None:
-            slabs, rows, places = made.block.slabs, dict(made.block.commits()), made.block.halo_places
-            if self.method.momentum and made.mixer is not None:
-                halo = (places, made.mixer.stamps, made.mixer.mixed)
-        self.waiting.append(Commit(slabs, rows, gradients, halo, self.histories.step, self.histories.mark()))
+            slabs, rows = made.block.slabs, dict(made.block.commits())
+        self.waiting.append(Commit(slabs, rows, gradients, self.histories.step, self.histories.mark()))
         self.settle(self.method.lag)
         # Ranks that read each other's rows go by the same running statistics.
         self.job.world.broadcast_tensors(self.job.module.buffers())
@@ -330,10 +313,6 @@ class HistoricalWork:
             for l, rows in commit.gradients.items():
                 self.gradients.write(l, commit.slabs, rows, commit.mark)
             self.histories.stamp(commit.slabs, commit.step)
-            if self.method.momentum:
-                self.job.world.barrier()  # what was committed goes before what was mixed
-                self.histories.mix_in(*commit.halo)
-                self.job.world.barrier()
         self.job.world.barrier()  # all is written
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
 from hopline.core.row_handles import Rows
 from hopline.device import pinned
-from hopline.methods.historical.mixing import Mixer
-from hopline.methods.historical.step import HistoricalBatch, Later
+from hopline.methods.historical.compensation import Later
+from hopline.methods.historical.step import HistoricalBatch
 from hopline.methods.partitioned.groups import Group
 from hopline.pipeline.transfer import Mover
 from hopline.tables.history import HaloBlock, Reader
@@ -59,19 +59,18 @@ class HistoricalBatches:
         places = self._halo_places(group, found.block)
         later = self._later(nodes, found.later)
         rows, gradients = self._readers(places, later, pull)
-        mixer = None if found.around is None or not pull else Mixer(work, found.around, key, rows.stamps(places))
         if self.on_gpu and parts.keeps(group):
             for tensor in (*found.block.tensors(), places):
                 if tensor is not None and tensor.numel() and not pinned.is_registered(tensor):
                     pinned.register(tensor)  # what cannot be goes through the mover's buffers
         plain, last = replace(found.block, key=key, graph=self.graph), work.model.num_layers - 1
-        block = HaloBlock(plain, parts.slabs_of(group), places, rows, last, work.method.compensate, mixer)
+        block = HaloBlock(plain, parts.slabs_of(group), places, rows, last, work.method.compensate)
         batch = self.batch_of(block, nodes, key, inputs=inputs)
         if self.on_gpu:
             later = None if later is None else later.to(self.device)
         (block, *_) = batch.blocks
         assert isinstance(block, HaloBlock)
-        return HistoricalBatch(batch, block, nodes, later, rows, gradients, mixer)
+        return HistoricalBatch(batch, block, nodes, later, rows, gradients)
 
     def _halo_places(self, group: Group, block: Block) -> Tensor:
         if group in self._places:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Block
+from hopline.core.batch import Block, edges_where
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.core.sampler import NeighborSampler, full_block
-from hopline.methods.historical.regularise import drop_edges, edges_where
+from hopline.methods.historical.regularise import drop_edges
 from hopline.tables.history_ranks import Shares
 
 if TYPE_CHECKING:
@@ -28,15 +28,6 @@ Group = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Around:
-    """In-edges of a batch's halo that come from the batch or from the halo itself, as far as there are any."""
-
-    block: Block
-    src_idx: Tensor
-    """[num_src] int64: its sources among those of the batch's block."""
-
-
-@dataclass(frozen=True, eq=False)
 class GroupBlocks:
     """The edges of a group of parts."""
 
@@ -44,7 +35,6 @@ class GroupBlocks:
     """All in-edges of the group's nodes; behind these stands the halo."""
     later: Block | None = None
     """All in-edges of nodes outside that read from the group, where these are asked."""
-    around: Around | None = None
 
 
 class Parts:
@@ -56,8 +46,6 @@ class Parts:
         own, size = shares.parts[shares.rank], method.parts_per_batch
         self.sweep = [tuple(own[i : i + size]) for i in range(0, len(own), size)]
         """The batches of this rank in a sweep over all parts."""
-        self.sweep_length = max(-(-len(parts) // size) for parts in shares.parts)
-        """The most that a rank has of them."""
         self._swept = frozenset(self.sweep)
         self._kept: dict[Group, GroupBlocks] = {}
 
@@ -116,8 +104,7 @@ class Parts:
         def some(block: Block) -> Block:
             return drop_edges(block, self.method.edge_dropout, key)
 
-        around = None if whole.around is None else replace(whole.around, block=some(whole.around.block))
-        return GroupBlocks(some(whole.block), None if whole.later is None else some(whole.later), around)
+        return GroupBlocks(some(whole.block), None if whole.later is None else some(whole.later))
 
     def _whole_blocks_of(self, group: Group, nodes: Tensor) -> GroupBlocks:
         if group in self._kept:
@@ -126,7 +113,7 @@ class Parts:
         if self.method.halo == "drop":
             block = without_halo(block)
         later = full_block(self.sampler, self._readers_of(nodes)) if self.method.compensate else None
-        made = GroupBlocks(block, later, self._around(block) if self.method.mixes else None)
+        made = GroupBlocks(block, later)
         if self._keeps_whole(group):
             self._kept[group] = made
         return made
@@ -137,20 +124,6 @@ class Parts:
 
     def _keeps_whole(self, group: Group) -> bool:
         return self.method.groups == "fixed" or (group in self._swept and self.graph.num_edges <= KEPT_EDGES)
-
-    def _around(self, block: Block) -> Around | None:
-        halo = block.src_ids[block.num_dst :]
-        if not halo.numel():
-            return None
-        place = torch.full((self.graph.num_nodes,), -1, dtype=torch.int64)
-        place[block.src_ids] = torch.arange(block.num_src)
-        every = full_block(self.sampler, halo)
-        present = place[every.src_ids] >= 0
-        inner = edges_where(every.part, present[every.part.src_idx.long()])
-        renumbered = (present.cumsum(0) - 1).to(inner.src_idx.dtype)
-        part = replace(inner, src_idx=renumbered[inner.src_idx.long()])
-        src_ids = every.src_ids[present]
-        return Around(replace(every, src_ids=src_ids, parts=(part,)), place[src_ids])
 
     def _readers_of(self, nodes: Tensor) -> Tensor:
         """Nodes outside the batch that have an in-edge from inside."""

@@ -2,7 +2,8 @@
 
 Going forward keeps every layer's rows; going back computes each layer again, piece by piece, and adds up the gradients
 at the rows between the layers. Over all parts this gives the exact rows and gradients of all nodes: what one backward
-pass over the whole graph would give. Over the pieces of one batch it gives what the batch gives at once (`nano.py`).
+pass over the whole graph would give. Over the micro-batches of one batch it gives what the batch gives at once
+(`historical/micro_batches.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from hopline.core.batch import Batch, Block
-from hopline.distributed.world import World
 from hopline.inference import evaluating
 from hopline.methods.historical.regularise import spreads
 from hopline.methods.partitioned.sweep_loss import LossAtOnce, LossByPiece, Objective
@@ -24,10 +24,10 @@ from hopline.nn.gnn import State
 from hopline.ops import derive_key
 from hopline.tables.history import Reader, RecordedBlock, Sums
 from hopline.units.loss_at import batch_of_seeds
-from hopline.util import trace
 
 if TYPE_CHECKING:
-    from hopline.methods.historical.work import HistoricalBatch, HistoricalWork
+    from hopline.methods.historical.step import HistoricalBatch
+    from hopline.methods.historical.work import HistoricalWork
 
 HELD_EDGES = 1 << 20
 """Up to that many edges, the batches of a sweep over all parts are kept from one layer to the next."""
@@ -336,46 +336,3 @@ class _AllParts(Swept["HistoricalBatch"]):
     def gradient(self, l: int, piece: HistoricalBatch) -> Tensor:
         assert self.known is not None
         return self.known.read(self.position[piece.nodes] - self.work.owners.own.start)
-
-
-def measure_bias(work: HistoricalWork) -> dict[str, float]:
-    """How far the tables and the gradient are from exact, relative to it: `embedding.LAYER` and `gradient`.
-
-    The gradient is that of an epoch's batches at the weights of now, without dropout. It takes the memory of two more
-    sets of tables and the time of some epochs.
-    """
-    world = work.job.world
-    weights = [p for p in work.job.module.parameters() if p.requires_grad]
-    before = [p.grad for p in weights]
-    exact = work.exact_twin()
-    groups = work.parts.sweep
-    with _evaluating_with_gradients(work.model):
-        with _collected(weights, world) as ours:
-            for i in range(work.parts.sweep_length):  # all ranks as often as the one with most
-                made = work.batch(groups[i] if i < len(groups) else (), None)
-                work.unit(made).forward_backward(1)
-        with trace.span("refresh"):
-            fill(exact)
-            with _collected(weights, world) as theirs:
-                go_back(exact)
-    for p, grad in zip(weights, before, strict=True):
-        p.grad = grad
-    own, errors = torch.arange(work.owners.own.start, work.owners.own.stop), {}
-    for l in exact.histories.tables:
-        if l in work.histories.tables:
-            right = exact.histories.rows(l, own)
-            wrong = work.histories.rows(l, own).to(right.dtype) - right
-            missed, whole = world.sum([float(wrong.double().square().sum()), float(right.double().square().sum())])
-            errors[f"embedding.{l}"] = (missed / max(whole, 1e-60)) ** 0.5
-    return errors | {"gradient": float((ours[0] - theirs[0]).norm() / theirs[0].norm().clamp(min=1e-30))}
-
-
-@contextmanager
-def _collected(weights: list[nn.Parameter], world: World) -> Iterator[list[Tensor]]:
-    """The gradient that is made within by all ranks, as one vector in a list that is filled at the end."""
-    found: list[Tensor] = []
-    for p in weights:
-        p.grad = None
-    yield found
-    world.sum_gradients(weights)
-    found.append(torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in weights]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from hopline.nn.whole_module_probe import check_batches
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 from hopline.units.batch_unit import BatchUnit
+
+if TYPE_CHECKING:  # the guard knows this work
+    from hopline.budget.guard import Guard
 
 
 def bind(method: Sampled, job: Job) -> Work:

@@ -28,6 +28,8 @@ from hopline.nn.probe import options_of, probe_graph, random_rows, trial_of, wit
 from hopline.shards.layout import ShardLayout, slab_layout
 
 Rule = Literal["plain", "loops", "gcn"]
+DEPTH = 1
+"""Rounds of rows that are asked for ahead: one more would take memory for the rows of another shard."""
 CHUNK_BYTES = 4 << 20
 """Memory for the messages of one chunk of edges, in forward and backward."""
 RUN = (
@@ -51,7 +53,7 @@ class ShardBlock(RunsConvs):
     mode: Mode = "sequential"
     """"sequential": one part's rows at a time, fetched again in backward. "stored": rows and messages are kept for
     backward. "one_shot": the same, and the rows come in one exchange per layer and direction."""
-    depth: int = 1
+    depth: int = DEPTH
     """Rounds of rows that are asked for ahead; no result depends on it."""
     chunk_bytes: int = CHUNK_BYTES
     """About what the messages of a chunk of edges take."""

@@ -1,0 +1,78 @@
+"""Gradients from outside a batch: what nodes that read its rows would send back, by tables of gradients.
+
+A batch's own loss reaches the nodes of the batch alone. With exact tables of rows and gradients, adding the messages of
+the nodes outside makes the sum over all batches the gradient of the full batch (the idea of LMC).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hopline.core.batch import Block
+from hopline.nn.gnn import GNN
+from hopline.nn.norms import running_statistics
+
+if TYPE_CHECKING:
+    from hopline.methods.historical.step import HistoricalBatch
+    from hopline.methods.historical.work import HistoricalWork
+
+
+@dataclass(frozen=True, eq=False)
+class Later:
+    """All in-edges of nodes outside a batch that have the batch's nodes among their sources."""
+
+    block: Block
+    src_idx: Tensor
+    """Those of its sources that are the batch's nodes,"""
+    own_idx: Tensor
+    """and which of the batch's they are."""
+    src_places: Tensor
+    dst_places: Tensor
+    """Of all its sources and destinations, on the host."""
+
+    def some(self, dst: slice, block: Block, among: Tensor) -> Later:
+        """Those of its destinations; block: their in-edges, whose sources are `among` all."""
+        own = torch.full((self.block.num_src,), -1, device=among.device)
+        own[self.src_idx] = self.own_idx
+        own = own[among]
+        src_idx = (own >= 0).nonzero().view(-1)
+        return Later(block, src_idx, own[src_idx], self.src_places[among.cpu()], self.dst_places[dst])
+
+    def to(self, device: torch.device) -> Later:
+        return replace(
+            self, block=self.block.to(device), src_idx=self.src_idx.to(device), own_idx=self.own_idx.to(device)
+        )
+
+
+def missing_messages(work: HistoricalWork, made: HistoricalBatch) -> Tensor:
+    """A sum whose gradient at the batch's rows is what nodes outside would have sent back, by the tables."""
+    total = torch.zeros((), device=work.job.device)
+    later, own = made.later, made.block.own
+    if later is None or not later.block.num_dst:
+        return total
+    for l in range(work.model.num_layers - 1):
+        total = total + (own[l] * messages_back(work, made, later, l, own[l])).sum()
+    return total
+
+
+def messages_back(work: HistoricalWork, made: HistoricalBatch, later: Later, l: int, own: Tensor) -> Tensor:
+    """What nodes outside send back to the batch's own rows after layer `l`, by the tables."""
+    block, fresh = replace(later.block, key=made.batch.key), own.detach().requires_grad_()
+    rows = made.rows.read(l, later.src_places, fresh).index_put((later.src_idx,), fresh[later.own_idx])
+    with torch.enable_grad(), _norms_as_in_evaluation(work.model, l + 1):
+        out = work.layer_at(l + 1, block, block.src_ids, rows)
+    given = made.gradients.read(l + 1, later.dst_places, out)
+    if not out.requires_grad:  # a layer that lets no gradient through
+        return torch.zeros_like(fresh)
+    (found,) = torch.autograd.grad(out, fresh, given, allow_unused=True)
+    return torch.zeros_like(fresh) if found is None else found
+
+
+def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:
+    """Nodes outside the batch must not enter its statistics."""
+    return running_statistics([model.convs[l], model.norms[l]], only_if=True)

@@ -1,0 +1,569 @@
+"""A historical batch that would take too much: layer by layer over micro-batches, with the same gradients.
+
+In a batch the rows of its own nodes are fresh in every layer, so its micro-batches cannot be trained one after the
+other. All of them go through a layer before any goes through the next, and back in the same way (`sweep.py`). What is
+kept of the whole batch is its own rows after each layer, and the gradients at them.
+
+A micro-batch is a run of the batch's nodes, so many as fit, with all their in-edges. Runs end with parts of the graph
+where these are small enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops
+from hopline.budget.micro_batches import check_split, piece_of, sizes_of
+from hopline.budget.predictor import Predictor, Sizes, costs_of
+from hopline.core.batch import Batch, Block
+from hopline.core.row_handles import Readable, Rows
+from hopline.device.meter import Meter, meter_of
+from hopline.device.out_of_memory import Before, attempt
+from hopline.methods.historical.compensation import messages_back
+from hopline.methods.historical.step import HistoricalBatch, HistoricalUnit
+from hopline.methods.partitioned.sweep import Swept, backward, drawn_again, forward, from_loss, through_layer
+from hopline.methods.partitioned.sweep_loss import LossByPiece
+from hopline.nn.gnn import GNN
+from hopline.tables.history import report_ages
+from hopline.units.batch_unit import autocast
+from hopline.units.loss_at import LOSS_COPIES
+from hopline.util import trace
+from hopline.util.config import format_size
+
+if TYPE_CHECKING:
+    from hopline.budget.guard import Guard
+    from hopline.methods.historical.work import HistoricalWork
+
+
+MOST_GROWTH = 1.4
+"""By how much more pieces there are at the next attempt, at most."""
+UNEVEN = 1.1
+"""How much more than its share a piece may have, where it then ends with a part of the graph."""
+ENOUGH_NODES = 64
+"""Nodes at which layers are measured at least, before any batch is split."""
+OF_A_MAP = 16
+"""Bytes per node of a batch while a micro-batch of it is made."""
+
+
+# ---- where a batch is cut
+
+
+def balanced(weight: Tensor, ends: Sequence[int], num_pieces: int) -> list[slice]:
+    """Runs of nodes of about equal weight, that end with the parts of a batch where these are small enough.
+
+    weight: [num_nodes]; ends: of the parts, ascending.
+    """
+    upto = torch.cat([weight.new_zeros(1), weight.cumsum(0)])
+    share, cuts, start = float(upto[-1]) / num_pieces, [0], 0
+    for stop in ends:
+        if float(upto[stop] - upto[cuts[-1]]) > UNEVEN * share:
+            cuts.append(start)
+        here = float(upto[stop] - upto[start])
+        if here > UNEVEN * share:
+            count = math.ceil(here / share)
+            inner = upto[start] + here / count * torch.arange(1, count, dtype=torch.float64)
+            cuts += [*torch.searchsorted(upto, inner.to(upto.dtype)).tolist(), stop]
+        start = stop
+    cuts = sorted({*cuts, ends[-1]})
+    return [slice(a, b) for a, b in pairwise(cuts)]
+
+
+def runs_to_fit(
+    block: Block, ends: Sequence[int], bytes_of: Callable[[Sizes], float], limit: float
+) -> tuple[list[slice], float]:
+    """(a block's destinations in few runs that take no more than `limit` bytes each, what the largest takes)."""
+    alone, weight = _alone(block), block.part.indptr.cpu().diff() + 1
+    num_pieces = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
+    while True:
+        num_pieces = min(num_pieces, block.num_dst)
+        runs = balanced(weight, ends, num_pieces)
+        worst = max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
+        if worst <= limit:
+            return runs, worst
+        if num_pieces == block.num_dst:
+            raise ValueError(
+                f"one node of a batch takes {format_size(worst)} and {format_size(max(0, limit))} are left beside the "
+                f"batch's own rows: give the budget {format_size(worst - limit)} more, or make parts_per_batch smaller"
+            )
+        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, MOST_GROWTH)))
+
+
+def _positions(run: slice) -> Tensor:
+    return torch.arange(run.start, run.stop)
+
+
+def usual_run(made: HistoricalBatch, count: int, with_seeds: bool) -> slice:
+    """So many of a batch's nodes in a row, with as many edges as such runs usually have, or with a loss."""
+    indptr, seeds = made.block.part.indptr.cpu(), made.batch.output_idx
+    start = int((indptr[count:] - indptr[:-count]).median(dim=0).indices)
+    if with_seeds and seeds is not None and seeds.numel():
+        start = min(max(0, int(seeds[seeds.numel() // 2]) - count // 2), made.block.num_dst - count)
+    return slice(start, start + count)
+
+
+def _alone(block: Block) -> Batch:
+    """A block as a batch of all its destinations, without rows."""
+    return Batch(block.dst_ids, (block.scaling_sums(block.scale_sums),), None, None)
+
+
+def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:
+    """What a block of these sizes has where layer `l` is computed alone."""
+    (src, dst), (edges,) = sizes.nodes, sizes.edges
+    nodes = [0] * (model.num_layers + 1)
+    nodes[l], nodes[l + 1] = src, dst
+    nodes[0] += dst if l and model.encodes else 0  # initial rows are made again
+    return Sizes(tuple(nodes), tuple(edges if i == l else 0 for i in range(model.num_layers)))
+
+
+class LayerBytes:
+    """What the layers of a model take one at a time, each learnt apart from what it took."""
+
+    def __init__(self, model: GNN, x: Readable | None) -> None:
+        costs = costs_of(model, x, model.num_layers)
+        self.model, self.predictors = model, [Predictor(costs) for _ in range(model.num_layers)]
+
+    @property
+    def is_sure(self) -> bool:
+        return all(predictor.is_sure for predictor in self.predictors)
+
+    def promise(self, l: int, sizes: Sizes) -> float:
+        """Bytes that layer `l` at a block of these sizes will not exceed, there and back."""
+        return self.predictors[l].promise(at_layer(self.model, sizes, l))
+
+    def together(self, sizes: Sizes) -> float:
+        """The same for all layers of a batch at once, of which none keeps more than it has alone."""
+        own = sizes.nodes[-1]
+        return sum(self.promise(l, Sizes((sizes.nodes[l], own), (e,))) for l, e in enumerate(sizes.edges))
+
+    def learn(self, l: int, sizes: Sizes, peak_bytes: int) -> None:
+        self.predictors[l].observe(at_layer(self.model, sizes, l), peak_bytes)
+
+
+def whole_sizes(made: HistoricalBatch) -> Sizes:
+    """Of a batch at once: the layers of its own nodes, and of those that send to it."""
+    nodes, edges = list(Sizes.of(made.batch).nodes), list(Sizes.of(made.batch).edges)
+    last = len(edges) - 1
+    beside = [(made.later.block, 1, last + 1)] if made.later is not None else []
+    for block, first, stop in beside:
+        for l in range(first, stop):
+            nodes[l], edges[l] = nodes[l] + block.num_src, edges[l] + block.num_edges
+        nodes[stop] += block.num_dst
+    return Sizes(tuple(nodes), tuple(edges))
+
+
+def check_pieces(model: GNN) -> None:
+    """Refuse, by name, a model for which a batch in pieces is not the batch."""
+    check_split(model, instead="make parts_per_batch smaller")
+    for name, module in model.named_modules():
+        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+        if drops and name.startswith("encoder."):
+            raise ValueError(
+                f"{name} draws anew wherever a node's row is encoded, so no batch can be split: use input_dropout= or "
+                "dropout= of hl.nn.GNN, or make parts_per_batch smaller"
+            )
+
+
+# ---- micro-batches
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """All in-edges of a piece's nodes; sources that are the batch's own stand before those of the halo."""
+
+    block: Block
+    near_idx: Tensor
+    """The former among the batch's own nodes,"""
+    halo_idx: Tensor
+    """and the latter in the halo; on the host."""
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """Some of a batch's own nodes; their edges are there from when they are asked for until they are let go."""
+
+    made: HistoricalBatch
+    number: int
+    run: slice
+    """Which of the batch's own nodes they are."""
+
+    @cached_property
+    def edges(self) -> Edges:
+        whole = self.made.block
+        piece = piece_of(_alone(whole), _positions(self.run))
+        (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
+        order = is_halo.long().argsort(stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        src_idx = place[block.part.src_idx.long()].to(block.part.src_idx.dtype)
+        block = replace(block, src_ids=block.src_ids[order], parts=(replace(block.part, src_idx=src_idx),))
+        near, far = piece.input_idx[order].split([order.numel() - int(is_halo.sum()), int(is_halo.sum())])
+        return Edges(block, near, (far - whole.num_dst).cpu())
+
+    @property
+    def block(self) -> Block:
+        return self.edges.block
+
+    @property
+    def batch(self) -> Batch:
+        whole, block = self.made.batch, self.block
+        seed_idx = self._seed_idx
+        chosen = (seed_idx >= 0).nonzero().view(-1)
+
+        def rows(of: Rows | Tensor) -> Rows | Tensor:
+            if isinstance(of, Tensor):
+                halo_idx = self.edges.halo_idx.to(of.device) + self.made.block.num_dst
+                return ops.gather_rows(of, torch.cat([self.edges.near_idx, halo_idx]))
+            return Rows(of.table, block.src_ids)
+
+        return replace(
+            whole,
+            seeds=whole.seeds[chosen],
+            blocks=(block,) * len(whole.blocks),
+            x=None if whole.x is None else rows(whole.x),
+            y=None if whole.y is None else whole.y[chosen],
+            tables={name: rows(of) for name, of in whole.tables.items()},
+            output_idx=seed_idx[chosen],
+        )
+
+    @property
+    def _seed_idx(self) -> Tensor:
+        """Where the batch's seeds are in the piece, -1 for those that are not."""
+        seeds = self.made.batch.output_idx
+        assert seeds is not None
+        return torch.where((seeds >= self.run.start) & (seeds < self.run.stop), seeds - self.run.start, -1)
+
+    @property
+    def has_seeds(self) -> bool:
+        return bool((self._seed_idx >= 0).any())
+
+    def let_go(self) -> None:
+        self.__dict__.pop("edges", None)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """A block in runs of its destinations: (run, its edges, which of the block's sources they have)."""
+
+    block: Block
+    runs: Sequence[slice]
+
+    def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
+        for run in self.runs:
+            piece = piece_of(_alone(self.block), _positions(run))
+            yield run, piece.blocks[0], piece.input_idx
+
+
+# ---- a batch, layer by layer over its micro-batches
+
+
+class Probe(Swept[MicroBatch]):
+    """Some nodes of a batch, more and more of them, to learn what they take: rows and gradients are zeros."""
+
+    def __init__(self, work: HistoricalWork, made: HistoricalBatch) -> None:
+        super().__init__(work, made.batch.key if isinstance(made.batch.key, int) else None)
+        self.made = made
+
+    def teach(self, layers: LayerBytes, room_bytes: float) -> None:
+        """Until they are sure, and twice as many nodes might take more than `room_bytes`."""
+        before = [(p, p.grad) for p in self.work.job.module.parameters()]
+        count, most, first, taken = 1, self.made.block.num_dst, 0, 0
+        # What a layer takes for itself, whatever the nodes, does not grow.
+        while count <= most and (first + 3 * (taken - first) < room_bytes or count < ENOUGH_NODES):
+            for l in range(self.work.model.num_layers):
+                taken = max(taken, self._measure(l, count, layers))
+            first, count = first or taken, 2 * count
+        for p, grad in before:
+            p.grad = grad
+
+    def _measure(self, l: int, count: int, layers: LayerBytes) -> int:
+        """What a layer takes at so many nodes; it is learnt."""
+        last = l == self.work.model.num_layers - 1
+        piece = MicroBatch(self.made, 0, usual_run(self.made, count, with_seeds=last))
+        self.work.job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
+        with meter_of(self.work.job.device) as meter, autocast(self.work.job), drawn_again(self, l, piece):
+            if last:
+                from_loss(self, piece, self._loss, 0.0)
+            else:
+                through_layer(self, l, piece, 0.0)
+        if not last or piece.has_seeds:
+            layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
+        return meter.peak_bytes
+
+    def _loss(self, batch: Batch, outputs: Tensor) -> Tensor:
+        """What a piece is given: its share of the usual loss, or gradients that come from a loss over all seeds."""
+        job = self.work.job
+        if job.usual_loss:
+            return LossByPiece(job, 1.0, torch.zeros((), device=job.device))(batch, outputs)
+        return (outputs * torch.zeros_like(outputs)).sum()
+
+    def pieces(self, l: int) -> Iterable[MicroBatch]:
+        return ()
+
+    def number(self, piece: MicroBatch) -> int:
+        return piece.number
+
+    def _zeros(self, l: int, num_rows: int) -> Tensor:
+        row = self.work.row_of[l]
+        return row.new_zeros(num_rows, *row.shape[1:])
+
+    def inputs(self, l: int, piece: MicroBatch) -> Tensor:
+        return self._zeros(l, piece.block.num_src)
+
+    def own(self, l: int, piece: MicroBatch) -> Tensor:
+        return self._zeros(l, piece.block.num_dst)
+
+    def gradient(self, l: int, piece: MicroBatch) -> Tensor:
+        return self._zeros(l, piece.block.num_dst)
+
+    def put(self, l: int, piece: MicroBatch, rows: Tensor) -> None: ...
+    def end(self, l: int) -> None: ...
+    def turn(self) -> None: ...
+    def add(self, l: int, piece: MicroBatch, rows: Tensor | None, *, own: bool = False) -> None: ...
+    def gathered(self, l: int) -> None: ...
+
+
+class MicroBatches(Swept[MicroBatch]):
+    """One batch in pieces that keep to the guard's limit."""
+
+    def __init__(self, work: HistoricalWork, made: HistoricalBatch, guard: Guard) -> None:
+        super().__init__(work, made.batch.key if isinstance(made.batch.key, int) else None)
+        assert self.key is not None or not work.model.training, "what is drawn must be drawn again"
+        self.made, self.guard, self.last = made, guard, work.model.num_layers - 1
+        self.compensates = work.method.compensate
+        self.kept_bytes = self._kept_bytes()
+        self.worst_bytes = 0.0
+        if (room := guard.room_bytes - self.kept_bytes) <= 0:
+            raise ValueError(
+                f"the rows of a batch's {made.block.num_dst} nodes and their gradients take "
+                f"{format_size(self.kept_bytes)}, and {format_size(guard.room_bytes)} are left for a step: give the "
+                f"budget {format_size(-room)} more and something for the layers, or make parts_per_batch smaller"
+            )
+        if not work.layer_bytes.is_sure:
+            Probe(work, made).teach(work.layer_bytes, room)
+        ends = torch.tensor([slab.stop - slab.start for slab in made.block.slabs]).cumsum(0).tolist()
+        runs = self._runs(made.block, ends, range(self.last + 1))
+        self.all = [MicroBatch(made, number, run) for number, run in enumerate(runs)]
+        self.later: Iterable[tuple[slice, Block, Tensor]] = ()
+        if made.later is not None and made.later.block.num_dst:
+            block = made.later.block
+            self.later = Runs(block, self._runs(block, [block.num_dst], range(1, self.last + 1)))
+        self.rows: dict[int, Tensor] = made.block.own
+        """By layer, the batch's own rows."""
+        self.totals: dict[int, Tensor] = {}
+        """By layer, the gradients at them."""
+        self.meter: Meter | None = None
+        self.taken: dict[int, tuple[int, Sizes]] = {}
+        """By layer, what its largest piece took."""
+
+    def _kept_bytes(self) -> int:
+        """Of the whole batch: rows and gradients."""
+        work, own = self.work, self.made.block.num_dst
+        *hidden, last = [row.nbytes for row in work.row_of]
+        most = max(hidden, default=0)
+        num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self._keeps_all else -2 :]))
+        num_bytes += own * (last + 2 * most) if self.compensates else 0
+        num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.made.batch.num_seeds
+        return num_bytes + OF_A_MAP * self.made.block.num_src + self.guard.beside_bytes()
+
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether gradients after all layers are there at once."""
+        return self.work.model.keeps_jk or self.compensates
+
+    def _promise(self, sizes: Sizes, layers: Sequence[int]) -> float:
+        return max((self.work.layer_bytes.promise(l, sizes) for l in layers), default=0.0)
+
+    def _runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:
+        room = self.guard.room_bytes - self.kept_bytes
+        runs, worst = runs_to_fit(block, ends, lambda sizes: self._promise(sizes, layers), room)
+        self.worst_bytes = max(self.worst_bytes, worst)
+        return runs
+
+    @property
+    def promised_bytes(self) -> float:
+        return self.kept_bytes + self.worst_bytes
+
+    # ---- what is swept
+
+    def pieces(self, l: int) -> Iterable[MicroBatch]:
+        if l < self.last or not self.made.batch.num_seeds or self.work.method.lipschitz:
+            return self.all
+        return [piece for piece in self.all if piece.has_seeds]  # other nodes' last rows are of no use
+
+    def number(self, piece: MicroBatch) -> int:
+        return piece.number
+
+    def inputs(self, l: int, piece: MicroBatch) -> Tensor:
+        made, edges = self.made, piece.edges
+        near = ops.gather_rows(self.rows[l], edges.near_idx)
+        if not edges.halo_idx.numel():
+            return near.to(self.work.dtype)
+        halo = made.rows.read_some(l, made.block.halo_places, edges.halo_idx, near)
+        return torch.cat([near, halo]).to(self.work.dtype)
+
+    def own(self, l: int, piece: MicroBatch) -> Tensor:
+        return self.rows[l][piece.run].to(self.work.dtype, copy=True)
+
+    def put(self, l: int, piece: MicroBatch, rows: Tensor) -> None:
+        if l not in self.rows:
+            self.rows[l] = rows.new_empty(self.made.block.num_dst, *rows.shape[1:])
+        self.rows[l][piece.run] = rows
+        piece.let_go()
+
+    def end(self, l: int) -> None: ...
+
+    def turn(self) -> None:
+        for l in range(self.last) if self._keeps_all else range(self.last)[-1:]:
+            self._new_total(l)
+        self._lap()
+
+    def _new_total(self, l: int) -> None:
+        self.totals[l] = torch.zeros_like(self.rows[l], dtype=self.work.dtype)
+
+    def add(self, l: int, piece: MicroBatch, rows: Tensor | None, *, own: bool = False) -> None:
+        if rows is None or (l == self.last and not self.compensates):
+            return
+        if l == self.last and l not in self.totals:
+            self.totals[l] = rows.new_zeros(self.made.block.num_dst, *rows.shape[1:])
+        if own:
+            self.totals[l][piece.run] += rows
+        else:
+            near_idx = piece.edges.near_idx  # the halo's rows are constants
+            self.totals[l].index_add_(0, near_idx, rows[: near_idx.numel()])
+
+    def gathered(self, l: int) -> None:
+        if l < self.last and self.made.later is not None:
+            for run, block, among in self.later:
+                later = self.made.later.some(run, block, among)
+                sent = messages_back(self.work, self.made, later, l, self.rows[l])
+                self.totals[l].add_(sent, alpha=self.scale)
+                del later, sent
+        if not self._keeps_all:
+            self.totals.pop(l + 1, None)
+            if 0 < l < self.last:
+                self._new_total(l - 1)
+        self._lap()
+
+    def gradient(self, l: int, piece: MicroBatch) -> Tensor:
+        return self.totals[l][piece.run]
+
+    def loss_batch(self, seeds: Tensor, y: Tensor | None) -> Batch:
+        return self.made.batch
+
+    def went_back(self, l: int, piece: MicroBatch) -> None:
+        sizes, learns = Sizes.of_blocks((piece.block,)), l < self.last or piece.has_seeds
+        piece.let_go()
+        if self.meter is not None and learns and self.meter.lap_bytes > self.taken.get(l, (0, sizes))[0]:
+            self.taken[l] = self.meter.lap_bytes, sizes
+        self._lap()
+
+    def _lap(self) -> None:
+        if self.meter is not None:
+            self.meter.lap()
+
+    # ---- a step
+
+    def forward(self) -> None:
+        with torch.no_grad(), autocast(self.work.job), trace.span("forward", self.work.job.device):
+            forward(self)
+
+    def backward(self, total: float) -> Tensor:
+        """Add the gradient of the batch's share of the mean loss over `total` examples; returns its summed loss."""
+        size, own, method = self.made.batch.num_seeds, self.made.block.num_dst, self.work.method
+        self.scale = 1 / total
+        penalty = method.lipschitz * size / (total * own * max(1, self.last))
+        with autocast(self.work.job), trace.span("backward", self.work.job.device):
+            loss = backward(self, self.scale, penalty)
+        if not size:  # as after a backward pass of a loss that is zero
+            for p in self.work.job.module.parameters():
+                if p.requires_grad and p.grad is None:
+                    p.grad = torch.zeros_like(p)
+        return loss
+
+
+@dataclass(eq=False)
+class GuardedHistoricalUnit(HistoricalUnit):
+    """One batch within the guard's limit: at once where it fits, else in pieces."""
+
+    def forward_backward(self, total: float) -> Tensor:
+        guard, made, loss = self._guard, self.made, None
+        if made is None or not self.learns:
+            return super().forward_backward(total)
+        job, needed = self.work.job, self._needed_bytes(made) + guard.beside_bytes()
+        while loss is None:
+            with meter_of(job.device) as meter:
+                before, promised = Before(job.module, job.device), list[float]()
+                step = self._at_once if needed <= guard.room_bytes else self._by_pieces
+                loss, ran_out = attempt(before, partial(step, total, meter, promised))
+            if ran_out:
+                guard.note_out_of_memory(promised[-1] if promised else needed)
+                made.forget()
+        guard.note_good()
+        peak_bytes = before.gradient_bytes + meter.peak_bytes
+        guard.note_peak(promised[-1], peak_bytes)
+        guard.note_step(needed, peak_bytes)
+        return loss
+
+    def _at_once(self, total: float, meter: Meter, promised: list[float]) -> Tensor:
+        assert self.made is not None
+        promised.append(self._needed_bytes(self.made) + self._guard.beside_bytes())
+        meter.lap()
+        loss = super().forward_backward(total)
+        self._guard.learn(whole_sizes(self.made), meter.lap_bytes)
+        return loss
+
+    def _by_pieces(self, total: float, meter: Meter, promised: list[float]) -> Tensor:
+        made = self.made
+        assert made is not None
+        micro_batches = self._in_pieces(made, self._needed_bytes(made))
+        promised.append(micro_batches.promised_bytes)
+        ages = made.rows.ages(made.block.halo_places)
+        report_ages(ages)
+        self.work.drift.saw(ages)
+        micro_batches.meter = meter
+        micro_batches.forward()
+        loss = micro_batches.backward(total)
+        micro_batches.meter = None
+        for l, (peak_bytes, of_piece) in micro_batches.taken.items():
+            self.work.layer_bytes.learn(l, of_piece, peak_bytes)
+        if self.work.method.compensate:
+            self.pushed = {l: rows.mul_(total) for l, rows in sorted(micro_batches.totals.items())}
+        return loss
+
+    def _forward_only(self) -> None:
+        made, guard = self.made, self._guard
+        if made is None or (needed := self._needed_bytes(made)) <= guard.room_bytes:
+            super()._forward_only()
+        else:
+            self._in_pieces(made, needed).forward()
+
+    @property
+    def _guard(self) -> Guard:
+        assert self.work.guard is not None
+        return self.work.guard
+
+    def _needed_bytes(self, made: HistoricalBatch) -> float:
+        """By what batches took at once, or by what their layers took one at a time."""
+        sizes = whole_sizes(made)
+        return min(self._guard.promise_sizes(sizes), self.work.layer_bytes.together(sizes))
+
+    def _in_pieces(self, made: HistoricalBatch, needed_bytes: float) -> MicroBatches:
+        guard = self._guard
+        if (how := guard.budget.over_budget) != "split":
+            raise ValueError(
+                f"a batch may take {format_size(needed_bytes)}, and {format_size(guard.room_bytes)} are left for a "
+                f"step: give the budget {format_size(needed_bytes - guard.room_bytes)} more, make parts_per_batch "
+                f"smaller, or set over_budget=split instead of {how}"
+            )
+        check_pieces(self.work.model)
+        micro_batches = MicroBatches(self.work, made, guard)
+        guard.note_split(len(micro_batches.all))
+        return micro_batches

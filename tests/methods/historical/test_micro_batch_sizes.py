@@ -1,0 +1,180 @@
+"""Where a historical batch is cut, and what its pieces are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import nn
+
+from hopline.budget.predictor import Sizes
+from hopline.contract import Job
+from hopline.methods.historical.micro_batches import (
+    LayerBytes,
+    MicroBatch,
+    Runs,
+    at_layer,
+    balanced,
+    check_pieces,
+    runs_to_fit,
+    usual_run,
+    whole_sizes,
+)
+from hopline.methods.historical.settings import Historical
+from hopline.methods.historical.work import HistoricalWork
+from hopline.nn import GNN
+from hopline.units.batch_unit import supervised
+from tests.helpers import dataset_of, randn, random_graph
+
+GRAPH = random_graph(num_nodes=60, num_edges=300)
+DATA = dataset_of(GRAPH, randn(60, 6))
+
+
+def work_of(**settings: Any) -> HistoricalWork:
+    model = GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)]).double()
+    method = Historical(**({"num_parts": 6, "parts_per_batch": 3, "partition": "random"} | settings))
+    job = Job(data=DATA, model=model, module=model, train_ids=DATA.splits["train"], train_step=supervised("single", 3))
+    return method.bind(job)
+
+
+def ends_of(runs: list[slice]) -> list[int]:
+    assert all(a.stop == b.start for a, b in pairwise(runs))
+    assert runs[0].start == 0
+    return [run.stop for run in runs]
+
+
+def test_pieces_end_with_parts_where_these_are_small_enough():
+    weight = torch.ones(100, dtype=torch.int64)
+    assert ends_of(balanced(weight, [24, 51, 74, 100], 4)) == [24, 51, 74, 100]
+    assert ends_of(balanced(weight, [24, 51, 74, 100], 2)) == [51, 100]
+    assert ends_of(balanced(weight, [24, 51, 74, 100], 1)) == [100]
+    assert ends_of(balanced(weight, [20, 100], 5)) == [20, 40, 60, 80, 100]
+    assert ends_of(balanced(weight, [0, 100, 100], 2)) == [50, 100]  # parts may be empty
+    assert len(balanced(weight, [24, 51, 74, 100], 100)) == 100
+
+
+def test_within_a_part_pieces_have_equal_weight():
+    weight = torch.randint(1, 20, (500,), generator=torch.Generator().manual_seed(0))
+    weight[7] = 900
+    runs = balanced(weight, [500], 10)
+    sums = [int(weight[run].sum()) for run in runs]
+    assert len(runs) <= 10
+    assert sum(sums) == int(weight.sum())
+    assert all(total <= int(weight.sum()) / 10 + int(weight[run].max()) for total, run in zip(sums, runs, strict=True))
+
+
+def test_runs_fit_and_what_does_not_is_refused():
+    block = work_of().batches.make((0, 1, 2), 1).block  # type: ignore[union-attr]
+
+    def edges_of(sizes: Sizes) -> float:
+        return float(sizes.edges[0])
+
+    degrees = block.part.indptr.diff()
+    limit = int(degrees.max())
+    runs, worst = runs_to_fit(block, [block.num_dst], edges_of, limit)
+    found = [int(degrees[run].sum()) for run in runs]
+    assert worst == max(found) <= limit
+    assert sum(found) == block.num_edges
+    with pytest.raises(ValueError, match=r"one node of a batch takes .* or make parts_per_batch smaller"):
+        runs_to_fit(block, [block.num_dst], edges_of, limit - 1)
+    with pytest.raises(ValueError, match="0 B are left beside the batch's own rows"):
+        runs_to_fit(block, [block.num_dst], edges_of, -5)
+
+
+def test_pieces_have_the_batchs_edges_seeds_and_rows():
+    made = work_of(edge_dropout=0.2).batch((0, 2, 5), 3)
+    assert made is not None
+    whole, seeds, edges = made.block, [], []
+    for number, run in enumerate([slice(0, 7), slice(7, 8), slice(8, whole.num_dst)]):
+        piece = MicroBatch(made, number, run)
+        block, near, halo = piece.block, piece.edges.near_idx, piece.edges.halo_idx
+        assert block.key == whole.key
+        assert torch.equal(block.dst_ids, whole.src_ids[run])
+        assert torch.equal(block.src_ids, torch.cat([whole.src_ids[near], whole.src_ids[whole.num_dst + halo]]))
+        dst = block.dst_ids[block.edge_index[1]]
+        edges.append(torch.stack([block.src_ids[block.edge_index[0]], dst]))
+        batch = piece.batch
+        seeds.append(batch.seeds)
+        assert batch.output_idx is not None
+        assert batch.y is not None
+        assert DATA.y is not None
+        assert torch.equal(block.dst_ids[batch.output_idx], batch.seeds)
+        assert torch.equal(batch.y, DATA.y[batch.seeds])
+        assert piece.has_seeds == bool(batch.num_seeds)
+        assert torch.equal(batch.input_rows.read(), DATA.x.read(block.src_ids))  # type: ignore[union-attr]
+        piece.let_go()
+        assert "edges" not in vars(piece)
+    assert torch.equal(torch.cat(seeds), made.batch.seeds)
+    assert torch.equal(torch.cat(edges, dim=1), whole.src_ids[whole.edge_index])
+
+
+def test_runs_of_a_block_have_its_edges():
+    block = work_of().batch((1, 4), 3).block  # type: ignore[union-attr]
+    edges = []
+    for run, part, src_idx in Runs(block, [slice(0, 4), slice(4, block.num_dst)]):
+        assert torch.equal(block.src_ids[src_idx], part.src_ids)
+        assert torch.equal(part.dst_ids, block.src_ids[run])
+        edges.append(part.src_ids[part.edge_index])
+    assert torch.equal(torch.cat(edges, dim=1), block.src_ids[block.edge_index])
+
+
+def test_sizes_of_a_batch_and_of_one_layer():
+    model = work_of().model
+    assert at_layer(model, Sizes((9, 4), (20,)), 1) == Sizes((0, 9, 4, 0), (0, 20, 0))
+    encoded = GNN([pyg.GCNConv(6, 6), pyg.GCNConv(6, 6)], encoder=nn.Linear(6, 6))
+    assert at_layer(encoded, Sizes((9, 4), (20,)), 1) == Sizes((4, 9, 4), (0, 20))
+    plain, sent = (work_of(**settings).batch((0, 1), 1) for settings in ({}, {"compensate": True}))
+    assert plain is not None
+    assert sent is not None
+    src, dst, edges = plain.block.num_src, plain.block.num_dst, plain.block.num_edges
+    assert whole_sizes(plain) == Sizes.of(plain.batch) == Sizes((src, src, src, dst), (edges,) * 3)
+    assert sent.later is not None
+    later = sent.later.block
+    more = later.num_edges
+    assert whole_sizes(sent) == Sizes(
+        (src, src + later.num_src, src + later.num_src, dst + later.num_dst), (edges, edges + more, edges + more)
+    )
+
+
+def test_models_whose_pieces_are_not_the_batch_are_refused_by_name():
+    convs = [pyg.GCNConv(6, 8), pyg.GCNConv(8, 3)]
+    with pytest.raises(ValueError, match=r"norms\.0\.module is a BatchNorm1d.*make parts_per_batch smaller"):
+        check_pieces(GNN(convs, norm="batch"))
+    check_pieces(GNN(convs, norm="batch").eval())
+    drawn = GNN(convs, encoder=nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6)))
+    with pytest.raises(ValueError, match=r"encoder\.0 draws anew.*input_dropout="):
+        check_pieces(drawn)
+    check_pieces(GNN(convs, encoder=nn.Linear(6, 6), dropout=0.5, norm="layer"))
+
+
+def test_usual_runs_are_in_the_middle_and_have_a_loss_where_they_must():
+    made = work_of().batch((0, 1, 2), 1)
+    assert made is not None
+    indptr, seeds = made.block.part.indptr, made.batch.output_idx
+    assert seeds is not None
+    for count in (1, 4, made.block.num_dst):
+        run = usual_run(made, count, with_seeds=False)
+        edges = indptr[count:] - indptr[:-count]
+        assert run.stop - run.start == count
+        assert int(edges[run.start]) == int(edges.median())
+        run = usual_run(made, count, with_seeds=True)
+        assert run.stop - run.start == count
+        assert bool(((seeds >= run.start) & (seeds < run.stop)).any())
+
+
+def test_layers_are_learnt_apart():
+    layers = LayerBytes(work_of().model, DATA.x)
+    assert not layers.is_sure
+    whole = Sizes((40, 40, 40, 30), (90, 90, 90))
+    bound = layers.together(whole)
+    assert bound == sum(layers.promise(l, Sizes((40, 30), (90,))) for l in range(3))
+    for l in range(3):
+        for num in (10, 12, 15, 20, 30, 40):
+            layers.learn(l, Sizes((num, num // 2), (3 * num,)), 1000 * (l + 1) * num)
+    assert layers.is_sure
+    for l in range(3):
+        assert layers.promise(l, Sizes((20, 10), (60,))) == pytest.approx(20_000 * (l + 1), rel=0.05)
+    assert layers.together(whole) < bound
