@@ -20,7 +20,7 @@ class Budget:
 
     SHORT: ClassVar[str] = "device"
     """The field that `budget=8GiB` sets."""
-    REMOVED: ClassVar = {"split_by": Removed("balance", "leave it out: pieces of a batch always have equal cost")}
+    REMOVED: ClassVar = {"split_by": Removed("balance", "pieces of a batch always have equal cost, so leave it out")}
     device: str | None = None
     """Where the model is: "8GiB"; on a CPU that is the host."""
     host: str | None = None

@@ -27,7 +27,7 @@ class FullBatch(Method):
         "compress_gradients": Removed(False, "set compress=bf16_both, which rounds rows and their gradients"),
         "boundary_rate": Removed(1.0, FEWER_BYTES),
         "stale": Removed(
-            False, "leave it out: rows of this epoch are always used; compress=bf16 makes messages smaller"
+            False, "rows of this epoch are always used, so leave it out; compress=bf16 makes messages smaller"
         ),
     }
     num_shards: int = 8
