@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hopline.budget.guard import Guard
 from hopline.contract import Job, Unit, Work
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
