@@ -9,6 +9,7 @@ from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
 from hopline.report.settings import split_settings
+from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import RunConfig
 from hopline.training.settings import Schedule, TrainSettings
 from hopline.util.config import to_dict
@@ -34,6 +35,7 @@ def test_a_run_with_defaults_has_changed_nothing():
         (RunConfig(method=FullBatch(num_shards=3)), {"method.kind": "full_batch", "method.num_shards": 3}),
         (RunConfig(budget=Budget(device="8GiB")), {"budget.device": "8GiB"}),
         (RunConfig(schedule=Schedule(name="cosine")), {"schedule.name": "cosine"}),
+        (RunConfig(model=ModelSpec(conv={"aggr": None})), {"model.conv.aggr": None}),
     ],
 )
 def test_what_differs_from_the_defaults_of_a_run_and_of_its_method(config: RunConfig, changed: dict[str, Any]):
@@ -59,6 +61,14 @@ def test_a_trainer_in_python_is_compared_with_the_defaults_of_training_and_of_it
 def test_a_method_of_the_users_own_is_shown_as_it_is():
     found = split_settings(of_trainer({"kind": "Mine", "repr": "Mine()"}))
     assert found.changed == {"data": "cora", "method.kind": "Mine", "method.repr": "Mine()", "model": "GNN()"}
+
+
+def test_a_setting_that_was_removed_is_compared_with_the_default_that_it_had():
+    config = to_dict(RunConfig())
+    config["model"] |= {"heads": 8, "alpha": 0.1}
+    found = split_settings(config)
+    assert found.changed == {"model.heads": 8}
+    assert found.others["model.alpha"] == 0.1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,9 +12,11 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.run.settings import RunConfig
 from hopline.training.settings import TrainSettings
-from hopline.util.config import kind_of, to_dict
+from hopline.util.config import kind_of, removed_settings, to_dict
 
 METHODS = (Sampled, Historical, FullBatch, Auto)
+GIVEN = object()
+"""The default of a setting that has none: keyword arguments of a conv are there because somebody gave them."""
 
 
 class Settings(NamedTuple):
@@ -33,6 +36,7 @@ def split_settings(config: Mapping[str, Any]) -> Settings:
     settings = dict(flatten(config))
     of_trainer = isinstance(config.get("train"), Mapping)
     defaults = dict(flatten(_trainer_defaults(config) if of_trainer else _run_defaults(config)))
+    defaults |= {key: GIVEN for key in settings if key.startswith("model.conv.")}
     if not settings.keys() <= defaults.keys():
         return Settings(settings, {})
     changed = {key: value for key, value in settings.items() if value != defaults[key]}
@@ -49,17 +53,24 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _run_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = to_dict(RunConfig())
+    defaults = _all_of(RunConfig())
     defaults["method"] = {**_method_defaults(config.get("method")), "kind": kind_of(Sampled)}
     if isinstance(config.get("budget"), Mapping):
-        defaults["budget"] = to_dict(Budget())
+        defaults["budget"] = _all_of(Budget())
     return defaults
 
 
 def _trainer_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     method = {**_method_defaults(config.get("method")), "kind": Sampled.__name__}
     # Which data and which model has no default.
-    return {"data": None, "method": method, "train": to_dict(TrainSettings()), "model": None}
+    return {"data": None, "method": method, "train": _all_of(TrainSettings()), "model": None}
+
+
+def _all_of(settings: Any) -> dict[str, Any]:
+    """Settings with those that earlier versions had, whose runs are reported too."""
+    found = {name: removed.default for name, removed in removed_settings(type(settings)).items()} | to_dict(settings)
+    inner = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return found | {name: _all_of(value) for name, value in inner.items() if dataclasses.is_dataclass(value)}
 
 
 def _method_defaults(given: Any) -> dict[str, Any]:
@@ -68,5 +79,5 @@ def _method_defaults(given: Any) -> dict[str, Any]:
         return {}
     for method in METHODS:
         if given.get("kind") in (kind_of(method), method.__name__):
-            return to_dict(method())
+            return _all_of(method())
     return dict.fromkeys(given)

@@ -192,6 +192,10 @@ def load_config(folder: Path) -> RunConfig:
         )
     if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
         config["symmetrize"] = None  # what it meant when it was written
+    model = config.get("model") if isinstance(config, dict) else None
+    if isinstance(model, dict) and isinstance(model.get("residual"), bool):  # two settings, before they were one
+        before = model.pop("residual_first", False)
+        model["residual"] = ("before" if before else "after") if model["residual"] else "none"
     try:
         return from_dict(RunConfig, stored["config"])
     except (KeyError, TypeError, ValueError) as error:
