@@ -76,8 +76,8 @@ class Removed(typing.NamedTuple):
 
 
 def removed_settings(cls: type) -> Mapping[str, Removed]:
-    """The settings that a class no longer has."""
-    return getattr(cls, "REMOVED", {})
+    """The settings that a class, or one that it inherits from, no longer has."""
+    return {name: one for base in reversed(cls.__mro__) for name, one in vars(base).get("REMOVED", {}).items()}
 
 
 def kind_of(cls: type) -> str:
