@@ -122,6 +122,7 @@ def _change_model(run: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(("first", "meant"), [(False, "after"), (True, "before")])
 def test_the_two_settings_of_a_residual_are_read_as_the_one_they_became(kept: Path, first: bool, meant: str):
     assert load_config(kept / "run").model.residual == "none"
+    assert load_config(kept / "run").schedule == hl.Schedule(), "every and patience were two settings"
     _change_model(kept / "run", residual=True, residual_first=first)
     assert load_config(kept / "run").model.residual == meant
 

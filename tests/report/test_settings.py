@@ -65,7 +65,8 @@ def test_a_method_of_the_users_own_is_shown_as_it_is():
 
 def test_a_setting_that_was_removed_is_compared_with_the_default_that_it_had():
     config = to_dict(RunConfig())
-    config["model"] |= {"heads": 8, "alpha": 0.1}
+    config["model"] |= {"heads": 8, "alpha": 0.1, "residual": False, "residual_first": False}
+    config["schedule"] |= {"every": 10, "patience": 5}
     found = split_settings(config)
     assert found.changed == {"model.heads": 8}
     assert found.others["model.alpha"] == 0.1

@@ -163,7 +163,7 @@ LARGE = (  # layers, hidden, dropout, lr, (parts, of a batch), clip, epochs
            residual="before", aggregators=["mean", "max"]),
     # From its examples: CLUSTER's graphs side by side, as a dataset called `cluster` under the data root.
     _large("gin", "cluster", 4, 128, 0.0, 0.001, (10000, 256), None, 150, linear=True, residual="after",
-           lipschitz=1.0, schedule=Schedule(name="plateau", factor=0.5, patience=20, floor=1e-5)),
+           lipschitz=1.0, schedule=Schedule(name="plateau", factor=0.5, every=20, floor=1e-5)),
 )
 # fmt: on
 ROWS = {row.name: row for row in (*SMALL, *LARGE)}

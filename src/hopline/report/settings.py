@@ -10,7 +10,7 @@ from hopline.budget.settings import Budget
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Auto, Sampled
-from hopline.run.settings import RunConfig
+from hopline.run.settings import RunConfig, renewed
 from hopline.training.settings import TrainSettings
 from hopline.util.config import kind_of, removed_settings, to_dict
 
@@ -33,8 +33,9 @@ def split_settings(config: Mapping[str, Any]) -> Settings:
     config: what config.json holds, of a `hopline train` run (a `RunConfig`) or of a `Trainer` in Python (data, method,
     train, model). With a key that neither has, such as one of a later version, all settings count as changed.
     """
-    settings = dict(flatten(config))
     of_trainer = isinstance(config.get("train"), Mapping)
+    config = {**config, "train": renewed(config["train"])} if of_trainer else renewed(config)
+    settings = dict(flatten(config))
     defaults = dict(flatten(_trainer_defaults(config) if of_trainer else _run_defaults(config)))
     defaults |= {key: GIVEN for key in settings if key.startswith("model.conv.")}
     if not settings.keys() <= defaults.keys():

@@ -43,7 +43,7 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
         raise ValueError(f"say how many shards to make: hopline partition {source} {folder} shards=4")
     if is_dataset(folder) and not config.overwrite:
         raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
-    data = open_dataset(source, data_root=config.data_root)
+    data = open_dataset(source)
     made = make_partition(
         data.graph,
         config.shards,
