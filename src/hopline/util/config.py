@@ -313,8 +313,8 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
     """The new value of one field: the last assignment to it, then those to the fields inside it."""
     kinds = _kinds(annotation)
     cls = type(current) if type(current) in kinds.values() else next(iter(kinds.values()), None)
-    short = getattr(cls, "SHORT", "name")
-    if len(kinds) == 1 and short in _settable(*kinds.values()):
+    short = _short(annotation)
+    if short is not None:
         # `model=gcn` is short for `model.name=gcn`; kept in its place, so that the later of the two wins.
         none = _NONE if type(None) in _members(annotation) else ()
         group = [item.at(short) if item.text.lower() not in none else item for item in group]
@@ -334,6 +334,13 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
         cls, current = picked or cls, None
     assert cls is not None
     return _apply(cls, current, inner, f"{key}.", root)
+
+
+def _short(annotation: Any) -> str | None:
+    """The field that is meant where the whole is assigned: `model=gcn` is `model.name=gcn`."""
+    kinds = list(_kinds(annotation).values())
+    field = getattr(kinds[0], "SHORT", "name") if len(kinds) == 1 else ""
+    return field if field and field in _settable(kinds[0]) else None
 
 
 def _keywords(current: Mapping[str, Any] | None, group: Sequence[_Assignment], key: str) -> dict[str, Any]:
@@ -447,22 +454,28 @@ def settings_of(cls: type, values: Any = None) -> list[Setting]:
     return [setting for group in groups for setting in found if setting.group == group]
 
 
-def _walk(cls: type, prefix: str = "", group: str = "", values: Any = None) -> Iterator[Setting]:
+def _walk(
+    cls: type, prefix: str = "", group: str = "", values: Any = None, short: str | None = None
+) -> Iterator[Setting]:
+    """short: the field that is shown as the whole, as `model=sage` in place of `model.name=sage`."""
     sentences, defaults, inner = _sentences(cls), _defaults(cls), []
     defaults |= {name: getattr(values, name) for name in _settable(cls)} if isinstance(values, cls) else {}
     for name, hint in _settable(cls).items():
+        key = prefix.removesuffix(".") if name == short else prefix + name
         default, kinds = _shown(defaults[name]) if name in defaults else None, _kinds(hint)
         plain = group or _owner(cls, name)
+        # One class of settings, which is always there: the whole is the same as its short field, or cannot be set.
+        is_always = len(kinds) == 1 and default is not None and type(None) not in _members(hint)
         for kind, nested in kinds.items():
-            title = f"{prefix}{name}={kind}" if len(kinds) > 1 else f"{prefix}{name}"
-            inner.append((nested, f"{prefix}{name}.", title, defaults.get(name)))
+            title = f"{key}={kind}" if len(kinds) > 1 else key
+            inner.append((nested, f"{key}.", title, defaults.get(name), _short(hint) if is_always else None))
         if _is_mapping(hint) and defaults.get(name):  # one line for each name that has a value
             for keyword, value in defaults[name].items():
-                yield Setting(f"{prefix}{name}.{keyword}", plain, "any", _shown(value), sentences.get(name, ""))
-        elif not kinds or default is None or default not in kinds or len(kinds) > 1:  # else only its fields can be set
-            yield Setting(prefix + name, plain, _describe(hint), default, sentences.get(name, ""))
-    for nested, inner_prefix, title, value in inner:
-        yield from _walk(nested, inner_prefix, title, value)
+                yield Setting(f"{key}.{keyword}", plain, "any", _shown(value), sentences.get(name, ""))
+        elif not is_always:
+            yield Setting(key, plain, _describe(hint), default, sentences.get(name, ""))
+    for nested in inner:
+        yield from _walk(*nested)
 
 
 def _owner(cls: type, name: str) -> str:
