@@ -522,7 +522,6 @@ def _gpu_cases() -> dict[str, Case]:
     places: dict[str, dict[str, Any]] = {
         "pinned": {"features": "pinned", "cache": 0},
         "tiered by access": {"features": "pinned", "cache": "4kB"},
-        "tiered by what was read": {"features": "pinned", "cache": "4kB", "order": "observed"},
         "all pinned": {"features": "pinned", "graph": "pinned", "cache": 0},
         "all on the host": {"features": "host", "graph": "host"},
         "graph on the host": {"features": "device", "graph": "host"},

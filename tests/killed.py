@@ -52,7 +52,7 @@ def train_rank(world: World, folder: str, kind: str) -> None:
     method: hl.extend.Method = hl.Sampled(fanouts=(4, 3), batch_size=16, workers=2)
     if kind == "historical":
         method = hl.Historical(num_parts=12, parts_per_batch=1, partition="random", compensate=True, lag=1)
-    schedule = hl.Schedule(name="plateau", patience=0, warmup=1)
+    schedule = hl.Schedule(name="plateau", every=0, warmup=1)
     settings = {"epochs": 5, "accumulate": 2, "schedule": schedule, "patience": 4, "clip_norm": 1.0}
     options = {"out": Path(folder), "show": False, "resume": True, "checkpoint_s": 0.0, "world": world}
     hl.Trainer(model, data, method, **options, **settings).fit()  # type: ignore[arg-type]

@@ -159,8 +159,9 @@ def test_training_on_shards_is_training_on_the_dataset(graph: Path, tmp_path: Pa
     np.testing.assert_allclose(scores[1], scores[0], atol=1e-3)
 
 
-def test_datasets_lists_what_is_built_in_and_what_is_under_the_data_root(graph: Path):
-    status, text, err = command("datasets", f"data_root={graph.parent}")
+def test_datasets_lists_what_is_built_in_and_what_is_under_the_data_root(graph: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOPLINE_DATA", str(graph.parent))
+    status, text, err = command("datasets")
     assert (status, err) == (0, "")
     assert "demo" in text
     assert "graph" in text
@@ -303,7 +304,10 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
         (("partition", "demo", "out", "--shards"), ["shards= is not valid"]),
         (("partition", "demo", "out", "shards=2", "how=meits"), ["how=meits is not valid", "metis"]),
         (("partition", "no/folder", "out", "shards=2"), ["no dataset folder no/folder"]),
-        (("datasets", "data_rot=x"), ["Did you mean 'data_root'?"]),
+        (("datasets", "data_root=x"), ["takes no settings, and was given data_root=x", "HOPLINE_DATA"]),
+        (("train", "demo", "data_root=x"), ["data_root was removed: set the environment variable HOPLINE_DATA"]),
+        (("convert", "demo", "out", "data_root=x"), ["data_root was removed: set the environment variable HOPLINE"]),
+        (("partition", "demo", "out", "data_root=x"), ["data_root was removed: set the environment variable HOPLINE"]),
     ],
     ids=" ".join,
 )

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import hopline as hl
+from hopline.run.settings import load_config
 from tests.formats.write import DATASET, OVERRIDES, dataset_checksums, historical_trainer, made_dataset, weights_of
 from tests.runs import Outcome, assert_refused, command, records
 
@@ -112,6 +113,27 @@ def test_a_historical_run_that_failed_goes_on_as_it_would_have_or_is_refused_by_
     assert trainer.num_steps == 6
     assert losses == pytest.approx(expected(kept, "historical losses"), rel=1e-10)
     assert weights_of(trainer) == pytest.approx(expected(kept, "historical weights"), rel=1e-10, abs=1e-10)
+
+
+def _change_model(run: Path, **settings: Any) -> None:
+    """Another model in the settings of a stored run."""
+    path = run / "config.json"
+    stored = json.loads(path.read_text())
+    stored["config"]["model"] |= settings
+    path.write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize(("first", "meant"), [(False, "after"), (True, "before")])
+def test_the_two_settings_of_a_residual_are_read_as_the_one_they_became(kept: Path, first: bool, meant: str):
+    assert load_config(kept / "run").model.residual == "none"
+    assert load_config(kept / "run").schedule == hl.Schedule(), "every and patience were two settings"
+    _change_model(kept / "run", residual=True, residual_first=first)
+    assert load_config(kept / "run").model.residual == meant
+
+
+def test_an_option_of_a_conv_that_is_now_in_model_conv_is_refused_with_what_to_type(kept: Path):
+    _change_model(kept / "run", heads=8)
+    assert_refused(command("infer", kept / "run"), "config.json", "model.heads was removed: set model.conv.heads=")
 
 
 # ---- other versions are refused

@@ -19,7 +19,6 @@ from hopline.data.registry import locate, names
 from hopline.recipes import RECIPES, find_recipe
 from hopline.run.settings import (
     ConvertConfig,
-    DatasetsConfig,
     ExportConfig,
     InferConfig,
     PartitionConfig,
@@ -55,7 +54,6 @@ SETTINGS = {
     "export": ExportConfig,
     "convert": ConvertConfig,
     "partition": PartitionConfig,
-    "datasets": DatasetsConfig,
 }
 """What each command takes as key=value."""
 
@@ -218,7 +216,7 @@ def partition(
     if folder == Path() or "=" in str(folder) or str(folder).startswith("-"):
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
     config = override(PartitionConfig(), _without_dashes(overrides or []))
-    locate(source, data_root=config.data_root)
+    locate(source)
     from hopline.run import commands
 
     print(commands.partition_dataset(source, folder, config))
@@ -251,15 +249,19 @@ def verify(folder: Annotated[Path, typer.Argument(help="A dataset folder, or a f
 
 @app.command()
 def datasets(
-    overrides: Annotated[list[str] | None, typer.Argument(help="data_root=FOLDER")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> None:
-    """List the datasets that can be opened by name."""
+    """List the datasets that can be opened by name, and those in the folder that HOPLINE_DATA names."""
+    if overrides:
+        raise ValueError(
+            f"hopline datasets takes no settings, and was given {overrides[0]}: to list another folder, set the "
+            "environment variable HOPLINE_DATA"
+        )
     from rich.console import Console
     from rich.table import Table
 
-    config = override(DatasetsConfig(), overrides or [])
     table = Table("name", "what it is", "where")
-    for row in names(config.data_root):
+    for row in names():
         table.add_row(*map(str, row))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
@@ -290,7 +292,7 @@ def _config(name: str, overrides: list[str] | None) -> RunConfig:
     if "=" in name:
         name, settings = "demo", [name, *settings]
     config = override(find_recipe(name)(), settings)
-    locate(config.data, data_root=config.data_root, options=config.conversion)
+    locate(config.data, options=config.conversion)
     return config
 
 

@@ -85,14 +85,26 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         place(data(), device="cuda")
 
 
-@pytest.mark.parametrize("order", ["degree", "access", "observed"])
-def test_a_plan_is_carried_out(order: Any) -> None:
+def test_a_plan_is_carried_out() -> None:
     dataset = data()
     plan = Plan(graph="device", features="pinned", cache=160, labels=True, room=0)
-    found = carry_out(dataset, plan, CPU, order, (3, 2), dataset.splits["train"], 8)
+    found = carry_out(dataset, plan, CPU, (3, 2), dataset.splits["train"], 8)
     x = found.tables["x"]
     assert isinstance(x, TieredTable)
-    assert (x.num_hot, x.observing) == (10, order == "observed")
+    assert (x.num_hot, x.observing) == (10, False)
+    by_access = hl.table(
+        dataset.x,
+        device_cache=160,
+        order="access",
+        graph=dataset.graph,
+        fanouts=(3, 2),
+        train_ids=dataset.splits["train"],
+        batch_size=8,
+        device=CPU,
+    )
+    assert x.hot_ids is not None
+    assert by_access.hot_ids is not None
+    assert torch.equal(x.hot_ids, by_access.hot_ids)
     assert torch.equal(x[torch.arange(50)], dataset.x[torch.arange(50)])
     assert "x 800 B pinned, with 160 B (20% of the rows) on cpu" in describe(found)
 

@@ -20,6 +20,8 @@ from hopline.distributed.environment import Place
 from hopline.distributed.launch import _Child, _device_of, _devices_here, _failure, _first_seat, run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import Seat, World
+from hopline.run.settings import RunConfig
+from hopline.util.config import override
 from hopline.util.errors import RankError
 from hopline.util.signals import Interrupted
 from tests.launched import environment, everything, fail, program, started, stay
@@ -38,13 +40,16 @@ ONE_PER_NODE = Place(
         ({"devices": 0}, "devices must be at least 1 or 'auto', not 0"),
         ({"devices": "all"}, "devices must be a whole number or 'auto', not 'all'"),
         ({"devices": True}, "devices must be a whole number or 'auto'"),
-        ({"backend": "mpi"}, "backend must be 'gloo' or 'nccl' or None, not 'mpi'"),
-        ({"port": 0}, "port must be between 1 and 65535, not 0; leave it out"),
-        ({"port": 65536}, "port must be between 1 and 65535"),
-        ({"port": "29500"}, "port must be a whole number or None"),
-        ({"address": " "}, "address must be the name or number of a host"),
-        ({"address": "tcp://node1"}, "address must be the name or number of a host"),
-        ({"address": "node1:4000"}, "write address=node1 port=4000"),
+        ({"address": "node1:0"}, "address must end in a port between 1 and 65535, such as node1:29500, not 'node1:0'"),
+        ({"address": "node1:65536"}, "address must end in a port between 1 and 65535"),
+        ({"address": "node1:http"}, "address must end in a port between 1 and 65535"),
+        ({"address": "node1:"}, "address must end in a port between 1 and 65535"),
+        ({"address": 29500}, "address must be str or None"),
+        ({"address": ""}, "address must be a host, a port or both, such as address=node1:29500 or address=:29500"),
+        ({"address": " "}, "address must be a host, a port or both"),
+        ({"address": ":"}, "address must be a host, a port or both"),
+        ({"address": "[]"}, "address must be a host, a port or both"),
+        ({"address": "tcp://node1"}, "address must be a host, a port or both"),
         ({"timeout_s": 0}, "timeout_s must be above 0"),
         ({"timeout_s": float("inf")}, "timeout_s must be a finite number"),
         ({"timeout_s": float("nan")}, "timeout_s must be a finite number"),
@@ -57,7 +62,32 @@ def test_a_setting_that_means_nothing_is_refused(wrong: dict[str, Any], message:
 
 
 def test_good_settings_are_taken():
-    assert LaunchSettings(devices="auto", address="fe80::1", port=1, backend="nccl").timeout_s == 600
+    assert LaunchSettings(devices="auto", address="fe80::1").timeout_s == 600
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [
+        (None, None, None),
+        ("node1", "node1", None),
+        ("node1:29500", "node1", 29500),
+        (":29500", None, 29500),
+        ("10.0.0.5:1", "10.0.0.5", 1),
+        ("fe80::1", "fe80::1", None),
+        ("[fe80::1]", "fe80::1", None),
+        ("[fe80::1]:29500", "fe80::1", 29500),
+    ],
+)
+def test_an_address_is_a_host_a_port_or_both(address: str | None, host: str | None, port: int | None):
+    settings = LaunchSettings(address=address)
+    assert (settings.host, settings.port) == (host, port)
+
+
+def test_settings_that_were_removed_say_what_to_do():
+    with pytest.raises(ValueError, match=r"port was removed: set address=HOST:PORT, or address=:PORT"):
+        override(RunConfig(), ["port=29500"])
+    with pytest.raises(ValueError, match=r"backend was removed: .*environment variable HOPLINE_BACKEND"):
+        override(RunConfig(), ["backend=gloo"])
 
 
 def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
@@ -79,14 +109,25 @@ def test_where_ranks_sit():
     seat = _first_seat(LaunchSettings(), LAUNCHED, 1, "cpu")
     assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.node) == (1, 4, 1, 2, 0)
     assert (seat.address, seat.port, seat.backend, seat.keeps_store) == ("node1", 12345, "gloo", False)
-    seat = _first_seat(LaunchSettings(address="other", port=7), ONE_PER_NODE, 4, "cuda")
+    seat = _first_seat(LaunchSettings(address="other:7"), ONE_PER_NODE, 4, "cuda")
     assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.node) == (4, 12, 0, 4, 1)
     assert (seat.address, seat.port, seat.backend) == ("other", 7, "nccl")
-    with pytest.raises(ValueError, match="backend=nccl needs device=cuda, not device=cpu"):
-        _first_seat(LaunchSettings(backend="nccl"), None, 2, "cpu")
+    seat = _first_seat(LaunchSettings(address=":7"), ONE_PER_NODE, 4, "cuda")
+    assert (seat.address, seat.port) == ("node1", 7)
     torchrun = Place(**{**vars(LAUNCHED), "launcher": "torchrun"})
-    with pytest.raises(ValueError, match="leave out address= and port= under torchrun"):
-        _first_seat(LaunchSettings(port=7), torchrun, 1, "cpu")
+    with pytest.raises(ValueError, match="leave out address= under torchrun"):
+        _first_seat(LaunchSettings(address=":7"), torchrun, 1, "cpu")
+
+
+def test_an_environment_variable_chooses_what_carries_the_exchanges(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOPLINE_BACKEND", "gloo")
+    assert _first_seat(LaunchSettings(), None, 2, "cuda").backend == "gloo"
+    monkeypatch.setenv("HOPLINE_BACKEND", "nccl")
+    with pytest.raises(ValueError, match="HOPLINE_BACKEND=nccl needs device=cuda, not device=cpu"):
+        _first_seat(LaunchSettings(), None, 2, "cpu")
+    monkeypatch.setenv("HOPLINE_BACKEND", "mpi")
+    with pytest.raises(ValueError, match="HOPLINE_BACKEND is 'mpi': it must be gloo or nccl"):
+        _first_seat(LaunchSettings(), None, 2, "cpu")
 
 
 def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch):

@@ -72,8 +72,9 @@ def test_features_stored_sparse_train_on_a_gpu_too(method: hl.extend.Method, pla
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-9)
 
 
-def test_two_ranks_that_share_a_gpu_are_one_process_on_the_cpu():
-    settings = LaunchSettings(devices=2, timeout_s=60, backend="gloo")
+def test_two_ranks_that_share_a_gpu_are_one_process_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOPLINE_BACKEND", "gloo")
+    settings = LaunchSettings(devices=2, timeout_s=60)
     cases: list[dict[str, Any]] = [
         {"kind": "gcn", "settings": {"aggregation": "sequential"}, "dropout": 0.4},
         {"kind": "gat", "settings": {"aggregation": "sequential"}},

@@ -116,9 +116,11 @@ def settings_of(name: str, *keys: str) -> list[Any]:
     config = history(name)
     places = {"model": config.model, "method": config.method}
     return [
-        getattr(places.get(key.partition(".")[0], config), key.rpartition(".")[2])
+        config.model.conv.get(key.rpartition(".")[2])
+        if key.startswith("model.conv.")
+        else getattr(places.get(key.partition(".")[0], config), key.rpartition(".")[2])
         for key in keys
-    ]  # fmt: skip
+    ]
 
 
 def test_rows_reach_the_run_as_they_are_written():
@@ -127,19 +129,19 @@ def test_rows_reach_the_run_as_they_are_written():
     assert settings_of("gas-gcn-cora", *common) == [2, 16, 0.5, 0.01, 5e-4, 0.0, 1.0, 40, 10, 200]
     assert settings_of("gas-gcnii-cora", *common) == [64, 64, 0.6, 0.01, 0.01, 5e-4, None, 2, 1, 1000]
     assert settings_of("gas-gcnii-ppi", *common) == [9, 2048, 0.2, 0.001, 0.0, None, 1.0, 20, 2, 2000]
-    gat = ("model.act", "model.heads", "model.out_heads", "model.attention_dropout", "model.input_dropout")
+    gat = ("model.act", "model.conv.heads", "model.out_heads", "model.conv.dropout", "model.input_dropout")
     assert settings_of("gas-gat-pubmed", *gat) == ["elu", 8, 8, 0.6, 0.6]
-    more = ("model.alpha", "model.theta", "model.shared_weights", "model.norm", "model.residual_first")
-    assert settings_of("gas-gcnii-pubmed", *more) == [0.1, 0.4, True, "none", False]
-    assert settings_of("gas-gcnii-ppi", *more) == [0.5, 1.0, False, "none", True]
-    assert settings_of("gas-gcnii-arxiv", *more) == [0.2, 0.5, True, "batch", False]
-    pna = ("model.name", "model.jk", "model.linear", "model.aggregators", "model.scalers")
-    scalers = ("identity", "amplification")
-    assert settings_of("gas-pna-arxiv", *pna) == ["pna", "none", False, ("mean",), scalers]
-    assert settings_of("gas-pna-jk-reddit", *pna) == ["pna", "cat", True, ("mean", "max"), scalers]
+    more = ("model.conv.alpha", "model.conv.theta", "model.conv.shared_weights", "model.norm", "model.residual")
+    assert settings_of("gas-gcnii-pubmed", *more) == [None, 0.4, None, "none", "none"]
+    assert settings_of("gas-gcnii-ppi", *more) == [0.5, 1.0, False, "none", "before"]
+    assert settings_of("gas-gcnii-arxiv", *more) == [0.2, None, True, "batch", "none"]
+    pna = ("model.name", "model.jk", "model.linear", "model.conv.aggregators", "model.conv.scalers")
+    scalers = ["identity", "amplification"]
+    assert settings_of("gas-pna-arxiv", *pna) == ["pna", "none", False, ["mean"], scalers]
+    assert settings_of("gas-pna-jk-reddit", *pna) == ["pna", "cat", True, ["mean", "max"], scalers]
     assert settings_of("gas-gcn-yelp", "method.max_batches", "features") == [4, "standardized"]
     assert settings_of("gas-pna-products", "method.edge_dropout", "features") == [0.8, "given"]
-    assert settings_of("gas-gin-cluster", "method.lipschitz", "model.residual_first") == [1.0, False]
+    assert settings_of("gas-gin-cluster", "method.lipschitz", "model.residual") == [1.0, "after"]
 
 
 @pytest.mark.parametrize(

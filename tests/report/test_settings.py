@@ -14,6 +14,7 @@ from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
 from hopline.report.settings import changed_keys, split_settings
+from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import RunConfig
 from hopline.training.settings import Schedule
 from hopline.util.config import to_dict
@@ -32,6 +33,7 @@ def test_a_run_with_defaults_has_changed_nothing():
         (RunConfig(method=FullBatch(num_shards=3)), {"method.kind": "full_batch", "method.num_shards": 3}),
         (RunConfig(budget=Budget(device="8GiB")), {"budget.device": "8GiB"}),
         (RunConfig(schedule=Schedule(name="cosine")), {"schedule.name": "cosine"}),
+        (RunConfig(model=ModelSpec(conv={"aggr": None})), {"model.conv.aggr": None}),
     ],
 )
 def test_what_differs_from_the_defaults_of_a_run_and_of_its_method(config: RunConfig, changed: dict[str, Any]):

@@ -45,7 +45,7 @@ def test_every_name_builds_a_model_that_trains_and_infers(name: str):
         {"jk": "lstm"},
         {"jk": "last"},
         {"norm": "batch"},
-        {"norm": "layer", "residual": True},
+        {"norm": "layer", "residual": "after"},
     ],
     ids=str,
 )
@@ -60,13 +60,13 @@ def test_options_combine_with_any_number_of_layers(name: str, settings: dict[str
 @pytest.mark.parametrize("aggr", ["mean", "max", "sum"])
 def test_the_aggregation_reaches_the_convs(aggr: str):
     for name in ("sage", "graphconv"):
-        model = build(small(), name=name, aggr=aggr)
+        model = build(small(), name=name, conv={"aggr": aggr})
         assert {conv.aggr for conv in model.convs} == {aggr}  # type: ignore[union-attr]
 
 
 def test_appnp_is_pygs_own_after_two_linear_layers():
     data = small()
-    model = build(data, name="appnp", layers=10, alpha=0.2).eval()
+    model = build(data, name="appnp", layers=10, conv={"alpha": 0.2}).eval()
     assert data.y is not None
     x = model.encoder(data.x[torch.arange(400)])  # type: ignore[operator]
     expected = APPNP(K=10, alpha=0.2)(x, data.graph.edge_index())
@@ -79,7 +79,7 @@ def test_appnp_is_pygs_own_after_two_linear_layers():
 @pytest.mark.parametrize("jk", ["none", "cat", "max"])
 def test_linear_layers_around_the_convs(name: str, jk: str):
     data = small()
-    model = build(data, name=name, linear=True, jk=jk, norm="batch", residual=True, residual_first=True)
+    model = build(data, name=name, linear=True, jk=jk, norm="batch", residual="before")
     assert model.lin.in_features == 8 * (3 if jk == "cat" else 1)  # type: ignore[union-attr]
     run = fit(data, model, method(), epochs=3)
     assert losses(run)[-1] < losses(run)[0]
@@ -87,15 +87,26 @@ def test_linear_layers_around_the_convs(name: str, jk: str):
 
 def test_options_of_attention_gcnii_and_pna_reach_their_convs():
     data = small()
-    gat: Any = build(data, name="gat", heads=2, out_heads=3, attention_dropout=0.3, act="elu")
+    gat: Any = build(data, name="gat", out_heads=3, act="elu", conv={"heads": 2, "dropout": 0.3, "bias": False})
     first, last = gat.convs
     assert (first.heads, first.concat, last.heads, last.concat) == (2, True, 3, False)
     assert (first.dropout, last.dropout) == (0.3, 0.3)
-    two: Any = build(data, name="gcnii", shared_weights=False)
+    assert (first.bias, last.bias) == (None, None)
+    two: Any = build(data, name="gcnii", conv={"shared_weights": False})
     one: Any = build(data, name="gcnii")
     assert (two.convs[0].weight2 is None, one.convs[0].weight2 is None) == (False, True)
-    pna: Any = build(data, name="pna", aggregators=("mean",), scalers=("identity", "amplification"))
+    pna: Any = build(data, name="pna", conv={"aggregators": "mean", "scalers": ["identity", "amplification"]})
     assert pna.convs[0].aggr_module.scaler == ["identity", "amplification"]
+    assert pna.convs[0].post_nns[0][0].in_channels == 8 + 1 * 2 * 8, "a list of one may be typed without a comma"
+
+
+def test_a_residual_is_added_before_or_after_the_activation():
+    how = {
+        residual: (model.residual, model.residual_first)
+        for residual in ("none", "after", "before")
+        for model in [build(small(), residual=residual)]
+    }
+    assert how == {"none": (False, False), "after": (True, False), "before": (True, True)}
 
 
 def test_an_mlp_ignores_the_edges():
@@ -108,7 +119,7 @@ def test_an_mlp_ignores_the_edges():
 
 @pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
 def test_heads_that_do_not_divide_the_width_are_refused(name: str):
-    with pytest.raises(ValueError, match=r"model.hidden=10 must be a multiple of model.heads=4"):
+    with pytest.raises(ValueError, match=r"model.hidden=10 must be a multiple of model.conv.heads=4"):
         build(small(), name=name, hidden=10)
 
 
@@ -127,11 +138,10 @@ def test_a_dataset_without_labels_is_refused():
     [
         ({"hidden": 0}, "must be at least 1"),
         ({"out_heads": 0}, "model.out_heads must be at least 1, not 0"),
-        ({"attention_dropout": 2.0}, "model.attention_dropout must be between 0 and 1"),
-        ({"aggregators": ("mean", "mode")}, "model.aggregators must be some of mean, .*, not mean, mode"),
-        ({"scalers": ()}, "model.scalers must be some of identity, .*, not none"),
         ({"layers": 0}, "must be at least 1"),
-        ({"heads": 0}, "must be at least 1"),
+        ({"residual": True}, "residual must be 'none' or 'after' or 'before', not True"),
+        ({"conv": {"aggr": ("mean", "max")}}, "conv must be a dict of numbers, texts, True, False, None or lists"),
+        ({"conv": {"dropout": float("inf")}}, "conv must be a dict of numbers"),
         ({"dropout": 1.5}, r"model.dropout must be between 0 and 1, not 1.5"),
         ({"input_dropout": -0.1}, r"model.input_dropout must be between 0 and 1"),
     ],
@@ -139,6 +149,32 @@ def test_a_dataset_without_labels_is_refused():
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         ModelSpec(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "conv", "message"),
+    [
+        ("gat", {"head": 2}, r"Unknown key 'model.conv.head'. Did you mean 'heads'\? GATConv takes heads, negative_s"),
+        ("sage", {"heads": 2}, r"Unknown key 'model.conv.heads'. SAGEConv takes aggr, normalize, root_weight, project"),
+        ("gat", {"concat": True}, "Unknown key 'model.conv.concat'"),
+        ("sage", {"in_channels": 3}, "Unknown key 'model.conv.in_channels'"),
+        ("gcnii", {"layer": 1}, "Unknown key 'model.conv.layer'"),
+        ("pna", {"deg": 1}, "Unknown key 'model.conv.deg'"),
+        ("appnp", {"K": 2}, "Unknown key 'model.conv.K'"),
+        ("mlp", {"aggr": "max"}, "Unknown key 'model.conv.aggr'. Alone takes no keywords"),
+        ("gcn", {"bias": "flase"}, "model.conv.bias must be bool, not 'flase'"),
+        ("gat", {"heads": 0}, "model.conv.heads must be at least 1, not 0"),
+        ("gat", {"heads": "two"}, "model.conv.heads must be at least 1, not two"),
+        ("gat", {"dropout": 2.0}, "model.conv.dropout must be between 0 and 1, not 2.0"),
+        ("appnp", {"alpha": 0}, "set model.conv.alpha above 0"),
+        ("gcnii", {"alpha": -1}, "model.conv.alpha must be between 0 and 1, not -1"),
+        ("sage", {"aggr": "mode"}, "SAGEConv cannot be made with model.conv.aggr=mode: .*mode"),
+        ("pna", {"scalers": []}, "model.conv.scalers must name at least one"),
+    ],
+)
+def test_what_the_conv_does_not_take_is_refused(name: str, conv: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        build(small(), name=name, conv=conv)
 
 
 def one_layer(spec: ModelSpec, data: hl.Dataset) -> nn.Module:

@@ -20,21 +20,20 @@ from hopline.run.settings import InferConfig, RunConfig, load_config
 from tests.runs import command, fit, method, overrides, small
 
 
-def test_a_relative_data_root_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_dataset_of_the_data_root_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     small().save(tmp_path / "here" / "data" / "mine")
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    settings = RunConfig(
-        data="mine", data_root=Path("data"), model=ModelSpec(layers=2), method=method(), epochs=1, show=False
-    )
+    monkeypatch.setenv("HOPLINE_DATA", str(tmp_path / "here" / "data"))
+    settings = RunConfig(data="mine", model=ModelSpec(layers=2), method=method(), epochs=1, show=False)
     folder = run.train(settings).folder
     assert folder is not None
     again = run.train(dataclasses.replace(settings, resume=True)).folder
-    assert again == folder  # it is the same setting, however it is written
+    assert again == folder
     folder = folder.resolve()
     monkeypatch.chdir(tmp_path / "there")
     assert predict(folder, InferConfig()) == folder / "predictions.npy"
-    assert load_config(folder).data_root == tmp_path / "here" / "data"
+    assert load_config(folder).data == "mine"
 
 
 # ---- a folder with the name of a built-in graph

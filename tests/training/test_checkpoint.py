@@ -113,7 +113,8 @@ def same(one: hl.Trainer, other: hl.Trainer) -> bool:
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "plateau", "step"])
 def test_every_optimizer_and_schedule_goes_on_exactly(optimizer: str, schedule: str, tmp_path: Path) -> None:
-    options = {"optimizer": optimizer, "schedule": hl.Schedule(name=schedule, warmup=1, every=1, patience=0)}  # type: ignore[arg-type]
+    every = 0 if schedule == "plateau" else 1
+    options = {"optimizer": optimizer, "schedule": hl.Schedule(name=schedule, warmup=1, every=every)}  # type: ignore[arg-type]
     whole = trainer(tmp_path / "whole", **options)
     expected = whole.fit()
     with pytest.raises(RuntimeError, match="enough"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hopline.training.lr_schedule import Scheduler
-from hopline.training.settings import Schedule
+from hopline.training.settings import Schedule, renewed_schedule
 
 
 def rates(
@@ -47,24 +47,24 @@ def test_step_lowers_every_few_epochs_down_to_the_floor():
 
 
 def test_plateau_acts_after_its_patience_and_begins_to_count_again():
-    spec = Schedule(name="plateau", patience=1, factor=0.5)
+    spec = Schedule(name="plateau", every=1, factor=0.5)
     found = rates(spec, 8, values=[0.1, 0.2, 0.2, 0.1, 0.2, 0.2, 0.3, 0.3])
     assert found == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_plateau_counts_evaluations_and_not_epochs():
-    spec = Schedule(name="plateau", patience=1, factor=0.5)
+    spec = Schedule(name="plateau", every=1, factor=0.5)
     assert rates(spec, 9, values=[0.5] * 9, every=3) == [1] * 9
     assert rates(spec, 10, values=[0.5] * 10, every=3) == [1] * 9 + [0.5]
 
 
 def test_plateau_looks_only_at_values_that_were_evaluated():
-    spec = Schedule(name="plateau", patience=0, factor=0.5)
+    spec = Schedule(name="plateau", every=0, factor=0.5)
     assert rates(spec, 7, values=[9, 0.1, 9, 0.2, 9, 0.3, 9], every=2) == [1] * 7
 
 
 def test_plateau_stops_at_the_floor():
-    spec = Schedule(name="plateau", patience=0, factor=0.1, floor=0.02)
+    spec = Schedule(name="plateau", every=0, factor=0.1, floor=0.02)
     assert rates(spec, 5, values=[1.0] * 5) == pytest.approx([1, 1, 0.1, 0.02, 0.02])
 
 
@@ -74,7 +74,7 @@ def test_plateau_stops_at_the_floor():
         (Schedule(warmup=3), [1, 1, 1]),
         (Schedule(name="cosine", warmup=3), [cosine(step, 3) for step in range(3)]),
         (Schedule(name="step", warmup=3, every=2), [1, 1, 0.5]),
-        (Schedule(name="plateau", warmup=3, patience=0), [1, 1, 0.5]),
+        (Schedule(name="plateau", warmup=3, every=0), [1, 1, 0.5]),
     ],
     ids=lambda value: value.name if isinstance(value, Schedule) else "",
 )
@@ -117,7 +117,10 @@ def resumed(spec: Schedule, epochs: int, at: int, then: int, values: Sequence[fl
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("name", ["constant", "cosine", "step", "plateau"])
 def test_a_run_resumed_with_another_number_of_epochs_has_the_rates_of_a_run_of_that_many(name: Any, warmup: int):
-    spec, values = Schedule(name=name, warmup=warmup, every=2, patience=0, floor=0.01), [0.1, 0.3, 0.2, 0.2] * 3
+    spec, values = (
+        Schedule(name=name, warmup=warmup, every=0 if name == "plateau" else 2, floor=0.01),
+        [0.1, 0.3, 0.2, 0.2] * 3,
+    )
     for epochs, then in [(6, 12), (6, 7), (12, 6), (6, 6), (12, 9)]:
         expected = rates(spec, then, values)
         for at in range(1, min(epochs, then) + 1):
@@ -125,7 +128,38 @@ def test_a_run_resumed_with_another_number_of_epochs_has_the_rates_of_a_run_of_t
             assert found[at:] == pytest.approx(expected[at:], rel=1e-12), f"{epochs} epochs, {at} done, then {then}"
 
 
-@pytest.mark.parametrize("wrong", [{"factor": 1.0}, {"factor": 0.0}, {"every": 0}, {"patience": -1}, {"warmup": -1}])
+def test_every_is_10_epochs_of_step_and_5_evaluations_of_plateau_by_default():
+    assert rates(Schedule(name="step"), 12) == [1] * 10 + [0.5] * 2
+    assert rates(Schedule(name="plateau"), 8, values=[0.5] * 8) == [1] * 7 + [0.5]
+
+
+def test_patience_is_refused_with_what_to_type():
+    with pytest.raises(TypeError, match=r"patience was removed: set schedule.every= with schedule.name=plateau"):
+        Schedule(name="plateau", patience=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("stored", "every"),
+    [
+        ({"name": "constant", "patience": 5, "every": 10}, None),
+        ({"name": "plateau", "patience": 5, "every": 10}, None),
+        ({"name": "plateau", "patience": 3, "every": 10}, 3),
+        ({"name": "step", "patience": 5, "every": 10}, None),
+        ({"name": "step", "patience": 7, "every": 4}, 4),
+        ({"name": "plateau", "every": 10}, 10),
+    ],
+)
+def test_a_stored_schedule_with_both_settings_is_read_as_the_one_they_became(stored: dict[str, Any], every: int | None):
+    assert renewed_schedule(stored) == {"name": stored["name"], "every": every}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"factor": 1.0}, {"factor": 0.0}, {"every": 0}, {"every": 0, "name": "step"}, {"every": -1, "name": "plateau"},
+        {"warmup": -1},
+    ],
+)  # fmt: skip
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ValueError, match="schedule"):
         Schedule(**wrong)

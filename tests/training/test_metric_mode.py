@@ -63,7 +63,7 @@ def test_patience_waits_for_a_fall():
 
 
 def test_a_plateau_is_where_it_no_longer_falls():
-    schedule = hl.Schedule(name="plateau", patience=0, factor=0.1)
+    schedule = hl.Schedule(name="plateau", every=0, factor=0.1)
     run = scripted("mse", 3.0, 2.0, 1.0, 2.0, 2.0, schedule=schedule, lr=1.0, optimizer="sgd")
     assert [epoch.lr for epoch in run.history] == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1])
 

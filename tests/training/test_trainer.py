@@ -94,7 +94,7 @@ def test_stop_in_any_hook_ends_after_the_epoch_and_evaluates_it():
 
 def test_a_plateau_schedule_keeps_its_state_over_evaluations():
     """Rebuilding the scheduler at each evaluation, as some trainers do, would reset its patience for ever."""
-    schedule = hl.Schedule(name="plateau", patience=1, factor=0.1)
+    schedule = hl.Schedule(name="plateau", every=1, factor=0.1)
 
     def flat(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
         return {"score": 1.0}
@@ -107,7 +107,7 @@ def test_without_a_validation_split_a_plateau_goes_by_the_loss():
     def flat(model: nn.Module, batch: hl.Batch) -> Tensor:
         return 0 * model(batch).sum() + 1.0
 
-    schedule = hl.Schedule(name="plateau", patience=1, factor=0.5)
+    schedule = hl.Schedule(name="plateau", every=1, factor=0.5)
     run = fit(without(small(), "valid"), epochs=4, lr=1.0, schedule=schedule, train_step=flat)
     assert [e.lr for e in run.history] == [1.0, 1.0, 1.0, 0.5]
 

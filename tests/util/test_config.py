@@ -300,4 +300,6 @@ def test_settings_are_listed_with_group_type_default_and_sentence():
     assert found["method=sampled", "method.batch_size"][1] == "1024"
     assert found["method=full_batch", "method.batch_size"][1] == "7"
     assert found["model", "model.hidden"] == ("an integer", "256", "Width of the hidden layers.")
+    assert found["model", "model"] == ("'gcn' or 'sage' or 'gat'", "sage", "Which convolution."), "short for model.name"
+    assert ("model", "model.name") not in found
     assert found["run", "lr"] == ("a number", "0.003", "")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 
-from hopline.util.config import Removed, check_fields, from_dict, override, settings
+from hopline.util.config import Keywords, Removed, check_fields, from_dict, override, settings, settings_of, to_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +82,74 @@ def test_a_removed_setting_is_refused_with_what_to_do_instead():
 
 def test_a_stored_run_that_had_a_removed_settings_default_is_read():
     assert from_dict(Later, {"count": 3, "rate": 0.5}) == Later(count=3)
+
+
+@settings
+class Conv:
+    """Settings with a mapping."""
+
+    name: str = "gat"
+    """Which conv."""
+    options: Keywords = field(default_factory=dict, hash=False)
+    """Its keyword arguments."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@settings
+class Model:
+    """Settings with a mapping inside another setting."""
+
+    conv: Conv = Conv()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("8", 8), ("-3", -3), ("0.6", 0.6), ("1.0", 1.0), ("1e-3", 1e-3), ("true", True), ("off", False),
+        ("none", None), ("max", "max"), ("mean,max", ["mean", "max"]), ("mean,", ["mean"]),
+        ("[1, 0.5,none]", [1, 0.5, None]),
+        ("('a', 'b')", ["a", "b"]), ("[]", []), ("nan", "nan"), ("", ""),
+    ],
+)  # fmt: skip
+def test_keywords_are_typed_one_by_one_and_their_text_says_their_type(text: str, value: Any):
+    found = override(Model(), [f"conv.options.key={text}"]).conv.options["key"]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_keywords_are_added_to_those_of_a_recipe_and_replaced_one_by_one():
+    recipe = Model(conv=Conv(options={"heads": 8, "bias": False}))
+    assert override(recipe, ["conv.options.heads=2", "conv.options.dropout=0.5"]).conv.options == {
+        "heads": 2,
+        "bias": False,
+        "dropout": 0.5,
+    }
+    assert recipe.conv.options == {"heads": 8, "bias": False}
+    assert override(recipe, ["conv.options=none"]) == Model()
+    assert override(recipe, ["conv.options=none", "conv.options.heads=1"]).conv.options == {"heads": 1}
+    assert hash(recipe) == hash(Model())
+
+
+@pytest.mark.parametrize("text", ["conv.options=heads", "conv.options.heads.first=8"])
+def test_a_mapping_is_not_typed_as_a_whole(text: str):
+    with pytest.raises(ValueError, match=r"write conv.options.NAME=VALUE, or conv.options=none for no NAME"):
+        override(Model(), [text])
+
+
+def test_keywords_come_back_from_json():
+    given = Model(conv=Conv(options={"heads": 8, "dropout": 1.0, "aggr": ["mean", "max"], "bias": False, "dim": None}))
+    assert from_dict(Model, json.loads(json.dumps(to_dict(given)))) == given
+    for wrong in ({"heads": {"a": 1}}, [1], 3, {"aggr": [[1]]}):
+        with pytest.raises(ValueError, match=r"conv.options=.* is not valid: expected keyword arguments by name"):
+            from_dict(Model, {"conv": {"options": wrong}})
+
+
+def test_help_shows_a_mapping_on_one_line_or_one_line_for_each_value_of_a_recipe():
+    lines = [setting for setting in settings_of(Model) if "options" in setting.key]
+    assert [(one.key, one.default, one.sentence) for one in lines] == [
+        ("conv.options", "none", "Its keyword arguments.")
+    ]
+    recipe = Model(conv=Conv(options={"heads": 8, "aggr": ["mean", "max"]}))
+    lines = [setting for setting in settings_of(Model, recipe) if "options" in setting.key]
+    assert [(one.key, one.default) for one in lines] == [("conv.options.heads", "8"), ("conv.options.aggr", "mean,max")]

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
-from hopline.util.config import check_fields, parse_size, settings
+from hopline.util.config import Removed, check_fields, parse_size, settings
 
 
 @settings
 class Placement:
     """Where graph and features lie while a GPU trains."""
 
+    REMOVED: ClassVar = {
+        "order": Removed(
+            "access", "the rows that a batch most probably reads are cached; hl.table(order=) chooses others"
+        )
+    }
     features: Literal["auto", "device", "pinned", "host"] = "auto"
     """Where the rows are: `device`, `pinned` (the GPU reads them on the host), `host` (the host does), or what fits."""
     graph: Literal["auto", "device", "pinned", "host"] = "auto"
     """Where the edges are: `device`, `pinned`, `host` (sampled by the host), or what fits."""
     cache: str | int = "auto"
-    """Device memory for rows of pinned features, such as 2G; `auto` is what is left."""
-    order: Literal["degree", "access", "observed"] = "access"
-    """Which rows are cached: by edges, by how probably a batch reads them, or by what the first epoch read."""
+    """Device memory for the rows of pinned features that a batch most probably reads, such as 2G; `auto` is what is
+    left."""
 
     def __post_init__(self) -> None:
         check_fields(self)

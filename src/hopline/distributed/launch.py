@@ -77,22 +77,20 @@ def _devices_here(settings: LaunchSettings, place: Place | None, device: str) ->
 
 def _first_seat(settings: LaunchSettings, place: Place | None, count: int, device: str) -> Seat:
     """The seat of this process, or of the first one to be started here."""
-    backend = settings.backend or ("nccl" if torch.device(device).type == "cuda" else "gloo")
-    if backend == "nccl" and torch.device(device).type != "cuda":
-        raise ValueError(f"backend=nccl needs device=cuda, not device={device}: leave out backend=")
+    backend = _backend(device)
     if place is None:
         return Seat(
             size=count,
             local_size=count,
             device=device,
             backend=backend,
-            address=settings.address or "127.0.0.1",
+            address=settings.host or "127.0.0.1",
             port=settings.port or 0,
             timeout_s=settings.timeout_s,
             keeps_store=True,
         )
-    if place.launcher == "torchrun" and (settings.address or settings.port):
-        raise ValueError("leave out address= and port= under torchrun: it has --master-addr and --master-port")
+    if place.launcher == "torchrun" and settings.address:
+        raise ValueError("leave out address= under torchrun: it has --master-addr and --master-port")
     return Seat(
         rank=place.rank * count,
         size=place.size * count,
@@ -101,12 +99,23 @@ def _first_seat(settings: LaunchSettings, place: Place | None, count: int, devic
         node=place.node,
         device=device,
         backend=backend,
-        address=settings.address or place.address,
+        address=settings.host or place.address,
         port=settings.port or place.port,
         timeout_s=settings.timeout_s,
         keeps_store=place.rank == 0 and not place.has_store,
         key=place.key,
     )
+
+
+def _backend(device: str) -> str:
+    """What carries the exchanges between ranks on devices of a kind."""
+    usual = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    chosen = os.environ.get("HOPLINE_BACKEND") or usual
+    if chosen not in ("gloo", "nccl"):
+        raise ValueError(f"HOPLINE_BACKEND is {chosen!r}: it must be gloo or nccl")
+    if chosen == "nccl" and usual != "nccl":
+        raise ValueError(f"HOPLINE_BACKEND=nccl needs device=cuda, not device={device}: unset it")
+    return chosen
 
 
 def _device_of(seat: Seat, device: str, *, spawned: bool) -> str:

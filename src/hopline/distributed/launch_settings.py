@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from hopline.util.config import check_fields, settings
+from hopline.util.config import Removed, check_fields, settings
 
 
 @settings
 class LaunchSettings:
     """How many processes train together, and how they find each other."""
 
+    REMOVED: ClassVar = {
+        "backend": Removed(None, "it follows the device. To choose, set the environment variable HOPLINE_BACKEND=gloo"),
+        "port": Removed(None, "set address=HOST:PORT, or address=:PORT"),
+    }
     devices: int | Literal["auto"] = 1
     """Processes to start on this host, or under each task of torchrun or srun; auto is one per GPU."""
-    backend: Literal["gloo", "nccl"] | None = None
-    """What carries the exchanges: nccl on GPUs and gloo on CPUs by default."""
     address: str | None = None
-    """The host of rank 0; found by itself in most places."""
-    port: int | None = None
-    """The port at which ranks meet; a free one, or one made from the number of the Slurm job, by default."""
+    """Where ranks meet: the host of rank 0, a port, or both, as HOST, :PORT or HOST:PORT. Default: the host that the
+    launcher names, and a free port or one made from the number of the Slurm job."""
     timeout_s: float = 600.0
     """Seconds to wait for a rank that does not answer."""
 
@@ -26,14 +27,36 @@ class LaunchSettings:
         check_fields(self)
         if isinstance(self.devices, int) and self.devices < 1:
             raise ValueError(f"devices must be at least 1 or 'auto', not {self.devices}")
-        if self.port is not None and not 0 < self.port < 1 << 16:
-            raise ValueError(f"port must be between 1 and 65535, not {self.port}; leave it out to get a free one")
-        if self.address is not None and (not self.address.strip() or " " in self.address or "/" in self.address):
-            raise ValueError(
-                f"address must be the name or number of a host, such as address=node1, not {self.address!r}"
-            )
-        if self.address is not None and self.address.count(":") == 1:
-            host, _, port = self.address.partition(":")
-            raise ValueError(f"address must be a host alone: write address={host} port={port or 29500}")
+        _host_and_port(self.address)
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, not {self.timeout_s}")
+
+    @property
+    def host(self) -> str | None:
+        """The host of `address`."""
+        return _host_and_port(self.address)[0]
+
+    @property
+    def port(self) -> int | None:
+        """The port of `address`."""
+        return _host_and_port(self.address)[1]
+
+
+def _host_and_port(address: str | None) -> tuple[str | None, int | None]:
+    """The two parts of an address, each None where it is not there.
+
+    A number with several colons (fe80::1) is a host alone; with a port it is written in brackets: [fe80::1]:29500.
+    """
+    if address is None:
+        return None, None
+    is_number = address.count(":") > 1 and "]" not in address
+    has_port = ":" in address and not is_number and not address.endswith("]")
+    host, _, port = address.rpartition(":") if has_port else (address, "", "")
+    host = host.removeprefix("[").removesuffix("]")
+    if any(sign in address for sign in " /") or any(sign in host for sign in "[]") or not (host or port):
+        raise ValueError(
+            f"address must be a host, a port or both, such as address=node1:29500 or address=:29500, not {address!r}"
+        )
+    if has_port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"address must end in a port between 1 and 65535, such as {host}:29500, not {address!r}")
+    return host or None, int(port) if port else None

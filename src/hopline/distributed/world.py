@@ -79,7 +79,7 @@ class World:
             store, own = _stores(seat)
         except RuntimeError as error:
             place = f"{seat.address}:{seat.port} ({_reason(error)})"
-            raise PeerError(f"rank {seat.rank} cannot reach rank 0 at {place}: check address= and port=") from error
+            raise PeerError(f"rank {seat.rank} cannot reach rank 0 at {place}: check address=") from error
         heart = Heart(own, seat.rank, seat.size, f"{seat.address}:{seat.port}")
         world = cls(seat, heart, store)
         try:
@@ -246,7 +246,7 @@ def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCP
         )
     except (OSError, RuntimeError) as error:
         place = f"{address}:{port}" if port else address
-        raise ValueError(f"cannot listen at {place} ({_reason(error)}): choose another port= or address=") from error
+        raise ValueError(f"cannot listen at {place} ({_reason(error)}): choose another address=HOST:PORT") from error
 
 
 def _own_address(address: str, *, local: bool) -> str | None:
@@ -296,7 +296,8 @@ def _share_of_cores(seat: Seat, store: dist.Store) -> int:
         if gpu and (other := first_with.setdefault(gpu, rank)) != rank:
             raise ValueError(
                 f"ranks {other} and {rank} have the same GPU ({gpu}), which nccl cannot share: start one process per "
-                "GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), or give backend=gloo"
+                "GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
+                "or set the environment variable HOPLINE_BACKEND=gloo"
             )
     beside = sum(other[1:3] == (seat.node, cores) for other in seats)
     share = max(1, num_cores() // beside)
@@ -311,7 +312,7 @@ def _read_seat(rank: int, said: bytes, seat: Seat) -> tuple[int, int, list[int],
     except (ValueError, TypeError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(
             f"what stands for rank {rank} at {seat.address}:{seat.port} was not written by hopline ({said[:40]!r}): "
-            "choose another port="
+            "choose another address=HOST:PORT"
         ) from error
     return size, node, cores, gpu
 

@@ -30,10 +30,15 @@ DATA: dict[str, dict[str, Any]] = {
 """What a dataset's name stands for, where it is not the dataset of that name as it is."""
 SPECS: dict[str, dict[str, Any]] = {
     "gat": {"act": "elu"},
-    "pna": {"aggregators": ("mean",), "scalers": ("identity", "amplification")},
-    "pna-jk": {"name": "pna", "scalers": ("identity", "amplification"), "jk": "cat", "linear": True},
+    "pna-jk": {"name": "pna", "jk": "cat", "linear": True},
 }
 """What all runs of a model have in common, besides its name."""
+CONVS: dict[str, dict[str, Any]] = {
+    "pna": {"aggregators": ["mean"], "scalers": ["identity", "amplification"]},
+    "pna-jk": {"scalers": ["identity", "amplification"]},
+}
+"""What all convs of a model have in common: keyword arguments of PyG's conv."""
+MODEL = {field.name for field in fields(ModelSpec)}
 METHOD = {field.name for field in fields(Historical)}
 RUN = {field.name for field in fields(RunConfig)}
 
@@ -55,7 +60,7 @@ class Row:
     clip: float | None
     epochs: int
     more: dict[str, Any]
-    """Other settings of the model, the method and the run, by their names."""
+    """Other settings of the model, the method and the run, by their names; what none of these has is its conv's."""
 
     @property
     def name(self) -> str:
@@ -65,13 +70,16 @@ class Row:
         num_parts, parts_per_batch = self.parts
         spec = {"name": self.model, "layers": self.layers, "hidden": self.hidden, "dropout": self.dropout}
         spec |= SPECS.get(self.model, {})
-        spec |= {key: value for key, value in self.more.items() if key not in METHOD | RUN}
-        if "residual" in spec:
-            spec.setdefault("residual_first", True)
+        spec |= {key: value for key, value in self.more.items() if key in MODEL}
+        conv = CONVS.get(self.model, {}) | {
+            key: value for key, value in self.more.items() if key not in MODEL | METHOD | RUN
+        }
+        if self.model == "gat":  # attention weights are dropped out as rows are
+            conv["dropout"] = self.dropout
         return RunConfig(
             **DATA.get(self.data, {"data": self.data}),
             **{key: value for key, value in self.more.items() if key in RUN},
-            model=ModelSpec(**spec),
+            model=ModelSpec(**spec, conv=conv),
             method=Historical(
                 num_parts=num_parts,
                 parts_per_batch=parts_per_batch,
@@ -87,9 +95,8 @@ class Row:
 
 
 def _small(model: str, data: str, layers: int, hidden: int, dropout: float, lr: float, *rest: Any, **more: Any) -> Row:
-    """A row of the table for small graphs: input features are dropped out too, and attention weights."""
-    more |= {"input_dropout": dropout} | ({"attention_dropout": dropout} if model == "gat" else {})
-    return Row(model, data, layers, hidden, dropout, lr, *rest, more=more)
+    """A row of the table for small graphs: input features are dropped out too."""
+    return Row(model, data, layers, hidden, dropout, lr, *rest, more=more | {"input_dropout": dropout})
 
 
 def _large(model: str, data: str, layers: int, hidden: int, dropout: float, lr: float, *rest: Any, **more: Any) -> Row:
@@ -134,29 +141,29 @@ SMALL = (  # layers, hidden, dropout, lr, (weight decay, of the rest), (parts, o
 )
 LARGE = (  # layers, hidden, dropout, lr, (parts, of a batch), clip, epochs
     _large("gcn", "reddit", 2, 256, 0.5, 0.01, (200, 100), None, 400),
-    _large("gcn", "ppi", 2, 1024, 0.0, 0.005, (20, 2), None, 1000, linear=True, norm="batch", residual=True),
+    _large("gcn", "ppi", 2, 1024, 0.0, 0.005, (20, 2), None, 1000, linear=True, norm="batch", residual="before"),
     _large("gcn", "flickr", 2, 256, 0.3, 0.01, (24, 12), None, 400, input_dropout=0.3, norm="batch"),
-    _large("gcn", "yelp", 2, 512, 0.0, 0.01, (40, 5), None, 500, residual=True, max_batches=4),
+    _large("gcn", "yelp", 2, 512, 0.0, 0.01, (40, 5), None, 500, residual="before", max_batches=4),
     _large("gcn", "arxiv", 3, 256, 0.5, 0.01, (80, 40), None, 300, norm="batch"),
     _large("gcn", "products", 3, 256, 0.3, 0.005, (7, 1), None, 300, max_batches=4),
     _large("gcnii", "reddit", 4, 256, 0.5, 0.01, (200, 100), None, 400, input_dropout=0.5, norm="batch"),
-    _large("gcnii", "ppi", 9, 2048, 0.2, 0.001, (20, 2), 1.0, 2000, input_dropout=0.2, residual=True, alpha=0.5,
+    _large("gcnii", "ppi", 9, 2048, 0.2, 0.001, (20, 2), 1.0, 2000, input_dropout=0.2, residual="before", alpha=0.5,
            theta=1.0),
     _large("gcnii", "arxiv", 4, 256, 0.3, 0.01, (40, 20), None, 500, norm="batch", alpha=0.2, shared_weights=True),
     _large("gcnii", "flickr", 8, 256, 0.5, 0.01, (24, 12), None, 400, input_dropout=0.5, norm="batch"),
     _large("gcnii", "yelp", 2, 512, 0.0, 0.01, (40, 5), None, 500, alpha=0.2, max_batches=4),
     _large("gcnii", "products", 5, 128, 0.0, 0.001, (150, 1), None, 240, edge_dropout=0.8),
-    _large("pna", "ppi", 5, 2048, 0.2, 0.001, (20, 2), 1.0, 300, input_dropout=0.2, norm="batch", residual=True),
+    _large("pna", "ppi", 5, 2048, 0.2, 0.001, (20, 2), 1.0, 300, input_dropout=0.2, norm="batch", residual="before"),
     _large("pna", "arxiv", 3, 256, 0.5, 0.005, (40, 20), None, 500, norm="batch"),
     _large("pna", "flickr", 4, 64, 0.5, 0.005, (24, 12), None, 500, input_dropout=0.5, norm="batch",
-           aggregators=("mean", "max")),
-    _large("pna", "yelp", 3, 512, 0.0, 0.005, (40, 5), 1.0, 400, residual=True, max_batches=4),
+           aggregators=["mean", "max"]),
+    _large("pna", "yelp", 3, 512, 0.0, 0.005, (40, 5), 1.0, 400, residual="before", max_batches=4),
     _large("pna", "products", 3, 256, 0.3, 0.001, (150, 1), None, 150, edge_dropout=0.8),
     _large("pna-jk", "reddit", 3, 128, 0.5, 0.005, (200, 100), 1.0, 400, input_dropout=0.5, norm="batch",
-           residual=True, aggregators=("mean", "max")),
+           residual="before", aggregators=["mean", "max"]),
     # From its examples: CLUSTER's graphs side by side, as a dataset called `cluster` under the data root.
-    _large("gin", "cluster", 4, 128, 0.0, 0.001, (10000, 256), None, 150, linear=True, residual=True,
-           residual_first=False, lipschitz=1.0, schedule=Schedule(name="plateau", factor=0.5, patience=20, floor=1e-5)),
+    _large("gin", "cluster", 4, 128, 0.0, 0.001, (10000, 256), None, 150, linear=True, residual="after",
+           lipschitz=1.0, schedule=Schedule(name="plateau", factor=0.5, every=20, floor=1e-5)),
 )
 # fmt: on
 ROWS = {row.name: row for row in (*SMALL, *LARGE)}

@@ -26,6 +26,9 @@ def changed_keys(settings: Any) -> list[str]:
     default, found = type(settings)(), []
     for name, stored in to_dict(settings).items():
         value, usual = getattr(settings, name), getattr(default, name)
+        if isinstance(value, Mapping):  # keyword arguments of a conv: flattened, each is a key of its own
+            found += [f"{name}.{key}" for key in value if value[key] != usual.get(key)]
+            continue
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             found += [name] if value != usual else []
             continue

@@ -72,7 +72,7 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     else:
         if config.num_nodes is not None:
             raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
-        data = open_dataset(source, data_root=config.data_root, **changed)
+        data = open_dataset(source, **changed)
         data = data if config.split_shares is None else random_split(data, config.split_shares)
         dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
     verify(folder)
@@ -85,7 +85,7 @@ def partition_dataset(source: str, folder: Path, config: PartitionConfig) -> str
         raise ValueError(f"say how many shards to make: hopline partition {source} {folder} shards=4")
     if is_dataset(folder) and not config.overwrite:
         raise ValueError(f"{folder} is not empty: choose another folder, or replace it with overwrite=true")
-    data = open_dataset(source, data_root=config.data_root)
+    data = open_dataset(source)
     made = make_partition(
         data.graph,
         config.shards,

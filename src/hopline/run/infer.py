@@ -49,8 +49,7 @@ def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | Non
     """One rank's part of a prediction; the first one writes, and names the file."""
     config = from_dict(InferConfig, stored)
     settings = load_trusted(Path(folder), config.trust)
-    root = config.data_root or settings.data_root
-    settings = dataclasses.replace(settings, data=config.data or settings.data, data_root=root)
+    settings = dataclasses.replace(settings, data=config.data or settings.data)
     if config.nodes == "all":  # so that data= may be a graph without labels
         settings = dataclasses.replace(settings, split_shares=None)
     data = _open(settings, config, world)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from hopline.data.dataset import Dataset
 from hopline.nn.gnn import GNN
 from hopline.nn.norms import make_norm
 from hopline.run.model_settings import ModelSpec
+from hopline.util.config import check_value, nearest
 
 
 class Alone(nn.Module):
@@ -30,40 +34,96 @@ class Alone(nn.Module):
 
 MakeConv = Callable[[ModelSpec, Dataset, int, int, bool], nn.Module]
 """(spec, data, in width, out width, whether it is the output layer) -> conv."""
+HEADS = 4
+"""Attention heads of a hidden layer, unless model.conv.heads= says another number."""
+ALPHA = 0.1
+"""Strength of the initial residual of gcnii and appnp, unless model.conv.alpha= says another one."""
 
 
-def _attention(kind: Callable[..., nn.Module]) -> MakeConv:
+def _make(
+    kind: type[nn.Module],
+    spec: ModelSpec,
+    *sizes: Any,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+    **defaults: Any,
+) -> nn.Module:
+    """A conv with the keyword arguments of `spec.conv`.
+
+    sizes: the conv's first arguments, which the spec cannot name. fixed: arguments that no keyword of the spec changes;
+    it may name those that are in `defaults` too.
+    """
+    parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    valid = [p.name for p in parameters[len(sizes) :] if p.name in defaults or p.name not in fixed]
+    for name in spec.conv:
+        if name not in valid:
+            raise ValueError(
+                f"Unknown key 'model.conv.{name}'.{nearest(name, valid)} "
+                f"{kind.__name__} takes {', '.join(valid) or 'no keywords'}."
+            )
+    hints = typing.get_type_hints(kind.__init__)
+    given = {name: _keyword(name, value, hints.get(name, Any)) for name, value in spec.conv.items()}
+    try:
+        return kind(*sizes, **(defaults | given | dict(fixed)))
+    except Exception as error:
+        typed = ", ".join(f"model.conv.{name}={value}" for name, value in given.items())
+        raise ValueError(f"{kind.__name__} cannot be made with {typed or 'its defaults'}: {error}") from error
+
+
+def _keyword(name: str, value: Any, hint: Any) -> Any:
+    """A keyword argument, checked by the annotation in the conv's signature: `bias="flase"` would count as true."""
+    if typing.get_origin(hint) is list and isinstance(value, str):
+        return [value]  # model.conv.aggregators=mean: a list of one is typed without a comma
+    key = f"model.conv.{name}"
+    check_value(key, value, hint)
+    if value == []:
+        raise ValueError(f"{key} must name at least one")
+    if name in ("dropout", "alpha") and not 0 <= value <= 1:
+        raise ValueError(f"{key} must be between 0 and 1, not {value}")
+    return value
+
+
+def _attention(kind: type[nn.Module]) -> MakeConv:
     def make(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bool) -> nn.Module:
-        dropout = spec.attention_dropout
         if last:
-            return kind(width_in, width_out, heads=spec.out_heads, concat=False, dropout=dropout)
-        if width_out % spec.heads:
-            raise ValueError(f"model.hidden={width_out} must be a multiple of model.heads={spec.heads}")
-        return kind(width_in, width_out // spec.heads, heads=spec.heads, dropout=dropout)
+            fixed = {"heads": spec.out_heads, "concat": False}
+            return _make(kind, spec, width_in, width_out, heads=HEADS, fixed=fixed)
+        heads = spec.conv.get("heads", HEADS)
+        if not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"model.conv.heads must be at least 1, not {heads}")
+        if width_out % heads:
+            raise ValueError(f"model.hidden={width_out} must be a multiple of model.conv.heads={heads}")
+        return _make(kind, spec, width_in, width_out // heads, heads=HEADS, fixed={"concat": True})
 
     return make
 
 
 def _gin(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bool) -> nn.Module:
     hidden = max(width_out, spec.hidden) if last else width_out
-    return pyg.GINConv(nn.Sequential(nn.Linear(width_in, hidden), nn.ReLU(), nn.Linear(hidden, width_out)))
+    return _make(pyg.GINConv, spec, nn.Sequential(nn.Linear(width_in, hidden), nn.ReLU(), nn.Linear(hidden, width_out)))
 
 
 def _pna(spec: ModelSpec, data: Dataset, width_in: int, width_out: int, last: bool) -> nn.Module:
-    degrees = torch.bincount(data.graph.in_degrees())
-    return pyg.PNAConv(width_in, width_out, list(spec.aggregators), list(spec.scalers), deg=degrees)
+    return _make(
+        pyg.PNAConv,
+        spec,
+        width_in,
+        width_out,
+        aggregators=["mean", "min", "max", "std"],
+        scalers=["identity", "amplification", "attenuation"],
+        fixed={"deg": torch.bincount(data.graph.in_degrees())},
+    )
 
 
 CONVS: dict[str, MakeConv] = {
-    "sage": lambda s, d, i, o, last: pyg.SAGEConv(i, o, aggr=s.aggr),
-    "gcn": lambda s, d, i, o, last: pyg.GCNConv(i, o),
+    "sage": lambda s, d, i, o, last: _make(pyg.SAGEConv, s, i, o, aggr="mean"),
+    "gcn": lambda s, d, i, o, last: _make(pyg.GCNConv, s, i, o),
     "gat": _attention(pyg.GATConv),
     "gatv2": _attention(pyg.GATv2Conv),
     "gin": _gin,
-    "graphconv": lambda s, d, i, o, last: pyg.GraphConv(i, o, aggr=s.aggr),
+    "graphconv": lambda s, d, i, o, last: _make(pyg.GraphConv, s, i, o, aggr="mean"),
     "pna": _pna,
     "transformer": _attention(pyg.TransformerConv),
-    "mlp": lambda s, d, i, o, last: Alone(i, o),
+    "mlp": lambda s, d, i, o, last: _make(Alone, s, i, o),
 }
 
 
@@ -103,8 +163,8 @@ def _options(spec: ModelSpec) -> dict[str, Any]:
         "norm": None if spec.norm == "none" else spec.norm,
         "dropout": spec.dropout,
         "input_dropout": spec.input_dropout,
-        "residual": spec.residual,
-        "residual_first": spec.residual_first,
+        "residual": spec.residual != "none",
+        "residual_first": spec.residual == "before",
     }
 
 
@@ -122,7 +182,7 @@ def _head(spec: ModelSpec, data: Dataset) -> nn.Linear:
 
 def _gcnii(spec: ModelSpec, data: Dataset) -> GNN:
     convs = [
-        pyg.GCN2Conv(spec.hidden, spec.alpha, spec.theta, layer=l + 1, shared_weights=spec.shared_weights)
+        _make(pyg.GCN2Conv, spec, spec.hidden, alpha=ALPHA, theta=0.5, fixed={"layer": l + 1})
         for l in range(spec.layers)
     ]
     encoder = nn.Linear(data.num_features, spec.hidden)
@@ -132,16 +192,20 @@ def _gcnii(spec: ModelSpec, data: Dataset) -> GNN:
 
 def _appnp(spec: ModelSpec, data: Dataset) -> GNN:
     """Two linear layers, then steps that only propagate and mix in what these gave."""
-    if spec.jk != "none" or spec.norm != "none" or spec.residual or not spec.alpha:
-        raise ValueError("appnp has no hidden layers: leave out model.jk, norm and residual, and set alpha above 0")
+    # The GNN mixes in the encoder's rows, so that each conv has alpha=0: it sees only the rows of one step before.
+    steps = [_make(pyg.APPNP, spec, 1, alpha=ALPHA, fixed={"alpha": 0.0}) for _ in range(spec.layers)]
+    alpha = cast(float, spec.conv.get("alpha", ALPHA))
+    if spec.jk != "none" or spec.norm != "none" or spec.residual != "none" or not alpha:
+        raise ValueError(
+            "appnp has no hidden layers: leave out model.jk, norm and residual, and set model.conv.alpha above 0"
+        )
     encoder = nn.Sequential(
         nn.Linear(data.num_features, spec.hidden),
         nn.ReLU() if spec.act == "relu" else nn.ELU(),
         nn.Dropout(spec.dropout),
         nn.Linear(spec.hidden, data.num_outputs),
     )
-    steps = [pyg.APPNP(K=1, alpha=0.0) for _ in range(spec.layers)]  # the GNN mixes in the encoder's rows
-    return GNN(steps, encoder=encoder, initial_residual=spec.alpha, input_dropout=spec.input_dropout, act=None)
+    return GNN(steps, encoder=encoder, initial_residual=alpha, input_dropout=spec.input_dropout, act=None)
 
 
 def _own(spec: ModelSpec, data: Dataset) -> nn.Module:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from hopline.budget.settings import Budget
 from hopline.data.options import Columns, EdgeOptions, check_shares
@@ -16,18 +17,20 @@ from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.run.model_settings import ModelSpec
-from hopline.training.settings import TrainSettings
-from hopline.util.config import check_fields, checked_bytes, from_dict, settings
+from hopline.training.settings import TrainSettings, renewed_schedule
+from hopline.util.config import Removed, check_fields, checked_bytes, from_dict, settings
+
+DATA_ROOT = {"data_root": Removed(None, "set the environment variable HOPLINE_DATA")}
+"""A setting that commands had for the folder in which datasets are found by name."""
 
 
 @settings
 class RunConfig(TrainSettings, LaunchSettings):
     """A whole run: what `hopline train` takes as key=value."""
 
+    REMOVED: ClassVar = DATA_ROOT
     data: str = "demo"
     """Dataset: a name, a folder or an .npz file."""
-    data_root: Path | None = None
-    """Where datasets are kept; HOPLINE_DATA or the user's cache folder by default."""
     split: int = 0
     """Which split, for datasets that come with several."""
     split_shares: tuple[float, float, float] | None = None
@@ -63,7 +66,7 @@ class RunConfig(TrainSettings, LaunchSettings):
                 )
 
     @property
-    def conversion(self) -> dict[str, bool]:
+    def conversion(self) -> dict[str, Any]:
         """Options of the dataset's conversion, as far as they were given."""
         return {} if self.symmetrize is None else {"symmetrize": self.symmetrize}
 
@@ -79,17 +82,10 @@ class ExportConfig:
 
 
 @settings
-class DatasetsConfig:
-    """What `hopline datasets` takes as key=value."""
-
-    data_root: Path | None = None
-    """Where datasets are kept."""
-
-
-@settings
 class InferConfig(LaunchSettings):
     """What `hopline infer RUN` takes as key=value."""
 
+    REMOVED: ClassVar = DATA_ROOT
     nodes: Literal["all", "train", "valid", "test"] = "all"
     """Which nodes to predict: rows are in the order of their ids."""
     write: Literal["classes", "scores"] = "classes"
@@ -100,8 +96,6 @@ class InferConfig(LaunchSettings):
     """Which weights of the run, or a `state_dict` file of the same model: PyG's own, `hopline export`'s or DDP's."""
     data: str | None = None
     """Another dataset with the same features, instead of the run's own; or a folder of shards."""
-    data_root: Path | None = None
-    """Where datasets are kept, if not where they were for the run."""
     device: str = "cpu"
     """Where layers are computed."""
     chunk_bytes: str | int | None = None
@@ -128,6 +122,7 @@ class InferConfig(LaunchSettings):
 class ConvertConfig(EdgeOptions):
     """What `hopline convert SOURCE FOLDER` takes as key=value."""
 
+    REMOVED: ClassVar = DATA_ROOT
     nodes: Path | None = None
     """A file of nodes (features, label, split) that goes with an edge list."""
     columns: Columns = Columns()
@@ -139,8 +134,6 @@ class ConvertConfig(EdgeOptions):
     split_shares: tuple[float, float, float] | None = None
     """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes and stored. Default:
     the split of the source."""
-    data_root: Path | None = None
-    """Where datasets are kept, for a source given by name."""
     overwrite: bool = False
     """Replace a dataset that is in the folder."""
 
@@ -154,6 +147,7 @@ class ConvertConfig(EdgeOptions):
 class PartitionConfig:
     """What `hopline partition DATASET FOLDER` takes as key=value."""
 
+    REMOVED: ClassVar = DATA_ROOT
     shards: int = 0
     """How many shards to make, one for each rank."""
     how: Literal["metis", "streaming", "random", "range", "labels"] = "metis"
@@ -166,8 +160,6 @@ class PartitionConfig:
     """How far sizes may be from their mean, as a share: of streaming."""
     passes: int = 20
     """At most how often the edges are read: of streaming."""
-    data_root: Path | None = None
-    """Where datasets are kept, for one given by name."""
     overwrite: bool = False
     """Replace what is in the folder."""
 
@@ -193,9 +185,22 @@ def load_config(folder: Path) -> RunConfig:
     if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
         config["symmetrize"] = None  # what it meant when it was written
     try:
-        return from_dict(RunConfig, stored["config"])
+        return from_dict(RunConfig, renewed(stored["config"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
+
+
+def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a stored run, as this version has them where two settings became one."""
+    found = dict(config)
+    model, schedule = found.get("model"), found.get("schedule")
+    if isinstance(model, Mapping) and isinstance(model.get("residual"), bool):
+        where = "before" if model.get("residual_first") else "after"
+        kept = {key: value for key, value in model.items() if key != "residual_first"}
+        found["model"] = kept | {"residual": where if model["residual"] else "none"}
+    if isinstance(schedule, Mapping):
+        found["schedule"] = renewed_schedule(schedule)
+    return found
 
 
 def load_trusted(folder: Path, trust: bool) -> RunConfig:
@@ -227,7 +232,7 @@ def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:
         if not path.is_file():
             raise ValueError(f"there is no file {path}: check the path")
     elif not path.exists():
-        locate(source, data_root=config.data_root)
+        locate(source)
     if suffix not in EDGE_LISTS:
         has_nodes = suffix == ".npy" and config.nodes is not None
         meaningless = ("ids",) if has_nodes else ("nodes", "columns", "ids")

@@ -57,9 +57,7 @@ def train(config: RunConfig) -> Run:
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
     """The settings with paths that mean the same everywhere: `hopline infer` may be called from another folder."""
-    if config.data_root is not None:
-        config = dataclasses.replace(config, data_root=config.data_root.expanduser().absolute())
-    found = locate(config.data, data_root=config.data_root, options=config.conversion).path
+    found = locate(config.data, options=config.conversion).path
     if found is not None and found == Path(config.data).expanduser():  # and not a name under the data root
         config = dataclasses.replace(config, data=str(found.resolve()))
     return config
@@ -231,7 +229,7 @@ def _without(config: RunConfig, any_method: bool) -> RunConfig:
 
 def open_data(config: RunConfig) -> Dataset:
     """The run's dataset, its rows as the run wants them."""
-    data = open_dataset(config.data, data_root=config.data_root, split=config.split, **config.conversion)
+    data = open_dataset(config.data, split=config.split, **config.conversion)
     if config.split_shares is not None:
         data = random_split(data, config.split_shares)
     if config.features == "given":

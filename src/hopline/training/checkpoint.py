@@ -21,7 +21,7 @@ from hopline.distributed.world import World
 from hopline.metrics import Mode, mode_of
 from hopline.report.writer import versions
 from hopline.training.callbacks import EpochEnd, Evaluation, Run
-from hopline.training.settings import TrainSettings
+from hopline.training.settings import TrainSettings, renewed_schedule
 from hopline.util import trace
 from hopline.util.config import Removed, removed_settings
 from hopline.util.files import replacing
@@ -251,9 +251,10 @@ def check_identity(
                 f"{path} is of another model: {names[0]} is {_shape(theirs.get(names[0]))} there and "
                 f"{_shape(value.get(names[0]))} here; take the model it was made with, or another folder with out="
             )
-        if stored.get(key) != value:
+        theirs = renewed_schedule(stored[key]) if key == "schedule" and key in stored else stored.get(key)
+        if theirs != value:
             raise ValueError(
-                f"{path} is of another run: {key} is {stored.get(key)!r} there and {value!r} here; set it as it was, "
+                f"{path} is of another run: {key} is {theirs!r} there and {value!r} here; set it as it was, "
                 "or choose another folder with out="
             )
 

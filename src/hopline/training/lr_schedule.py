@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, StepLR
 
-from hopline.training.settings import Schedule
+from hopline.training.settings import EVERY, Schedule
 
 
 class Scheduler:
@@ -20,19 +20,22 @@ class Scheduler:
         self.optimizer, self.floor = optimizer, spec.floor
         self._plateau: ReduceLROnPlateau | None = None
         self._by_epoch: CosineAnnealingLR | StepLR | None = None
+        every = EVERY.get(spec.name) if spec.every is None else spec.every
         if spec.name == "plateau":
+            assert every is not None
             self._plateau = ReduceLROnPlateau(
                 optimizer,
                 mode="max",
                 factor=spec.factor,
-                patience=spec.patience,
+                patience=every,
                 min_lr=spec.floor,
                 threshold=0.0,
             )
         elif spec.name == "cosine":
             self._by_epoch = CosineAnnealingLR(optimizer, max(1, epochs - spec.warmup), eta_min=spec.floor)
         elif spec.name == "step":
-            self._by_epoch = StepLR(optimizer, spec.every, gamma=spec.factor)
+            assert every is not None
+            self._by_epoch = StepLR(optimizer, every, gamma=spec.factor)
         # The warm-up's first factor is set by its constructor, so it comes last.
         start = 1 / (spec.warmup + 1)
         self._warmup = LinearLR(optimizer, start, total_iters=spec.warmup) if spec.warmup else None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from hopline.util.config import check_fields, settings
+from hopline.util.config import Removed, check_fields, settings
+
+EVERY = {"step": 10, "plateau": 5}
+"""`Schedule.every` by default."""
 
 
 @settings
 class Schedule:
     """How the learning rate changes."""
 
+    REMOVED: ClassVar = {"patience": Removed(5, "set schedule.every= with schedule.name=plateau")}
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
     """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs.
     A run that is resumed with another number of epochs goes on with the rates of a run of that many."""
@@ -18,10 +23,9 @@ class Schedule:
     """Epochs over which the rate first rises linearly to `lr`."""
     factor: float = 0.5
     """What `plateau` and `step` multiply the rate by."""
-    patience: int = 5
-    """Evaluations without a better validation metric (or loss, without a validation split) that `plateau` lets pass."""
-    every: int = 10
-    """Epochs from one `step` to the next."""
+    every: int | None = None
+    """Epochs from one `step` to the next, 10 by default; evaluations without a better validation metric (or loss,
+    without a validation split) that `plateau` lets pass, 5 by default."""
     floor: float = 0.0
     """The lowest rate."""
 
@@ -31,8 +35,21 @@ class Schedule:
             raise ValueError(f"schedule.floor must be at least 0, not {self.floor}")
         if not 0 < self.factor < 1:
             raise ValueError(f"schedule.factor must be between 0 and 1, not {self.factor}")
-        if self.every < 1 or self.patience < 0 or self.warmup < 0:
-            raise ValueError("schedule.every must be at least 1, schedule.patience and schedule.warmup at least 0")
+        least = 0 if self.name == "plateau" else 1
+        if self.every is not None and self.every < least:
+            raise ValueError(f"schedule.every of {self.name} must be at least {least}, not {self.every}")
+        if self.warmup < 0:
+            raise ValueError(f"schedule.warmup must be at least 0, not {self.warmup}")
+
+
+def renewed_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored schedule as this version has it: `every` and `patience` were two settings, and are one."""
+    if "patience" not in stored:
+        return dict(stored)
+    name = stored.get("name")
+    every = stored["patience"] if name == "plateau" else stored.get("every")
+    kept = {key: value for key, value in stored.items() if key != "patience"}
+    return kept | {"every": every if name in EVERY and every != EVERY[name] else None}
 
 
 @settings

@@ -24,6 +24,12 @@ _Reader = Callable[[Any, Any], Any]
 
 _SCALES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+_BRACKETS = ("()", "[]")
+
+Plain = int | float | bool | str | None
+"""A value whose type its text says: 8, 0.5, true, none, or any other text."""
+Keywords = Mapping[str, Plain | list[Plain]]
+"""A setting that is a mapping: keyword arguments of something else, typed one by one as `model.conv.heads=8`."""
 
 
 class _Mismatch(Exception):
@@ -70,8 +76,8 @@ class Removed(typing.NamedTuple):
 
 
 def removed_settings(cls: type) -> Mapping[str, Removed]:
-    """The settings that a class no longer has."""
-    return getattr(cls, "REMOVED", {})
+    """The settings that a class, or one that it inherits from, no longer has."""
+    return {name: one for base in reversed(cls.__mro__) for name, one in vars(base).get("REMOVED", {}).items()}
 
 
 def kind_of(cls: type) -> str:
@@ -116,6 +122,10 @@ def _is_sequence(annotation: Any) -> bool:
     return (typing.get_origin(annotation) or annotation) in (tuple, list)
 
 
+def _is_mapping(annotation: Any) -> bool:
+    return (typing.get_origin(annotation) or annotation) in (dict, Mapping)
+
+
 def _describe(annotation: Any) -> str:
     """Say in words what an annotation admits."""
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
@@ -129,6 +139,8 @@ def _describe(annotation: Any) -> str:
             args = typing.get_args(member)
             count = f"{len(args)} " if args and args[-1] is not Ellipsis and len(args) > 1 else ""
             parts.append(f"{count}{plural.get(args[0] if args else str, 'values')} separated by commas")
+        elif _is_mapping(member):
+            parts.append("keyword arguments by name")
         elif _is_settings(member):
             parts.append(kind_of(member))
         else:
@@ -211,8 +223,9 @@ def _json_as(value: Any, member: Any, key: str) -> Any:
         raise _Mismatch(nearest(str(value), map(str, typing.get_args(member))))
     if _is_sequence(member) and isinstance(value, (list, tuple)):
         return _items(value, member, lambda item, hint: _json_as(item, hint, key))
-    if (typing.get_origin(member) or member) in (dict, Mapping) and isinstance(value, Mapping):
-        return dict(value)
+    if _is_mapping(member) and isinstance(value, Mapping):
+        _, hint = typing.get_args(member) or (str, Any)
+        return {name: _first(item, hint, lambda one, kind: _json_as(one, kind, key)) for name, item in value.items()}
     if (member, type(value)) in ((Path, str), (float, int)):
         return member(value)
     if member is Any or type(value) is member:
@@ -300,13 +313,15 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
     """The new value of one field: the last assignment to it, then those to the fields inside it."""
     kinds = _kinds(annotation)
     cls = type(current) if type(current) in kinds.values() else next(iter(kinds.values()), None)
-    short = getattr(cls, "SHORT", "name")
-    if len(kinds) == 1 and short in _settable(*kinds.values()):
+    short = _short(annotation)
+    if short is not None:
         # `model=gcn` is short for `model.name=gcn`; kept in its place, so that the later of the two wins.
         none = _NONE if type(None) in _members(annotation) else ()
         group = [item.at(short) if item.text.lower() not in none else item for item in group]
     whole = [item.text for item in group if len(item.path) == 1]
     inner = [item.inside() for item in group if len(item.path) > 1]
+    if _is_mapping(annotation):
+        return _keywords(current, group, key)
     if inner and cls is None:
         raise _unknown_key(inner[0].key, "", (), root)
     if whole:
@@ -319,6 +334,43 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
         cls, current = picked or cls, None
     assert cls is not None
     return _apply(cls, current, inner, f"{key}.", root)
+
+
+def _short(annotation: Any) -> str | None:
+    """The field that is meant where the whole is assigned: `model=gcn` is `model.name=gcn`."""
+    kinds = list(_kinds(annotation).values())
+    field = getattr(kinds[0], "SHORT", "name") if len(kinds) == 1 else ""
+    return field if field and field in _settable(kinds[0]) else None
+
+
+def _keywords(current: Mapping[str, Any] | None, group: Sequence[_Assignment], key: str) -> dict[str, Any]:
+    """A mapping with assignments to some of its names; `key=none` empties it."""
+    values = dict(current or {})
+    for item in group:
+        if len(item.path) == 2:
+            values[item.path[1]] = _plain_value(item.text)
+        elif len(item.path) == 1 and item.text.lower() in _NONE:
+            values = {}
+        else:
+            raise ValueError(
+                f"Cannot read '{item.key}={item.text}': write {key}.NAME=VALUE, or {key}=none for no NAME."
+            )
+    return values
+
+
+def _plain_value(text: str) -> Any:
+    """Read a text whose type no annotation says. With a comma or in brackets it is a list."""
+    if "," in text or text[:1] + text[-1:] in _BRACKETS:
+        return [_plain_value(part) for part in _split(text)]
+    # The reader of `int` would take 1.0 as well, which is meant to be a float.
+    return int(text) if re.fullmatch("[+-]?[0-9]+", text) else _first(text, float | bool | str | None, _text_as)
+
+
+def _split(text: str) -> list[str]:
+    """The items of a list such as 10,5 or [10, 5] or ('a', 'b')."""
+    inner = text[1:-1] if text[:1] + text[-1:] in _BRACKETS else text
+    texts = [part.strip() for part in inner.removesuffix(",").split(",")] if inner.strip() else []
+    return [part.strip("'\"") for part in texts]
 
 
 def _precedence(member: Any) -> int:
@@ -338,9 +390,7 @@ def _text_as(text: str, member: Any) -> Any:
             return options[text]
         raise _Mismatch(nearest(text, options))
     if _is_sequence(member):
-        inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
-        texts = [part.strip() for part in inner.removesuffix(",").split(",")] if inner.strip() else []
-        return _items([part.strip("'\"") for part in texts], member, _text_as)
+        return _items(_split(text), member, _text_as)
     if member is type(None) and text.lower() in _NONE:
         return None
     if _is_settings(member):
@@ -404,19 +454,28 @@ def settings_of(cls: type, values: Any = None) -> list[Setting]:
     return [setting for group in groups for setting in found if setting.group == group]
 
 
-def _walk(cls: type, prefix: str = "", group: str = "", values: Any = None) -> Iterator[Setting]:
+def _walk(
+    cls: type, prefix: str = "", group: str = "", values: Any = None, short: str | None = None
+) -> Iterator[Setting]:
+    """short: the field that is shown as the whole, as `model=sage` in place of `model.name=sage`."""
     sentences, defaults, inner = _sentences(cls), _defaults(cls), []
     defaults |= {name: getattr(values, name) for name in _settable(cls)} if isinstance(values, cls) else {}
     for name, hint in _settable(cls).items():
+        key = prefix.removesuffix(".") if name == short else prefix + name
         default, kinds = _shown(defaults[name]) if name in defaults else None, _kinds(hint)
         plain = group or _owner(cls, name)
+        # One class of settings, which is always there: the whole is the same as its short field, or cannot be set.
+        is_always = len(kinds) == 1 and default is not None and type(None) not in _members(hint)
         for kind, nested in kinds.items():
-            title = f"{prefix}{name}={kind}" if len(kinds) > 1 else f"{prefix}{name}"
-            inner.append((nested, f"{prefix}{name}.", title, defaults.get(name)))
-        if not kinds or default is None or default not in kinds or len(kinds) > 1:  # else only its fields can be set
-            yield Setting(prefix + name, plain, _describe(hint), default, sentences.get(name, ""))
-    for nested, inner_prefix, title, value in inner:
-        yield from _walk(nested, inner_prefix, title, value)
+            title = f"{key}={kind}" if len(kinds) > 1 else key
+            inner.append((nested, f"{key}.", title, defaults.get(name), _short(hint) if is_always else None))
+        if _is_mapping(hint) and defaults.get(name):  # one line for each name that has a value
+            for keyword, value in defaults[name].items():
+                yield Setting(f"{key}.{keyword}", plain, "any", _shown(value), sentences.get(name, ""))
+        elif not is_always:
+            yield Setting(key, plain, _describe(hint), default, sentences.get(name, ""))
+    for nested in inner:
+        yield from _walk(*nested)
 
 
 def _owner(cls: type, name: str) -> str:
@@ -434,7 +493,9 @@ def _shown(value: Any) -> str:
         return getattr(value, "name", None) or kind_of(type(value))
     if isinstance(value, (tuple, list)):
         return ",".join(map(str, value)) or '""'
-    if value is None or isinstance(value, bool):
+    if value is None or value == {}:
+        return "none"
+    if isinstance(value, bool):
         return str(value).lower()
     return str(value) or '""'
 
@@ -495,10 +556,16 @@ def check_fields(of: Any) -> None:
     hints = _hints(type(of))
     for field in dataclasses.fields(of):
         value = getattr(of, field.name)
-        if not _fits(value, hints[field.name]):
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{field.name} must be a finite number, not {value}")
-            raise ValueError(f"{field.name} must be {_in_python(hints[field.name])}, not {value!r}")
+        check_value(field.name, value, hints[field.name])
+
+
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value that is not of the annotated type."""
+    if _fits(value, hint):
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value}")
+    raise ValueError(f"{name} must be {_in_python(hint)}, not {value!r}")
 
 
 @functools.cache
@@ -512,8 +579,12 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in arguments
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, member) for member in arguments)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+    if origin in (tuple, list):
+        return isinstance(value, origin) and all(_fits(item, arguments[0]) for item in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            isinstance(name, str) and _fits(item, arguments[1]) for name, item in value.items()
+        )
     if hint is type(None):
         return value is None
     if hint is float:
@@ -530,8 +601,10 @@ def _in_python(hint: Any) -> str:
         return " or ".join(map(repr, arguments))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_in_python, arguments))
-    if origin is tuple:
-        return f"a tuple of {_in_python(arguments[0])}"
+    if origin in (tuple, list):
+        return f"a {origin.__name__} of {_in_python(arguments[0])}"
+    if hint == Keywords:
+        return "a dict of numbers, texts, True, False, None or lists of these by name"
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return f"a {hint.__name__}(...)"
     return {int: "a whole number", float: "a number", type(None): "None"}.get(

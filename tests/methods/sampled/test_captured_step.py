@@ -262,12 +262,12 @@ def test_batches_on_a_gpu_train_as_on_the_cpu(placement: dict[str, Any], layout:
     assert losses[0] == pytest.approx(losses[1], rel=1e-7)
 
 
-def test_two_ranks_on_one_gpu_train_as_one(tmp_path: Path):
+def test_two_ranks_on_one_gpu_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOPLINE_BACKEND", "gloo")
     losses = []
     for ranks in (1, 2):
         options = [
             f"devices={ranks}",
-            "backend=gloo",
             f"method.batch_size={512 // ranks}",
             f"out={tmp_path / str(ranks)}",
         ]
