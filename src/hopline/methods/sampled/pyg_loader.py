@@ -41,7 +41,7 @@ from hopline.pipeline.tuning import Tuning
 from hopline.tables import Table, TensorTable
 from hopline.tables.build import check_cuda
 from hopline.util.config import nearest
-from hopline.util.host import num_cores, reuse_freed_memory
+from hopline.util.host import num_cores
 
 IGNORED = frozenset(
     {
@@ -151,7 +151,6 @@ class NeighborLoader:
         self._sampler = NeighborSampler(graph, self.num_neighbors, replace=replace)
         self._tuning: Tuning | None = None
         self._num_epochs = 0
-        reuse_freed_memory()
 
     def __repr__(self) -> str:
         return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
