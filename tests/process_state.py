@@ -93,7 +93,7 @@ def state() -> dict[str, str]:
     if "hopline.util.trace" in sys.modules:
         from hopline.util import progress, trace
 
-        found["trace listeners"] = trace._listeners
+        found["trace listeners"] = trace._trace.listeners
         found["progress displays"] = dict(progress._displays)
     return {name: repr(value) for name, value in found.items()}
 

@@ -232,7 +232,8 @@ class Edges:
 
 
 _grouped: WeakValueDictionary[tuple[int, int, int], Edges] = WeakValueDictionary()
-"""Edges that loaders hold, by (id and version of `edge_index`, number of nodes)."""
+"""Edges that loaders hold, by (id and version of `edge_index`, number of nodes). Owned by this module, so that loaders
+over one `data` share them; they go with the last loader. Threads that group the same edges at once get equal ones."""
 
 
 def _edges_of(data: Data | Dataset) -> Edges:
