@@ -39,7 +39,9 @@ def hopline(files: Files, threads: int) -> Tasks:
 
     import hopline as hl
     from hopline.pipeline.stages import Pipeline, Stage
+    from hopline.util.host import keep_freed_memory
 
+    keep_freed_memory()
     graph = hl.Graph(files.indptr, files.indices)
     train = {"train": files.seeds.sort().values}
     tables: dict[str, hl.extend.Table] = {"x": hl.extend.TensorTable(files.x)}

@@ -39,7 +39,7 @@ import hopline as hl
 from hopline import ops
 from hopline.ops.cpu import linear as cpu_linear
 from hopline.ops.cpu import sampling as cpu
-from hopline.util.host import num_cores, reuse_freed_memory
+from hopline.util.host import keep_freed_memory, num_cores
 from hopline.util.progress import progress
 
 NUM_BATCHES, WARM_UP = 10, 2
@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--under-valgrind", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     files = Files(rmat_folder(options.folder))
-    reuse_freed_memory()  # as the loader does
+    keep_freed_memory()  # as `hopline train` does
     if options.under_valgrind:
         count_under_valgrind(files)
         return

@@ -28,6 +28,7 @@ from hopline.run.settings import (
 )
 from hopline.util.config import nearest, override, settings_of
 from hopline.util.errors import PeerError, RankError, StageError
+from hopline.util.host import keep_freed_memory
 from hopline.util.log import printed
 from hopline.util.signals import Interrupted
 
@@ -345,6 +346,8 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"] or ["--help"]
     if "" not in sys.path:
         sys.path.append("")  # model=my_module:function finds a module in the current folder
+    if "torch" not in sys.modules:  # else a program has called this, whose settings are its own
+        keep_freed_memory()
     try:
         _check_command(arguments)
         if "--keys" in arguments and arguments[0] in _commands():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -73,6 +74,32 @@ def test_a_graph_is_freed_when_nobody_uses_it() -> None:
     del graph
     gc.collect()
     assert gone() is None
+
+
+def test_what_is_derived_is_computed_once_and_again_after_a_change_in_place() -> None:
+    graph = random_graph(weight=True)
+    calls: list[str] = []
+
+    def total() -> float:
+        calls.append("total")
+        return float(graph.edge["weight"].sum())
+
+    before = graph.derived("total", total)
+    assert graph.derived("total", total) == before
+    assert len(calls) == 1
+
+    graph.edge["weight"].mul_(2)
+
+    assert graph.derived("total", total) == 2 * before
+    assert len(calls) == 2
+
+
+def test_a_copy_of_a_graph_has_nothing_derived() -> None:
+    graph = random_graph(weight=True)
+    graph.derived("nodes", lambda: graph.num_nodes)
+    opened = pickle.loads(pickle.dumps(graph))
+    assert torch.equal(opened.edge_index(), graph.edge_index())
+    assert opened.derived("nodes", lambda: -1) == -1
 
 
 def test_on_its_own_device_a_graph_stays() -> None:

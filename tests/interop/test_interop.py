@@ -16,6 +16,7 @@ from torch import Tensor
 import hopline as hl
 from hopline import interop
 from hopline.interop import Features, Sample, Sampler
+from tests.helpers import random_graph
 from tests.runs import small
 
 
@@ -272,6 +273,15 @@ def test_pickling_keeps_every_setting_and_the_step(data: hl.Dataset):
     assert (back.fanouts, back.seed, back.step, back.framework) == ((3, 2), 5, 1, "numpy")
     assert equal(back.sample([4, 5]), sampler.sample([4, 5]))
     interop.release()
+
+
+def test_a_graph_that_was_changed_in_place_is_shared_anew():
+    graph = random_graph(weight=True)
+    before = interop.shared(graph)
+    graph.edge["weight"].mul_(2)
+    after = pickle.loads(pickle.dumps(interop.shared(graph)))
+    assert torch.equal(after.edge["weight"], graph.edge["weight"])
+    assert torch.equal(before.edge["weight"] * 2, graph.edge["weight"])
 
 
 def test_tables_of_both_kinds_are_shared_with_their_rights():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.nn.conv_adapter import SeesMore, way_of
-from hopline.nn.probe import PlainTree, block_of, options_of, probe_graph, reordered, tree_of, trial_of
+from hopline.nn.probe import Findings, PlainTree, block_of, options_of, probe_graph, reordered, tree_of, trial_of
 from tests.helpers import randn
 
 
@@ -88,3 +90,20 @@ def test_what_was_found_out_is_forgotten_when_a_setting_changes() -> None:
     conv.add_self_loops = False
     assert not way_of(conv, 4, {}, PlainTree).without_loops
     assert ("add_self_loops", False) in options_of(conv)
+
+
+def test_findings_are_for_the_settings_at_which_they_were_found():
+    found, conv = Findings(), pyg.SAGEConv(2, 2)
+    found.put(conv, "way", ("mean", 1), "pair")
+    assert found.get(conv, "way", ("mean", 1)) == "pair"
+    assert found.get(conv, "way", ("max", 1)) is None
+    assert found.get(conv, "rule", ("mean", 1)) is None
+    assert found.get(pyg.SAGEConv(2, 2), "way", ("mean", 1)) is None
+
+
+def test_findings_go_with_their_module():
+    found, conv = Findings(), pyg.SAGEConv(2, 2)
+    found.put(conv, "way", (), "pair")
+    del conv
+    gc.collect()
+    assert not found._answers

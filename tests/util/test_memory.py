@@ -1,26 +1,88 @@
-"""Freed memory is kept where the C library can be told to, and a user's own settings are left alone."""
+"""Freed memory is kept only while somebody asks for it, and a user's own settings are left alone."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from hopline.util import host as memory
+from hopline.util import host
+
+TRIM, MMAP, ARENAS = -1, -3, -8
+"""glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX."""
+GLIBC = {TRIM: 64 << 20, MMAP: 32 << 20}
+"""Where glibc's own thresholds end once blocks of 32 MB were freed."""
+KEPT = {TRIM: 2**31 - 1, MMAP: 1 << 30}
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 
 
-def test_settings_of_the_user_are_left_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    assert memory.reuse_freed_memory.__wrapped__() is False
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """What glibc was told last, by setting; nothing reaches the real one."""
+    told: dict[int, int] = {}
 
+    def mallopt(name: int, value: int) -> int:
+        told[name] = value
+        return 1
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
-def test_on_linux_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch):
-    for name in [n for n in memory.os.environ if n.startswith("MALLOC_")]:
+    library = SimpleNamespace(mallopt=mallopt, malloc_trim=lambda bytes_left: 1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(host, "_heap", host._Heap())
+    for name in [n for n in host.os.environ if n.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
-    assert memory.reuse_freed_memory.__wrapped__() is True
+    return told
 
 
-def test_elsewhere_nothing_is_touched(monkeypatch: pytest.MonkeyPatch):
+def test_freed_memory_is_kept_within_the_context(settings: dict[int, int]):
+    with host.freed_memory_kept():
+        assert settings == KEPT
+    assert settings == GLIBC
+
+
+def test_freed_memory_is_not_kept_after_an_error(settings: dict[int, int]):
+    with pytest.raises(KeyboardInterrupt), host.freed_memory_kept():
+        raise KeyboardInterrupt
+    assert settings == GLIBC
+
+
+def test_the_last_of_several_contexts_ends_it(settings: dict[int, int]):
+    with host.freed_memory_kept():
+        with host.freed_memory_kept():
+            pass
+        assert settings == KEPT
+    assert settings == GLIBC
+
+
+def test_what_is_asked_for_the_whole_process_outlives_a_context(settings: dict[int, int]):
+    assert host.keep_freed_memory()
+    with host.freed_memory_kept():
+        pass
+    assert settings == KEPT | {ARENAS: 1}
+
+
+def test_settings_of_the_user_are_left_alone(settings: dict[int, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert not host.keep_freed_memory()
+    with host.freed_memory_kept():
+        pass
+    assert settings == {}
+
+
+def test_elsewhere_nothing_is_touched(settings: dict[int, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert memory.reuse_freed_memory.__wrapped__() is False
+    assert not host.keep_freed_memory()
+    with host.freed_memory_kept():
+        pass
+    assert settings == {}
+
+
+def test_the_c_library_takes_the_settings():
+    """Of the real one, in which glibc answers 1 for what it knows."""
+    library = host._glibc()
+    if library is None:
+        pytest.skip("not glibc, or MALLOC_ is set in the environment")
+    with host.freed_memory_kept():
+        assert library.mallopt(MMAP, KEPT[MMAP]) == 1

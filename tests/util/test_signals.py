@@ -35,6 +35,25 @@ def test_the_first_signal_is_noted_and_the_second_raises() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+def test_a_handler_that_python_did_not_install_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python gives None for one of C code, and cannot put it back."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} | {signal.SIGTERM: None}
+    set_numbers: list[int] = []
+
+    def set_handler(number: int, handler: object) -> object:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+        set_numbers.append(number)
+        return handlers[signal.Signals(number)]
+
+    monkeypatch.setattr(signal, "getsignal", handlers.get)
+    monkeypatch.setattr(signal, "signal", set_handler)
+    with Signals():
+        pass
+    assert signal.SIGTERM not in set_numbers
+    assert signal.SIGUSR1 in set_numbers
+
+
 def test_where_nothing_would_be_lost_the_first_raises() -> None:
     with Signals(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -183,7 +183,7 @@ def test_many_threads_lose_nothing():
         list(pool.map(work, range(8)))
     assert timers.statistics()[0].calls == 1600
     assert counters.totals() == {"n": 1600}
-    assert trace._listeners == ()
+    assert trace._trace.listeners == ()
 
 
 class FakeEvent:
@@ -204,7 +204,7 @@ class FakeEvent:
 
 def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.MonkeyPatch):
     pending = deque[Any]()
-    monkeypatch.setattr(trace._DeviceTimed, "pending", pending)
+    monkeypatch.setattr(trace._trace, "pending", pending)
     here, timers = threading.current_thread().name, trace.Timers()
 
     def begun(name: str, thread: str, over: bool) -> None:
@@ -225,3 +225,14 @@ def test_spans_of_a_gpu_are_reported_when_they_have_ended(monkeypatch: pytest.Mo
         trace._report_oldest()
         trace._report_oldest()
         assert set(timers.this_epoch()) == {"done", "under way", "another's"}
+
+
+def test_spans_that_nobody_waited_for_are_not_reported_to_the_next_listener(monkeypatch: pytest.MonkeyPatch):
+    """As after an error, which ends an epoch before its spans are asked for."""
+    monkeypatch.setattr(trace._trace, "pending", deque[Any]())
+    with trace.listen(trace.Timers()):
+        trace._trace.pending.append(("left", 0.0, "MainThread", FakeEvent(1, True), FakeEvent(3, True)))
+    timers = trace.Timers()
+    with trace.listen(timers):
+        trace.end_device_spans()
+    assert timers.this_epoch() == {}

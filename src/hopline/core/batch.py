@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -37,6 +37,11 @@ class Part:
 
     def __repr__(self) -> str:
         return f"Part({self.indptr.numel() - 1:,} destinations, {self.num_edges:,} edges)"
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What layers have computed from these edges and need again, by name; it goes with them."""
+        return {}
 
     @property
     def num_edges(self) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hopline import ops
 from hopline.device import pinned
+
+T = TypeVar("T")
 
 
 def version_of(tensor: Tensor) -> int:
@@ -104,6 +106,26 @@ class Graph:
         arrays = {"indptr": self.indptr, "indices": self.indices}
         arrays |= {f"edge array {name!r}": array for name, array in self.edge.items()}
         return {name: version_of(array) for name, array in arrays.items()}
+
+    def derived(self, name: Hashable, compute: Callable[[], T]) -> T:
+        """The result of `compute()`, kept with the graph until one of its arrays is changed in place.
+
+        name: tells the result from others. Threads that ask at the same time may each compute it, and get equal ones.
+        """
+        versions = self.versions
+        known = self._derived.get(name)
+        if known is None or known[0] != versions:
+            known = self._derived[name] = versions, compute()
+        return known[1]
+
+    @cached_property
+    def _derived(self) -> dict[Hashable, tuple[dict[str, int], Any]]:
+        """By name: the versions of the arrays, and what was computed from them."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was derived: who gets a copy computes it again where it is needed."""
+        return {name: value for name, value in self.__dict__.items() if name != "_derived"}
 
     @property
     def self_loops(self) -> Tensor:

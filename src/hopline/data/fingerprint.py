@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from hopline.data.dataset import Dataset
 
 _known = WeakIdKeyDictionary()
-"""By tensor: the version that it had, and its checksum then."""
+"""By tensor: the version that it had, and its checksum then. Owned by this module: one array may be in many datasets,
+and a tensor has no field for it. An entry goes with its tensor; threads that compute one twice store equal ones."""
 
 
 def remember(array: Tensor, checksum: str) -> None:

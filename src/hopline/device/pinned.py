@@ -15,9 +15,6 @@ MAPPED, READ_ONLY = 1 | 2, 8
 _REGISTERED = "_hopline_registered"
 """Where a tensor keeps its registration, which must live as long as it does."""
 
-_live: weakref.WeakValueDictionary[tuple[int, int], Registration] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
 
 class Registration:
     """A range of memory that the driver has locked; given back when nobody holds this any more."""
@@ -30,6 +27,37 @@ class Registration:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the tensor is other memory, which nobody has registered
+
+
+class _Registrations:
+    """Memory that is registered now. `_registrations` is the one object of the process, as the driver's own list is.
+
+    This module owns it. Registering a range twice fails, so tensors over the same memory share one registration, which
+    goes with the last of them. The lock is held while the driver is asked.
+    """
+
+    def __init__(self) -> None:
+        self._by_span: weakref.WeakValueDictionary[tuple[int, int], Registration] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def add(self, tensor: Tensor, cudart: Any) -> Registration | str | None:
+        """The registration of a tensor's memory; None for one that is pinned by others, or why it was refused."""
+        span = _span(tensor)
+        with self._lock:
+            known = self._by_span.get(span)
+            if known is None:
+                if cudart is None:
+                    if tensor.is_pinned():
+                        return None
+                    cudart = torch.cuda.cudart()
+                reason = _try(cudart, *span)
+                if reason is not None:
+                    return reason
+                self._by_span[span] = known = Registration(tensor, cudart)
+            return known
+
+
+_registrations = _Registrations()
 
 
 def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
@@ -62,20 +90,11 @@ def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
 
 def register(tensor: Tensor, cudart: Any = None) -> str | None:
     """Register a contiguous tensor's memory for as long as the tensor lives; None, or why it was refused."""
-    span = _span(tensor)
-    with _lock:
-        known = _live.get(span)
-        if known is None:
-            if cudart is None:
-                if tensor.is_pinned():
-                    return None  # somebody else's, who keeps it so
-                cudart = torch.cuda.cudart()
-            reason = _try(cudart, *span)
-            if reason is not None:
-                return reason
-            _live[span] = known = Registration(tensor, cudart)
-    setattr(tensor, _REGISTERED, known)
-    return None
+    found = _registrations.add(tensor, cudart)
+    if isinstance(found, Registration):
+        setattr(tensor, _REGISTERED, found)
+        return None
+    return found  # None: somebody else has pinned it, who keeps it so
 
 
 def is_registered(tensor: Tensor) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 turn = threading.RLock()
-"""Held while a graph is recorded, which fails when another thread waits for the device, and during an evaluation beside
-training, which does. A run records most graphs in its first steps, before there is anything to evaluate."""
+"""The process's lock for capturing CUDA graphs, owned by this module. Capture fails if another thread synchronises with
+the device, and async evaluation does, so both take this lock. A run captures most graphs in its first steps, before
+there is anything to evaluate."""
 
 FIRST = -1
 """The priority of what shall not wait for evaluation; streams have 0, the lowest, unless one asks."""
@@ -58,6 +59,7 @@ def _end_recording(pool: Any, stream: torch.cuda.Stream) -> None:
 
 
 _own = threading.local()
+"""The streams of each thread, by purpose, device and priority; owned by this module, they go with their thread."""
 
 
 def stream_for(purpose: str, device: torch.device, priority: int = 0) -> torch.cuda.Stream:

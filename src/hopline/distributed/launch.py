@@ -26,6 +26,7 @@ from hopline.distributed.environment import Place, detect
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import Seat, World, serve
 from hopline.util.errors import PeerError, RankError
+from hopline.util.host import keep_freed_memory
 from hopline.util.signals import SIGNALS, Interrupted
 
 END_S = 2.0
@@ -238,8 +239,9 @@ def _forwarding(children: list[_Child]) -> Generator[list[int]]:
 
     before = {}
     if threading.current_thread() is threading.main_thread():
-        ignored = [n for n in SIGNALS if signal.getsignal(n) is signal.SIG_IGN]  # as under nohup
-        before = {n: signal.signal(n, forward) for n in SIGNALS if n not in ignored}
+        # Not those that are ignored (nohup), nor handlers that Python did not install: it could not put them back.
+        free = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+        before = {n: signal.signal(n, forward) for n in free}
     try:
         yield received
     finally:
@@ -294,6 +296,7 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], seat: Seat, pipe
     _end_with_parent(parent)
     # Ctrl-C in a terminal goes to every process of a group: it shall come once, from the parent.
     os.setpgid(0, 0)
+    keep_freed_memory()
     try:
         world = World.join(seat)
         _tell(pipe, ready=True)

@@ -20,7 +20,8 @@ from hopline.distributed.world import World
 from hopline.util.config import format_size
 
 _SENT: set[SharedArray] = set()
-"""Arrays whose handle was given away: whoever got it may open it at any later time."""
+"""Arrays whose handle was given away: whoever got it may open it at any later time. Owned by this module, since pickle
+says to nobody else what it sends; emptied by `release`, or with the process. Adding to it is atomic."""
 
 
 class SharedArray:

@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -352,10 +352,6 @@ class SharedGraph(Graph):
         return _open_graph, (dict(self.arrays),)
 
 
-_TWINS: WeakKeyDictionary[Graph, SharedGraph] = WeakKeyDictionary()
-"""The shared twins of graphs, so that each is copied once."""
-
-
 def shared(what: Any) -> Any:
     """The graph or table in memory that processes share: copied once, unless it is mapped from a file already.
 
@@ -368,11 +364,13 @@ def shared(what: Any) -> Any:
         return what
     if not isinstance(what, Graph):
         raise TypeError(f"a {type(what).__name__} cannot be shared: pass a graph or a table")
-    if what not in _TWINS:
-        arrays = {"indptr": what.indptr, "indices": what.indices}
-        arrays |= {f"edge.{name}": rows for name, rows in what.edge.items()}
-        _TWINS[what] = _open_graph({name: share(rows) for name, rows in arrays.items()})
-    return _TWINS[what]
+    return what.derived("shared twin", partial(_shared_twin, what))
+
+
+def _shared_twin(graph: Graph) -> SharedGraph:
+    arrays = {"indptr": graph.indptr, "indices": graph.indices}
+    arrays |= {f"edge.{name}": rows for name, rows in graph.edge.items()}
+    return _open_graph({name: share(rows) for name, rows in arrays.items()})
 
 
 def _open_graph(arrays: Mapping[str, SharedArray]) -> SharedGraph:

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from hopline.nn.probe import (
     PaddedTree,
     PlainTree,
     block_of,
+    findings,
     has_cache,
     options_of,
     probe_graph,
@@ -81,10 +81,6 @@ class Way:
     """Whether it was built with cached=True."""
 
 
-_ways: WeakKeyDictionary[nn.Module, dict[type[Block], tuple[Any, Way]]] = WeakKeyDictionary()
-"""What was found out about convs by the layout of the blocks, with the settings and edge arrays that it is for."""
-
-
 def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
     """The conv's output for the block's destinations: [num_dst, ...].
 
@@ -128,13 +124,12 @@ def way_of(
     way = _known_way(conv, layout, edge)
     if way is None:
         way = find_way(conv, width, edge, layout, initial_width)
-        _ways.setdefault(conv, {})[layout] = (_about(conv, edge), way)
+        findings.put(conv, ("way", layout), _about(conv, edge), way)
     return way
 
 
 def _known_way(conv: nn.Module, layout: type[Block], edge: Mapping[str, Tensor]) -> Way | None:
-    about, way = _ways.get(conv, {}).get(layout, (None, None))
-    return way if about == _about(conv, edge) else None
+    return findings.get(conv, ("way", layout), _about(conv, edge))
 
 
 def _about(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:

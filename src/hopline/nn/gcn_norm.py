@@ -7,8 +7,8 @@ activations (`ops.layer_key` says why); loops that are sampled as edges, by `add
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,10 +27,6 @@ class Weights(NamedTuple):
     """[num_nodes] float64: weight of the loop that is added at each node."""
 
 
-_cache: WeakKeyDictionary[Graph, dict[tuple[bool, float], tuple[dict[str, int], Weights]]] = WeakKeyDictionary()
-"""By whether loops are added and what they weigh: the versions of the graph's arrays, and what they weigh by these."""
-
-
 def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """(weight of each edge, weight of each destination's own row) for a GCN-like conv."""
     if not conv.normalize:
@@ -39,11 +35,11 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
     if isinstance(block, TreeBlock) or (weight is not None and weight.requires_grad):
         return _normalised(conv, block, dtype)
     # The layers of a historical batch have their edges in common.
-    known = block.part.__dict__.setdefault("_gcn_weights", {})
-    settings = (bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
-    if settings not in known:
-        known[settings] = _normalised(conv, block, dtype)
-    return known[settings]
+    known = block.part.derived
+    name = ("GCN weights", bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
+    if name not in known:
+        known[name] = _normalised(conv, block, dtype)
+    return known[name]
 
 
 def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -81,10 +77,8 @@ def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[T
     if isinstance(graph, PartialGraph):
         total, loop = graph.weight_sums(ids, add_loops, fill)
         return total + loop, loop
-    known, versions = _cache.setdefault(graph, {}), graph.versions
-    if (add_loops, fill) not in known or known[add_loops, fill][0] != versions:
-        known[add_loops, fill] = versions, weights_of(graph, add_loops, fill)
-    _, weights = known[add_loops, fill]
+    name = ("GCN weights", add_loops, fill)
+    weights = graph.derived(name, partial(weights_of, graph, add_loops, fill))
     total, loop = (array[ids.to(array.device)].to(ids.device) for array in weights)
     return total + loop, loop
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,30 @@ SOURCES = (
 BATCHES = ((3, 0, 5), (1, 2), (8, 4, 11), (4, 11), tuple(reversed(range(len(SOURCES)))))
 """Nodes that are computed together. The batches differ in what else is in them: the hub or only nodes of low degree;
 last nodes beyond all edges; no edges at all; every node, in another order."""
+
+
+class Findings:
+    """What trials have found out about modules, by module and question. `findings` is the one object of the process.
+
+    This module owns it. It is no field of a model, since convs are called without the model that they are in, and a
+    user's convs get no attributes from us. A module's entries go with the module. Threads need no lock: two that ask at
+    the same time both try, and store equal answers.
+    """
+
+    def __init__(self) -> None:
+        self._answers: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[object, Any]]] = WeakKeyDictionary()
+
+    def get(self, module: nn.Module, question: Hashable, settings: object) -> Any:
+        """The answer that was found at these settings; None if there is none, or if the settings have changed."""
+        known, answer = self._answers.get(module, {}).get(question, (None, None))
+        return answer if known == settings else None
+
+    def put(self, module: nn.Module, question: Hashable, settings: object, answer: Any) -> None:
+        """Keep an answer, in the place of one for other settings. settings: all that it depends on and may change."""
+        self._answers.setdefault(module, {})[question] = (settings, answer)
+
+
+findings = Findings()
 
 
 def probe_graph(edge: Mapping[str, Tensor]) -> Graph:

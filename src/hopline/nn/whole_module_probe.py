@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from hopline.core.graph import Graph
 from hopline.core.neighborhood import neighborhood
 from hopline.core.row_handles import Readable
 from hopline.core.sampler import NeighborSampler
+from hopline.nn.probe import findings
 from hopline.nn.whole_module import Whole
 
 WIDTH = 4
@@ -62,22 +62,20 @@ class Reach:
     """What it raised on the tiny graph."""
 
 
-_known: WeakKeyDictionary[nn.Module, dict[object, Reach]] = WeakKeyDictionary()
-
-
 def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
     """Whether outputs at a node are those of the whole graph if only `hops` hops around it are there.
 
     x, edge: the dataset's features and edge arrays. Found once for a module, whatever its weights are later.
     """
-    known = _known.setdefault(walk.module, {})
     kinds = tuple((name, array.dtype, array.shape[1:]) for name, array in edge.items())
-    key = (hops, x.shape[1:], x.dtype, kinds)
-    if key not in known:
+    question = ("reach", hops, x.shape[1:], x.dtype, kinds)
+    reach: Reach | None = findings.get(walk.module, question, None)
+    if reach is None:
         # What a module draws in evaluation mode must not be what training draws.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            known[key] = _find(walk.module, hops, x, edge)
-    return known[key]
+            reach = _find(walk.module, hops, x, edge)
+        findings.put(walk.module, question, None, reach)
+    return reach
 
 
 def find_hops(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> int | None:

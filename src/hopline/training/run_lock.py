@@ -29,6 +29,7 @@ HANDOVER_S = 5.0
 """How long a run that is to be resumed waits for the one before it: ranks that a launcher ends may take seconds."""
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+"""Locks of this process, each from `__enter__` to `__exit__`. Owned by this module: a forked child closes them."""
 
 
 class RunLock:

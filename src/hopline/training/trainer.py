@@ -6,8 +6,8 @@ import inspect
 import math
 import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -60,6 +60,7 @@ from hopline.units.batch_unit import checked, own_threads, supervised
 from hopline.util import trace
 from hopline.util.config import check_names, kind_of, removed_settings, to_dict
 from hopline.util.files import remove_unfinished
+from hopline.util.host import freed_memory_kept
 from hopline.util.log import logger
 
 GivenBudget = Budget | str | Mapping[str, str] | None
@@ -92,6 +93,19 @@ def _versions_of(data: Dataset) -> dict[str, int | None]:
     if isinstance(data, ShardedData):
         return {}
     return {**data.graph.versions, **{f"table {name!r}": table.version for name, table in data.tables.items()}}
+
+
+@contextmanager
+def _modes_and_draws_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A context after which each module is in the mode that it was in, and torch's generators are where they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    gpus = range(torch.cuda.device_count()) if device.type == "cuda" or torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 class Trainer:
@@ -202,10 +216,17 @@ class Trainer:
     # ---- the loop
 
     def fit(self) -> Run:
-        """Train, keep the best weights in the model, and test them."""
+        """Train, keep the best weights in the model, and test them.
+
+        Whether it ends well, by an error or by Ctrl-C, it leaves the process as it was: signal handlers, torch's
+        threads, the state of torch's random generators, each module's mode (`train()` or `eval()`), and how glibc
+        treats freed memory. The settings and weights of the model are what training has made of them.
+        """
         run, began = Run(metric=self.metric, folder=self.out, rank=self.world.rank), time.perf_counter()
         timers, counters = trace.Timers(), trace.Counters()
         with ExitStack() as stack:
+            stack.enter_context(freed_memory_kept())
+            stack.enter_context(_modes_and_draws_restored(self.model, self.device))
             keep = self._start(stack, timers, counters)
             kind = Beside if self.settings.evaluate == "async" else Blocking
             self.evaluations: Evaluations = stack.enter_context(kind(self, run))
@@ -220,7 +241,9 @@ class Trainer:
             finally:
                 run.metric, run.stages = self.metric, timers.statistics()
                 run.seconds, run.peak_bytes = self._earlier_s + time.perf_counter() - began, peak_bytes(self.device)
-                self.call("on_fit_end", run)
+                with ExitStack() as ends:  # all of them, also after one has failed: one closes the progress bar
+                    for callback in reversed(self.active):
+                        ends.callback(callback.on_fit_end, self, run)
         return run
 
     def _loop(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -44,28 +46,90 @@ def _quota(cgroup: Path) -> int | None:
         return None
 
 
-LARGEST_REUSED_BYTES = 1 << 30
-"""Blocks up to this size are kept by the process when they are freed."""
+LARGEST_KEPT_BYTES = 1 << 30
+"""Blocks up to this size stay in the process when they are freed."""
 KEPT_BYTES = (1 << 31) - 1
-"""Free memory at the top of the heap that is kept: as much as the C library can be told."""
+"""Free memory at the top of the heap that is kept: the most that glibc can be told, in bytes."""
+GLIBC_LARGEST_BYTES = 32 << 20
+"""glibc's own limit for blocks that stay in the process, once larger ones were freed (DEFAULT_MMAP_THRESHOLD_MAX)."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""glibc's numbers for three of its settings."""
 
 
-@functools.cache
-def reuse_freed_memory() -> bool:
-    """Keep freed memory for the next batch instead of giving it back; True where the C library can (glibc).
+class _Heap:
+    """glibc's settings for freed memory. Like the heap itself they are of the whole process, so there is one object.
 
-    A batch's rows are tens of megabytes. By default glibc returns such blocks to the system at once, and the next batch
-    pays for the system clearing every page of new ones, which takes longer than filling them. Settings made in the
-    environment (MALLOC_...) are left alone. One arena serves all threads: an arena of a thread's own holds no block
-    over 64 MB, and what the training thread frees would not serve another.
+    This module owns it. Settings cannot be read back, so it counts who asks for them, under a lock: trainers may fit in
+    several threads. After the last one it sets what glibc uses itself once large blocks were freed, and gives back
+    what is free. Who asks by `keep_freed_memory` is never the last.
     """
-    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
-        return False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+
+    def enter(self) -> bool:
+        """Keep freed memory from now on. False where that cannot be set, or where the user has set it."""
+        library = _glibc()
+        if library is None:
+            return False
+        with self._lock:
+            self._num_users += 1
+            _set(library, largest_bytes=LARGEST_KEPT_BYTES, kept_bytes=KEPT_BYTES)
+        return True
+
+    def leave(self) -> None:
+        """End what one `enter` that returned True has begun."""
+        library = _glibc()
+        with self._lock:
+            self._num_users -= 1
+            if library is not None and self._num_users == 0:
+                _set(library, largest_bytes=GLIBC_LARGEST_BYTES, kept_bytes=2 * GLIBC_LARGEST_BYTES)
+                library.malloc_trim(0)
+
+
+_heap = _Heap()
+
+
+@contextlib.contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """A context in which freed memory is kept for the next batch, instead of going back to the system.
+
+    A batch's rows are tens of megabytes. glibc returns such blocks to the system at once. The next batch then waits for
+    the system to clear every page of new ones, which takes longer than filling them. Settings made in the environment
+    (MALLOC_...) are left alone, and so are other C libraries.
+    """
+    entered = _heap.enter()
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        yield
+    finally:
+        if entered:
+            _heap.leave()
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory for the next batch, for as long as the process lives. True where the C library is told so.
+
+    `Trainer.fit` does so by itself until it ends. In a training loop of your own, call this once at its beginning:
+    loaders change no setting of the process. It also makes all threads share one heap: those that a thread has of its
+    own hold no block over 64 MB. glibc cannot undo that, so `Trainer.fit` leaves it alone.
+    """
+    library = _glibc()
+    return library is not None and bool(library.mallopt(_M_ARENA_MAX, 1)) and _heap.enter()
+
+
+def _set(library: ctypes.CDLL, *, largest_bytes: int, kept_bytes: int) -> None:
+    library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
+    library.mallopt(_M_MMAP_THRESHOLD, largest_bytes)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, if it is glibc and the user has set nothing for its heap."""
+    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+        return None
+    try:
+        library = ctypes.CDLL(None)
+        _ = library.mallopt, library.malloc_trim
     except (OSError, AttributeError):  # another C library
-        return False
-    settings = {_M_ARENA_MAX: 1, _M_TRIM_THRESHOLD: KEPT_BYTES, _M_MMAP_THRESHOLD: LARGEST_REUSED_BYTES}
-    taken = [mallopt(name, value) for name, value in settings.items()]
-    return all(taken)
+        return None
+    return library

@@ -37,8 +37,9 @@ class Signals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                # What the process was started to ignore (nohup), it goes on ignoring.
-                if signal.getsignal(number) is not signal.SIG_IGN:
+                # What the process was started to ignore (nohup), it goes on ignoring. A handler that Python did not
+                # install (None) stays: it could not be installed again.
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._note)
             self._tell_dropped, sys.unraisablehook = sys.unraisablehook, self._dropped
         return self

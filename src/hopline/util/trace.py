@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -39,23 +39,43 @@ class Listener(Protocol):
         ...
 
 
-# A tuple that is replaced, never changed: readers on other threads need no lock.
-_listeners: tuple[Listener, ...] = ()
-_lock = threading.Lock()
+class _Trace:
+    """Who listens, and spans of GPUs that are not reported yet. `_trace` is the one object of the process.
+
+    This module owns it: work is traced wherever it is done, in any thread, and knows nothing of who listens. Listeners
+    are added and removed by `listen` alone. With the last of them the spans of GPUs go, which are of no use to others.
+    """
+
+    def __init__(self) -> None:
+        # A tuple that is replaced, never changed: readers on other threads need no lock.
+        self.listeners: tuple[Listener, ...] = ()
+        self.pending: deque[tuple[str, float, str, Any, Any]] = deque()
+        """(name, start_s, thread, first event, last event), the oldest first; its methods are atomic."""
+        self._lock = threading.Lock()
+
+    def add(self, listener: Listener) -> None:
+        with self._lock:
+            self.listeners = (*self.listeners, listener)
+
+    def remove(self, listener: Listener) -> None:
+        with self._lock:
+            at = next(i for i, other in enumerate(self.listeners) if other is listener)
+            self.listeners = self.listeners[:at] + self.listeners[at + 1 :]
+            if not self.listeners:
+                self.pending.clear()
+
+
+_trace = _Trace()
 
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Send the spans and counts of all threads to a listener for as long as the context lasts."""
-    global _listeners
-    with _lock:
-        _listeners = (*_listeners, listener)
+    _trace.add(listener)
     try:
         yield
     finally:
-        with _lock:
-            at = next(i for i, other in enumerate(_listeners) if other is listener)
-            _listeners = _listeners[:at] + _listeners[at + 1 :]
+        _trace.remove(listener)
 
 
 class _Silent:
@@ -91,7 +111,7 @@ _SILENT = _Silent()
 def tell(name: str, start_s: float, duration_s: float) -> None:
     """Report a stretch of work that somebody else has timed, in the name of this thread."""
     ended = Span(name, start_s, duration_s, threading.current_thread().name)
-    for listener in _listeners:
+    for listener in _trace.listeners:
         listener.on_span(ended)
 
 
@@ -99,7 +119,6 @@ class _DeviceTimed:
     """A span of a GPU's work, between two events on its stream; how long it was is asked later, all at once."""
 
     __slots__ = ("name", "start", "start_s")
-    pending: ClassVar[deque[tuple[str, float, str, Any, Any]]] = deque()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -111,7 +130,7 @@ class _DeviceTimed:
     def __exit__(self, *error: object) -> None:
         end = torch.cuda.Event(enable_timing=True)
         end.record()
-        self.pending.append((self.name, self.start_s, threading.current_thread().name, self.start, end))
+        _trace.pending.append((self.name, self.start_s, threading.current_thread().name, self.start, end))
         for _ in range(2):  # while the GPU has work to do, so that less is left to ask when it has none
             _report_oldest()
 
@@ -121,7 +140,7 @@ def span(name: str, device: torch.device | None = None) -> AbstractContextManage
 
     device: whose work is timed. A GPU's spans are reported by `end_device_spans`, so that nothing waits for it here.
     """
-    if not _listeners:
+    if not _trace.listeners:
         return _SILENT
     if device is None or device.type != "cuda":
         return _Timed(name)
@@ -131,14 +150,14 @@ def span(name: str, device: torch.device | None = None) -> AbstractContextManage
 
 def end_device_spans() -> None:
     """Report the spans of GPUs that have ended; waits for the work that this thread asked for, and for no other's."""
-    here, pending = threading.current_thread().name, _DeviceTimed.pending
-    for _ in range(len(pending)):  # others may add to it meanwhile
+    here = threading.current_thread().name
+    for _ in range(len(_trace.pending)):  # others may add to it meanwhile
         _report_oldest(here)
 
 
 def _report_oldest(waiting_for: str | None = None) -> None:
     """Report the span of a GPU that began first, if it has ended; waits for it if it is of that thread."""
-    pending = _DeviceTimed.pending
+    pending = _trace.pending
     try:
         name, start_s, thread, start, end = spanned = pending.popleft()
     except IndexError:
@@ -149,13 +168,13 @@ def _report_oldest(waiting_for: str | None = None) -> None:
         # Behind the others where somebody waits for these; else its turn is next time.
         (pending.append if waiting_for else pending.appendleft)(spanned)
         return
-    for listener in _listeners:
+    for listener in _trace.listeners:
         listener.on_span(Span(name, start_s, start.elapsed_time(end) / 1e3, thread))
 
 
 def count(name: str, amount: float) -> None:
     """Add an amount to a named counter, if anyone listens."""
-    for listener in _listeners:
+    for listener in _trace.listeners:
         listener.on_count(name, amount)
 
 

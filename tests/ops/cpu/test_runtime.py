@@ -141,7 +141,7 @@ def test_threads_do_not_wait_for_one_that_never_started(monkeypatch: pytest.Monk
         def submit(self, function):
             return concurrent.futures.Future()  # never runs
 
-    monkeypatch.setattr(cpu_core, "_threads", Busy)
+    monkeypatch.setattr(cpu_core._kernel_threads, "at_least", Busy)
     seen: list[int] = []
     cpu_core.in_threads(seen.append, 5, threads=3)
     assert seen == [0, 1, 2, 3, 4]

@@ -27,7 +27,6 @@ from hopline.pipeline.transfer import Moved, Mover
 from hopline.pipeline.tuning import Tuning
 from hopline.tables import Table
 from hopline.util import trace
-from hopline.util.host import reuse_freed_memory
 
 if TYPE_CHECKING:
     from hopline.methods.sampled.settings import Sampled
@@ -80,7 +79,6 @@ class Loader:
         self.load: Load | None = None  # of the last epoch, if threads prepared it
         self._tuning: Tuning | None = None
         self._next_epoch = 1
-        reuse_freed_memory()
 
     def __len__(self) -> int:
         full, rest = divmod(self.ids.numel(), self.method.batch_size * self.size)

@@ -23,7 +23,6 @@ from hopline.shards.shard import Shard
 from hopline.tables import Table
 from hopline.util import trace
 from hopline.util.config import to_dict
-from hopline.util.host import reuse_freed_memory
 
 if TYPE_CHECKING:
     from hopline.methods.sampled.settings import Sampled
@@ -77,7 +76,6 @@ class CollectiveLoader:
         if self.places.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self._next_epoch = 1
-        reuse_freed_memory()
 
     def _find(self, ids: Tensor | str) -> Tensor:
         """[n] int64: the places of the seeds, in the order of their ids or as they are given."""

@@ -42,7 +42,7 @@ from hopline.pipeline.tuning import Tuning
 from hopline.tables import Table, TensorTable
 from hopline.tables.build import check_cuda
 from hopline.util.config import nearest
-from hopline.util.host import num_cores, reuse_freed_memory
+from hopline.util.host import num_cores
 
 IGNORED = frozenset(
     {
@@ -152,7 +152,6 @@ class NeighborLoader:
         self._sampler = NeighborSampler(graph, self.num_neighbors, replace=replace)
         self._tuning: Tuning | None = None
         self._num_epochs = 0
-        reuse_freed_memory()
 
     def __repr__(self) -> str:
         return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
@@ -234,7 +233,8 @@ class Edges:
 
 
 _grouped: WeakValueDictionary[tuple[int, int, int], Edges] = WeakValueDictionary()
-"""Edges that loaders hold, by (id and version of `edge_index`, number of nodes)."""
+"""Edges that loaders hold, by (id and version of `edge_index`, number of nodes). Owned by this module, so that loaders
+over one `data` share them; they go with the last loader. Threads that group the same edges at once get equal ones."""
 
 
 def _edges_of(data: Data | Dataset) -> Edges:

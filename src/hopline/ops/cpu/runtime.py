@@ -74,6 +74,7 @@ def bounded(raw, limit):
 
 
 _local = threading.local()
+"""`threads`: how many a kernel called from this thread may use, set by `serial_here` and within `own_threads`."""
 _WORK_PER_THREAD = 1 << 18
 """Numbers to add up for which waking another thread pays."""
 _RANGES_PER_THREAD = 4
@@ -120,20 +121,29 @@ def start_threads(count: int, name: str, begin: Callable[[], object] = serial_he
     return pool
 
 
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
-_pool_lock = threading.Lock()
+class _KernelThreads:
+    """The threads that help with kernels. `_kernel_threads` is the one object of the process, since cores are its own.
+
+    This module owns it. They start with the first kernel that needs them, and wait for work until the process ends.
+    Any thread may ask for them.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def at_least(self, count: int) -> ThreadPoolExecutor:
+        """`count` of them or more."""
+        with self._lock:
+            if self._pool is None or self._size < count:
+                if self._pool is not None:
+                    self._pool.shutdown(wait=False)  # what it was given is still done
+                self._pool, self._size = start_threads(count, "hopline-ops"), count
+            return self._pool
 
 
-def _threads(count: int) -> ThreadPoolExecutor:
-    """The kernels' threads, at least `count` of them."""
-    global _pool, _pool_size
-    with _pool_lock:
-        if _pool is None or _pool_size < count:
-            if _pool is not None:
-                _pool.shutdown(wait=False)  # what it was given is still done
-            _pool, _pool_size = start_threads(count, "hopline-ops"), count
-        return _pool
+_kernel_threads = _KernelThreads()
 
 
 def _allowed() -> int:
@@ -162,7 +172,7 @@ def in_threads(run: Callable[[int], object], count: int, threads: int | None = N
             work[0](number)
 
     num_helpers = min(threads or _allowed(), count) - 1
-    pool = _threads(num_helpers) if num_helpers > 0 else None
+    pool = _kernel_threads.at_least(num_helpers) if num_helpers > 0 else None
     helpers = [] if pool is None else [pool.submit(take) for _ in range(num_helpers)]
     try:
         take()

@@ -112,6 +112,8 @@ NODE_ERROR, INDEX_ERROR, ROW_ERROR = tl.constexpr(0), tl.constexpr(1), tl.conste
 EDGE_ERROR, GROUP_ERROR = tl.constexpr(3), tl.constexpr(4)
 
 _flags: dict[torch.device, Tensor] = {}
+"""By device: the flags that its kernels raise, some bytes. Owned by this module: captured graphs have their address, so
+they stay for as long as the process lives, and `setdefault` lets the first of two threads win."""
 
 
 @triton.jit

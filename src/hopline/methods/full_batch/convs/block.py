@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from hopline.methods.full_batch.convs.patch_message_passing import Mode, on_shar
 from hopline.methods.full_batch.transports import LocalTransport, Transport
 from hopline.nn.conv_adapter import RunsConvs, edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.fused import dtype_of
-from hopline.nn.probe import options_of, probe_graph, random_rows, trial_of, without_caches
+from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of, without_caches
 from hopline.shards.layout import ShardLayout, slab_layout
 
 Rule = Literal["plain", "loops", "gcn"]
@@ -37,9 +36,6 @@ RUN = (
     "ResGatedGraphConv, TAGConv, SGConv and TransformerConv can, with aggregations put together from sum, mean, max, "
     "min, var, std, softmax and powermean; mode='one_shot' takes any other aggregation"
 )
-
-_rules: WeakKeyDictionary[nn.Module, dict[tuple[Mode, bool], tuple[Any, Rule]]] = WeakKeyDictionary()
-"""What was found out about convs by mode and training, with the settings and edge arrays that it is for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,14 +114,15 @@ def run_conv(conv: nn.Module, h: Handle | Tensor, block: ShardBlock, x0: Tensor 
 
     Every rank must call it, and backward, in the same order.
     """
-    known = _rules.setdefault(conv, {})
-    way: tuple[Mode, bool] = (block.mode, conv.training)
-    about = (options_of(conv), frozenset(block.edge_rows))
-    if known.get(way, (None, None))[0] != about:
+    question = ("rule", block.mode, conv.training)
+    settings = (options_of(conv), frozenset(block.edge_rows))
+    rule: Rule | None = findings.get(conv, question, settings)
+    if rule is None:
         initialise(conv, h.shape[1], block.edge, None if x0 is None else x0.size(1))
         with torch.inference_mode(False):  # the probe takes gradients
-            known[way] = (about, find_rule(conv, h.shape[1], block, x0))
-    return run_by_rule(conv, known[way][1], h, block, x0)
+            rule = find_rule(conv, h.shape[1], block, x0)
+        findings.put(conv, question, settings, rule)
+    return run_by_rule(conv, rule, h, block, x0)
 
 
 def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,8 @@ from hopline.methods.full_batch.convs.block import ShardBlock, find_rule, run_by
 from hopline.methods.full_batch.convs.edges import Edges, to_keep
 from hopline.methods.full_batch.transports import Transport
 from hopline.nn.conv_adapter import initialise, takes_x0
-from hopline.nn.probe import options_of, probe_graph, random_rows, trial_of
+from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
 from hopline.shards.layout import ShardLayout, slab_layout
-
-_one_hop: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Convs that are known to look no further than a node's in-neighbours, with the settings at which they do."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,11 +50,11 @@ class TrimmedBlock(ShardBlock):
         return replace(super().to(device, non_blocking), whole=whole, is_needed=self.is_needed.to(device))
 
     def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
-        if _one_hop.get(conv) != options_of(conv):
+        if not findings.get(conv, "looks one hop far", options_of(conv)):
             initialise(conv, h.shape[1], self.edge, None if x0 is None else x0.size(1))
             with torch.inference_mode(False):
                 check_one_hop(conv, h.shape[1], self, x0)
-            _one_hop[conv] = options_of(conv)
+            findings.put(conv, "looks one hop far", options_of(conv), True)
         return super().convolve(conv, h, x0)
 
 
