@@ -160,7 +160,21 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Seeds, the blocks that lead to them, and handles to the rows they need."""
+    """Seeds, the blocks that lead to them, and handles to the rows they need.
+
+    A `GNN` is called with one: `model(batch)` gives [num_seeds, num_outputs]. Any other model is called by
+    `hl.nn.as_walkable(model)(batch)`. Batches are immutable; `to(device)` makes another one.
+
+    Example:
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2), y=torch.tensor([0, 1, 0, 1])
+        ... )
+        >>> (batch,) = hl.Sampled(fanouts=(2,), shuffle=False).loader(data, torch.tensor([1, 3]))
+        >>> batch.seeds.tolist(), batch.input_ids.tolist(), batch.labels.tolist()
+        ([1, 3], [1, 3, 0, 2], [1, 1])
+        >>> batch.blocks[0].edge_index.tolist()  # positions among `input_ids`, sources first
+        [[2, 3], [0, 1]]
+    """
 
     seeds: Tensor
     """[num_seeds] int64 global node ids."""

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd:
-    """An optimizer step."""
+    """An optimizer step, as `Callback.on_step_end` gets it.
+
+    Example:
+        >>> step = hl.extend.StepEnd(epoch=1, step=3, loss=torch.tensor(0.5), size=1024)
+        >>> step.loss.item()
+        0.5
+    """
 
     epoch: int
     step: int
@@ -31,7 +37,13 @@ class StepEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEnd:
-    """A finished epoch."""
+    """A finished epoch, as `Callback.on_epoch_end` gets it and `Run.history` lists it.
+
+    Example:
+        >>> end = hl.extend.EpochEnd(epoch=1, loss=0.5, lr=0.01, seconds=2.0, seeds_per_s=512.0, slowest_stage="gather")
+        >>> end.seconds * end.seeds_per_s  # seeds of the epoch, over all ranks
+        1024.0
+    """
 
     epoch: int
     loss: float
@@ -49,7 +61,13 @@ class EpochEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Metrics of one split."""
+    """Metrics of one split, as `Callback.on_evaluate_end` gets them and `Run.evaluations` lists them.
+
+    Example:
+        >>> evaluation = hl.extend.Evaluation(epoch=1, split="valid", metrics={"accuracy": 0.5}, seconds=0.1)
+        >>> evaluation.metrics["accuracy"]
+        0.5
+    """
 
     epoch: int
     split: str
@@ -59,7 +77,20 @@ class Evaluation:
 
 @dataclass(kw_only=True)
 class Run:
-    """What `Trainer.fit` returns."""
+    """What `Trainer.fit` returns: scores, history, time and memory. Printing it shows a table.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1], "valid": [2], "test": [3]},
+        ... )
+        >>> run = hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, epochs=2, show=False).fit()
+        >>> run.finished, run.epochs, len(run.history), run.metric
+        (True, 2, 2, 'accuracy')
+        >>> 0 <= run.test <= 1
+        True
+    """
 
     epochs: int = 0
     """Epochs trained."""
@@ -130,7 +161,38 @@ def _seconds(seconds: float) -> str:
 
 
 class Callback:
-    """Override what you need. `trainer.stop("why")` in any hook ends training after the current epoch."""
+    """Hooks around training: override what you need, and give objects of it to `Trainer(callbacks=[...])`.
+
+        on_fit_start     before the first step, and before the state of a checkpoint is restored
+        on_step_end      after every optimizer step, with a `StepEnd`
+        on_epoch_end     after every epoch, with an `EpochEnd`
+        on_evaluate_end  after every evaluation of a split, with an `Evaluation`
+        on_fit_end       once, with the `Run`
+
+    `trainer.stop("why")` in any hook ends training after the current epoch. Every rank calls its own callbacks.
+
+    Raises:
+        TypeError: A subclass has a method `on_...` that is no hook, and would never be called.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> class Losses(hl.Callback):
+        ...     def __init__(self):
+        ...         self.epochs = []
+        ...
+        ...     def on_epoch_end(self, trainer, epoch):
+        ...         self.epochs.append(epoch.epoch)
+        ...         if epoch.epoch == 2:
+        ...             trainer.stop("two epochs are enough")
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1]},
+        ... )
+        >>> losses = Losses()
+        >>> run = hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, callbacks=[losses], epochs=9, show=False).fit()
+        >>> losses.epochs, run.reason
+        ([1, 2], 'two epochs are enough')
+    """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Refuse a misspelt hook, which would never be called."""
@@ -157,7 +219,20 @@ class Callback:
 
 
 class EarlyStop(Callback):
-    """Stop when the validation metric has not improved for `patience` evaluations."""
+    """Stop when the validation metric has not improved for `patience` evaluations.
+
+    `Trainer(patience=)` adds one.
+
+    Args:
+        patience: Evaluations without a better validation metric before training stops.
+
+    Raises:
+        ValueError: `patience` is below 1.
+
+    Example:
+        >>> hl.EarlyStop(patience=10).patience
+        10
+    """
 
     def __init__(self, patience: int) -> None:
         if patience < 1:

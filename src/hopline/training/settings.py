@@ -9,7 +9,16 @@ from hopline.util.config import check_fields, settings
 
 @settings
 class Schedule:
-    """How the learning rate changes."""
+    """How the learning rate changes over the epochs: `Trainer(schedule=hl.Schedule(...))`.
+
+    Raises:
+        ValueError: A field has a value that is not allowed. The message says which are.
+
+    Example:
+        >>> schedule = hl.Schedule(name="cosine", warmup=5)
+        >>> schedule.floor
+        0.0
+    """
 
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
     """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs.
@@ -37,7 +46,15 @@ class Schedule:
 
 @settings
 class TrainSettings:
-    """How to train, apart from the method."""
+    """How to train, apart from the method: the fields are keyword arguments of `Trainer`.
+
+    Raises:
+        ValueError: A field has a value that is not allowed. The message says which are.
+
+    Example:
+        >>> hl.extend.TrainSettings(epochs=3, lr=0.01).optimizer
+        'adam'
+    """
 
     epochs: int = 10
     """Epochs to train: exactly so many, unless training stops early."""
