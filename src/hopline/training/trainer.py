@@ -393,7 +393,8 @@ class Trainer:
             exact: Over every edge, or over edges that the method samples.
 
         Raises:
-            ValueError: There is no such split, or the dataset was changed since the Trainer was made.
+            KeyError: There is no such split.
+            ValueError: Arrays of the dataset were changed since the Trainer was made.
         """
         self._check_unchanged()
         measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **self.chunks)
