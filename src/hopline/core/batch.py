@@ -24,7 +24,13 @@ PYG_NAMES = ("edge_index", "edge_attr", "batch_size", "n_id", "e_id", "input_id"
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Edges of a block whose source rows live in one place, sorted by destination."""
+    """Edges of a block whose source rows live in one place, sorted by destination.
+
+    Example:
+        >>> part = hl.extend.Part(indptr=torch.tensor([0, 2, 3]), src_idx=torch.tensor([1, 2, 0], dtype=torch.int32))
+        >>> part.edge_index.tolist()
+        [[1, 2, 0], [0, 0, 1]]
+    """
 
     indptr: Tensor
     """[num_dst + 1] int64: destination i has edges indptr[i] .. indptr[i + 1]."""
@@ -69,7 +75,16 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources."""
+    """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources.
+
+    Example:
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+        >>> (block,) = hl.extend.NeighborSampler(data.graph, [2]).sample(torch.tensor([1, 3]), key=0)
+        >>> block
+        Block(4 -> 2 nodes, 2 edges)
+        >>> block.src_ids.tolist(), block.dst_ids.tolist(), block.edge_index.tolist()
+        ([1, 3, 0, 2], [1, 3], [[2, 3], [0, 1]])
+    """
 
     src_ids: Tensor
     """[num_src] int64 global node ids."""

@@ -68,13 +68,7 @@ __all__ = [
 
 
 class Adj(NamedTuple):
-    """One layer's edges.
-
-    Example:
-        >>> adj = hl.interop.Adj(edge_index=torch.tensor([[1], [0]]), e_id=torch.tensor([5]), size=(2, 1))
-        >>> adj.size
-        (2, 1)
-    """
+    """One layer's edges, an item of `Sample.adjs`."""
 
     edge_index: Any
     """[2, E], sources first: positions in `n_id`, sorted by destination."""

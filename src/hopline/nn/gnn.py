@@ -42,9 +42,15 @@ class State:
     """What a layer hands to the next: a few per-node tensors.
 
     Example:
-        >>> state = hl.nn.State(h=torch.zeros(5, 16))
-        >>> state.h.shape, state.x0, state.jk
-        (torch.Size([5, 16]), None, None)
+        >>> from torch_geometric.nn import SAGEConv
+        >>> model = hl.nn.GNN([SAGEConv(2, 8), SAGEConv(8, 3)])
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> (batch,) = hl.Sampled(fanouts=(2, 2)).loader(data, torch.tensor([0]))
+        >>> state = hl.nn.State(h=batch.x)
+        >>> for l, block in enumerate(batch.blocks):
+        ...     state = model.layer(l, state, block)
+        >>> model.decode(state).shape
+        torch.Size([1, 3])
     """
 
     h: Handle | Tensor

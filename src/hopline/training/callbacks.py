@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd:
-    """An optimizer step, as `Callback.on_step_end` gets it.
-
-    Example:
-        >>> step = hl.extend.StepEnd(epoch=1, step=3, loss=torch.tensor(0.5), size=1024)
-        >>> step.loss.item()
-        0.5
-    """
+    """An optimizer step, as `Callback.on_step_end` gets it."""
 
     epoch: int
     step: int
@@ -37,13 +31,7 @@ class StepEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEnd:
-    """A finished epoch, as `Callback.on_epoch_end` gets it and `Run.history` lists it.
-
-    Example:
-        >>> end = hl.extend.EpochEnd(epoch=1, loss=0.5, lr=0.01, seconds=2.0, seeds_per_s=512.0, slowest_stage="gather")
-        >>> end.seconds * end.seeds_per_s  # seeds of the epoch, over all ranks
-        1024.0
-    """
+    """A finished epoch, as `Callback.on_epoch_end` gets it and `Run.history` lists it."""
 
     epoch: int
     loss: float
@@ -61,13 +49,7 @@ class EpochEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Metrics of one split, as `Callback.on_evaluate_end` gets them and `Run.evaluations` lists them.
-
-    Example:
-        >>> evaluation = hl.extend.Evaluation(epoch=1, split="valid", metrics={"accuracy": 0.5}, seconds=0.1)
-        >>> evaluation.metrics["accuracy"]
-        0.5
-    """
+    """Metrics of one split, as `Callback.on_evaluate_end` gets them and `Run.evaluations` lists them."""
 
     epoch: int
     split: str
@@ -176,22 +158,30 @@ class Callback:
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
-        >>> class Losses(hl.Callback):
-        ...     def __init__(self):
-        ...         self.epochs = []
+        >>> class Log(hl.Callback):
+        ...     def on_step_end(self, trainer, step):
+        ...         print(f"step {step.step} of {step.size} seeds")
         ...
         ...     def on_epoch_end(self, trainer, epoch):
-        ...         self.epochs.append(epoch.epoch)
+        ...         print(f"epoch {epoch.epoch}")
         ...         if epoch.epoch == 2:
         ...             trainer.stop("two epochs are enough")
+        ...
+        ...     def on_evaluate_end(self, trainer, evaluation):
+        ...         print(f"{evaluation.split}: {', '.join(evaluation.metrics)}")
         >>> data = hl.from_edges(
         ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
-        ...     splits={"train": [0, 1]},
+        ...     splits={"train": [0, 1], "valid": [2]},
         ... )
-        >>> losses = Losses()
-        >>> run = hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, callbacks=[losses], epochs=9, show=False).fit()
-        >>> losses.epochs, run.reason
-        ([1, 2], 'two epochs are enough')
+        >>> run = hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, callbacks=[Log()], epochs=9, show=False).fit()
+        step 1 of 2 seeds
+        epoch 1
+        valid: accuracy
+        step 2 of 2 seeds
+        epoch 2
+        valid: accuracy
+        >>> run.reason
+        'two epochs are enough'
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
