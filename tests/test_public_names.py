@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 import hopline as hl
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py")])
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
@@ -114,3 +118,15 @@ def test_args_lists_the_arguments_that_there_are(name: str):
 def test_exempt_names_exist_and_have_no_example():
     assert [name for name in EXEMPT if name not in NAMES] == []
     assert [name for name in EXEMPT if examples_of(name).examples] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_pages_and_examples_use_exist(page: Path):
+    missing = []
+    for used in sorted(set(re.findall(r"\bhl((?:\.[A-Za-z_]\w*)+)(?![\w*])", page.read_text()))):
+        try:
+            attrgetter(used[1:])(hl)
+        except AttributeError as error:
+            missing.append(f"hl{used}: {error}")
+
+    assert not missing, "\n".join(missing)

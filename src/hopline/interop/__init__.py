@@ -119,8 +119,8 @@ class Sampler:
         device: Where to sample. Default: where the graph is.
         to: Framework of the samples: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
         index_dtype: Of all ids in a sample. JAX takes torch.int32 as it is when it is not set to 64 bits.
-        pad: Give all samples of as many seeds one shape, for compilers. Nodes are filled up with node 0, edges with ones
-            from source 0 to a destination behind the last.
+        pad: Give all samples of as many seeds one shape, for compilers. Nodes are filled up with node 0, edges with
+            ones from source 0 to a destination behind the last.
         pinned: Leave the edges in host memory and let the GPU read them there.
 
     Raises:
