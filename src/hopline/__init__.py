@@ -3,6 +3,8 @@
 `hl.open` and `hl.from_*` make a `Dataset`; `hl.Trainer` trains a model on it by a method: `hl.Sampled`, `hl.Historical`
 or `hl.FullBatch`. `hl.nn` has the layer walk, `hl.infer` exact and sampled inference, `hl.metrics` metrics, `hl.shards`
 datasets cut for ranks, `hl.interop` other frameworks, and `hl.extend` what authors of methods, tables and convs need.
+
+Examples in docstrings take `import torch` and `import hopline as hl` for granted.
 """
 
 from typing import TYPE_CHECKING

@@ -39,7 +39,7 @@ def _alone() -> World:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """What a method needs to know about the run it works for."""
+    """What a method needs to know about the run it works for. The Trainer makes it; `Method` has an example."""
 
     data: Dataset
     model: GNN | Whole
@@ -62,7 +62,10 @@ class Job:
 
 
 class Unit(ABC):
-    """A piece of work that ends in gradients: a batch, a sweep over parts, a captured graph."""
+    """A piece of work that ends in gradients: a batch, a sweep over parts, a captured graph.
+
+    `Method` has an example.
+    """
 
     size: int
     """How many training examples it covers, on this rank."""
@@ -87,7 +90,7 @@ class Unit(ABC):
 
 
 class Work(Protocol):
-    """A method bound to a job."""
+    """A method bound to a job. `Method` has an example."""
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         """The units of an epoch (counted from 1), in order; the same epoch gives the same units again.
@@ -127,7 +130,35 @@ class Stateful(Protocol):
 
 
 class Method(ABC):
-    """A way to train. Subclasses are frozen settings; `bind` gives what yields the units."""
+    """A way to train. Subclasses are settings; `bind` gives the work that yields the units of each epoch.
+
+    For every step the Trainer calls `Unit.forward_backward` of some units, then the optimizer, then `Unit.commit`.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> class OneByOne(hl.extend.Method):  # a step per training node, over all edges that lead to it
+        ...     def bind(self, job):
+        ...         return OneByOneWork(job)
+        >>> class OneByOneWork:
+        ...     def __init__(self, job):
+        ...         self.job = job
+        ...         self.sampler = hl.extend.NeighborSampler(job.data.graph, [-1] * job.model.num_layers)
+        ...
+        ...     def units(self, epoch, done=0, examples=0):
+        ...         for step, seeds in enumerate(self.job.train_ids.split(1)[done:], start=done):
+        ...             key = 1000 * epoch + step  # of dropout
+        ...             blocks = self.sampler.sample(seeds, key)
+        ...             x = hl.extend.Rows(self.job.data.x, blocks[0].src_ids)
+        ...             batch = hl.Batch(seeds, blocks, x, self.job.data.labels[seeds], key=key)
+        ...             yield hl.extend.BatchUnit(self.job, batch)
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1, 2]},
+        ... )
+        >>> trainer = hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, OneByOne(), epochs=1, show=False)
+        >>> trainer.fit().finished, trainer.num_steps
+        (True, 3)
+    """
 
     @abstractmethod
     def bind(self, job: Job) -> Work: ...

@@ -25,7 +25,15 @@ _TURNS = {"inverse", "minus", "neg", "negative"}
 
 
 def mode_of(name: str) -> Mode | None:
-    """Which way a metric is better, told by the words of its name; None where they do not tell."""
+    """Return "max" or "min", which way a metric is better, told by the words of its name; None if they do not tell.
+
+    Args:
+        name: Such as "val_loss" or "hits@10".
+
+    Example:
+        >>> hl.metrics.mode_of("val_loss"), hl.metrics.mode_of("hits@10"), hl.metrics.mode_of("distance")
+        ('min', 'max', None)
+    """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     rises, falls = bool(words & _RISES), bool(words & _FALLS)
     if rises == falls or words & _TURNS:
@@ -38,7 +46,14 @@ def accuracy(scores: Tensor, y: Tensor) -> float:
 
     Args:
         scores: [n, C] scores, or [n] class ids.
-        y: [n] class ids.
+        y: [n] int64 class ids.
+
+    Raises:
+        ValueError: There are no rows, a score is NaN, or the shapes do not fit.
+
+    Example:
+        >>> hl.metrics.accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+        0.5
     """
     _check("accuracy", scores, y)
     predicted = scores.argmax(dim=-1) if scores.dim() == 2 else scores
@@ -52,7 +67,14 @@ def micro_f1(scores: Tensor, y: Tensor) -> float:
 
     Args:
         scores: [n, C] logits; above 0 predicts the label.
-        y: [n, C] 0/1.
+        y: [n, C] of zeros and ones.
+
+    Raises:
+        ValueError: There are no rows, a score is NaN, the shapes differ, or `y` has other values.
+
+    Example:
+        >>> hl.metrics.micro_f1(torch.tensor([[1.0, -1.0], [1.0, 1.0]]), torch.tensor([[1, 0], [1, 1]]))
+        1.0
     """
     _check("micro_f1", scores, y)
     if scores.shape != y.shape or scores.dim() != 2:
@@ -68,7 +90,14 @@ def roc_auc(scores: Tensor, y: Tensor) -> float:
 
     Args:
         scores: [n] scores, or [n, 2] scores of the negative and the positive class.
-        y: [n] 0/1.
+        y: [n] of zeros and ones.
+
+    Raises:
+        ValueError: There are no rows, a score is NaN, the shapes do not fit, or `y` has other values or only one class.
+
+    Example:
+        >>> hl.metrics.roc_auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
+        0.75
     """
     _check("roc_auc", scores, y)
     if scores.dim() == 2 and scores.shape[1] == 2:
@@ -92,6 +121,13 @@ def mrr(scores: Tensor) -> float:
 
     Args:
         scores: [n, 1 + k], the positive in column 0 and k negatives after it.
+
+    Raises:
+        ValueError: There are no rows, a score is NaN, or there is no negative.
+
+    Example:
+        >>> hl.metrics.mrr(torch.tensor([[0.5, 0.9, 0.1], [0.9, 0.2, 0.1]]))
+        0.75
     """
     _check("mrr", scores)
     if scores.dim() != 2 or scores.shape[1] < 2:

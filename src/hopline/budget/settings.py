@@ -16,7 +16,24 @@ CutBy = Literal["random", "degree", "pagerank"]
 
 @settings
 class Budget:
-    """Memory that a run may take, and what becomes of a batch that would take more."""
+    """Memory that a run may take, and what becomes of a batch that would take more.
+
+    `Trainer(budget="8GiB")` is short for `hl.Budget(device="8GiB")`.
+
+    Raises:
+        ValueError: A field has a value that is not allowed. From the Trainer: no size is given, or the run cannot fit.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1, 2]},
+        ... )
+        >>> budget = hl.Budget(device="2GiB", over_budget="refuse")
+        >>> trainer = hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, budget=budget, epochs=1, show=False)
+        >>> trainer.fit().finished
+        True
+    """
 
     SHORT: ClassVar[str] = "device"
     """The field that `budget=8GiB` sets."""

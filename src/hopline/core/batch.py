@@ -24,7 +24,13 @@ PYG_NAMES = ("edge_index", "edge_attr", "batch_size", "n_id", "e_id", "input_id"
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Edges of a block whose source rows live in one place, sorted by destination."""
+    """Edges of a block whose source rows live in one place, sorted by destination.
+
+    Example:
+        >>> part = hl.extend.Part(indptr=torch.tensor([0, 2, 3]), src_idx=torch.tensor([1, 2, 0], dtype=torch.int32))
+        >>> part.edge_index.tolist()
+        [[1, 2, 0], [0, 0, 1]]
+    """
 
     indptr: Tensor
     """[num_dst + 1] int64: destination i has edges indptr[i] .. indptr[i + 1]."""
@@ -82,7 +88,16 @@ def edges_where(part: Part, kept: Tensor) -> Part:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources."""
+    """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources.
+
+    Example:
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+        >>> (block,) = hl.extend.NeighborSampler(data.graph, [2]).sample(torch.tensor([1, 3]), key=0)
+        >>> block
+        Block(4 -> 2 nodes, 2 edges)
+        >>> block.src_ids.tolist(), block.dst_ids.tolist(), block.edge_index.tolist()
+        ([1, 3, 0, 2], [1, 3], [[2, 3], [0, 1]])
+    """
 
     src_ids: Tensor
     """[num_src] int64 global node ids."""
@@ -173,7 +188,21 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Seeds, the blocks that lead to them, and handles to the rows they need."""
+    """Seeds, the blocks that lead to them, and handles to the rows they need.
+
+    A `GNN` is called with one: `model(batch)` gives [num_seeds, num_outputs]. Any other model is called by
+    `hl.nn.as_walkable(model)(batch)`. Batches are immutable; `to(device)` makes another one.
+
+    Example:
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2), y=torch.tensor([0, 1, 0, 1])
+        ... )
+        >>> (batch,) = hl.Sampled(fanouts=(2,), shuffle=False).loader(data, torch.tensor([1, 3]))
+        >>> batch.seeds.tolist(), batch.input_ids.tolist(), batch.labels.tolist()
+        ([1, 3], [1, 3, 0, 2], [1, 1])
+        >>> batch.blocks[0].edge_index.tolist()  # positions among `input_ids`, sources first
+        [[2, 3], [0, 1]]
+    """
 
     seeds: Tensor
     """[num_seeds] int64 global node ids."""

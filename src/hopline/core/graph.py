@@ -23,7 +23,23 @@ def version_of(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A directed graph as in-edges: node `v` receives from `indices[indptr[v]:indptr[v + 1]]`."""
+    """A directed graph as in-edges: node `v` receives from `indices[indptr[v]:indptr[v + 1]]`.
+
+    This is the CSC form of the adjacency matrix, with `indptr` for PyG's `colptr` and `indices` for its `row`.
+
+    Raises:
+        ValueError: `indptr` or `indices` has the wrong dtype or shape, or does not run from 0 to the number of edges;
+            or an edge array has not one row per edge.
+
+    Example:
+        >>> graph = hl.Graph(indptr=torch.tensor([0, 0, 2, 3]), indices=torch.tensor([0, 2, 1]))
+        >>> graph
+        Graph(3 nodes, 3 edges, cpu)
+        >>> graph.in_degrees().tolist()
+        [0, 2, 1]
+        >>> graph.edge_index().tolist()
+        [[0, 2, 1], [1, 1, 2]]
+    """
 
     indptr: Tensor
     """[num_nodes + 1] int64, non-decreasing, from 0 to num_edges."""

@@ -41,7 +41,15 @@ class Handle(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Handle):
-    """A handle to rows of a table."""
+    """A handle to rows of a table, which are read only where a computation has no way to do without them.
+
+    Example:
+        >>> rows = hl.extend.Rows(hl.extend.TensorTable(torch.eye(3)), torch.tensor([2, 0]))
+        >>> rows
+        Rows([2, 3] of TensorTable([3, 3] float32))
+        >>> rows.read().argmax(1).tolist()
+        [2, 0]
+    """
 
     table: Readable
     ids: Tensor

@@ -39,6 +39,21 @@ class NeighborSampler:
     Blocks are made where the graph is, and on the seeds' GPU if it is in pinned host memory.
     `fanouts[0]` is at the seeds. A node's sample depends on (key, pair of layers, node) alone, and its sample at a
     smaller fan-out is part of the one at a larger: `ops.layer_key` says why layers come in pairs.
+
+    Args:
+        graph: In-edges.
+        fanouts: In-edges drawn per node and layer, the seeds' own first; -1 takes all.
+        replace: Draw neighbours with replacement.
+        edge_ids: Whether parts have `edge_ids`.
+        one_list: A node has one neighbour list in all layers, for models that run on the union of the blocks.
+
+    Raises:
+        ValueError: A fan-out is not allowed. From `sample`: seeds are not distinct nodes, [n] int64.
+
+    Example:
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+        >>> hl.extend.NeighborSampler(data.graph, [2, 2]).sample(torch.tensor([1]), key=0)
+        (Block(3 -> 2 nodes, 2 edges), Block(2 -> 1 nodes, 1 edges))
     """
 
     def __init__(
@@ -50,7 +65,6 @@ class NeighborSampler:
         edge_ids: bool = False,
         one_list: bool = False,
     ) -> None:
-        """one_list: a node has one neighbour list in all layers, for models that run on the union of the blocks."""
         check_fanouts(fanouts, replace)
         self.graph = graph
         self.fanouts = tuple(fanouts)

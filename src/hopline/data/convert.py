@@ -65,11 +65,40 @@ def from_edges(
     split_shares: Sequence[float] | None = None,
     **options: Any,
 ) -> Dataset:
-    """A dataset from edges [2, E], an `.npy` file or chunks of them, and what is known about the nodes.
+    """Make a dataset from edges and what is known about the nodes.
 
-    With `folder` the graph is grouped on disk in bounded memory and opened from there. name: the folder's by default.
-    split_shares: draws train, valid and test nodes as `random_split` does, in place of `splits`. `options` are those of
-    `EdgeOptions`: symmetrize, self_loops, duplicates, chunk_edges.
+    With `folder` the graph is grouped on disk in bounded memory and opened from there.
+
+    Args:
+        edges: [2, num_edges] of integers, sources first; or an `.npy` file of them; or an iterable of such chunks.
+        folder: Write the dataset there. Default: keep it in memory.
+        num_nodes: Default: the number of rows of `x`, `tables` or `y`, else one more than the largest id.
+        edge: Edge arrays by name, such as "weight" [num_edges] or "attr" [num_edges, d].
+        x: [num_nodes, num_features] features: a tensor, an array, a SciPy or torch sparse matrix, or a `Table`.
+            Integers become float32.
+        tables: Further rows per node, by name.
+        y: [num_nodes] class numbers, -1 for none; or [num_nodes, num_labels] of zeros and ones.
+        splits: "train", "valid" and "test" as ids or bool masks; masks [num_nodes, k] are k splits.
+        task: "single", "multi" or "binary". Default: "multi" for a `y` with two dimensions, else "single".
+        num_classes: Default: one more than the largest class.
+        name: Default: the folder's.
+        meta: Where the dataset comes from, in plain JSON values.
+        split: Which of several splits is the current one.
+        split_shares: Shares of train, valid and test nodes, drawn as by `random_split`, in place of `splits`.
+        options: symmetrize=, self_loops= ("keep", "remove", "add"), duplicates= ("keep", "remove"), chunk_edges=.
+
+    Returns:
+        The dataset, in memory or mapped from `folder`.
+
+    Raises:
+        ValueError: An id is out of range, an array has the wrong number of rows, a value is not finite, or an option
+            does not exist.
+
+    Example:
+        >>> edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
+        >>> data = hl.from_edges(edges, x=torch.ones(4, 2), y=torch.tensor([0, 1, 0, 1]), symmetrize=True)
+        >>> data
+        Dataset('graph', 4 nodes, 6 edges, 2 features, 2 classes, ...)
     """
     how = edge_options(options)
     count = _count_nodes(edges, num_nodes, [x, *(tables or {}).values(), y], how)

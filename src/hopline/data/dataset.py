@@ -26,7 +26,27 @@ METRICS: dict[str, str] = {"single": "accuracy", "multi": "micro_f1", "binary": 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Dataset:
-    """A graph with what is known about its nodes, in memory or mapped from a folder."""
+    """A graph with what is known about its nodes, in memory or mapped from a folder.
+
+    `hl.open` and `hl.from_*` make one. `save` writes it to a folder, `to_pyg` makes a PyG `Data` of it, and
+    `normalized`, `standardized` and `one_hot` give the same dataset with other features.
+
+    Raises:
+        ValueError: A table or `y` has not one row per node, `y` does not fit `task`, or a split is not a 1-D int64
+            tensor.
+
+    Example:
+        >>> data = hl.Dataset(
+        ...     name="ring",
+        ...     graph=hl.Graph(indptr=torch.tensor([0, 1, 2, 3]), indices=torch.tensor([2, 0, 1])),
+        ...     tables={"x": hl.extend.TensorTable(torch.eye(3))},
+        ...     y=torch.tensor([0, 1, 0]),
+        ...     splits={"train": torch.tensor([0, 1])},
+        ...     num_classes=2,
+        ... )
+        >>> data.num_nodes, data.num_features, data.metric
+        (3, 3, 'accuracy')
+    """
 
     name: str
     """What the dataset is called."""

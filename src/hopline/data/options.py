@@ -58,7 +58,16 @@ def merged(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
 
 @settings
 class Columns:
-    """Which columns of the files mean what."""
+    """Which columns of the files mean what.
+
+    Raises:
+        ValueError: `delimiter` is more than one character, and neither `tab` nor `space`.
+
+    Example:
+        >>> columns = hl.Columns(src="citing", dst="cited", edge=("weight",), delimiter="tab")
+        >>> columns.label
+        'label'
+    """
 
     src: str = "src"
     """Source of each edge, in the edge file."""

@@ -10,7 +10,17 @@ from hopline.util.config import Removed, check_fields, parse_size, settings
 
 @settings
 class Placement:
-    """Where graph and features lie while a GPU trains."""
+    """Where graph and features lie while a GPU trains: `Trainer(placement=hl.Placement(...))`. A CPU ignores it.
+
+    Raises:
+        ValueError: A field has a value that is not allowed, or `cache` is given where features are not pinned. From the
+            Trainer: the method needs the graph on the host.
+
+    Example:
+        >>> placement = hl.Placement(features="pinned", cache="2G")
+        >>> placement.graph
+        'auto'
+    """
 
     REMOVED: ClassVar = {
         "order": Removed(

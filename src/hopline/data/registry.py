@@ -99,9 +99,26 @@ def open_dataset(
 ) -> Dataset:
     """Open a dataset: a folder, an `.npz` file, a built-in graph, or a name of the data root, PyG or OGB.
 
-    What has to be downloaded or made is converted once into the data root. `verify` reads everything first.
-    `options` are those of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With
-    device="cuda" a built-in graph is made in the GPU's memory, and nothing is written.
+    What has to be downloaded or made is converted once into the data root.
+
+    Args:
+        name_or_folder: Such as "ogbn-products", "demo", "folder/of/mine" or "cora.npz". `hopline datasets` lists names.
+        data_root: Folder of datasets that are opened by name. Default: $HOPLINE_DATA, else the user's cache folder.
+        split: Which published split is the current one, for datasets that have several.
+        verify: Read and check every value first.
+        options: Of the built-in graph (seed=, scale=, ...) or of the conversion (symmetrize=, ...). With device="cuda"
+            a built-in graph is made in the GPU's memory, and nothing is written.
+
+    Returns:
+        The dataset, memory-mapped if it lies in a folder.
+
+    Raises:
+        ValueError: The name, path, split or an option does not exist, or what is found there is damaged.
+
+    Example:
+        >>> data = hl.open("demo")
+        >>> data.num_features, data.metric, sorted(data.splits)
+        (64, 'accuracy', ['test', 'train', 'valid'])
     """
     root = _root(data_root)
     found = locate(name_or_folder, data_root=root, options=options)

@@ -174,7 +174,22 @@ def _table(name: str, columns: int, arrays: dict[str, Tensor]) -> Table:
 
 
 def verify(folder: str | os.PathLike[str]) -> list[str]:
-    """Read a whole dataset folder: checksums first, then every value. Returns what was checked."""
+    """Read a whole dataset folder: checksums first, then every value.
+
+    Args:
+        folder: Written by `Dataset.save` or by `folder=` of `hl.from_*`.
+
+    Returns:
+        What was checked, a sentence each.
+
+    Raises:
+        ValueError: There is no dataset, a file is damaged, or a value is not allowed. The array and position are named.
+
+    Example:
+        >>> hl.from_edges(torch.tensor([[0, 1], [1, 2]]), x=torch.ones(3, 2)).save("path")
+        >>> "table x is finite" in hl.verify("path")
+        True
+    """
     path = existing(Path(folder).expanduser())
     dataset = open_folder(path)
     done = check_sums(path, read_manifest(path))

@@ -69,7 +69,11 @@ def share(tensor: Tensor) -> SharedArray:
 
 
 def release() -> None:
-    """Give back the memory of arrays that were sent and that nobody here uses: their handles lead nowhere then."""
+    """Give back the memory of arrays that were sent and that nobody here uses: their handles lead nowhere then.
+
+    Example:
+        >>> hl.interop.release()
+    """
     _SENT.clear()
 
 

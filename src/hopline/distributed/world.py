@@ -52,6 +52,12 @@ class World:
     """One rank's view of all ranks. Alone, every exchange is free; else each must be called by all, in one order.
 
     Sums are the same from run to run for the same number of ranks on the same machines, and the same on every rank.
+    `hopline.distributed.launch.run` starts ranks and gives each its world.
+
+    Example:
+        >>> world = hl.extend.World.alone()
+        >>> world.rank, world.size, world.sum([2.0])
+        (0, 1, [2.0])
     """
 
     def __init__(self, seat: Seat, heart: Heart | None = None, store: dist.Store | None = None) -> None:

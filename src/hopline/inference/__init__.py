@@ -53,17 +53,41 @@ def exact(
     keep: KeepRows | None = None,
     folder: Path | str | None = None,
 ) -> Tensor:
-    """The model's output for `ids` (all nodes by default), over every edge, in evaluation mode: [n, ...].
+    """Return the model's output for `ids`, over every edge, in evaluation mode.
 
-    Each layer is computed for all nodes it is needed at before the next one starts, in chunks of about `chunk_edges`
-    edges (a million, more on a GPU), or as large as `chunk_bytes` ("2GiB") let them be beside the hidden rows; these
-    are kept in tables, on the host or on a device with room. keep: is given the rows of every layer but the last, which
-    are then computed at all nodes. folder: keeps the hidden rows there, and the same call goes on from them if it was
-    killed.
+    Each layer is computed for all nodes that need it before the next one starts, in chunks. Hidden embeddings are kept
+    in tables, on the host or on a device with room.
 
-    A module that is not made of layers is run on the whole graph at once. With `hops`, the number of hops around a node
-    that its output depends on, it is run on those hops around chunks of `ids` instead; a trial on a tiny graph refuses
-    too few of them.
+    A module that is not made of layers is run on the whole graph at once. With `hops` it is run on those hops around
+    chunks of `ids` instead; a trial on a tiny graph refuses too few of them.
+
+    Args:
+        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored afterwards.
+        data: With features.
+        ids: [n] int64 nodes. Default: all nodes.
+        hops: The number of hops around a node that the output of a module without layers depends on.
+        chunk_edges: Edges of a chunk. Default: a million, more on a GPU.
+        chunk_bytes: Memory of a chunk apart from the hidden embeddings, such as "2GiB", in place of `chunk_edges`.
+        device: Where to compute. The model must be there.
+        show: Show progress.
+        keep: Called as keep(layer, ids, rows) with the embeddings of every layer but the last, at all nodes.
+        folder: Keep the hidden embeddings there as files. The same call resumes from them if it was killed.
+
+    Returns:
+        [n, num_outputs] on the host, in the order of `ids`, in the model's dtype.
+
+    Raises:
+        ValueError: `ids` is empty or holds no node, a conv cannot run on blocks, or an argument does not go with the
+            model or with another one.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> model = hl.nn.GNN([SAGEConv(2, 8), SAGEConv(8, 3)])
+        >>> hl.infer.exact(model, data).shape
+        torch.Size([4, 3])
+        >>> hl.infer.exact(model, data, torch.tensor([2, 0])).shape
+        torch.Size([2, 3])
     """
     read = exact_rows(
         model,
@@ -93,7 +117,20 @@ def exact_rows(
     keep: KeepRows | None = None,
     folder: Path | str | None = None,
 ) -> ReadRows:
-    """The same, where the output is read piece by piece: a function from some of `ids` to their rows, on the host."""
+    """Compute as `exact` does, and return a function that reads the output, which then need not be in memory at once.
+
+    Arguments and errors are those of `exact`.
+
+    Returns:
+        A function from some of `ids`, [m] int64, to their rows, [m, num_outputs] on the host.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> read = hl.infer.exact_rows(hl.nn.GNN([SAGEConv(2, 3)]), data)
+        >>> read(torch.tensor([3, 1])).shape
+        torch.Size([2, 3])
+    """
     check_wanted(ids, data.num_nodes)
     most = checked_bytes(chunk_bytes)
     walk = as_walkable(model)
@@ -154,10 +191,27 @@ def sampled(
     show: bool = False,
     guard: Guard | None = None,
 ) -> Tensor:
-    """The model's output for the batches' seeds, in their order: an estimate over sampled edges.
+    """Return the model's output for the batches' seeds, in their order: an estimate over sampled edges.
 
-    batches: for example `Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`; num_nodes: for the progress bar;
-    guard: of training under a budget, within which batches that would take more are computed in pieces.
+    Args:
+        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored afterwards.
+        batches: Such as `hl.Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`.
+        num_nodes: How many seeds there are, for the progress bar.
+        show: Show progress.
+        guard: Of training under a budget. Batches that would take more are computed in pieces.
+
+    Returns:
+        [n, num_outputs] on the host, in the model's dtype.
+
+    Raises:
+        ValueError: The batches have not one block per layer of the model.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> batches = hl.Sampled(fanouts=(2,), shuffle=False).loader(data, torch.tensor([2, 0]))
+        >>> hl.infer.sampled(hl.nn.GNN([SAGEConv(2, 3)]), batches).shape
+        torch.Size([2, 3])
     """
     walk = as_walkable(model)
     outputs = []

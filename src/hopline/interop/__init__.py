@@ -1,7 +1,7 @@
 """Other frameworks: a sampler and a feature store that stand alone, with arrays in and out without a copy.
 
 `dlpack` turns tensors into arrays of NumPy, CuPy, JAX, TensorFlow and Paddle over the same memory, and back.
-Arguments and shapes of `Sampler` and `FeatureStore` are public, and the examples in `examples/` are their tests. It
+Arguments and shapes of `Sampler` and `Features` are public, and the examples in `examples/` are their tests. It
 stands on `budget` and below. Triton is loaded before TensorFlow here, since the other order ends the process.
 """
 
@@ -68,7 +68,7 @@ __all__ = [
 
 
 class Adj(NamedTuple):
-    """One layer's edges."""
+    """One layer's edges, an item of `Sample.adjs`."""
 
     edge_index: Any
     """[2, E], sources first: positions in `n_id`, sorted by destination."""
@@ -79,7 +79,14 @@ class Adj(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What a sampler gives, as PyG's old NeighborSampler and torch-quiver do: `n_id, batch_size, adjs = sample`."""
+    """What a sampler gives, as PyG's old NeighborSampler and torch-quiver do: `n_id, batch_size, adjs = sample`.
+
+    Example:
+        >>> graph = hl.interop.graph_from_edges(torch.tensor([[0, 1, 2], [1, 2, 0]]))
+        >>> n_id, batch_size, adjs = hl.interop.Sampler(graph, [2]).sample(torch.tensor([1]))
+        >>> n_id.tolist(), batch_size, adjs[0].edge_index.tolist()
+        ([1, 0], 1, [[1], [0]])
+    """
 
     n_id: Any
     """[N] the nodes whose rows are needed, the seeds first."""
@@ -103,6 +110,29 @@ class Sampler:
 
     Every call draws anew; equal (seed, step) draw the same. Its pickle is a handle: processes that get it share the
     graph, and go on from the same step, so give each its own `seed`.
+
+    Args:
+        data: A graph or a dataset.
+        fanouts: In-edges drawn per node and hop, those of the seeds first; -1 takes all.
+        seed: Of every random draw, together with `step`.
+        replace: Draw neighbours with replacement.
+        device: Where to sample. Default: where the graph is.
+        to: Framework of the samples: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
+        index_dtype: Of all ids in a sample. JAX takes torch.int32 as it is when it is not set to 64 bits.
+        pad: Give all samples of as many seeds one shape, for compilers. Nodes are filled up with node 0, edges with
+            ones from source 0 to a destination behind the last.
+        pinned: Leave the edges in host memory and let the GPU read them there.
+
+    Raises:
+        TypeError: `data` is no graph.
+        ValueError: A fan-out, framework, dtype or device is not possible.
+
+    Example:
+        >>> graph = hl.interop.graph_from_edges(torch.tensor([[0, 1, 2], [1, 2, 0]]))
+        >>> sampler = hl.interop.Sampler(graph, [2, 2], to="numpy")
+        >>> sample = sampler.sample([1])
+        >>> sample.n_id, [adj.size for adj in sample.adjs]
+        (array([1, 0, 2]), [(3, 2), (2, 1)])
     """
 
     def __init__(
@@ -118,12 +148,6 @@ class Sampler:
         pad: bool = False,
         pinned: bool = False,
     ) -> None:
-        """data: a graph or a dataset. device: where to sample, if not where the graph is. to: framework of the samples.
-
-        index_dtype: of all ids in a sample; torch.int32 is what JAX takes as it is when it is not set to 64 bits.
-        pad: give all samples of as many seeds one shape, for compilers: see `_padded`.
-        pinned: leave the edges in host memory and let the GPU read them there.
-        """
         found = data if isinstance(data, Graph) else getattr(data, "graph", None)
         if not isinstance(found, Graph):
             raise TypeError(f"a Sampler takes a graph or a dataset, not {type(data).__name__}: see interop.graph")
@@ -157,7 +181,14 @@ class Sampler:
                 self._neighbors.fanouts = self._fanouts
 
     def sample(self, seeds: Any) -> Sample:
-        """The nodes and edges that lead to the seeds, which must be distinct."""
+        """Draw the nodes and edges that lead to the seeds.
+
+        Args:
+            seeds: [n] distinct node ids, of any framework.
+
+        Raises:
+            ValueError: A seed is no node of the graph, or is there twice.
+        """
         ids = from_any(seeds).to(self.device)
         with self._lock:
             step, self.step = self.step, self.step + 1
@@ -239,7 +270,27 @@ def _device(device: torch.device | str | None, graph: Graph) -> torch.device:
 
 
 def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
-    """A batch as a plain dict of the framework's arrays, its rows read; a `Sample` as a `Sample` of them."""
+    """Return a batch as a plain dict of the framework's arrays, its rows read; or a `Sample` as a `Sample` of them.
+
+    Args:
+        batch: Of a `Loader`, or of a `Sampler`.
+        framework: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
+
+    Returns:
+        "seeds" [num_seeds], "n_id" [num_input], "x" [num_input, num_features], "y", the other tables, and "blocks": a
+        dict per layer with "edge_index" [2, num_edges], "size" and "edge".
+
+    Raises:
+        ValueError: There is no such framework, or it cannot share an array.
+        ImportError: The framework is not installed.
+
+    Example:
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2], [1, 2, 0]]), x=torch.ones(3, 2))
+        >>> (batch,) = hl.Sampled(fanouts=(2,)).loader(data, torch.tensor([1]))
+        >>> arrays = hl.interop.batch_to(batch, "numpy")
+        >>> arrays["n_id"], arrays["x"].shape, arrays["blocks"][0]["size"]
+        (array([1, 0]), (2, 2), (2, 1))
+    """
     if isinstance(batch, Sample):
         return batch.to(framework)
     convert = converter(framework)
@@ -257,10 +308,21 @@ def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:
 
 
 def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = None) -> Graph:
-    """A graph over any framework's arrays: node v receives from `indices[indptr[v]:indptr[v + 1]]`.
+    """Make a graph over any framework's arrays: node v receives from `indices[indptr[v]:indptr[v + 1]]`.
 
-    Or over a square SciPy matrix whose entry (i, j) is the edge from i to j; one in CSC form is shared, others are
-    brought into it. `indices` (int32 or int64) is not copied; `indptr` only if it is not int64.
+    Args:
+        indptr: [num_nodes + 1] integers, copied only if they are not int64. Or a square SciPy matrix whose entry (i, j)
+            is the edge from i to j; one in CSC form is shared, others are brought into it.
+        indices: [num_edges] int32 or int64 sources, not copied.
+        edge: Edge arrays by name, with a row per edge in the order of `indices`.
+
+    Raises:
+        ValueError: The matrix is not square, `indices` is missing, or the arrays do not fit together.
+
+    Example:
+        >>> import numpy as np
+        >>> hl.interop.graph(np.array([0, 1, 2]), np.array([1, 0]))
+        Graph(2 nodes, 2 edges, cpu)
     """
     if hasattr(indptr, "tocsc"):
         matrix = indptr.tocsc()
@@ -274,7 +336,21 @@ def graph(indptr: Any, indices: Any = None, edge: Mapping[str, Any] | None = Non
 
 
 def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mapping[str, Any] | None = None) -> Graph:
-    """A graph from edges [2, E], sources first, of any framework, grouped by destination (so they are copied)."""
+    """Make a graph from edges of any framework, grouped by destination, so they are copied.
+
+    Args:
+        edge_index: [2, num_edges] int64 or int32, sources first.
+        num_nodes: Default: one more than the largest id.
+        edge: Edge arrays by name, with a row per edge in the order of `edge_index`.
+
+    Raises:
+        ValueError: The edges have another shape or dtype, or an id is no node.
+
+    Example:
+        >>> graph = hl.interop.graph_from_edges(torch.tensor([[2, 0, 1], [0, 1, 2]]))
+        >>> graph.indptr.tolist(), graph.indices.tolist()
+        ([0, 1, 2, 3], [2, 0, 1])
+    """
     edges = from_any(edge_index).cpu()
     if edges.dim() != 2 or edges.size(0) != 2 or edges.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"edges must be int64 or int32 [2, E], sources first, not {list(edges.shape)} {edges.dtype}")
@@ -286,7 +362,20 @@ def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mappin
 
 
 class Features(Table):
-    """A table whose `features[ids]` takes ids of any framework and gives rows in the one that is named."""
+    """A table whose `features[ids]` takes ids of any framework and gives rows in the one that is named.
+
+    Args:
+        below: The table that has the rows.
+        to: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
+
+    Raises:
+        ValueError: There is no such framework.
+
+    Example:
+        >>> features = hl.interop.Features(hl.extend.TensorTable(torch.eye(3)), to="numpy")
+        >>> features[[2]]
+        array([[0., 0., 1.]], dtype=float32)
+    """
 
     def __init__(self, below: Table, to: str = "torch") -> None:
         converter(to)
@@ -334,7 +423,21 @@ class Features(Table):
 
 
 def table(rows: Any, to: str = "torch") -> Features:
-    """A feature store over any framework's array [N, ...] (not copied), a SciPy matrix, or a table."""
+    """Make a feature store over any framework's rows.
+
+    Args:
+        rows: [num_nodes, ...] array (not copied), a SciPy matrix, or a table.
+        to: Framework in which rows are read: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
+
+    Raises:
+        TypeError: `rows` is no array.
+        ValueError: There is no such framework, or the array cannot be shared with torch.
+
+    Example:
+        >>> import numpy as np
+        >>> hl.interop.table(np.eye(3), to="numpy")[[0]]
+        array([[1., 0., 0.]])
+    """
     if hasattr(rows, "tocsr"):
         csr = rows.tocsr()
         parts = (from_any(csr.indptr).long(), from_any(csr.indices), from_any(csr.data))
@@ -353,9 +456,20 @@ class SharedGraph(Graph):
 
 
 def shared(what: Any) -> Any:
-    """The graph or table in memory that processes share: copied once, unless it is mapped from a file already.
+    """Return the graph or table in memory that processes share: copied once, unless it is mapped from a file already.
 
     A graph gets a twin there; a table is the same one, with its rows there. Sending one does the same.
+
+    Args:
+        what: A `Graph` or a `Table`.
+
+    Raises:
+        TypeError: It is neither.
+
+    Example:
+        >>> graph = hl.interop.shared(hl.interop.graph_from_edges(torch.tensor([[0, 1], [1, 0]])))
+        >>> graph.num_edges
+        2
     """
     if isinstance(what, Table):
         what.__reduce__()

@@ -17,7 +17,19 @@ ALIGNED_BYTES = 64
 
 
 def from_any(array: Any) -> Tensor:
-    """A tensor over the memory of any framework's array; lists and numbers become a new one."""
+    """Return a tensor over the memory of any framework's array; lists and numbers become a new one.
+
+    Raises:
+        TypeError: It is no array, or a variable.
+        ValueError: The array cannot be shared with torch.
+
+    Example:
+        >>> import numpy as np
+        >>> array = np.zeros(2)
+        >>> hl.interop.from_any(array)[0] = 1.0
+        >>> array
+        array([1., 0.])
+    """
     if isinstance(array, Tensor):
         return array
     if isinstance(array, list | tuple | range | int | float | np.generic):
@@ -39,7 +51,16 @@ def from_any(array: Any) -> Tensor:
 
 
 def to_numpy(tensor: Tensor) -> Any:
-    """A NumPy array over the tensor's memory."""
+    """Return a NumPy array over the tensor's memory.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: The tensor is on a GPU, requires a gradient, or is sparse or not contiguous.
+
+    Example:
+        >>> hl.interop.to_numpy(torch.arange(3))
+        array([0, 1, 2])
+    """
     _check(tensor, "NumPy")
     if tensor.device.type != "cpu":
         raise ValueError("NumPy arrays are in host memory: type tensor.cpu() first, which copies, or use to_cupy")
@@ -47,7 +68,12 @@ def to_numpy(tensor: Tensor) -> Any:
 
 
 def to_jax(tensor: Tensor) -> Any:
-    """A JAX array over the tensor's memory, which must not be written any more: JAX takes it for constant."""
+    """Return a JAX array over the tensor's memory, which must not be written any more: JAX takes it for constant.
+
+    Raises:
+        ImportError: JAX is not installed.
+        ValueError: JAX would copy the tensor, or cannot share it.
+    """
     jax = _module("jax")
     _check(tensor, "JAX", aligned=True)
     if tensor.dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128) and not jax.config.jax_enable_x64:
@@ -59,7 +85,12 @@ def to_jax(tensor: Tensor) -> Any:
 
 
 def to_tensorflow(tensor: Tensor) -> Any:
-    """A TensorFlow tensor over the tensor's memory."""
+    """Return a TensorFlow tensor over the tensor's memory.
+
+    Raises:
+        ImportError: TensorFlow is not installed.
+        ValueError: TensorFlow cannot share the tensor, or sees no GPU.
+    """
     tensorflow = _module("tensorflow")
     _check(tensor, "TensorFlow", aligned=True)
     if tensor.is_cuda:
@@ -71,7 +102,12 @@ def to_tensorflow(tensor: Tensor) -> Any:
 
 
 def to_paddle(tensor: Tensor) -> Any:
-    """A Paddle tensor over the tensor's memory."""
+    """Return a Paddle tensor over the tensor's memory.
+
+    Raises:
+        ImportError: Paddle is not installed.
+        ValueError: Paddle cannot share the tensor, or has no CUDA.
+    """
     paddle = _module("paddle")
     _check(tensor, "Paddle")
     if tensor.is_cuda:
@@ -82,7 +118,12 @@ def to_paddle(tensor: Tensor) -> Any:
 
 
 def to_cupy(tensor: Tensor) -> Any:
-    """A CuPy array over the tensor's memory, which must be on a GPU."""
+    """Return a CuPy array over the tensor's memory, which must be on a GPU.
+
+    Raises:
+        ImportError: CuPy is not installed.
+        ValueError: The tensor is on the host, or cannot be shared.
+    """
     cupy = _module("cupy")
     _check(tensor, "CuPy")
     if not tensor.is_cuda:
@@ -101,7 +142,20 @@ FRAMEWORKS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def to(tensor: Tensor, framework: str) -> Any:
-    """The tensor as an array of the named framework, over the same memory."""
+    """Return the tensor as an array of the named framework, over the same memory.
+
+    Args:
+        tensor: Contiguous, without a gradient.
+        framework: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
+
+    Raises:
+        ValueError: There is no such framework, or it cannot share the tensor.
+        ImportError: The framework is not installed.
+
+    Example:
+        >>> hl.interop.to(torch.arange(3), "numpy")
+        array([0, 1, 2])
+    """
     return converter(framework)(tensor)
 
 

@@ -39,7 +39,19 @@ INPUT = -1
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What a layer hands to the next: a few per-node tensors."""
+    """What a layer hands to the next: a few per-node tensors.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> model = hl.nn.GNN([SAGEConv(2, 8), SAGEConv(8, 3)])
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> (batch,) = hl.Sampled(fanouts=(2, 2)).loader(data, torch.tensor([0]))
+        >>> state = hl.nn.State(h=batch.x)
+        >>> for l, block in enumerate(batch.blocks):
+        ...     state = model.layer(l, state, block)
+        >>> model.decode(state).shape
+        torch.Size([1, 3])
+    """
 
     h: Handle | Tensor
     """[n, width] hidden rows of the current nodes, or the handle to input rows, or to rows not computed yet."""
@@ -53,16 +65,35 @@ class GNN(nn.Module):
     """A list of PyG convs; parameter names are those of PyG's own models (`convs.0...`, `norms.0...`, `lin`).
 
     After every conv but the last: norm, activation, dropout (with jumping knowledge, after the last too). After an
-    encoder: activation, dropout.
+    encoder: activation, dropout. It is called with a `Batch`; `hl.infer.exact` runs it on all nodes.
 
-    convs: one per layer. norm: "batch", "layer", None, or a module per conv. act: "relu", ..., a module or None.
-    act_first: activation before the norm. dropout: after every activation, drawn from the node's key.
-    input_dropout: on the input rows. residual: adds a hidden layer's input to its output where the widths are equal.
-    residual_first: before the activation, not after it. initial_residual: weight of the encoder's output mixed into
-    every layer (GCN2Conv does it itself).
-    jk: jumping knowledge, "cat", "max", "lstm" or "last". jk_encoder: it begins with the encoder's rows. encoder: a
-    Linear, or another module of one node's row, before the first conv. head: a module after the last; jumping
-    knowledge needs one.
+    Args:
+        convs: One per layer. The first takes rows of width num_features, or of the encoder's output.
+        norm: "batch", "layer", None, or a module per conv.
+        act: "relu", "elu", ..., a module or function, or None.
+        act_first: Activation before the norm.
+        dropout: After every activation, drawn from the node's key.
+        input_dropout: On the input rows.
+        residual: Adds a hidden layer's input to its output where the widths are equal.
+        residual_first: Adds it before the activation, not after.
+        initial_residual: Weight of the encoder's output mixed into every layer (GCN2Conv does it itself).
+        jk: Jumping knowledge: "cat", "max", "lstm", "last" or a module. It needs `head`.
+        jk_encoder: Jumping knowledge begins with the encoder's rows.
+        encoder: A Linear, or another module of one node's row, before the first conv.
+        head: A module after the last conv or after jumping knowledge.
+
+    Raises:
+        TypeError: `convs`, `encoder` or `head` is no module.
+        ValueError: There is no conv, a dropout is not between 0 and 1, norms are not one per conv, or jumping knowledge
+            has no head or layers of several widths.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> model = hl.nn.GNN([SAGEConv(2, 8), SAGEConv(8, 3)], norm="batch", dropout=0.5)
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> (batch,) = hl.Sampled(fanouts=(2, 2)).loader(data, torch.arange(4))
+        >>> model(batch).shape
+        torch.Size([4, 3])
     """
 
     def __init__(

@@ -24,6 +24,28 @@ class Whole(nn.Module):
 
     What convs of the module cached of a graph (`cached=True`) is set aside while it runs here and put back afterwards,
     so that no graph is computed with the cache of another one.
+
+    Args:
+        module: Whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges] int64, and perhaps
+            edge_weight or edge_attr.
+
+    Raises:
+        ValueError: `forward` must be given more than features and edges. When it is called: a conv has cached=True, or
+            the output has not one row per node.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.conv = SAGEConv(2, 3)
+        ...
+        ...     def forward(self, x, edge_index):
+        ...         return self.conv(x, edge_index).relu()
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> (batch,) = hl.Sampled(fanouts=(2,)).loader(data, torch.tensor([0, 2]))
+        >>> hl.nn.Whole(Net())(batch).shape
+        torch.Size([2, 3])
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -115,11 +137,27 @@ def depth_of(model: nn.Module) -> int:
 
 
 def as_walkable(model: nn.Module) -> GNN | Whole:
-    """A model that is called with a batch, as the library runs it, with the parameters of the one that is given.
+    """Return a model that is called with a batch, as the library runs it, with the parameters of the one that is given.
 
     A GNN is one already, a PyG model is run layer by layer, and any other module with `forward(x, edge_index)` as a
     whole. So is a subclass of a PyG model with a `forward` of its own, since its layers do not tell what it does.
     A model inside of DDP or Fabric is taken out of its wrapper: to train over ranks, wrap what this returns.
+
+    Args:
+        model: A `GNN`, a PyG model, or any module with forward(x, edge_index).
+
+    Returns:
+        A `GNN`, or a `Whole` for what is not made of layers.
+
+    Raises:
+        ValueError: A GNN overrides `forward` or has hooks, or a module's `forward` needs more than features and edges.
+
+    Example:
+        >>> from torch_geometric.nn import GraphSAGE
+        >>> model = GraphSAGE(2, 8, num_layers=2, out_channels=3)
+        >>> walk = hl.nn.as_walkable(model)
+        >>> type(walk).__name__, next(walk.parameters()) is next(model.parameters())
+        ('GNN', True)
     """
     inner = unwrapped(model)
     if inner is not model:

@@ -43,6 +43,28 @@ class CollectiveSampler:
     Every rank must call `sample` as often as the others, with seeds of its own or none. A node's sample depends on
     (key, pair of layers, node) alone and is drawn by its owner, so it is the one that a single process with the whole
     graph draws.
+
+    Args:
+        shard: This rank's.
+        channel: Between the ranks. Nothing else may use it meanwhile.
+        fanouts: In-edges drawn per node and layer, the seeds' own first; -1 takes all.
+        replace: Draw neighbours with replacement.
+        edge_ids: Whether parts have `edge_ids`.
+        one_list: A node has one neighbour list in all layers, for models that run on the union of the blocks.
+
+    Raises:
+        ValueError: A fan-out is not allowed, or shards and ranks do not fit together.
+
+    Example:
+        >>> from hopline.core.partition import make_partition
+        >>> from hopline.distributed.all_to_all import Channel
+        >>> from hopline.shards.write import cut
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+        >>> cut(data, make_partition(data.graph, 1, "range"), "shards")  # as `hopline partition`
+        >>> sampler = hl.shards.CollectiveSampler(hl.shards.open_shard("shards", rank=0), Channel(), [2, 2])
+        >>> blocks, _, _ = sampler.sample(torch.tensor([1]), key=0)
+        >>> blocks
+        (Block(3 -> 2 nodes, 2 edges), Block(2 -> 1 nodes, 1 edges))
     """
 
     def __init__(
@@ -55,7 +77,6 @@ class CollectiveSampler:
         edge_ids: bool = False,
         one_list: bool = False,
     ) -> None:
-        """one_list: a node has one neighbour list in all layers, for models that run on the union of the blocks."""
         check_fanouts(fanouts, replace)
         check_fits(shard, channel)
         self.shard, self.channel, self.fanouts = shard, channel, tuple(fanouts)

@@ -14,7 +14,24 @@ from hopline.shards.shard import Shard, check_fits, open_shard
 class ShardedData(Dataset):
     """What all ranks know of a dataset in shards: its sizes and the ids of its splits; the rest is in `shard`.
 
-    Made by all ranks together. Methods that look at the whole graph are refused when they ask for it.
+    Made by all ranks together, usually by `hl.shards.open`. Methods that look at the whole graph are refused when they
+    ask for it.
+
+    Args:
+        shard: This rank's.
+        world: The ranks. Default: the processes of torch.distributed, or this process alone.
+
+    Raises:
+        ValueError: Shards and ranks do not fit together, or the shards are of several cuts.
+
+    Example:
+        >>> from hopline.core.partition import make_partition
+        >>> from hopline.shards.write import cut
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), splits={"train": [3, 1]})
+        >>> cut(data, make_partition(data.graph, 1, "range"), "shards")  # as `hopline partition`
+        >>> data = hl.shards.ShardedData(hl.shards.open_shard("shards", rank=0))
+        >>> data.num_nodes, data.splits["train"].tolist()
+        (4, [1, 3])
     """
 
     def __init__(self, shard: Shard, world: World | None = None) -> None:
@@ -60,5 +77,23 @@ class ShardedData(Dataset):
 
 
 def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, split: int = 0) -> ShardedData:
-    """Open this rank's shard for a Trainer: every rank must call this. world: as of `hopline.distributed.launch`."""
+    """Open this rank's shard for a Trainer: every rank must call this.
+
+    Args:
+        folder: Made by `hopline partition`, with as many shards as there are ranks.
+        world: As `hopline.distributed.launch` hands it out. Default: the processes of torch.distributed, or this one
+            alone.
+        split: Which published split is the current one, for datasets that have several.
+
+    Raises:
+        ValueError: There is no shard for this rank, or shards and ranks do not fit together.
+
+    Example:
+        >>> from hopline.core.partition import make_partition
+        >>> from hopline.shards.write import cut
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> cut(data, make_partition(data.graph, 1, "range"), "shards")  # as `hopline partition`
+        >>> hl.shards.open("shards").num_features
+        2
+    """
     return ShardedData(open_shard(folder, rank_and_size(world)[0], split=split), world)

@@ -46,8 +46,19 @@ def node_ranges(indptr: Tensor, limit: int) -> Iterator[tuple[int, int]]:
 class Shard:
     """The nodes that one rank owns: their in-edges, rows, labels and splits.
 
-    Ids are the dataset's. A node's place is its number when all shards stand one behind the other: shard s has the
-    places ptr[s] .. ptr[s + 1] - 1, its nodes in ascending order.
+    `open_shard` makes one. Ids are the dataset's. A node's place is its number when all shards stand one behind the
+    other: shard s has the places ptr[s] .. ptr[s + 1] - 1, its nodes in ascending order.
+
+    Example:
+        >>> from hopline.core.partition import make_partition
+        >>> from hopline.shards.write import cut
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> cut(data, make_partition(data.graph, 2, "range"), "shards")  # as `hopline partition`
+        >>> shard = hl.shards.open_shard("shards", rank=1)
+        >>> shard
+        Shard(1 of 2 of 'graph', 2 of 4 nodes, 2 of 4 edges, 1 nodes of others)
+        >>> shard.nodes.tolist(), shard.tables["x"].shape
+        ([2, 3], (2, 2))
     """
 
     name: str
@@ -189,7 +200,27 @@ def read_about(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, dict[str
 
 
 def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> Shard:
-    """One shard of a folder made by `hopline partition`; the others are not looked at, and need not be there."""
+    """Open one shard of a folder made by `hopline partition`; the others are not looked at, and need not be there.
+
+    Args:
+        folder: With a folder `shard-RANK`.
+        rank: Which shard.
+        split: Which published split is the current one, for datasets that have several.
+
+    Returns:
+        The shard, memory-mapped.
+
+    Raises:
+        ValueError: There is no such shard or split, or its arrays are damaged or of another version.
+
+    Example:
+        >>> from hopline.core.partition import make_partition
+        >>> from hopline.shards.write import cut
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+        >>> cut(data, make_partition(data.graph, 2, "range"), "shards")  # as `hopline partition`
+        >>> hl.shards.open_shard("shards", rank=0).nodes.tolist()
+        [0, 1]
+    """
     top = existing(Path(folder).expanduser())
     here = top / shard_name(rank)
     if not here.is_dir():

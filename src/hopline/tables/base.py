@@ -21,7 +21,30 @@ class Tiers(NamedTuple):
 
 
 class Table(ABC):
-    """Rows addressed by node id. A table may wrap another one; it never owns a thread or a stream."""
+    """Rows addressed by node id. A table may wrap another one; it never owns a thread or a stream.
+
+    A table of your own needs `shape`, `dtype` and `read`. The rest makes it faster, or writable.
+
+    Example:
+        >>> class Degrees(hl.extend.Table):
+        ...     def __init__(self, graph):
+        ...         self.graph = graph
+        ...
+        ...     @property
+        ...     def shape(self):
+        ...         return (self.graph.num_nodes, 1)
+        ...
+        ...     @property
+        ...     def dtype(self):
+        ...         return torch.float32
+        ...
+        ...     def read(self, ids):
+        ...         return self.graph.in_degrees(ids).float()[:, None]
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 0], [1, 2, 2]]))
+        >>> data.tables["x"] = Degrees(data.graph)
+        >>> data.x[torch.tensor([2])].tolist()
+        [[2.0]]
+    """
 
     @property
     @abstractmethod

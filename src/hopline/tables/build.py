@@ -38,17 +38,37 @@ def table(
     train_ids: Tensor | None = None,
     batch_size: int = 1024,
 ) -> TieredTable:
-    """Rows [num_nodes, ...] in tiers: the hottest on the device, the rest where they are.
+    """Make a table of rows in tiers: the hottest rows on the device, the rest where they are.
 
-    x: a tensor, an array (which may be a memory map), the path of an .npy file, or a table. Rows in memory are pinned
-    where they lie, not copied.
-    device_cache: how much of them the device keeps: "0.1G", "200M", bytes, "20%" or "all".
-    host_cache: for rows in a file. "2G" keeps as many of the next hottest in RAM, "all" copies the file into RAM.
-    order: which rows are hot. "degree": those that are the source of most edges; needs graph. "access": those that a
-    batch most probably reads; needs graph, fanouts and train_ids. "observed": those that were read most in the first
-    epoch (until then by degree, if there is a graph). Or ids, the hottest first.
-    device: where the cache is; by default a GPU if there is one. devices=[0, 1]: the table will be sent to one process
-    per GPU; the rows are put into memory that they share, and each fills a cache of its own.
+    Rows in memory are pinned where they lie, not copied.
+
+    Args:
+        x: [num_nodes, ...] rows: a tensor, an array (which may be a memory map), the path of an .npy file, or a table.
+        device_cache: How much of them the device keeps: "0.1G", "200M", bytes, "20%" or "all".
+        host_cache: For rows in a file. "2G" keeps as many of the next hottest in RAM, "all" copies the file into RAM.
+        order: Which rows are hot. "degree": those that are the source of most edges; needs graph. "access": those that
+            a batch most probably reads; needs graph, fanouts and train_ids. "observed": those that were read most in
+            the first epoch (until then by degree, if there is a graph). Or ids, the hottest first.
+        device: Where the cache is. Default: a GPU if there is one.
+        devices: GPUs of several processes, such as [0, 1], to each of which the table will be sent. The rows are put
+            into memory that they share, and each fills a cache of its own.
+        graph: Of `order`.
+        fanouts: In-edges drawn per node and layer, the seeds' own first; of order="access".
+        train_ids: [n] int64 training nodes; of order="access".
+        batch_size: Seeds per batch; of order="access".
+
+    Returns:
+        A table of the shape and dtype of `x`, to be used as tables={"x": ...} of a dataset.
+
+    Raises:
+        ValueError: A size, an order or a device does not exist, or what `order` needs is missing.
+
+    Example:
+        >>> rows = hl.table(torch.eye(4), device_cache="50%", order=torch.tensor([2, 0]), device="cpu")
+        >>> rows.num_hot
+        2
+        >>> rows[torch.tensor([3])].tolist()
+        [[0.0, 0.0, 0.0, 1.0]]
     """
     target = _device(device, devices)
     below = _as_table(x)

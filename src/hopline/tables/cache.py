@@ -12,10 +12,20 @@ from hopline.util import trace
 
 
 class CachedTable(Table):
-    """Copies of chosen rows of `below`, read in its place; all other rows come from `below`."""
+    """Copies of chosen rows of `below`, read in its place; all other rows come from `below`.
+
+    Args:
+        below: The table that has all rows.
+        hot_ids: [n] int64 rows to copy.
+        counter: Under what name, with "_hit" and "_miss" added, reads are counted.
+
+    Example:
+        >>> table = hl.extend.CachedTable(hl.extend.TensorTable(torch.eye(4)), torch.tensor([2, 3]))
+        >>> table.hot.shape, table[torch.tensor([0, 3])].argmax(1).tolist()
+        (torch.Size([2, 4]), [0, 3])
+    """
 
     def __init__(self, below: Table, hot_ids: Tensor, *, counter: str = "rows.cache") -> None:
-        """counter: under what name, with "_hit" and "_miss" added, reads are counted."""
         self.below = below
         self.counter = counter
         self.hot = below.read(hot_ids)

@@ -12,7 +12,21 @@ from hopline.tables.views import receive, send
 
 
 class TensorTable(Table):
-    """Rows of a dense tensor [num_rows, ...]; a memory-mapped one is read page by page as it is touched."""
+    """Rows of a dense tensor [num_rows, ...]; a memory-mapped one is read page by page as it is touched.
+
+    Args:
+        rows: Not copied.
+        read_only: Refuse `write`, as of a file that is mapped for reading.
+
+    Raises:
+        TypeError: `write` is called on a table that is read-only.
+
+    Example:
+        >>> table = hl.extend.TensorTable(torch.zeros(3, 2))
+        >>> table.write(torch.tensor([1]), torch.ones(1, 2))
+        >>> table[torch.tensor([1])].tolist()
+        [[1.0, 1.0]]
+    """
 
     def __init__(self, rows: Tensor, *, read_only: bool = False) -> None:
         self.rows = rows

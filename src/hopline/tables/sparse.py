@@ -12,7 +12,19 @@ from hopline.tables.views import receive, send
 
 
 class SparseTable(Table):
-    """Rows [num_rows, num_columns] of which only the non-zero entries are kept."""
+    """Rows [num_rows, num_columns] of which only the non-zero entries are kept.
+
+    Args:
+        indptr: [num_rows + 1] int64: row i has the entries indptr[i] .. indptr[i + 1].
+        columns: [nnz] int32 or int64.
+        values: [nnz].
+        num_columns: The width of a row.
+
+    Example:
+        >>> table = hl.extend.SparseTable.from_dense(torch.eye(3))
+        >>> table.values.numel(), table[torch.tensor([1])].tolist()
+        (3, [[0.0, 1.0, 0.0]])
+    """
 
     def __init__(self, indptr: Tensor, columns: Tensor, values: Tensor, num_columns: int) -> None:
         self.indptr = indptr  # [num_rows + 1] int64

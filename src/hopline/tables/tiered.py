@@ -56,17 +56,31 @@ class _Placed:
 
 
 class TieredTable(Table):
-    """Copies of the rows `hot_ids` (None: of all rows) of `below` on the device that asks; the rest are read below.
+    """Copies of the rows `hot_ids` of `below` on the device that asks; the rest are read below. `hl.table` makes one.
 
     Each device of each process gets its copies at its first read. On CUDA the rows below are pinned where they lie and
     the kernel reads them itself; rows that cannot be, such as those behind a RAM cache of a file, are read by the host.
     With ids on another kind of device than the table's, rows come from below and nothing is counted.
+
+    Args:
+        below: The table that has all rows.
+        hot_ids: [n] int64 rows to copy; None copies all.
+        device: Where the copies are.
+        observe: Count how often each row is read in the first epoch, and then keep those read most.
+
+    Raises:
+        ValueError: `read` is given ids that are not 1-D int32 or int64.
+
+    Example:
+        >>> below = hl.extend.TensorTable(torch.eye(4))
+        >>> table = hl.extend.TieredTable(below, torch.tensor([2, 3]), "cpu")
+        >>> table.num_hot, table[torch.tensor([0, 3])].argmax(1).tolist()
+        (2, [0, 3])
     """
 
     def __init__(
         self, below: Table, hot_ids: Tensor | None, device: torch.device | str, *, observe: bool = False
     ) -> None:
-        """observe: count how often each row is read in the first epoch, and then keep those read most."""
         self.below = below
         self.hot_ids = hot_ids
         self.device = torch.device(device)

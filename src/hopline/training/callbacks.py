@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd:
-    """An optimizer step."""
+    """An optimizer step, as `Callback.on_step_end` gets it."""
 
     epoch: int
     step: int
@@ -31,7 +31,7 @@ class StepEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEnd:
-    """A finished epoch."""
+    """A finished epoch, as `Callback.on_epoch_end` gets it and `Run.history` lists it."""
 
     epoch: int
     loss: float
@@ -49,7 +49,7 @@ class EpochEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Metrics of one split."""
+    """Metrics of one split, as `Callback.on_evaluate_end` gets them and `Run.evaluations` lists them."""
 
     epoch: int
     split: str
@@ -59,7 +59,20 @@ class Evaluation:
 
 @dataclass(kw_only=True)
 class Run:
-    """What `Trainer.fit` returns."""
+    """What `Trainer.fit` returns: scores, history, time and memory. Printing it shows a table.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1], "valid": [2], "test": [3]},
+        ... )
+        >>> run = hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, epochs=2, show=False).fit()
+        >>> run.finished, run.epochs, len(run.history), run.metric
+        (True, 2, 2, 'accuracy')
+        >>> 0 <= run.test <= 1
+        True
+    """
 
     epochs: int = 0
     """Epochs trained."""
@@ -130,7 +143,46 @@ def _seconds(seconds: float) -> str:
 
 
 class Callback:
-    """Override what you need. `trainer.stop("why")` in any hook ends training after the current epoch."""
+    """Hooks around training: override what you need, and give objects of it to `Trainer(callbacks=[...])`.
+
+        on_fit_start     before the first step, and before the state of a checkpoint is restored
+        on_step_end      after every optimizer step, with a `StepEnd`
+        on_epoch_end     after every epoch, with an `EpochEnd`
+        on_evaluate_end  after every evaluation of a split, with an `Evaluation`
+        on_fit_end       once, with the `Run`
+
+    `trainer.stop("why")` in any hook ends training after the current epoch. Every rank calls its own callbacks.
+
+    Raises:
+        TypeError: A subclass has a method `on_...` that is no hook, and would never be called.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> class Log(hl.Callback):
+        ...     def on_step_end(self, trainer, step):
+        ...         print(f"step {step.step} of {step.size} seeds")
+        ...
+        ...     def on_epoch_end(self, trainer, epoch):
+        ...         print(f"epoch {epoch.epoch}")
+        ...         if epoch.epoch == 2:
+        ...             trainer.stop("two epochs are enough")
+        ...
+        ...     def on_evaluate_end(self, trainer, evaluation):
+        ...         print(f"{evaluation.split}: {', '.join(evaluation.metrics)}")
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1], "valid": [2]},
+        ... )
+        >>> run = hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, callbacks=[Log()], epochs=9, show=False).fit()
+        step 1 of 2 seeds
+        epoch 1
+        valid: accuracy
+        step 2 of 2 seeds
+        epoch 2
+        valid: accuracy
+        >>> run.reason
+        'two epochs are enough'
+    """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Refuse a misspelt hook, which would never be called."""
@@ -157,7 +209,20 @@ class Callback:
 
 
 class EarlyStop(Callback):
-    """Stop when the validation metric has not improved for `patience` evaluations."""
+    """Stop when the validation metric has not improved for `patience` evaluations.
+
+    `Trainer(patience=)` adds one.
+
+    Args:
+        patience: Evaluations without a better validation metric before training stops.
+
+    Raises:
+        ValueError: `patience` is below 1.
+
+    Example:
+        >>> hl.EarlyStop(patience=10).patience
+        10
+    """
 
     def __init__(self, patience: int) -> None:
         if patience < 1:

@@ -13,7 +13,16 @@ EVERY = {"step": 10, "plateau": 5}
 
 @settings
 class Schedule:
-    """How the learning rate changes."""
+    """How the learning rate changes over the epochs: `Trainer(schedule=hl.Schedule(...))`.
+
+    Raises:
+        ValueError: A field has a value that is not allowed. The message says which are.
+
+    Example:
+        >>> schedule = hl.Schedule(name="cosine", warmup=5)
+        >>> schedule.floor
+        0.0
+    """
 
     REMOVED: ClassVar = {"patience": Removed(5, "set schedule.every= with schedule.name=plateau")}
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
@@ -54,7 +63,15 @@ def renewed_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @settings
 class TrainSettings:
-    """How to train, apart from the method."""
+    """How to train, apart from the method: the fields are keyword arguments of `Trainer`.
+
+    Raises:
+        ValueError: A field has a value that is not allowed. The message says which are.
+
+    Example:
+        >>> hl.extend.TrainSettings(epochs=3, lr=0.01).optimizer
+        'adam'
+    """
 
     epochs: int = 10
     """Epochs to train: exactly so many, unless training stops early."""

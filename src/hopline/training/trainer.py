@@ -111,15 +111,40 @@ def _modes_and_draws_restored(model: nn.Module, device: torch.device) -> Iterato
 class Trainer:
     """Trains a model on a dataset by a method.
 
-    Extend it by callbacks, by a `Method` of your own, by `train_step` (model, batch) -> mean loss, by `test_step`
-    (model, data, ids) -> metrics, or by overriding `step`, `evaluate` and `make_optimizer`.
+    Extend it by callbacks, by a `Method` of your own, by `train_step` and `test_step`, or by overriding `step`,
+    `evaluate` and `make_optimizer`.
 
-    metric_mode: whether the first metric of `test_step` is best at its "max" or its "min"; only needed where its name
-    does not tell, as "accuracy" and "loss" do.
+    Args:
+        model: A `GNN`, a PyG model, or any module with forward(x, edge_index). It is trained in place.
+        data: With a "train" split, and with "valid" and "test" for what they are used for.
+        method: `hl.Sampled` (default), `hl.Historical`, `hl.FullBatch`, or one of your own.
+        callbacks: Called around steps, epochs and evaluations.
+        train_step: (model, batch) -> mean loss over the batch's seeds, a scalar. Default: cross entropy, or binary
+            cross entropy for several labels or a single score.
+        test_step: (model, data, ids) -> metrics by name, the first of which chooses the best weights. Default: the
+            metric of the task.
+        metric_mode: Whether the first metric of `test_step` is best at its "max" or its "min". Only needed where its
+            name does not tell, as "accuracy" and "loss" do.
+        out: A folder for the report, checkpoints and the best weights. Default: nothing is written.
+        config: Settings that made this run, for the report.
+        world: The ranks that train together, as `hopline.distributed.launch` hands it out. Default: this process alone.
+        placement: Where a GPU finds graph and features.
+        budget: Memory that the run may take: "8GiB", or `hl.Budget(...)`.
+        settings: Fields of `hl.extend.TrainSettings`: epochs, lr, patience, seed, device, show, ...
 
-    model: a `GNN`, a PyG model, or any module with forward(x, edge_index). out: a folder for the report and the
-    weights, or None. placement: where a GPU finds the data. budget: memory that the run may take, such as "8GiB".
-    settings: fields of `TrainSettings`.
+    Raises:
+        ValueError: A setting, a split or a label is not allowed, or the method cannot train this model or dataset.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1], "valid": [2], "test": [3]},
+        ... )
+        >>> model = hl.nn.GNN([SAGEConv(4, 8), SAGEConv(8, 2)], dropout=0.5)
+        >>> run = hl.Trainer(model, data, hl.Sampled(fanouts=(2, 2)), epochs=1, show=False).fit()
+        >>> run.epochs, run.reason
+        (1, '1 epoch is trained')
     """
 
     def __init__(
@@ -218,9 +243,18 @@ class Trainer:
     def fit(self) -> Run:
         """Train, keep the best weights in the model, and test them.
 
-        Whether it ends well, by an error or by Ctrl-C, it leaves the process as it was: signal handlers, torch's
-        threads, the state of torch's random generators, each module's mode (`train()` or `eval()`), and how glibc
-        treats freed memory. The settings and weights of the model are what training has made of them.
+        <<<<<<< HEAD
+                Whether it ends well, by an error or by Ctrl-C, it leaves the process as it was: signal handlers, torch's
+                threads, the state of torch's random generators, each module's mode (`train()` or `eval()`), and how glibc
+                treats freed memory. The settings and weights of the model are what training has made of them.
+        =======
+                Returns:
+                    Scores at the best epoch, and what happened in each epoch. All ranks get the same numbers.
+
+                Raises:
+                    ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were changed
+                        meanwhile.
+        >>>>>>> names
         """
         run, began = Run(metric=self.metric, folder=self.out, rank=self.world.rank), time.perf_counter()
         timers, counters = trace.Timers(), trace.Counters()
@@ -376,7 +410,16 @@ class Trainer:
     # ---- evaluation
 
     def evaluate(self, split: str, *, exact: bool = True) -> dict[str, float]:
-        """Metrics of a split: over every edge, or over sampled ones."""
+        """Return the metrics of a split, by name, with the weights that the model has now.
+
+        Args:
+            split: "train", "valid" or "test".
+            exact: Over every edge, or over edges that the method samples.
+
+        Raises:
+            KeyError: There is no such split.
+            ValueError: Arrays of the dataset were changed since the Trainer was made.
+        """
         self._check_unchanged()
         measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **self.chunks)
         return measure(self.job, getattr(self.work, "keep_rows", None))  # of a method that has a use for hidden rows

@@ -53,7 +53,7 @@ def checked(train_step: TrainStep) -> TrainStep:
 
 @dataclass
 class BatchUnit(Unit):
-    """One batch through the job's training step."""
+    """One batch through the job's training step: the unit of a method that makes batches. `Method` has an example."""
 
     job: Job
     batch: Batch

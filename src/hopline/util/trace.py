@@ -195,7 +195,16 @@ class RegionStatistics:
 
 
 class Timers:
-    """Named regions timed over epochs; also a listener that collects every span."""
+    """Named regions timed over epochs; also a listener that collects every span.
+
+    Example:
+        >>> timers = hl.extend.Timers()
+        >>> with timers.region("load"):
+        ...     numbers = list(range(1000))
+        >>> timers.next_epoch()
+        >>> timers.slowest()
+        'load'
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -279,7 +288,17 @@ def _region_statistics(name: str, epochs: list[tuple[float, int]]) -> RegionStat
 
 
 class Counters:
-    """A listener that adds up counters, per epoch and overall."""
+    """A listener that adds up counters, per epoch and overall.
+
+    Example:
+        >>> from hopline.util.trace import listen
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+        >>> counters = hl.extend.Counters()
+        >>> with listen(counters):
+        ...     batches = list(hl.Sampled(fanouts=(2,)).loader(data, torch.arange(4)))
+        >>> counters.totals()["edges.sampled"]
+        4.0
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

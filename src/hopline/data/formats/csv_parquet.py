@@ -146,13 +146,34 @@ def from_csv(
     ids: Ids = "number",
     **arguments: Any,
 ) -> Dataset:
-    """A dataset from an edge file and, optionally, a node file; each may be CSV, `.csv.gz`, `.tsv` or Parquet.
+    """Make a dataset from an edge file and, optionally, a node file.
 
-    The edges may be an `.npy` file of node numbers [2, E], too.
-    A node file with labels and without a split column gets 20 training and 30 validation nodes per class, as an `.npz`
-    file does; `split_shares=` draws others. `ids="map"` accepts any whole numbers or texts as ids, kept as they are
-    written in the table "node_ids" (see `original_ids`). `arguments` are those of `from_edges`, among them `folder` for
-    edge files larger than memory; its `tables` come beside those of the files.
+    Each file may be CSV, `.csv.gz`, `.tsv` or Parquet. The edges may be an `.npy` file of node numbers [2, num_edges],
+    too. A node file with labels and without a split column gets 20 training and 30 validation nodes per class, as an
+    `.npz` file does; `split_shares=` draws others.
+
+    Args:
+        edges: The edge file: a source, a destination and perhaps edge arrays per line.
+        nodes: The node file: features, a label and a split per line.
+        columns: Which columns mean what.
+        ids: "number": ids are 0 .. num_nodes - 1. "map": any whole numbers or texts, which are kept as they are written
+            in the table "node_ids" (see `hopline.data.original_ids`).
+        arguments: Those of `from_edges`, among them `folder` for edge files larger than memory. Its `tables` are added
+            to those of the files.
+
+    Returns:
+        The dataset; features are [num_nodes, num_features] float32.
+
+    Raises:
+        ValueError: A file or a column is missing, or a value cannot be read. The line is named.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("edges.csv").write_text("src,dst\\n0,1\\n1,2\\n")
+        >>> _ = Path("nodes.csv").write_text("id,age,label\\n0,30,0\\n1,40,1\\n2,50,0\\n")
+        >>> data = hl.from_csv("edges.csv", "nodes.csv", split_shares=(0.6, 0.2, 0.2))
+        >>> data.num_nodes, data.num_features, data.num_classes
+        (3, 1, 2)
     """
     if ids not in ("number", "map"):
         raise ValueError(f"ids is {ids!r}: choose 'number' or 'map'.")

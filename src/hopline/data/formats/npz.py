@@ -43,11 +43,29 @@ def from_npz(
     seed: int = 0,
     **arguments: Any,
 ) -> Dataset:
-    """A dataset from `edge_index`, `x` (dense, or CSR in four arrays), `y`, masks, edge arrays and `meta`.
+    """Make a dataset from an `.npz` file.
 
-    A labelled graph without masks gets a seeded split with so many training and validation nodes per class,
-    unless `split_per_class` is None. Edges that `meta` calls undirected and stored once are symmetrized.
-    `arguments` are those of `from_edges` and take precedence.
+    Its arrays are `edge_index` [2, num_edges], `x` (dense, or CSR in four arrays), `y`, masks, edge arrays and `meta`,
+    a JSON text. Edges that `meta` calls undirected and stored once are symmetrized.
+
+    Args:
+        path: The file.
+        split_per_class: Training and validation nodes per class that are drawn for a labelled graph without masks; None
+            draws none.
+        seed: Of this draw.
+        arguments: Those of `from_edges`. They take precedence over what the file says.
+
+    Returns:
+        The dataset, in memory unless `folder=` is given.
+
+    Raises:
+        ValueError: The file is missing or damaged, or has no `edge_index`, or its arrays do not fit together.
+
+    Example:
+        >>> import numpy as np
+        >>> np.savez("ring.npz", edge_index=[[0, 1, 2], [1, 2, 0]], x=np.ones((3, 2)), y=[0, 1, 0])
+        >>> hl.from_npz("ring.npz", split_per_class=None)
+        Dataset('ring', 3 nodes, 3 edges, 2 features, 2 classes, ...)
     """
     path = Path(path).expanduser()
     arrays = _load(path)

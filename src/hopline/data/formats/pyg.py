@@ -21,9 +21,26 @@ _NOT_TABLES = ("edge_index", "adj_t", "x", "y", "batch", "ptr", "num_nodes")
 
 
 def from_pyg(data: Data, **arguments: Any) -> Dataset:
-    """A dataset from a PyG `Data`: features, labels, masks (also [N, k], with split=), edge arrays, the rest.
+    """Make a dataset from a PyG `Data`.
 
-    `arguments` are those of `from_edges`.
+    Masks become splits, attributes with a row per edge become edge arrays, and attributes with a row per node tables.
+
+    Args:
+        data: With `edge_index` [2, num_edges] or `adj_t`. Masks may be [num_nodes, k], of which `split=` chooses one.
+        arguments: Those of `from_edges`. They take precedence over what `data` has.
+
+    Returns:
+        The dataset, in memory unless `folder=` is given.
+
+    Raises:
+        ValueError: `data` is a HeteroData or no PyG data at all, or has no edges, or does not say how many nodes it
+            has.
+
+    Example:
+        >>> from torch_geometric.data import Data
+        >>> data = hl.from_pyg(Data(x=torch.ones(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]])))
+        >>> data.num_nodes, data.num_edges
+        (3, 2)
     """
     if not hasattr(data, "is_node_attr") or hasattr(data, "node_types"):
         raise ValueError(
@@ -107,9 +124,23 @@ def split_masks(dataset: Dataset) -> dict[str, Tensor]:
 
 
 def from_scipy(adjacency: Any, **arguments: Any) -> Dataset:
-    """A dataset from a SciPy sparse matrix whose entry (i, j) is the edge from i to j.
+    """Make a dataset from a SciPy sparse matrix whose entry (i, j) is the edge from i to j.
 
-    Values other than one become the edge array "weight"; `arguments` are those of `from_edges`.
+    Args:
+        adjacency: [num_nodes, num_nodes]. Values other than one become the edge array "weight".
+        arguments: Those of `from_edges`.
+
+    Returns:
+        The dataset, in memory unless `folder=` is given.
+
+    Raises:
+        ValueError: The matrix is dense or not square.
+
+    Example:
+        >>> from scipy.sparse import csr_array
+        >>> data = hl.from_scipy(csr_array([[0, 1], [1, 0]]), x=torch.ones(2, 3))
+        >>> data.num_edges
+        2
     """
     if not hasattr(adjacency, "tocoo") or adjacency.shape[0] != adjacency.shape[1]:
         raise ValueError("from_scipy takes a square sparse matrix: make one with scipy.sparse.csr_array.")

@@ -18,7 +18,23 @@ FEWER_BYTES = "set compress=bf16, which sends every row in fewer bytes"
 
 @settings
 class FullBatch(Method):
-    """One step per epoch, over every edge and every training node; gradients are exact to rounding."""
+    """One step per epoch, over every edge and every training node; gradients are exact to rounding.
+
+    Raises:
+        ValueError: A field has a value that is not allowed, or does not go with another one. From the Trainer: the
+            model is not made of layers.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1, 2]},
+        ... )
+        >>> model = hl.nn.GNN([SAGEConv(4, 8), SAGEConv(8, 2)])
+        >>> trainer = hl.Trainer(model, data, hl.FullBatch(num_shards=2, partition="range"), epochs=3, show=False)
+        >>> trainer.fit().finished, trainer.num_steps
+        (True, 3)
+    """
 
     REMOVED: ClassVar = {
         "depth": Removed(1, "the rows of one shard are always asked for ahead, so leave it out"),

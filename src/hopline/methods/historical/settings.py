@@ -23,6 +23,21 @@ class Historical(Method):
 
     Hidden rows of neighbours outside the batch are those that earlier batches pushed (GNNAutoScale). Every edge is used
     once per epoch, and memory is that of a batch and its neighbours, whatever the number of layers.
+
+    Raises:
+        ValueError: A field has a value that is not allowed, or does not go with another one. From the Trainer: the
+            model is not made of layers.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1, 2]},
+        ... )
+        >>> method = hl.Historical(num_parts=2, parts_per_batch=1, partition="range")
+        >>> model = hl.nn.GNN([SAGEConv(4, 8), SAGEConv(8, 2)])
+        >>> hl.Trainer(model, data, method, epochs=1, show=False).fit().finished
+        True
     """
 
     REMOVED: ClassVar = {

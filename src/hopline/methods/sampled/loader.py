@@ -40,9 +40,30 @@ MOST_SLOTS = 1 << 24
 class Loader:
     """Batches of a dataset, prepared ahead: sample, gather, move. Iterating gives epoch after epoch.
 
+    Usually made by `hl.Sampled(...).loader(data, ids)`, which fills in the arguments. An epoch draws the same batches
+    for any number of threads.
+
     The ranks of a `world` share the seeds of each batch of `batch_size` times their number: every rank gets as many
     batches, `batch.total_seeds` is the number of seeds over all ranks, and a rank may have none of the last ones.
     Without a `world` the seeds are all this process's own, and `batch.total_seeds` is None.
+
+    Args:
+        data: What batches are made of.
+        ids: [n] int64 seeds, each once.
+        method: Fan-outs, batch size and threads; `fanouts` as numbers.
+        seed: Of every random draw, together with the epoch.
+        device: Where batches come.
+        model: Rows that its first layer reads itself are left to it; None makes `batch.x` a tensor.
+        world: The ranks that share the seeds.
+
+    Raises:
+        ValueError: There are no seeds, or the method's fan-outs are "auto", or its layout does not fit the model.
+
+    Example:
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> loader = hl.Sampled(fanouts=(2, 2), batch_size=2).loader(data, torch.arange(4))
+        >>> len(loader), [batch.num_seeds for batch in loader]
+        (2, [2, 2])
     """
 
     def __init__(

@@ -44,10 +44,35 @@ class _Request:
 class CollectiveLoader:
     """Batches of a graph in shards, prepared ahead. Iterating gives epoch after epoch, equally long on every rank.
 
-    A step has the seeds that a single process would have for a batch of `batch_size` times the number of ranks, in an
-    order drawn from (seed, epoch). Each rank gets an equal share, of nodes that it owns as far as that goes.
-    ids: a split, or the same ids on every rank. tables: which to fetch; all by default. channel: one that nothing else
-    uses while batches are taken, instead of one of its own. one_list: as in `NeighborSampler`.
+    Usually made by `hl.Sampled(...).loader(shard, ids)`. Every rank must make one, and take as many batches as the
+    others. A step has the seeds that a single process would have for a batch of `batch_size` times the number of ranks,
+    in an order drawn from (seed, epoch). Each rank gets an equal share, of nodes that it owns as far as that goes.
+
+    Args:
+        shard: This rank's.
+        ids: A split, or [n] int64 ids that are the same on every rank.
+        method: Fan-outs and batch size; `fanouts` as numbers.
+        seed: Of every random draw, together with the epoch.
+        device: Where batches come.
+        world: Names the rank that stopped if one does.
+        tables: Which to fetch. Default: all.
+        channel: One that nothing else uses while batches are taken. Default: one of its own.
+        one_list: As in `hl.extend.NeighborSampler`.
+
+    Raises:
+        ValueError: There are no seeds, a split or a table does not exist, the method's layout is "tree", or shards and
+            ranks do not fit together.
+
+    Example:
+        >>> from hopline.core.partition import make_partition
+        >>> from hopline.shards.write import cut
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2), splits={"train": torch.arange(4)}
+        ... )
+        >>> cut(data, make_partition(data.graph, 1, "range"), "shards")  # as `hopline partition data shards shards=1`
+        >>> loader = hl.Sampled(fanouts=(2, 2), batch_size=2).loader(hl.shards.open_shard("shards", rank=0))
+        >>> [batch.num_seeds for batch in loader]
+        [2, 2]
     """
 
     def __init__(

@@ -85,14 +85,37 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
 class NeighborLoader:
     """Batches of a PyG graph by neighbour sampling, in place of `torch_geometric.loader.NeighborLoader`.
 
-        train_loader = hl.NeighborLoader(data, [15, 10], input_nodes=data.train_mask, batch_size=1024, shuffle=True)
-
     Each batch is a `Data` as PyG's loader makes it: x, edge_index, y, all other attributes by node and edge,
     batch_size, n_id, e_id, input_id, num_sampled_nodes and num_sampled_edges; the seeds come first. Batches are
     prepared ahead by threads, and every epoch draws anew. Equal `seed` draws the same, whatever the number of threads.
 
     A loader belongs to one thread. It holds `data` and reads its attributes when an epoch begins, so that attributes
     may be set and deleted between epochs; the edges are those of the beginning.
+
+    Args:
+        data: A PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have.
+        num_neighbors: In-edges drawn per node and hop, those of the seeds first; -1 takes all.
+        input_nodes: The seeds as ids, as a bool mask or by the name of a dataset's split; None takes all nodes.
+        batch_size: Seeds per batch.
+        shuffle: Visit the seeds in a new order each epoch.
+        drop_last: Leave out the last batch of an epoch if it is not full.
+        replace: Draw neighbours with replacement.
+        transform: Called on each batch, in order and in the thread that iterates.
+        num_workers: Threads (not processes) that prepare batches; 0 prepares them in the thread that iterates.
+        seed: Of every random draw, together with the epoch.
+        device: Where batches come. Default: the GPU that `data` has tensors on, else the CPU.
+        pyg_arguments: PyG's other arguments. Those that only concern its worker processes are taken and do nothing.
+
+    Raises:
+        ValueError: An argument of PyG would change batches, does not exist or has a wrong value, or a seed is no node.
+
+    Example:
+        >>> from torch_geometric.data import Data
+        >>> data = Data(x=torch.ones(4, 2), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+        >>> loader = hl.NeighborLoader(data, [2, 2], input_nodes=torch.tensor([0, 2]), batch_size=1)
+        >>> batch = next(iter(loader))
+        >>> batch.batch_size, batch.n_id.tolist(), list(batch.x.shape)
+        (1, [0, 3, 2], [3, 2])
     """
 
     def __init__(
@@ -111,16 +134,6 @@ class NeighborLoader:
         device: torch.device | str | None = None,
         **pyg_arguments: Any,
     ) -> None:
-        """data: a PyG `Data`, or a dataset, whose batches have what `data.to_pyg()` would have.
-
-        num_neighbors: in-edges drawn per node and hop, those of the seeds first; -1 takes all.
-        input_nodes: the seeds as ids, as a bool mask or by the name of a dataset's split; None takes all nodes.
-        transform: called on each batch, in order and in the thread that iterates.
-        num_workers: threads (not processes) that prepare batches; 0 prepares them in the thread that iterates.
-        device: where batches come; by default the GPU that `data` has tensors on, else the CPU.
-        pyg_arguments: PyG's other arguments. Those that only concern its worker processes are taken and do nothing;
-            those that would change batches are refused.
-        """
         _check_arguments(pyg_arguments)
         _check_num_neighbors(num_neighbors)
         if num_workers != "auto" and (not isinstance(num_workers, int) or num_workers < 0):

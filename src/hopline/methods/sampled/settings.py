@@ -29,7 +29,22 @@ def usual_fanouts(num_layers: int) -> tuple[int, ...]:
 
 @settings
 class Sampled(Method):
-    """Neighbour sampling: each batch is some seeds and a sample of the edges that lead to them."""
+    """Neighbour sampling: each batch is some seeds and a sample of the edges that lead to them.
+
+    Raises:
+        ValueError: A field has a value that is not allowed. From the Trainer: there is not one fan-out per layer.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1, 2]},
+        ... )
+        >>> model = hl.nn.GNN([SAGEConv(4, 8), SAGEConv(8, 2)])
+        >>> trainer = hl.Trainer(model, data, hl.Sampled(fanouts=(10, 5), batch_size=2), epochs=1, show=False)
+        >>> trainer.fit().finished, trainer.num_steps
+        (True, 2)
+    """
 
     fanouts: tuple[int, ...] | Literal["auto"] = "auto"
     """In-edges sampled per node, one number per layer, the seeds' own first; -1 takes all. `auto`: 15, 10, 5, 5, ...
