@@ -286,7 +286,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="last and smaller batch is dropped",
         area="seed order",
-        file="src/hopline/core/sampler.py",
+        file="src/hopline/core/seed_order.py",
         old="% batch_size if drop_last else ids.numel()",
         new="% batch_size",
         tests=("tests/core/test_sampler.py",),
@@ -417,7 +417,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="gradient that only one rank has is lost",
         area="gradient sum",
-        file="src/hopline/distributed/world.py",
+        file="src/hopline/distributed/gradients.py",
         old="        elif ranks:",
         new="        elif ranks > 1:",
         tests=("tests/distributed/test_world.py",),

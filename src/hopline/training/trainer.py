@@ -243,18 +243,16 @@ class Trainer:
     def fit(self) -> Run:
         """Train, keep the best weights in the model, and test them.
 
-        <<<<<<< HEAD
-                Whether it ends well, by an error or by Ctrl-C, it leaves the process as it was: signal handlers, torch's
-                threads, the state of torch's random generators, each module's mode (`train()` or `eval()`), and how glibc
-                treats freed memory. The settings and weights of the model are what training has made of them.
-        =======
-                Returns:
-                    Scores at the best epoch, and what happened in each epoch. All ranks get the same numbers.
+        Whether it ends well, by an error or by Ctrl-C, it leaves the process as it was: signal handlers, torch's
+        threads, the state of torch's random generators, each module's mode (`train()` or `eval()`), and how glibc
+        treats freed memory. The settings and weights of the model are what training has made of them.
 
-                Raises:
-                    ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were changed
-                        meanwhile.
-        >>>>>>> names
+        Returns:
+            Scores at the best epoch, and what happened in each epoch. All ranks get the same numbers.
+
+        Raises:
+            ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were changed
+                meanwhile.
         """
         run, began = Run(metric=self.metric, folder=self.out, rank=self.world.rank), time.perf_counter()
         timers, counters = trace.Timers(), trace.Counters()
