@@ -189,15 +189,12 @@ def test_an_epoch_whose_first_steps_were_elsewhere_is_not_explained(tmp_path: Pa
 
 
 def test_evaluation_that_takes_longer_than_training_is_said(caplog: pytest.LogCaptureFixture):
-    class Slow(hl.Trainer):
-        def call(self, hook: str, *args: Any) -> None:
-            if hook == "on_fit_end":
-                run: hl.Run = args[0]
-                run.evaluations = [dataclasses.replace(e, seconds=3 * run.history[0].seconds) for e in run.evaluations]
-                run.history = [run.history[0]] * 2
-            super().call(hook, *args)
+    class Slow(hl.Callback):
+        def on_fit_end(self, trainer: hl.Trainer, run: hl.Run) -> None:
+            run.evaluations = [dataclasses.replace(e, seconds=3 * run.history[0].seconds) for e in run.evaluations]
+            run.history = [run.history[0]] * 2
 
-    Slow(sage(small()), small(), method(), epochs=2).fit()
+    fit(small(), epochs=2, show=True, callbacks=[Slow()])
     assert said(caplog, "evaluation") == ["evaluation: 75% of the run: set evaluate_every=5 or evaluate=async"]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hopline.util.config import to_dict
+from hopline.util.config import defaults_of, to_dict
 
 
 class Settings(NamedTuple):
@@ -23,11 +23,15 @@ def changed_keys(settings: Any) -> list[str]:
     A nested object of another class than the default's, such as `method=Historical()`, has its "kind" changed, and is
     compared with the defaults of its own class.
     """
-    default, found = type(settings)(), []
+    defaults, found = defaults_of(type(settings)), []
     for name, stored in to_dict(settings).items():
-        value, usual = getattr(settings, name), getattr(default, name)
+        value = getattr(settings, name)
+        if name not in defaults:  # of a user's own method: it has to be given
+            found.append(name)
+            continue
+        usual = defaults[name]
         if isinstance(value, Mapping):  # keyword arguments of a conv: flattened, each is a key of its own
-            found += [f"{name}.{key}" for key in value if value[key] != usual.get(key)]
+            found += [f"{name}.{key}" for key in value if key not in usual or value[key] != usual[key]]
             continue
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             found += [name] if value != usual else []

@@ -186,13 +186,13 @@ def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _construct(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
-    missing = [prefix + name for name in _settable(cls) if name not in {**_defaults(cls), **values}]
+    missing = [prefix + name for name in _settable(cls) if name not in {**defaults_of(cls), **values}]
     if missing:
         raise ValueError(f"{kind_of(cls)} needs {missing[0]}: add {missing[0]}=VALUE.")
     return cls(**values)
 
 
-def _defaults(cls: type[Any]) -> dict[str, Any]:
+def defaults_of(cls: type[Any]) -> dict[str, Any]:
     """The default of every field that has one."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -302,7 +302,7 @@ def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str,
         if item.path[0] not in hints:
             raise _unknown_key(item.key, prefix, hints, root)
         groups.setdefault(item.path[0], []).append(item)
-    before = _defaults(cls) if base is None else {name: getattr(base, name) for name in hints}
+    before = defaults_of(cls) if base is None else {name: getattr(base, name) for name in hints}
     values = {
         name: _field_value(hints[name], before.get(name), group, prefix + name, root) for name, group in groups.items()
     }
@@ -458,7 +458,7 @@ def _walk(
     cls: type, prefix: str = "", group: str = "", values: Any = None, short: str | None = None
 ) -> Iterator[Setting]:
     """short: the field that is shown as the whole, as `model=sage` in place of `model.name=sage`."""
-    sentences, defaults, inner = _sentences(cls), _defaults(cls), []
+    sentences, defaults, inner = _sentences(cls), defaults_of(cls), []
     defaults |= {name: getattr(values, name) for name in _settable(cls)} if isinstance(values, cls) else {}
     for name, hint in _settable(cls).items():
         key = prefix.removesuffix(".") if name == short else prefix + name
