@@ -25,6 +25,7 @@ INFERENCE = ("exact", "exact_rows", "sampled")
 """Public functions of modules that have no `__all__`."""
 
 EXEMPT = {
+    "hl.extend.keep_freed_memory": "it changes the process for as long as it lives",
     "hl.extend.BatchUnit": "in the example of `hl.extend.Method`",
     "hl.extend.Job": "made by the Trainer; in the example of `hl.extend.Method`",
     "hl.extend.Unit": "in the example of `hl.extend.Method`, whose units are `BatchUnit`",

@@ -3,7 +3,7 @@
 A method is a `Method` whose `bind(job)` returns `Work`, which yields a `Unit` per step; `BatchUnit` is the unit of one
 batch. A table implements `Table`. `Block` and `Part` are what a conv gets in place of `edge_index`, `Rows` a handle to
 rows of a table. `StepEnd`, `EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters`
-listen to a run.
+listen to a run. `keep_freed_memory` makes loops of your own as fast as `Trainer.fit` where batches are large.
 """
 
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hopline.training.callbacks import EpochEnd, Evaluation, StepEnd
     from hopline.training.settings import TrainSettings
     from hopline.units.batch_unit import BatchUnit
+    from hopline.util.host import keep_freed_memory
     from hopline.util.trace import Counters, Timers
 
 __getattr__, __dir__ = on_first_use(
@@ -34,6 +35,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
         "hopline.training.settings": ("TrainSettings",),
         "hopline.units.batch_unit": ("BatchUnit",),
+        "hopline.util.host": ("keep_freed_memory",),
         "hopline.util.trace": ("Counters", "Timers"),
     },
 )
@@ -60,4 +62,5 @@ __all__ = [
     "Unit",
     "Work",
     "World",
+    "keep_freed_memory",
 ]

@@ -788,3 +788,10 @@ def test_a_failed_start_leaves_no_folder(tmp_path: Path):
     with pytest.raises(RuntimeError, match="after a step"):
         hl.Trainer(sage(data), data, method(), callbacks=[Later()], out=tmp_path / "later", show=False).fit()
     assert "failed: RuntimeError: after a step" in (tmp_path / "later" / "run.log").read_text()
+
+
+def test_a_split_that_is_not_there_is_refused_by_name():
+    data = small()
+    trainer = hl.Trainer(sage(data), data, method(), show=False)
+    with pytest.raises(ValueError, match="the dataset has no split 'vaild': choose one of train, valid, test"):
+        trainer.evaluate("vaild")

@@ -4,6 +4,8 @@ Read `dataset`, then `registry` (what `hl.open` knows) and `store` (a folder of 
 write it, `checks` and `fingerprint` verify it, `convert`, `edges`, `nodes` and `ids` read tables of any size in
 chunks, `formats/` has a file per format. `placement` decides what is on a GPU, `shared` keeps one copy per host. The
 files on disk are a contract: `tests/formats` has those of earlier versions. It stands on `nn` and below.
+
+State of the process: `fingerprint` owns checksums of tensors that are still there.
 """
 
 from typing import TYPE_CHECKING

@@ -5,6 +5,8 @@ comparing with plain PyG on a tiny ugly graph. `fused`, `tree_layers` and `atten
 makes GCN's norm right on samples, `norms` and `row_wise` are about what stands between convs, `whole_module` runs
 modules without layers, `structure` names what a model computes. Where a conv would differ from plain PyG it is
 refused by name: keep that. It stands on `tables` and below.
+
+State of the process: `probe.findings` owns what was found out about each module, and forgets it with the module.
 """
 
 from hopline.nn.gnn import GNN, State

@@ -415,10 +415,11 @@ class Trainer:
             exact: Over every edge, or over edges that the method samples.
 
         Raises:
-            KeyError: There is no such split.
-            ValueError: Arrays of the dataset were changed since the Trainer was made.
+            ValueError: There is no such split, or arrays of the dataset were changed since the Trainer was made.
         """
         self._check_unchanged()
+        if split not in self.data.splits:
+            raise ValueError(f"the dataset has no split {split!r}: choose one of {', '.join(self.data.splits)}")
         measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **self.chunks)
         return measure(self.job, getattr(self.work, "keep_rows", None))  # of a method that has a use for hidden rows
 

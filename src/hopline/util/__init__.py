@@ -7,5 +7,5 @@ the files that `files` writes whole are relied on by all commands. It imports no
 settings are read.
 
 State of the process: `progress` owns the displays of a terminal, `trace` the listeners, `signals` the handlers while
-a run lasts.
+a run lasts, `host` whether freed memory is kept.
 """
