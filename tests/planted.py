@@ -466,10 +466,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="node between two chunks is left out",
         area="inference",
-        file="src/hopline/inference/chunks.py",
+        file="src/hopline/inference/layerwise_chunks.py",
         old="            start = stop\n",
         new="            start = stop + 1\n",
-        tests=("tests/inference/test_chunks.py",),
+        tests=("tests/inference/test_layerwise_chunks.py",),
     ),
     Fault(
         name="kept sums outlive a change of the features",

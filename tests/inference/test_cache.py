@@ -15,7 +15,7 @@ from torch_geometric.nn import GATConv, GCNConv, GINConv, GraphConv, SAGEConv
 import hopline as hl
 from hopline import infer
 from hopline.inference import cache as kept
-from hopline.inference import chunks as layerwise
+from hopline.inference import layerwise_chunks as layerwise
 from tests.helpers import GNN_OPTIONS, gnn_of
 from tests.runs import small
 

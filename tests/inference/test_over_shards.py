@@ -13,7 +13,7 @@ from torch_geometric.nn import GATConv, GCNConv, GINEConv, SAGEConv
 
 import hopline as hl
 from hopline.core.partition import make_partition
-from hopline.inference import chunks as layerwise
+from hopline.inference import layerwise_chunks as layerwise
 from hopline.inference import resumable as layer_files
 from hopline.inference.over_shards import AllShards, StackedTable, _OverShards, exact_rows
 from hopline.shards.write import cut

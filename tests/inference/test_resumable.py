@@ -13,7 +13,7 @@ from torch_geometric.nn import GATConv
 
 import hopline as hl
 from hopline import infer
-from hopline.inference import chunks as layerwise
+from hopline.inference import layerwise_chunks as layerwise
 from hopline.inference import resumable as layer_files
 from hopline.inference.resumable import PROGRESS, LayerFiles, weights_checksum
 from hopline.nn.gnn import State

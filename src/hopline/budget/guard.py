@@ -39,7 +39,7 @@ from hopline.device.out_of_memory import Before, attempt, gradient_bytes, state_
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.work import SampledWork
 from hopline.units.batch_unit import BatchUnit, autocast
-from hopline.units.loss_at import LossAt, batch_of_seeds, loss_at
+from hopline.units.loss_on_pieces import LossAt, batch_of_seeds, loss_at
 from hopline.util import trace
 from hopline.util.config import format_size, parse_size
 

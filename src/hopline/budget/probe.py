@@ -28,7 +28,7 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import as_walkable
 from hopline.units.batch_unit import BatchUnit, own_threads
-from hopline.units.loss_at import LOSS_COPIES
+from hopline.units.loss_on_pieces import LOSS_COPIES
 
 MOST_SHARDS = 1 << 14
 PROBED_FANOUT, MOST_PROBED, LONG_S = 10, 1024, 0.3

@@ -2,12 +2,13 @@
 
 A module that is not made of layers is run on the hops around the nodes (`hops=`), or on the whole graph at once.
 
-`exact`, `exact_rows` and `sampled` are public. `chunks` goes layer by layer, `local` over the hops around some nodes,
-`distributed` over ranks and `over_shards` over shards in one process. `resumable` keeps layers in files, `cache` keeps
-what the next evaluation needs again, `captured_forward` replays it as a CUDA graph. It stands on `shards` and below.
+`exact`, `exact_rows` and `sampled` are public. `layerwise_chunks` goes layer by layer, `neighborhoods` over the hops
+around some nodes, `distributed` over ranks and `over_shards` over shards in one process. `resumable` keeps layers in
+files, `cache` keeps what the next evaluation needs again, `captured_forward` replays it as a CUDA graph. It stands on
+`shards` and below.
 
-State of the process: `cache` and `captured_forward` keep what the next evaluation of a graph or a job needs; the evaluator
-will own it.
+State of the process: `cache` and `captured_forward` keep what the next evaluation of a graph or a job needs; the
+evaluator will own it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from hopline.core.batch import Batch
 from hopline.core.sampler import check_ids
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import checksum_of, contents_of
-from hopline.inference.chunks import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
-from hopline.inference.local import LocalInference, run_whole, whole_bytes
+from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
+from hopline.inference.neighborhoods import LocalInference, run_whole, whole_bytes
 from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import structure_of
 from hopline.nn.whole_module import Whole, as_walkable

@@ -16,7 +16,7 @@ from hopline.contract import Job
 from hopline.device import streams as recording
 from hopline.device.meter import free_bytes
 from hopline.inference.cache import Kept
-from hopline.inference.chunks import CPU, Layerwise, read_on
+from hopline.inference.layerwise_chunks import CPU, Layerwise, read_on
 from hopline.nn.attention import is_fused_attention
 from hopline.nn.fused import is_fused
 from hopline.nn.gnn import GNN

@@ -15,7 +15,7 @@ from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.distributed.all_to_all import Channel, Question
 from hopline.inference import evaluating, measure
-from hopline.inference.chunks import CHUNK_EDGES, Layerwise, Tables
+from hopline.inference.layerwise_chunks import CHUNK_EDGES, Layerwise, Tables
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.shards.collective_sampler import CollectiveSampler, fetch

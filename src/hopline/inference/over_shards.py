@@ -15,7 +15,7 @@ from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
 from hopline.data.dataset import Dataset
 from hopline.inference import ReadRows, check_wanted, evaluating, identity
-from hopline.inference.chunks import CPU, Layerwise, read_on
+from hopline.inference.layerwise_chunks import CPU, Layerwise, read_on
 from hopline.inference.resumable import LayerFiles
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable

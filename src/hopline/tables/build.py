@@ -18,8 +18,8 @@ from hopline.tables.base import Table
 from hopline.tables.cache import CachedTable
 from hopline.tables.hot_rows import access_probability, hottest, out_degrees
 from hopline.tables.memory import TensorTable
+from hopline.tables.shared import send
 from hopline.tables.tiered import TieredTable
-from hopline.tables.views import send
 from hopline.util.config import parse_size
 
 ORDERS = ("degree", "access", "observed")

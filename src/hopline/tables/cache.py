@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.tables.base import Table
-from hopline.tables.views import receive, send
+from hopline.tables.shared import receive, send
 from hopline.util import trace
 
 

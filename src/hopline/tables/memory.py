@@ -8,7 +8,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.graph import version_of
 from hopline.tables.base import Table, Tiers
-from hopline.tables.views import receive, send
+from hopline.tables.shared import receive, send
 
 
 class TensorTable(Table):

@@ -22,7 +22,7 @@ from hopline.data.dataset import Dataset
 from hopline.inference import KeepRows
 from hopline.inference import distributed as shard_infer
 from hopline.inference.captured_forward import Replayed, replayed_of
-from hopline.inference.local import whole_bytes
+from hopline.inference.neighborhoods import whole_bytes
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN

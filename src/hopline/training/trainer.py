@@ -55,7 +55,7 @@ from hopline.training.rank_steps import taken_together, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
 from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
-from hopline.training.watch_history import WatchHistory
+from hopline.training.watch_staleness import WatchHistory
 from hopline.units.batch_unit import checked, own_threads, supervised
 from hopline.util import trace
 from hopline.util.config import check_names, kind_of, removed_settings, to_dict

@@ -34,7 +34,7 @@ from hopline.shards.data import ShardedData
 from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
 from hopline.tables import Table
 from hopline.units.batch_unit import autocast
-from hopline.units.loss_at import batch_of_seeds, loss_at
+from hopline.units.loss_on_pieces import batch_of_seeds, loss_at
 from hopline.util import trace
 
 

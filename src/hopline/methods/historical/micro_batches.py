@@ -34,7 +34,7 @@ from hopline.methods.partitioned.sweep_loss import LossByPiece
 from hopline.nn.gnn import GNN
 from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
-from hopline.units.loss_at import LOSS_COPIES
+from hopline.units.loss_on_pieces import LOSS_COPIES
 from hopline.util import trace
 from hopline.util.config import format_size
 

@@ -21,8 +21,8 @@ from hopline.core.batch import Batch, Block
 from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
 from hopline.inference import KeepRows, evaluating
-from hopline.methods.historical.drift import RowDrift
 from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes
+from hopline.methods.historical.staleness import RowDrift
 from hopline.methods.historical.step import HistoricalBatch, HistoricalUnit
 from hopline.methods.partitioned.batches import HistoricalBatches
 from hopline.methods.partitioned.groups import Group, Parts, without_halo

@@ -23,7 +23,7 @@ from hopline.methods.partitioned.sweep_loss import LossAtOnce, LossByPiece, Obje
 from hopline.nn.gnn import State
 from hopline.ops import derive_key
 from hopline.tables.history import Reader, RecordedBlock, Sums
-from hopline.units.loss_at import batch_of_seeds
+from hopline.units.loss_on_pieces import batch_of_seeds
 
 if TYPE_CHECKING:
     from hopline.methods.historical.step import HistoricalBatch

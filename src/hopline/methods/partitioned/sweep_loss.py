@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hopline.core.batch import Batch
-from hopline.units.loss_at import answering, loss_at
+from hopline.units.loss_on_pieces import answering, loss_at
 
 if TYPE_CHECKING:
     from hopline.contract import Job

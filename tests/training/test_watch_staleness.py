@@ -10,9 +10,9 @@ import torch
 from torch_geometric.nn import GCNConv
 
 import hopline as hl
-from hopline.methods.historical.drift import relative_distance
-from hopline.training import watch_history
-from hopline.training.watch_history import state_of
+from hopline.methods.historical.staleness import relative_distance
+from hopline.training import watch_staleness as watch_history
+from hopline.training.watch_staleness import state_of
 from tests.runs import records, small
 
 

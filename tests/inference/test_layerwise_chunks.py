@@ -17,8 +17,8 @@ import hopline as hl
 from hopline import infer
 from hopline.data.dataset import Dataset
 from hopline.device.meter import TensorMeter
-from hopline.inference import chunks as layerwise
-from hopline.inference.chunks import AHEAD
+from hopline.inference import layerwise_chunks as layerwise
+from hopline.inference.layerwise_chunks import AHEAD
 from hopline.nn import GNN
 from hopline.pipeline.stages import Pipeline
 from hopline.tables import TensorTable

@@ -1,8 +1,8 @@
 """Exact inference of a module that is not made of layers: whole, or on the hops around some nodes at a time.
 
 A module that reads k hops around a node gives the same output on the part of the graph within k hops, or within k + 1
-where it reads degrees of the outermost nodes too (`nn/whole_probe.py` finds out which). Seeds are taken in chunks, each
-as large as a limit on the nodes and edges of its part allows:
+where it reads degrees of the outermost nodes too (`nn/whole_module_probe.py` finds out which). Seeds are taken in
+chunks, each as large as a limit on the nodes and edges of its part allows:
 
     seeds -> neighborhood(part_hops) -> features -> module -> rows of the seeds
 
@@ -24,7 +24,7 @@ from hopline.core.batch import Block, Part
 from hopline.core.neighborhood import neighborhood
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of, numbered
-from hopline.inference.chunks import BYTES_PER_EDGE, CHUNK_EDGES, MARGIN, MOST_EDGES, WORTH_ALL, read_on
+from hopline.inference.layerwise_chunks import BYTES_PER_EDGE, CHUNK_EDGES, MARGIN, MOST_EDGES, WORTH_ALL, read_on
 from hopline.nn.whole_module import Whole
 from hopline.util.progress import progress
 

@@ -18,7 +18,7 @@ import hopline as hl
 from hopline import infer
 from hopline.core.neighborhood import neighborhood
 from hopline.device.meter import TensorMeter
-from hopline.inference import local
+from hopline.inference import neighborhoods as local
 from hopline.nn.whole_module import Whole
 from hopline.run import train as run
 from hopline.run.infer import predict
@@ -330,7 +330,7 @@ def make_plain(spec: ModelSpec, data: hl.Dataset) -> nn.Module:
 
 
 def test_the_command_infers_by_the_hops_of_the_fan_outs_or_those_given(tmp_path: Path):
-    config = quick(tmp_path, model=ModelSpec(name="tests.inference.test_local:make_plain"))
+    config = quick(tmp_path, model=ModelSpec(name="tests.inference.test_neighborhoods:make_plain"))
     folder = run.train(config).folder
     assert folder is not None
 
