@@ -9,13 +9,13 @@ import torch
 
 import hopline as hl
 from hopline.data import placement as module
-from hopline.data.placement import Plan, Sizes, carry_out, describe, make_plan, place
+from hopline.data.placement import DataBytes, Layout, carry_out, describe, make_layout, place
 from hopline.data.placement_settings import Placement
 from hopline.tables import SparseTable, TensorTable, TieredTable
 from tests.helpers import dataset_of, randint, randn, random_graph
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SIZES = Sizes(graph=1000, indptr=200, features=4000, places=50, labels=30)
+SIZES = DataBytes(graph=1000, indptr=200, features=4000, places=50, labels=30)
 CPU = torch.device("cpu")
 
 
@@ -38,17 +38,17 @@ def data() -> hl.Dataset:
 def test_what_fits_goes_to_the_device_the_graph_first(
     free: int, graph: Any, features: Any, cache: int, labels: bool
 ) -> None:
-    found = make_plan(SIZES, free, Placement())
+    found = make_layout(SIZES, free, Placement())
     assert (found.graph, found.features, found.cache, found.labels) == (graph, features, cache, labels)
 
 
 def test_what_is_asked_for_is_done() -> None:
-    found = make_plan(SIZES, 10_000, Placement(features="pinned", graph="pinned", cache="1K"))
+    found = make_layout(SIZES, 10_000, Placement(features="pinned", graph="pinned", cache="1K"))
     assert (found.graph, found.features, found.cache) == ("pinned", "pinned", 1024)
-    assert make_plan(SIZES, 10_000, Placement(cache=0)).features == "pinned"
-    found = make_plan(SIZES, 10_000, Placement(features="host", graph="host"))
+    assert make_layout(SIZES, 10_000, Placement(cache=0)).features == "pinned"
+    found = make_layout(SIZES, 10_000, Placement(features="host", graph="host"))
     assert (found.graph, found.features, found.cache) == ("host", "host", 0)
-    assert make_plan(replace(SIZES, can_cache=False), 2_000, Placement()).features == "host"
+    assert make_layout(replace(SIZES, can_cache=False), 2_000, Placement()).features == "host"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_is_asked_for_is_done() -> None:
 )
 def test_what_cannot_fit_is_refused(free: int, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        make_plan(SIZES, free, Placement(**options))
+        make_layout(SIZES, free, Placement(**options))
 
 
 def test_settings_are_checked() -> None:
@@ -87,7 +87,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 def test_a_plan_is_carried_out() -> None:
     dataset = data()
-    plan = Plan(graph="device", features="pinned", cache=160, labels=True, room=0)
+    plan = Layout(graph="device", features="pinned", cache=160, labels=True, room=0)
     found = carry_out(dataset, plan, CPU, (3, 2), dataset.splits["train"], 8)
     x = found.tables["x"]
     assert isinstance(x, TieredTable)
@@ -112,7 +112,7 @@ def test_a_plan_is_carried_out() -> None:
 def test_other_tables_follow_while_there_is_room() -> None:
     dataset = data()
     dataset.tables |= {"a": TensorTable(randn(50, 1)), "b": TensorTable(randn(50, 1))}
-    plan = Plan(graph="host", features="device", cache=0, labels=False, room=500)
+    plan = Layout(graph="host", features="device", cache=0, labels=False, room=500)
     found = carry_out(dataset, plan, CPU)
     assert [type(found.tables[name]) for name in ("x", "a", "b")] == [TieredTable, TieredTable, TensorTable]
     assert "x 800 B on cpu" in describe(found)
@@ -121,16 +121,16 @@ def test_other_tables_follow_while_there_is_room() -> None:
 def test_sparse_rows_are_moved_whole_or_not_at_all() -> None:
     sparse = SparseTable.from_dense(randn(50, 4))
     dataset = replace(data(), tables={"x": sparse})
-    assert not Sizes.of(dataset).can_cache
+    assert not DataBytes.of(dataset).can_cache
     for where in ("device", "pinned", "host"):
-        plan = Plan(graph="host", features=where, cache=99, labels=False, room=0)
+        plan = Layout(graph="host", features=where, cache=99, labels=False, room=0)
         found = carry_out(dataset, plan, CPU).x
         assert isinstance(found, SparseTable)
         assert torch.equal(found[torch.arange(50)], sparse[torch.arange(50)])
 
 
 def test_without_fan_outs_the_order_is_by_degree() -> None:
-    plan = Plan(graph="host", features="pinned", cache=160, labels=False, room=0)
+    plan = Layout(graph="host", features="pinned", cache=160, labels=False, room=0)
     found = carry_out(data(), plan, CPU).x
     assert isinstance(found, TieredTable)
     assert found.hot_ids is not None

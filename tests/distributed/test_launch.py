@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hopline.distributed import launch
-from hopline.distributed.environment import Place
+from hopline.distributed.environment import Task
 from hopline.distributed.launch import _Child, _device_of, _devices_here, _failure, _first_seat, run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import Seat, World
@@ -26,10 +26,10 @@ from hopline.util.errors import RankError
 from hopline.util.signals import Interrupted
 from tests.launched import environment, everything, fail, program, started, stay
 
-LAUNCHED = Place(
+LAUNCHED = Task(
     launcher="srun", rank=1, size=4, local_rank=1, local_size=2, node=0, num_nodes=2, address="node1", port=12345
 )
-ONE_PER_NODE = Place(
+ONE_PER_NODE = Task(
     launcher="srun", rank=1, size=3, local_rank=0, local_size=1, node=1, num_nodes=3, address="node1", port=12345
 )
 
@@ -114,7 +114,7 @@ def test_where_ranks_sit():
     assert (seat.address, seat.port, seat.backend) == ("other", 7, "nccl")
     seat = _first_seat(LaunchSettings(address=":7"), ONE_PER_NODE, 4, "cuda")
     assert (seat.address, seat.port) == ("node1", 7)
-    torchrun = Place(**{**vars(LAUNCHED), "launcher": "torchrun"})
+    torchrun = Task(**{**vars(LAUNCHED), "launcher": "torchrun"})
     with pytest.raises(ValueError, match="leave out address= under torchrun"):
         _first_seat(LaunchSettings(address=":7"), torchrun, 1, "cpu")
 

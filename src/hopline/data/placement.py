@@ -28,7 +28,7 @@ MAIN = "x"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class DataBytes:
     """Bytes of the parts of a dataset."""
 
     graph: int
@@ -42,7 +42,7 @@ class Sizes:
     """Whether rows can be cached one by one; those of a sparse table cannot."""
 
     @classmethod
-    def of(cls, data: Dataset) -> Sizes:
+    def of(cls, data: Dataset) -> DataBytes:
         x = data.tables.get(MAIN)
         return cls(
             graph=data.graph.num_bytes,
@@ -55,7 +55,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Layout:
     """A placement with every "auto" replaced."""
 
     graph: Literal["device", "pinned", "host"]
@@ -68,7 +68,7 @@ class Plan:
     """Bytes that are left for other tables."""
 
 
-def make_plan(sizes: Sizes, free: int, placement: Placement) -> Plan:
+def make_layout(sizes: DataBytes, free: int, placement: Placement) -> Layout:
     """What goes where on a device with `free` bytes: the graph first, which is read more often than any row."""
     room = int(SHARE * free)
     graph = placement.graph
@@ -90,7 +90,7 @@ def make_plan(sizes: Sizes, free: int, placement: Placement) -> Plan:
     elif features == "pinned":
         cache = parse_size(placement.cache)
         room -= _taken("cache", min(cache, sizes.features) + sizes.places, room, free)
-    return Plan(graph=graph, features=features, cache=cache, labels=labels, room=max(0, room))
+    return Layout(graph=graph, features=features, cache=cache, labels=labels, room=max(0, room))
 
 
 def _taken(what: str, needed: int, room: int, free: int) -> int:
@@ -120,23 +120,23 @@ def place(
         return data
     check_cuda(target)
     target = numbered(target)
-    plan = make_plan(Sizes.of(data), free_bytes(target), placement)
+    layout = make_layout(DataBytes.of(data), free_bytes(target), placement)
     train_ids = data.splits.get("train") if train_ids is None else train_ids
-    return carry_out(data, plan, target, fanouts, train_ids, batch_size)
+    return carry_out(data, layout, target, fanouts, train_ids, batch_size)
 
 
 def carry_out(
     data: Dataset,
-    plan: Plan,
+    layout: Layout,
     device: torch.device,
     fanouts: Sequence[int] | None = None,
     train_ids: Tensor | None = None,
     batch_size: int = 1024,
 ) -> Dataset:
-    """The dataset as the plan has it."""
+    """The dataset as the layout has it."""
     graph = data.graph
-    if plan.graph != "host":
-        graph = graph.to(device) if plan.graph == "device" else graph.pinned(device, copy=True)
+    if layout.graph != "host":
+        graph = graph.to(device) if layout.graph == "device" else graph.pinned(device, copy=True)
     # Of the three orders that `table` knows, "access" had the best hit rates (docs/gpu.md). It follows from how the
     # graph is sampled.
     order = "degree" if fanouts is None or train_ids is None else "access"
@@ -144,7 +144,7 @@ def carry_out(
     def cached(x: Table) -> Table:
         return table(
             x,
-            device_cache=plan.cache,
+            device_cache=layout.cache,
             host_cache=_host_cache(x, device),
             order=order,
             device=device,
@@ -154,14 +154,14 @@ def carry_out(
             batch_size=batch_size,
         )
 
-    tables, room = dict(data.tables), plan.room
+    tables, room = dict(data.tables), layout.room
     for name, rows in data.tables.items():
-        if name == MAIN and plan.features == "pinned" and not isinstance(rows, SparseTable):
+        if name == MAIN and layout.features == "pinned" and not isinstance(rows, SparseTable):
             tables[name] = cached(rows)
-        elif (plan.features == "device") if name == MAIN else (_all_bytes(rows) <= room):
+        elif (layout.features == "device") if name == MAIN else (_all_bytes(rows) <= room):
             tables[name] = _on_device(rows, device)
             room -= 0 if name == MAIN else _all_bytes(rows)
-    y = data.y.to(device) if data.y is not None and plan.labels else data.y
+    y = data.y.to(device) if data.y is not None and layout.labels else data.y
     return replace(data, graph=graph, tables=tables, y=y)
 
 

@@ -14,7 +14,7 @@ FIRST_PORT, NUM_PORTS = 12_000, 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Task:
     """One task among those a launcher started."""
 
     launcher: str
@@ -34,7 +34,7 @@ class Place:
     """What tells this start from earlier ones at the same address."""
 
 
-def detect(environ: Mapping[str, str]) -> Place | None:
+def detect(environ: Mapping[str, str]) -> Task | None:
     """Where a launcher has put this process; None when it is alone, as in a Slurm allocation without srun."""
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _torchrun(environ)
@@ -43,7 +43,7 @@ def detect(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place | None:
+def _torchrun(environ: Mapping[str, str]) -> Task | None:
     advice = "start with torchrun, which sets them all, or unset RANK, WORLD_SIZE and LOCAL_RANK"
     rank, size, local_rank = (_number(environ, name, advice) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     local_size = _number(environ, "LOCAL_WORLD_SIZE", advice)
@@ -56,7 +56,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place | None:
     port = _number(environ, "MASTER_PORT", advice)
     if not 0 < port < 1 << 16:
         raise ValueError(f"MASTER_PORT is {port}: it must be between 1 and 65535")
-    return Place(
+    return Task(
         launcher="torchrun",
         rank=rank,
         size=size,
@@ -71,7 +71,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place | None:
     )
 
 
-def _srun(environ: Mapping[str, str]) -> Place | None:
+def _srun(environ: Mapping[str, str]) -> Task | None:
     total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size, local_rank, node = (
         _number(environ, name) for name in ("SLURM_PROCID", total, "SLURM_LOCALID", "SLURM_NODEID")
@@ -85,7 +85,7 @@ def _srun(environ: Mapping[str, str]) -> Place | None:
     _below("SLURM_NODEID", node, name, len(counts))
     _below("SLURM_LOCALID", local_rank, "the number of tasks on this node", counts[node])
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
-    return Place(
+    return Task(
         launcher="srun",
         rank=rank,
         size=size,

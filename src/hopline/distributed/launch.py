@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hopline.distributed.environment import Place, detect
+from hopline.distributed.environment import Task, detect
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import Seat, World, serve
 from hopline.util.errors import PeerError, RankError
@@ -59,7 +59,7 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
         torch.set_num_threads(before)
 
 
-def _devices_here(settings: LaunchSettings, place: Place | None, device: str) -> int:
+def _devices_here(settings: LaunchSettings, place: Task | None, device: str) -> int:
     """How many processes to start here."""
     kind = torch.device(device).type
     one_per_node = place is None or place.size == place.num_nodes
@@ -76,7 +76,7 @@ def _devices_here(settings: LaunchSettings, place: Place | None, device: str) ->
     return settings.devices
 
 
-def _first_seat(settings: LaunchSettings, place: Place | None, count: int, device: str) -> Seat:
+def _first_seat(settings: LaunchSettings, place: Task | None, count: int, device: str) -> Seat:
     """The seat of this process, or of the first one to be started here."""
     backend = _backend(device)
     if place is None:

@@ -19,8 +19,7 @@ from hopline.budget.predictor import Predictor, Sizes
 from hopline.budget.settings import OverBudget
 from hopline.core.batch import Batch
 from hopline.core.graph import Graph
-from hopline.data.placement import SHARE, make_plan
-from hopline.data.placement import Sizes as PlacedSizes
+from hopline.data.placement import SHARE, DataBytes, make_layout
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import library_bytes
 from hopline.device.out_of_memory import state_bytes
@@ -153,7 +152,7 @@ class SampledForms:
         room = math.inf if limit is None else limit - sum(item.num_bytes for item in items if item.place == home)
         if waits_on_host:
             placement = replace(outline.placement, graph="host", features="host")
-            items.append(Item("labels", "device", PlacedSizes.of(outline.data).labels))  # which go there all the same
+            items.append(Item("labels", "device", DataBytes.of(outline.data).labels))  # which go there all the same
         elif home == "device":
             placed, placement = placed_within(outline, room - with_evaluation(step, outline.beside))
             items += placed
@@ -178,9 +177,9 @@ class SampledForms:
 
 def placed_within(outline: Outline, room: float) -> tuple[list[Item], Placement]:
     """What of the data goes to a GPU with so many bytes to spare."""
-    sizes, wanted = PlacedSizes.of(outline.data), outline.placement
+    sizes, wanted = DataBytes.of(outline.data), outline.placement
     try:
-        found = make_plan(sizes, int(max(0.0, min(room, 1 << 50)) / SHARE), wanted)
+        found = make_layout(sizes, int(max(0.0, min(room, 1 << 50)) / SHARE), wanted)
     except ValueError:  # not even what a GPU needs to read the host's memory
         return [], replace(wanted, graph="host", features="host", cache="auto")
     graph = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[found.graph]
