@@ -38,7 +38,7 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline import ops
 from hopline.ops.cpu import linear as cpu_linear
-from hopline.ops.cpu import sampling as cpu
+from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.util.host import keep_freed_memory, num_cores
 from hopline.util.progress import progress
 
@@ -147,14 +147,16 @@ class Walk:
     def _hop(self, hop: str, fanout: int, key: int) -> hl.extend.Block:
         indptr, indices, dst = self.files.indptr, self.files.indices, self._ids(hop)
         n, ends = len(dst), partial(pieces, dst, 8, 16)  # start and stop of a row are neighbours in indptr
-        starts = self.meter("sample", f"{hop} count", cpu._row_starts, indptr, dst, len(indices), fanout, False)
+        starts = self.meter(
+            "sample", f"{hop} count", cpu_sampling._row_starts, indptr, dst, len(indices), fanout, False
+        )
         self.meter.cost(16 * n, n, ends)  # ids in, ends in, starts of the new rows out
         edges = np.empty(starts[-1], dtype=np.int64)
         size, draw = edges.size, (indptr.numpy(), dst.numpy(), fanout, np.int64(key), starts, edges)
-        self.meter("sample", f"{hop} draw", cpu._draw_without_replacement, *draw)
+        self.meter("sample", f"{hop} draw", cpu_sampling._draw_without_replacement, *draw)
         self.meter.cost(16 * n + 8 * size, size, ends)  # ids and starts in, ends in, int64 edge positions out
         found = np.empty(size, dtype=np.int32)
-        self.meter("sample", f"{hop} take", cpu._take, indices.numpy(), edges, found)
+        self.meter("sample", f"{hop} take", cpu_sampling._take, indices.numpy(), edges, found)
         # Positions in, int32 in, int32 out.
         self.meter.cost(12 * size, size, lambda: pieces(torch.from_numpy(edges), 4, 4))
         src_idx = self._add(hop, torch.from_numpy(found))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn import TransformerConv
 
 from hopline import infer, ops
-from hopline.budget import micro_batches as split
+from hopline.budget import micro_batches
 from hopline.budget.guard import Guard, GuardedUnit
 from hopline.budget.predictor import ENOUGH, Predictor, Sizes
 from hopline.budget.settings import Budget
@@ -275,7 +275,7 @@ def test_what_happened_is_handed_out_once():
     predictor, peak = learnt(model, batch)
     guard = guard_of(model, int(0.7 * peak))
     guard.predictor = predictor
-    for some in (batch, batch, split.piece_of(batch, torch.arange(9)).batch()):
+    for some in (batch, batch, micro_batches.piece_of(batch, torch.arange(9)).batch()):
         guard.unit(some).forward_backward(300)
         model.zero_grad(set_to_none=True)
     record = guard.take_record()
@@ -449,7 +449,7 @@ def test_what_cannot_be_made_smaller_says_so(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(BatchUnit, "forward_backward", step)
     model = model_of()
-    batch = split.piece_of(first_batch(model), torch.arange(9)).batch()
+    batch = micro_batches.piece_of(first_batch(model), torch.arange(9)).batch()
     for over_budget, message in (
         ("split", "ran out in a step of a single seed: make the fan-outs"),
         ("refuse", "ran out in a step: make batch_size smaller, or set over_budget=split"),

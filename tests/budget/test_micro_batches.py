@@ -13,7 +13,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget import micro_batches as split
+from hopline.budget import micro_batches
 from hopline.budget.predictor import Costs, Sizes
 from hopline.budget.settings import CutBy
 from hopline.core.batch import Batch, Block, Part
@@ -69,7 +69,7 @@ def groups_of(num_seeds: int, num_pieces: int) -> list[Tensor]:
 
 
 def pieces_of(batch: Batch, groups: list[Tensor]) -> list[Batch]:
-    return [split.piece_of(batch, group).batch() for group in groups]
+    return [micro_batches.piece_of(batch, group).batch() for group in groups]
 
 
 # ---- pieces
@@ -114,7 +114,7 @@ def test_rows_go_with_their_piece_however_they_are_held(handle: str):
 def test_a_piece_has_the_edges_of_its_seeds_and_no_others():
     batch = replace(made(), tables={"z": X[made().input_ids] * 2})
     chosen = torch.tensor([7, 2, 30])
-    found = split.piece_of(batch, chosen).batch()
+    found = micro_batches.piece_of(batch, chosen).batch()
     assert torch.equal(found.seeds, batch.seeds[chosen])
     assert torch.equal(found.labels, batch.labels[chosen])
     wanted = set(found.seeds.tolist())
@@ -135,17 +135,17 @@ def test_a_piece_has_the_edges_of_its_seeds_and_no_others():
 def test_batch_norms_are_refused_by_name():
     model = gnn_of("batch-norm").train()
     with pytest.raises(ValueError, match=r"norms\.0\S* is a BatchNorm1d.*norm='layer'"):
-        split.check_split(model)
-    split.check_split(model.eval())
-    split.check_split(gnn_of("layer-norm"))
+        micro_batches.check_split(model)
+    micro_batches.check_split(model.eval())
+    micro_batches.check_split(gnn_of("layer-norm"))
 
 
 def test_what_cannot_be_split_is_refused_by_name():
     with pytest.raises(ValueError, match=r"GATConv runs on all edges.*hl.nn.GNN"):
-        split.check_split(Whole(pyg.GATConv(6, 3)))
+        micro_batches.check_split(Whole(pyg.GATConv(6, 3)))
     blocks = TreeSampler(GRAPH, (2, 2)).sample(torch.arange(4), 1)
     with pytest.raises(ValueError, match=r"TreeBlock cannot be split.*layout=block"):
-        split.piece_of(Batch(torch.arange(4), blocks, None, None), torch.arange(2))
+        micro_batches.piece_of(Batch(torch.arange(4), blocks, None, None), torch.arange(2))
 
 
 @pytest.mark.parametrize("handle", ["read", "handle", "reduced"])
@@ -156,10 +156,10 @@ def test_what_a_piece_takes_besides_its_step_is_known_by_its_sizes(handle: str):
     if handle == "reduced":
         assert isinstance(batch.x, Rows)
         batch = replace(batch, x=GNN(stack_of("sage-mean", 16, 8, 3)).double().read_ahead(batch.x, batch.blocks[0]))
-    groups, takes = groups_of(1500, 4), split.PieceBytes.of(batch, batch.seeds.device)
-    for group, sizes in zip(groups, split.sizes_of(batch, groups), strict=True):
+    groups, takes = groups_of(1500, 4), micro_batches.PieceBytes.of(batch, batch.seeds.device)
+    for group, sizes in zip(groups, micro_batches.sizes_of(batch, groups), strict=True):
         with meter_of("cpu") as meter:
-            found = split.piece_of(batch, group).batch()
+            found = micro_batches.piece_of(batch, group).batch()
         assert Sizes.of(found) == sizes
         assert found.num_bytes <= takes.kept(sizes) <= found.num_bytes + 2024
         assert found.num_bytes <= meter.peak_bytes <= takes.at_once(sizes) <= 2 * meter.peak_bytes
@@ -174,11 +174,11 @@ def bytes_of(sizes: Sizes) -> float:
 
 def test_balanced_groups_cost_about_the_same():
     cost = torch.rand(500, generator=generator(0), dtype=torch.float64) ** 4
-    groups = split.by_balance(cost, 7)
+    groups = micro_batches.by_balance(cost, 7)
     assert torch.equal(torch.cat(groups).sort().values, torch.arange(500))
     sums = torch.stack([cost[group].sum() for group in groups])
     assert sums.max() < 1.03 * sums.min()
-    assert len(split.by_balance(cost[:3], 7)) == 3
+    assert len(micro_batches.by_balance(cost[:3], 7)) == 3
 
 
 def test_a_seed_costs_what_it_takes_alone_where_nothing_is_shared():
@@ -188,7 +188,7 @@ def test_a_seed_costs_what_it_takes_alone_where_nothing_is_shared():
     block = batch.blocks[0]
     assert (block.num_src, block.num_dst, block.num_edges) == (6, 3, 5)
     # What is a source again as its own destination is counted once more: nodes 0, 1 and 2 at the input, 0 below.
-    alone = split.seed_costs(batch, COSTS)
+    alone = micro_batches.seed_costs(batch, COSTS)
     inputs, hidden = {0: 3, 1: 3, 2: 2}, 3
     expected = 8 * sum(inputs.values()) + 16 * hidden + 32 + 4 * 5 + 8 * 2
     assert alone.tolist() == [expected]
@@ -206,7 +206,7 @@ def test_every_piece_fits():
     batch = communities()
     full = bytes_of(Sizes.of(batch))
     for share in (1.0, 0.6, 0.3, 0.1):
-        pieces = split.split_to_fit(batch, bytes_of, share * full, COSTS)
+        pieces = micro_batches.split_to_fit(batch, bytes_of, share * full, COSTS)
         assert max(bytes_of(p.sizes) for p in pieces) <= share * full
         assert torch.equal(torch.cat([p.seed_idx for p in pieces]).sort().values, torch.arange(batch.num_seeds))
         assert len(pieces) == 1 if share == 1.0 else len(pieces) > 1
@@ -214,22 +214,22 @@ def test_every_piece_fits():
 
 def test_pieces_down_to_single_seeds_and_a_seed_that_does_not_fit():
     batch = made(10)
-    alone = max(bytes_of(split.piece_of(batch, torch.tensor([i])).sizes) for i in range(10))
-    pieces = split.split_to_fit(batch, bytes_of, alone, COSTS)
+    alone = max(bytes_of(micro_batches.piece_of(batch, torch.tensor([i])).sizes) for i in range(10))
+    pieces = micro_batches.split_to_fit(batch, bytes_of, alone, COSTS)
     assert max(bytes_of(p.sizes) for p in pieces) <= alone
     with pytest.raises(ValueError, match=r"one seed takes .* more, make the fan-outs smaller, or set over_budget=cut"):
-        split.split_to_fit(batch, bytes_of, 0.9 * alone, COSTS)
+        micro_batches.split_to_fit(batch, bytes_of, 0.9 * alone, COSTS)
 
 
 def test_some_seeds_alone_in_smaller_groups():
     batch = communities()
     among = ops.permutation(4, batch.num_seeds)[:50]
-    (together,) = map(bytes_of, split.sizes_of(batch, [among]))
-    groups = split.groups_to_fit(batch, bytes_of, together, COSTS, among=among, first=2)
+    (together,) = map(bytes_of, micro_batches.sizes_of(batch, [among]))
+    groups = micro_batches.groups_to_fit(batch, bytes_of, together, COSTS, among=among, first=2)
     assert len(groups) == 2
     assert torch.equal(torch.cat(groups).sort().values, among.sort().values)
     # Where less was aimed at than a seed takes, seeds go alone as long as they fit at all.
-    alone = split.groups_to_fit(batch, bytes_of, 1.0, COSTS, among=among, most_bytes=together)
+    alone = micro_batches.groups_to_fit(batch, bytes_of, 1.0, COSTS, among=among, most_bytes=together)
     assert [group.numel() for group in alone] == [1] * 50
 
 
@@ -237,13 +237,13 @@ def test_some_seeds_alone_in_smaller_groups():
 def test_the_first_group_is_as_large_as_fits(share: float):
     batch = made(200)
     whole = bytes_of(Sizes.of(batch))
-    groups = split.groups_to_fit(batch, bytes_of, share * whole, COSTS)
+    groups = micro_batches.groups_to_fit(batch, bytes_of, share * whole, COSTS)
     assert torch.equal(torch.cat(groups).sort().values, torch.arange(batch.num_seeds))
-    taken = [bytes_of(sizes) for sizes in split.sizes_of(batch, groups)]
+    taken = [bytes_of(sizes) for sizes in micro_batches.sizes_of(batch, groups)]
     assert max(taken) <= share * whole
-    even = split.by_balance(split.seed_costs(batch, COSTS), len(groups))
-    evenly = [bytes_of(sizes) for sizes in split.sizes_of(batch, even)]
-    if len(groups) <= split.MOST_FILLED:
+    even = micro_batches.by_balance(micro_batches.seed_costs(batch, COSTS), len(groups))
+    evenly = [bytes_of(sizes) for sizes in micro_batches.sizes_of(batch, even)]
+    if len(groups) <= micro_batches.MOST_FILLED:
         assert taken[0] > max(0.85 * share * whole, *evenly)
     assert sum(taken) <= 1.02 * sum(evenly)
 
@@ -252,7 +252,7 @@ def test_the_first_group_is_as_large_as_fits(share: float):
 
 
 def ordered(batch: Batch, by: CutBy, key: int = 0) -> list[Tensor]:
-    return [torch.from_numpy(numbers) for numbers in split.edge_numbers(batch, by, key)]
+    return [torch.from_numpy(numbers) for numbers in micro_batches.edge_numbers(batch, by, key)]
 
 
 def with_edges(batch: Batch, order: list[Tensor], count: int) -> Batch:
@@ -286,7 +286,7 @@ def test_the_most_edges_that_fit_are_kept(by: CutBy, seed: int):
         if limit < taken[0]:
             continue
         best = max(count for count, needed in enumerate(taken) if needed <= limit)
-        found = split.cut_to_fit(batch, bytes_of, limit, by, key=seed)
+        found = micro_batches.cut_to_fit(batch, bytes_of, limit, by, key=seed)
         assert Sizes.of(found) == Sizes.of(every[best])
         for ours, theirs in zip(found.blocks, every[best].blocks, strict=True):
             assert sorted(edges_of(ours)) == sorted(edges_of(theirs))
@@ -297,7 +297,7 @@ def test_a_cut_batch_is_a_batch_of_the_edges_kept(name: str):
     batch = made(20)
     order = ordered(batch, "degree")
     expected = with_edges(batch, order, 30)
-    cut = split.cut_to_fit(batch, bytes_of, bytes_of(Sizes.of(expected)), "degree")
+    cut = micro_batches.cut_to_fit(batch, bytes_of, bytes_of(Sizes.of(expected)), "degree")
     model = GNN(stack_of(name, 6, 8, 3), dropout=0.5).double()
     assert_same(step(model, [cut]), step(model, [expected]), 1e-10)
 
@@ -307,7 +307,7 @@ def test_cutting_a_batch_read_ahead_reads_it_anew():
     assert isinstance(batch.x, Rows)
     ahead = replace(batch, x=model.read_ahead(batch.x, batch.blocks[0]))
     limit = 0.6 * bytes_of(Sizes.of(batch))
-    cut = [split.cut_to_fit(b, bytes_of, limit) for b in (ahead, made())]
+    cut = [micro_batches.cut_to_fit(b, bytes_of, limit) for b in (ahead, made())]
     assert_same(step(model, cut[:1]), step(model, cut[1:]), 1e-10)
 
 
@@ -319,7 +319,7 @@ def test_hubs_lose_their_edges_first():
     costs = Costs((8.0, 16.0), (4.0,), 0.0)
     limit = costs.bound(Sizes.of(batch)) - 8 * 4
     for by in ("degree", "pagerank"):
-        cut = split.cut_to_fit(batch, costs.bound, limit, by)
+        cut = micro_batches.cut_to_fit(batch, costs.bound, limit, by)
         lost = set(edges_of(batch.blocks[0])) - set(edges_of(cut.blocks[0]))
         assert len(lost) == 8
         assert {source for source, _ in lost} == {0}
@@ -327,13 +327,15 @@ def test_hubs_lose_their_edges_first():
 
 def test_random_cuts_are_those_of_their_key():
     batch, limit = made(), 0.7 * bytes_of(Sizes.of(made()))
-    first, again, other = (edges_of(split.cut_to_fit(batch, bytes_of, limit, key=k).blocks[0]) for k in (1, 1, 2))
+    first, again, other = (
+        edges_of(micro_batches.cut_to_fit(batch, bytes_of, limit, key=k).blocks[0]) for k in (1, 1, 2)
+    )
     assert first == again != other
 
 
 def test_seeds_that_do_not_fit_without_any_edge_are_refused():
     with pytest.raises(ValueError, match=r"the seeds alone take more than .* make batch_size smaller"):
-        split.cut_to_fit(made(), bytes_of, 150.0)
+        micro_batches.cut_to_fit(made(), bytes_of, 150.0)
 
 
 @pytest.mark.parametrize("by", get_args(CutBy))
@@ -350,7 +352,7 @@ def test_a_million_edges_are_cut_in_a_tenth_of_a_second(by: CutBy):
     times = []
     for _ in range(5):
         start = time.thread_time()  # it runs in one thread, whatever else the machine does
-        cut = split.cut_to_fit(batch, costs.bound, limit, by)
+        cut = micro_batches.cut_to_fit(batch, costs.bound, limit, by)
         times.append(time.thread_time() - start)
     assert 0.999 * limit < costs.bound(Sizes.of(cut)) <= limit
     assert min(times) < 0.1

@@ -11,7 +11,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 from hopline import ops
-from hopline.budget import micro_batches as split
+from hopline.budget import micro_batches
 from hopline.budget.predictor import DEVIATIONS, ENOUGH, Costs, Predictor, Sizes, costs_of
 from hopline.core.batch import Batch
 from hopline.device.meter import meter_of
@@ -241,7 +241,7 @@ def test_pieces_are_promised_enough_where_only_whole_batches_were_seen(name: str
         whole = batch_at(900, key)
         predictor.observe(Sizes.of(whole), taken(model, whole))
     for num_pieces in (2, 6, 30):
-        piece = split.piece_of(whole, torch.arange(0, 900, num_pieces)).batch()  # type: ignore[possibly-undefined]
+        piece = micro_batches.piece_of(whole, torch.arange(0, 900, num_pieces)).batch()  # type: ignore[possibly-undefined]
         sizes = Sizes.of(piece)
         assert taken(model, piece) <= predictor.promise(sizes)
         predictor.observe(sizes, taken(model, piece))

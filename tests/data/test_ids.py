@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hopline.data.formats import csv_parquet as text
+from hopline.data.formats import csv_parquet
 from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.ids import IdMap, checked_ids, original_ids, settled
 from hopline.data.options import Columns
@@ -29,10 +29,10 @@ def test_edges_join_the_nodes_that_the_file_names(
 ) -> None:
     """Chunks of a few rows, some with numbers alone, some with texts, give the graph that Python reads off the file."""
     if reader == "plain":
-        monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     if in_chunks:
-        monkeypatch.setattr(text, "BLOCK_BYTES", 64)
-        monkeypatch.setattr(text, "CHUNK_ROWS", 3)
+        monkeypatch.setattr(csv_parquet, "BLOCK_BYTES", 64)
+        monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 3)
     draw = random.Random(kind)
     # All of the pool, at the end, so that the first chunks do not tell what kind of ids these are.
     ends = draw.choices(POOLS[kind][:2], k=30) + POOLS[kind]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hopline.data.formats import csv_parquet as text
+from hopline.data.formats import csv_parquet
 from hopline.util.log import logger
 from tests.data.ugly_inputs import CASES, Case, outcome
 
@@ -16,7 +16,7 @@ def test_an_ugly_input_is_read_rightly_or_refused_with_what_to_type(
     case: Case, reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if reader == "plain":
-        monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     caplog.set_level("INFO", logger.name)
     verdict, words = outcome(case, tmp_path)
     assert verdict == ("refused" if case.refused else "right"), words

@@ -10,8 +10,8 @@ from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline.data import planted
-from hopline.device import streams as recording
-from hopline.methods.sampled import captured_step as captured
+from hopline.device import streams
+from hopline.methods.sampled import captured_step
 from hopline.methods.sampled.captured_step import CapturedUnit, CapturedWork, DrawnUnit
 from hopline.training.async_evaluation import EvaluationThread
 from tests.runs import losses, sage, small
@@ -21,12 +21,12 @@ def test_who_has_the_turn_has_it_alone_and_may_ask_again():
     others: list[bool] = []
 
     def ask() -> None:
-        taken = recording.turn.acquire(blocking=False)
+        taken = streams.turn.acquire(blocking=False)
         others.append(taken)
         if taken:
-            recording.turn.release()
+            streams.turn.release()
 
-    with recording.turn, recording.turn:
+    with streams.turn, streams.turn:
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
@@ -38,19 +38,19 @@ def test_what_can_wait_for_another_time_does_not_wait_for_its_turn():
     begun, ended, found = threading.Event(), threading.Event(), []
 
     def evaluate() -> None:
-        with recording.turn:
+        with streams.turn:
             begun.set()
             ended.wait()
 
     thread = threading.Thread(target=evaluate)
     thread.start()
     begun.wait()
-    with recording.at_once() as free:
+    with streams.at_once() as free:
         found.append(free)
     ended.set()
     thread.join()
     for _ in range(2):
-        with recording.at_once() as free:
+        with streams.at_once() as free:
             found.append(free)
     assert found == [False, True, True]
 
@@ -67,7 +67,7 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
     work, taken, ended = CapturedWork(trainer.job, loader), threading.Event(), threading.Event()
 
     def evaluate() -> None:
-        with recording.turn:
+        with streams.turn:
             taken.set()
             ended.wait()
 
@@ -75,7 +75,7 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
     if others_turn:
         evaluation.start()
         taken.wait()
-    monkeypatch.setattr(captured, "capture", lambda *given: given)  # it would wait for its turn
+    monkeypatch.setattr(captured_step, "capture", lambda *given: given)  # it would wait for its turn
     try:
         first, second = ([type(unit) for unit in work.units(epoch)] for epoch in (1, 2))
         resumed = [type(unit) for unit in CapturedWork(trainer.job, loader).units(2, 1, 60)]
@@ -92,7 +92,7 @@ def test_gradients_arrive_at_new_nodes_whoever_holds_the_old_ones():
     parameter = torch.nn.Parameter(torch.ones(3))
     address, held = parameter.data_ptr(), (parameter * 2).sum()
     before = torch.autograd.graph.get_gradient_edge(parameter).node
-    captured.renew_accumulators([parameter])
+    captured_step.renew_accumulators([parameter])
     assert torch.autograd.graph.get_gradient_edge(parameter).node is not before
     assert parameter.data_ptr() == address
     (parameter * 3).sum().backward()
@@ -122,7 +122,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     evaluated = EvaluationThread._evaluated
 
     def slowly(thread: EvaluationThread, room: Any) -> Any:
-        with recording.turn:
+        with streams.turn:
             time.sleep(seconds)
             return evaluated(thread, room)
 
@@ -175,7 +175,7 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
     graph, ended = torch.cuda.CUDAGraph(), threading.Event()
-    stream = recording.stream_to_record("this", torch.device("cuda"))
+    stream = streams.stream_to_record("this", torch.device("cuda"))
     x, failures = torch.ones(1000, device="cuda"), []
 
     def wait_again_and_again() -> None:
@@ -192,7 +192,7 @@ def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
     thread.start()
     try:
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), recording.recorded(graph, stream):
+        with torch.cuda.stream(stream), streams.recorded(graph, stream):
             for _ in range(2000):
                 x += 1
     finally:
@@ -208,9 +208,9 @@ def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
 @pytest.mark.parametrize("waits", [False, True], ids=["raises", "waits for the device"])
 def test_a_graph_that_cannot_be_recorded_leaves_nothing_open(waits: bool):
     graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream, x = recording.stream_to_record("this", torch.device("cuda")), torch.ones(10, device="cuda")
+    stream, x = streams.stream_to_record("this", torch.device("cuda")), torch.ones(10, device="cuda")
     expected = pytest.raises(RuntimeError if waits else ZeroDivisionError)
-    with expected, torch.cuda.stream(stream), recording.recorded(graph, stream):
+    with expected, torch.cuda.stream(stream), streams.recorded(graph, stream):
         x.mul(2)
         if waits:
             torch.cuda.synchronize()
@@ -225,7 +225,7 @@ def test_a_graph_that_cannot_be_recorded_leaves_nothing_open(waits: bool):
     again = torch.empty(1 << 22, device="cuda")
     assert again.data_ptr() == address, "memory that another stream has read comes back"
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), recording.recorded(graph, stream):
+    with torch.cuda.stream(stream), streams.recorded(graph, stream):
         x += 1
     graph.replay()
     assert float(x[0]) == 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hopline.distributed import shared_memory as handles
+from hopline.distributed import shared_memory
 from hopline.distributed.shared_memory import SharedArray, share
 from hopline.interop.dlpack import from_any
 
@@ -42,7 +42,7 @@ def test_two_processes_read_and_write_the_same_memory(method: str):
     here.recv()
     process.join(20)
     assert array.tensor.tolist() == [9, 1, 2, 7]
-    handles.release()
+    shared_memory.release()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.float64])
@@ -52,18 +52,18 @@ def test_every_type_and_shape_comes_back(dtype: torch.dtype):
         back = pickle.loads(pickle.dumps(array)).tensor
         assert back.dtype == dtype
         assert torch.equal(back, array.tensor)
-    handles.release()
+    shared_memory.release()
 
 
 def test_a_large_array_has_a_small_pickle():
     assert len(pickle.dumps(share(torch.zeros(10_000_000)))) < 500
-    handles.release()
+    shared_memory.release()
 
 
 def test_an_array_that_is_not_contiguous_is_copied_in_order():
     array = share(torch.arange(6).view(2, 3).t())
     assert pickle.loads(pickle.dumps(array)).tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
-    handles.release()
+    shared_memory.release()
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mapped files are found by way of /proc")
@@ -91,7 +91,7 @@ def test_a_private_mapping_and_a_replaced_file_are_copied(tmp_path: Path):
     np.save(tmp_path / "new.npy", np.ones(5000, dtype=np.float32))
     os.replace(tmp_path / "new.npy", path)
     assert float(pickle.loads(pickle.dumps(share(whole))).tensor[0]) == 0
-    handles.release()
+    shared_memory.release()
 
 
 def test_a_file_replaced_after_it_was_sent_is_refused(tmp_path: Path):
@@ -102,7 +102,7 @@ def test_a_file_replaced_after_it_was_sent_is_refused(tmp_path: Path):
     os.replace(tmp_path / "new.npy", path)
     with pytest.raises(ValueError, match="no longer there"):
         pickle.loads(sent)
-    handles.release()
+    shared_memory.release()
 
 
 def test_a_handle_whose_sender_has_ended_says_so():
@@ -116,7 +116,7 @@ def test_a_handle_whose_sender_has_ended_says_so():
 def test_what_was_sent_is_kept_until_it_is_released():
     sent = pickle.dumps(share(torch.ones(3)))  # nobody here holds the array
     assert pickle.loads(sent).tensor.tolist() == [1, 1, 1]
-    handles.release()
+    shared_memory.release()
     with pytest.raises(ValueError, match="no longer there"):
         pickle.loads(sent)
 
@@ -128,5 +128,5 @@ def test_where_memory_without_a_name_is_not_to_be_had_a_file_is_used(monkeypatch
     back = pickle.loads(pickle.dumps(array))
     array.tensor[0] = 8
     assert back.tensor.tolist() == [8, 1, 2]
-    handles.release()
+    shared_memory.release()
     Path(array.file).unlink()

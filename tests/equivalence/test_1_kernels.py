@@ -16,11 +16,9 @@ from hopline.core.graph import Graph
 from hopline.core.sampler import NeighborSampler, in_neighborhood
 from hopline.ops import reference
 from hopline.ops.cpu import reduce as cpu_reduce
-from hopline.ops.cpu import sampling as cpu
-from hopline.ops.gpu import reduce as gpu_dropout
+from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.gpu import reduce as gpu_reduce
-from hopline.ops.gpu import sampling as gpu
-from hopline.ops.gpu import sampling as gpu_map
+from hopline.ops.gpu import sampling as gpu_sampling
 from tests.grids import RUNS_ON_GPU, parametrize_kernel, parametrize_pairwise
 from tests.helpers import KERNEL_DEVICE, assert_same_batches, randint, randn, random_graph
 
@@ -66,15 +64,15 @@ def test_sampling(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_sample
     for fanout in (-1, 1, 2, draw.randrange(3, 20), draw.choice([40, 100])):
         for replace in (False, True) if fanout > 0 else (False,):
             arguments = (indptr, indices, nodes, fanout, key, replace)
-            assert_same(cpu.sample_neighbors(*arguments), reference.sample_neighbors(*arguments))
-    assert_same(cpu.row_positions(indptr, nodes), reference.row_positions(indptr, nodes))
+            assert_same(cpu_sampling.sample_neighbors(*arguments), reference.sample_neighbors(*arguments))
+    assert_same(cpu_sampling.row_positions(indptr, nodes), reference.row_positions(indptr, nodes))
 
 
 @parametrize_pairwise(top=[3, 100, 10**6, 2**40], num_seeds=[0, 1, 50], num_neighbors=[0, 1, 700], dtype=INDEX_DTYPES)
 def test_relabelling(top: int, num_seeds: int, num_neighbors: int, dtype: torch.dtype) -> None:
     seeds = randint(0, top, num_seeds).unique()
     neighbors = randint(0, top, num_neighbors, seed=1).to(dtype if top < 2**31 else torch.int64)
-    assert_same(cpu.relabel(seeds, neighbors), reference.relabel(seeds, neighbors))
+    assert_same(cpu_sampling.relabel(seeds, neighbors), reference.relabel(seeds, neighbors))
 
 
 @parametrize_pairwise(
@@ -84,16 +82,16 @@ def test_relabelling(top: int, num_seeds: int, num_neighbors: int, dtype: torch.
 )
 def test_gathering(dtype: torch.dtype, width: int, count: int) -> None:
     rows, ids = (50 * randn(30, width)).to(dtype), randint(0, 30, count)
-    assert_same((cpu.gather_rows(rows, ids),), (reference.gather_rows(rows, ids),))
+    assert_same((cpu_sampling.gather_rows(rows, ids),), (reference.gather_rows(rows, ids),))
 
 
 @parametrize_pairwise(num_nodes=NUM_NODES, hub_edges=HUB_EDGES, dtype=INDEX_DTYPES, num_keys=[0, 1, 300])
 def test_grouping_and_self_loops(num_nodes: int, hub_edges: int, dtype: torch.dtype, num_keys: int) -> None:
     keys = randint(0, 9, num_keys, seed=num_nodes)
     for num_groups in (9, 11):
-        assert_same(cpu.group_edges(keys, num_groups), reference.group_edges(keys, num_groups))
+        assert_same(cpu_sampling.group_edges(keys, num_groups), reference.group_edges(keys, num_groups))
     indptr, indices = csr_of(num_nodes, hub_edges, dtype, random.Random(num_nodes))
-    assert_same((cpu.self_loops(indptr, indices),), (reference.self_loops(indptr, indices),))
+    assert_same((cpu_sampling.self_loops(indptr, indices),), (reference.self_loops(indptr, indices),))
 
 
 @parametrize_pairwise(
@@ -151,8 +149,10 @@ def test_sampling_on_the_gpu(seed: int) -> None:
     for fanout in (-1, 1, draw.randrange(3, 20), draw.choice([40, 100])):
         for replace in (False, True) if fanout > 0 else (False,):
             arguments = (indptr, indices, nodes, fanout, random_key(draw), replace)
-            assert_same_from_gpu(gpu.sample_neighbors(*on_gpu(*arguments)), cpu.sample_neighbors(*arguments))
-    assert_same_from_gpu(gpu.row_positions(*on_gpu(indptr, nodes)), cpu.row_positions(indptr, nodes))
+            assert_same_from_gpu(
+                gpu_sampling.sample_neighbors(*on_gpu(*arguments)), cpu_sampling.sample_neighbors(*arguments)
+            )
+    assert_same_from_gpu(gpu_sampling.row_positions(*on_gpu(indptr, nodes)), cpu_sampling.row_positions(indptr, nodes))
 
 
 @parametrize_kernel([(0,), (1,), (2,), (3,), (4,)], seed=ROUNDS)
@@ -161,17 +161,19 @@ def test_relabelling_gathering_and_grouping_on_the_gpu(seed: int) -> None:
     top = draw.choice([3, 100, 10**6, 2**40])
     seeds = randint(0, top, draw.choice([0, 1, 50]), seed=seed).unique()
     neighbors = randint(0, top, draw.choice([0, 1, 700]), seed=seed + 1)
-    assert_same_from_gpu(gpu.relabel(*on_gpu(seeds, neighbors)), cpu.relabel(seeds, neighbors))
+    assert_same_from_gpu(gpu_sampling.relabel(*on_gpu(seeds, neighbors)), cpu_sampling.relabel(seeds, neighbors))
 
     dtype = draw.choice([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8])
     rows = (50 * randn(30, draw.randrange(1, 20), seed=seed)).to(dtype)
     ids = randint(0, 30, draw.choice([0, 1, 99]), seed=seed)
-    assert_same_from_gpu((gpu.gather_rows(*on_gpu(rows, ids)),), (cpu.gather_rows(rows, ids),))
+    assert_same_from_gpu((gpu_sampling.gather_rows(*on_gpu(rows, ids)),), (cpu_sampling.gather_rows(rows, ids),))
 
     keys, groups = randint(0, 9, draw.choice([0, 1, 300]), seed=seed), 9 + draw.randrange(3)
-    assert_same_from_gpu(gpu.group_edges(*on_gpu(keys, groups)), cpu.group_edges(keys, groups))
+    assert_same_from_gpu(gpu_sampling.group_edges(*on_gpu(keys, groups)), cpu_sampling.group_edges(keys, groups))
     indptr, indices = random_csr(draw)
-    assert_same_from_gpu((gpu.self_loops(*on_gpu(indptr, indices)),), (cpu.self_loops(indptr, indices),))
+    assert_same_from_gpu(
+        (gpu_sampling.self_loops(*on_gpu(indptr, indices)),), (cpu_sampling.self_loops(indptr, indices),)
+    )
 
 
 @parametrize_kernel([(7,), (25,)], seed=ROUNDS)
@@ -188,7 +190,7 @@ def test_reductions_and_dropout_on_the_gpu(seed: int) -> None:
     x = randn(draw.choice([0, 1, 60]), *shape, seed=seed, dtype=draw.choice([torch.float32, torch.float64]))
     ids = randint(0, draw.choice([5, 2**50]), x.size(0), seed=seed)
     arguments = (x, draw.choice([0.0, 1.0, draw.random()]), random_key(draw), ids)
-    assert_same_from_gpu((gpu_dropout.keyed_dropout(*on_gpu(*arguments)),), (cpu_reduce.keyed_dropout(*arguments),))
+    assert_same_from_gpu((gpu_reduce.keyed_dropout(*on_gpu(*arguments)),), (cpu_reduce.keyed_dropout(*arguments),))
 
 
 @pytest.fixture
@@ -196,7 +198,7 @@ def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, have the ops choose its kernels for tensors on the CPU."""
     if KERNEL_DEVICE == "cpu":
         monkeypatch.setattr(ops, "_twin", lambda ids, on_cpu, on_gpu: ops.gpu_kernels(on_gpu))
-        monkeypatch.setattr(ops, "new_id_map", gpu_map.DeviceIdMap)
+        monkeypatch.setattr(ops, "new_id_map", gpu_sampling.DeviceIdMap)
 
 
 def moved(graph: Graph) -> Graph:

@@ -14,8 +14,7 @@ from torch_geometric.nn import GATConv, GCNConv, GINConv, GraphConv, SAGEConv
 
 import hopline as hl
 from hopline import infer
-from hopline.inference import cache as kept
-from hopline.inference import layerwise_chunks as layerwise
+from hopline.inference import cache, layerwise_chunks
 from tests.helpers import GNN_OPTIONS, gnn_of
 from tests.runs import small
 
@@ -36,9 +35,9 @@ REDUCED = {"mean", "max", "no root", "gin", "graph", "gcn, wider", "gcn, improve
 
 def made_anew(model: hl.nn.GNN, data: hl.Dataset, ids: Tensor, **options: Any) -> Tensor:
     """By somebody who was never asked before."""
-    kept._kept.clear()
+    cache._kept.clear()
     found = infer.exact(model, data, ids.clone(), **options)
-    kept._kept.clear()
+    cache._kept.clear()
     return found
 
 
@@ -50,7 +49,7 @@ def test_no_bit_depends_on_what_was_kept(name: str, chunk_edges: int | None):
     expected = [made_anew(model, data, ids, chunk_edges=chunk_edges) for model in models]
     for model, rows in zip(models, expected, strict=True):
         assert torch.equal(infer.exact(model, data, ids, chunk_edges=chunk_edges), rows)
-    known = kept._kept[data.graph]
+    known = cache._kept[data.graph]
     assert known.times == 4
     assert bool(known.sums) == (name in REDUCED)
     assert known.blocks
@@ -80,13 +79,13 @@ def test_models_that_sum_in_another_way_share_nothing(weighted: bool):
 
 @pytest.mark.parametrize("chunk_edges", [None, 150])
 def test_blocks_and_sums_are_made_twice_and_never_again(chunk_edges: int | None, monkeypatch: pytest.MonkeyPatch):
-    data, made, plain = small(), [], layerwise.full_block
+    data, made, plain = small(), [], layerwise_chunks.full_block
 
     def block(sampler: Any, nodes: Tensor) -> hl.extend.Block:
         made.append(nodes.numel())
         return plain(sampler, nodes)
 
-    monkeypatch.setattr(layerwise, "full_block", block)
+    monkeypatch.setattr(layerwise_chunks, "full_block", block)
     ids, counts = torch.tensor([3, 5]), []
     for _ in range(4):  # what is asked for once leaves nothing
         infer.exact(hl.nn.GNN(CONVS["mean"]()), data, ids, chunk_edges=chunk_edges)
@@ -143,22 +142,22 @@ def test_of_a_table_that_tells_of_no_change_only_blocks_are_kept():
     data.tables["x"] = Drawn()
     found = [infer.exact(model, data, ids) for _ in range(3)]
     assert not torch.equal(found[1], found[2])
-    assert kept._kept[data.graph].blocks
-    assert not kept._kept[data.graph].sums
+    assert cache._kept[data.graph].blocks
+    assert not cache._kept[data.graph].sums
 
 
 def test_what_has_no_room_is_made_again(monkeypatch: pytest.MonkeyPatch):
     data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
     expected = made_anew(model, data, ids, chunk_edges=150)
-    full = kept.room_on(torch.device("cpu"))
+    full = cache.room_on(torch.device("cpu"))
     assert full > 1 << 20
     taken = []
     for room in (0, 5_000, 8_000, full):
-        monkeypatch.setattr(kept, "room_on", lambda device, room=room: room)
-        kept._kept.clear()
+        monkeypatch.setattr(cache, "room_on", lambda device, room=room: room)
+        cache._kept.clear()
         for _ in range(3):
             assert torch.equal(infer.exact(model, data, ids, chunk_edges=150), expected)
-        known = kept._kept[data.graph]
+        known = cache._kept[data.graph]
         assert 0 <= known.room <= room
         taken.append(room - known.room)
     assert taken[0] == 0 < taken[1] < taken[2] < taken[3]
@@ -168,10 +167,10 @@ def test_what_was_kept_goes_with_the_graph():
     data, model = small(), hl.nn.GNN(CONVS["mean"]())
     for _ in range(2):
         infer.exact(model, data, data.splits["valid"])
-    before = len(kept._kept)
+    before = len(cache._kept)
     del data
     gc.collect()
-    assert len(kept._kept) == before - 1
+    assert len(cache._kept) == before - 1
 
 
 def test_threads_that_infer_at_once_change_no_bit():

@@ -15,7 +15,7 @@ import hopline as hl
 from hopline import infer
 from hopline.contract import Job
 from hopline.data import planted
-from hopline.inference import cache as kept
+from hopline.inference import cache
 from hopline.inference import captured_forward as replayed
 from hopline.inference.captured_forward import Replayed, repeats, replayed_of
 from hopline.nn.gnn import GNN
@@ -140,7 +140,7 @@ def change(model: nn.Module) -> None:
 
 
 def eager(job: Job, ids: Tensor) -> Tensor:
-    kept._kept.clear()
+    cache._kept.clear()
     return infer.exact(job.model, job.data, ids.clone(), device=job.device)
 
 

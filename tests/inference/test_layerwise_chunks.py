@@ -17,7 +17,7 @@ import hopline as hl
 from hopline import infer
 from hopline.data.dataset import Dataset
 from hopline.device.meter import TensorMeter
-from hopline.inference import layerwise_chunks as layerwise
+from hopline.inference import layerwise_chunks
 from hopline.inference.layerwise_chunks import AHEAD
 from hopline.nn import GNN
 from hopline.pipeline.stages import Pipeline
@@ -38,13 +38,13 @@ def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
     model, data = gnn_of(name).float(), small(num_features=6)
     threaded = infer.exact(model, data, chunk_edges=300)
     with monkeypatch.context() as patch:
-        patch.setattr(layerwise, "Pipeline", serial)
+        patch.setattr(layerwise_chunks, "Pipeline", serial)
         assert torch.equal(infer.exact(model, data, chunk_edges=300), threaded)
 
 
 def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch):
     data, made, threads = small(), [], set()
-    plain, ahead = layerwise.full_block, []
+    plain, ahead = layerwise_chunks.full_block, []
 
     def block(*args: Any) -> hl.extend.Block:
         made.append(0)
@@ -57,7 +57,7 @@ def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch)
             ahead.append(len(made) - len(ahead))
             return super().layer(*args)
 
-    monkeypatch.setattr(layerwise, "full_block", block)
+    monkeypatch.setattr(layerwise_chunks, "full_block", block)
     model = Slow([SAGEConv(8, 8), SAGEConv(8, 4)])
     infer.exact(model, data, chunk_edges=300)
     assert len(ahead) == len(made) > 20
@@ -72,7 +72,7 @@ def test_chunks_are_made_ahead_but_not_too_many(monkeypatch: pytest.MonkeyPatch)
 def test_all_nodes_at_once_need_no_block(name: str, monkeypatch: pytest.MonkeyPatch):
     model, data = gnn_of(name), small(num_features=6)
     expected = infer.exact(model, data, chunk_edges=1000)
-    monkeypatch.delattr(layerwise, "full_block")
+    monkeypatch.delattr(layerwise_chunks, "full_block")
     torch.testing.assert_close(infer.exact(model, data), expected)
 
 
@@ -98,7 +98,7 @@ def test_a_table_that_cannot_be_read_ends_it_and_leaves_no_thread(monkeypatch: p
     def broken(*_: Any) -> hl.extend.Block:
         raise OSError("the disk is gone too")
 
-    monkeypatch.setattr(layerwise, "full_block", broken)
+    monkeypatch.setattr(layerwise_chunks, "full_block", broken)
     with pytest.raises(StageError, match=r"stage 'infer.prepare' failed: the disk is gone too"):
         infer.exact(sage(small()), small(), chunk_edges=100)
 
@@ -125,10 +125,10 @@ def test_other_widths_make_other_chunks():
     data = small()
     sizes = {}
     for hidden in (4, 256):
-        work = layerwise.Layerwise(
+        work = layerwise_chunks.Layerwise(
             hl.nn.GNN([SAGEConv(8, hidden)]), data, 1, torch.device("cpu"), chunk_bytes=1_000_000
         )
-        sizes[hidden] = work._edges_of_a_chunk(0, torch.arange(400), layerwise.Tables(data.x))
+        sizes[hidden] = work._edges_of_a_chunk(0, torch.arange(400), layerwise_chunks.Tables(data.x))
     assert sizes[4] > 5 * sizes[256] > 100
 
 
@@ -154,20 +154,20 @@ def test_hidden_rows_that_a_gpu_has_no_room_for(name: str, monkeypatch: pytest.M
     wanted = infer.exact(model, data)
     model.cuda()
     written = set()
-    plain = layerwise.TensorTable.write
+    plain = layerwise_chunks.TensorTable.write
 
     def write(table: Any, ids: Tensor, rows: Tensor) -> None:
         written.add((ids.device.type, table.rows.is_cuda))
         plain(table, ids, rows)
 
-    monkeypatch.setattr(layerwise.TensorTable, "write", write)
+    monkeypatch.setattr(layerwise_chunks.TensorTable, "write", write)
     few = torch.tensor([7, 3, 399])
     close = partial(torch.allclose, rtol=1e-4, atol=1e-5)
     for most in (40_000, 400_000):  # many chunks, few
         assert close(infer.exact(model, data, chunk_bytes=most, device="cuda"), wanted)
         assert close(infer.exact(model, data, few, chunk_bytes=most, device="cuda"), wanted[few])
     assert written == {("cuda", False)}  # by the GPU, to the host's memory
-    monkeypatch.setattr(layerwise.pinned, "register", lambda table: "refused")
+    monkeypatch.setattr(layerwise_chunks.pinned, "register", lambda table: "refused")
     assert close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), wanted)
     assert ("cpu", False) in written
 

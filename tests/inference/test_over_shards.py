@@ -13,8 +13,7 @@ from torch_geometric.nn import GATConv, GCNConv, GINEConv, SAGEConv
 
 import hopline as hl
 from hopline.core.partition import make_partition
-from hopline.inference import layerwise_chunks as layerwise
-from hopline.inference import resumable as layer_files
+from hopline.inference import layerwise_chunks, resumable
 from hopline.inference.over_shards import AllShards, StackedTable, _OverShards, exact_rows
 from hopline.shards.write import cut
 from hopline.tables import SparseTable, TensorTable
@@ -90,7 +89,7 @@ def test_rows_are_computed_only_where_they_are_needed(whole: hl.Dataset, shards:
 
 def test_a_shard_is_open_before_it_is_measured_what_a_few_nodes_take(shards: Path):
     data = AllShards(shards)
-    work = _OverShards(model_of("sage"), data, 1, layerwise.CPU, 1 << 22, None)
+    work = _OverShards(model_of("sage"), data, 1, layerwise_chunks.CPU, 1 << 22, None)
     data._opened = None
     few = work.probed(EVERYTHING)
     assert data._opened is not None
@@ -125,18 +124,18 @@ def test_stacked_tables_are_read_as_one():
 def test_a_folder_goes_on_where_it_was_left(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, data = model_of("gcn"), AllShards(shards)
     expected = exact_rows(model, data, chunk_edges=30)(EVERYTHING)
-    monkeypatch.setattr(layer_files, "SAVE_S", 0.0)
-    plain = layer_files.LayerFiles.chunk_done
+    monkeypatch.setattr(resumable, "SAVE_S", 0.0)
+    plain = resumable.LayerFiles.chunk_done
 
-    def failing(self: layer_files.LayerFiles) -> None:
+    def failing(self: resumable.LayerFiles) -> None:
         plain(self)
         if (self.layer, self.chunks) == (1, 2):
             raise RuntimeError("the power is gone")
 
-    monkeypatch.setattr(layer_files.LayerFiles, "chunk_done", failing)
+    monkeypatch.setattr(resumable.LayerFiles, "chunk_done", failing)
     with pytest.raises(RuntimeError, match="the power is gone"):
         exact_rows(model, data, chunk_edges=30, folder=tmp_path)
-    monkeypatch.setattr(layer_files.LayerFiles, "chunk_done", plain)
+    monkeypatch.setattr(resumable.LayerFiles, "chunk_done", plain)
     assert torch.equal(exact_rows(model, data, chunk_edges=30, folder=tmp_path)(EVERYTHING), expected)
     with pytest.raises(ValueError, match=r"another inference \(other model\): remove it, or choose another"):
         exact_rows(model_of("sage"), data, chunk_edges=30, folder=tmp_path)

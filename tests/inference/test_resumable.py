@@ -13,8 +13,7 @@ from torch_geometric.nn import GATConv
 
 import hopline as hl
 from hopline import infer
-from hopline.inference import layerwise_chunks as layerwise
-from hopline.inference import resumable as layer_files
+from hopline.inference import layerwise_chunks, resumable
 from hopline.inference.resumable import PROGRESS, LayerFiles, weights_checksum
 from hopline.nn.gnn import State
 from tests.runs import sage, small
@@ -66,19 +65,19 @@ def computed(model: hl.nn.GNN, data: hl.Dataset, folder: Path | None, ids: torch
 def test_an_end_at_any_chunk_loses_only_what_was_not_marked(
     chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(layer_files, "SAVE_S", 0.0)
+    monkeypatch.setattr(resumable, "SAVE_S", 0.0)
     data = small()
     model = model_of(data)
     expected, all_sizes = computed(model, data, None)
     assert all_sizes == {0: 400, 1: 400, 2: 400}
-    num_chunks = len(layerwise.Layerwise(model, data, 1, layerwise.CPU).chunks(torch.arange(400), CHUNK))
+    num_chunks = len(layerwise_chunks.Layerwise(model, data, 1, layerwise_chunks.CPU).chunks(torch.arange(400), CHUNK))
     with monkeypatch.context() as patch:
         stop_after(chunks, patch)
         with pytest.raises(RuntimeError, match=r"stage .infer.write. failed"):
             computed(model, data, tmp_path)
     before = json.loads((tmp_path / PROGRESS).read_text())
     marked = before["layer"] * num_chunks + before["chunks"]
-    assert chunks <= marked <= chunks + layerwise.BEHIND  # what was computed by then is written all the same
+    assert chunks <= marked <= chunks + layerwise_chunks.BEHIND  # what was computed by then is written all the same
     found, sizes = computed(model, data, tmp_path)
     assert torch.equal(found, expected)
     layer = before["layer"]

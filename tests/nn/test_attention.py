@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 from hopline.core.batch import Block
 from hopline.core.row_handles import Rows
 from hopline.core.tree_layout import TreeBlock, TreeSampler
-from hopline.nn import GNN
-from hopline.nn import conv_adapter as convs
+from hopline.nn import GNN, conv_adapter
 from hopline.nn.attention import MOST_CHANNELS, attention, is_fused_attention
 from hopline.nn.conv_adapter import convolve
 from hopline.tables import TensorTable
@@ -151,8 +150,8 @@ def test_nothing_has_a_row_per_edge():
 @pytest.mark.parametrize("layout", ["block", "tree"])
 def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, monkeypatch: pytest.MonkeyPatch):
     block, conv, calls = block_of() if layout == "block" else tree_of(), conv_of("gat"), []
-    monkeypatch.setattr(convs, "is_on_gpu", lambda block: True)
-    monkeypatch.setattr(convs, "attention", lambda *given: calls.append(given) or attention(*given))
+    monkeypatch.setattr(conv_adapter, "is_on_gpu", lambda block: True)
+    monkeypatch.setattr(conv_adapter, "attention", lambda *given: calls.append(given) or attention(*given))
     x = randn(50, WIDTH).to(DEVICE)
     found = convolve(conv, Rows(TensorTable(x), block.src_ids), block, None, 2)
     assert len(calls) == 1
@@ -161,7 +160,7 @@ def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, mon
 
 
 def test_on_the_cpu_pyg_runs_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(convs, "attention", None)
+    monkeypatch.setattr(conv_adapter, "attention", None)
     block = batch_of(random_graph(), None, (5,), SEEDS).blocks[0]
     conv, x = conv_of("gat").cpu(), randn(block.num_src, WIDTH)
     assert_close(convolve(conv, x, block), stock(conv, x, block))
@@ -224,7 +223,7 @@ def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch)
     blocks = [block.to(DEVICE) for block in blocks]
     for this, fused in ((model, True), (other, False)):
         assert isinstance(this, GNN)
-        monkeypatch.setattr(convs, "is_on_gpu", lambda block, fused=fused: fused)
+        monkeypatch.setattr(conv_adapter, "is_on_gpu", lambda block, fused=fused: fused)
         state = this.encode(x[blocks[0].src_ids], blocks[0].src_keys, None)
         for l, block in enumerate(blocks):
             state = this.layer(l, state, block)

@@ -13,7 +13,7 @@ import torch
 from hopline import ops
 from hopline.ops import reference
 from hopline.ops.cpu import reduce as cpu_reduce
-from hopline.ops.cpu import sampling as cpu
+from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.reference import SortedIdMap
 
 ONE = torch.tensor([0])
@@ -21,12 +21,12 @@ POINTERS = torch.tensor([0, 1])
 ROWS = torch.ones(1, 2)
 SAMPLE = (torch.tensor([0, 9]), torch.arange(9), ONE, 3)
 CALLS: dict[str, tuple[Callable[..., Any], Any, tuple]] = {
-    "sample_neighbors": (ops.sample_neighbors, cpu, (POINTERS, ONE, ONE, 1, 5)),
-    "row_positions": (ops.row_positions, cpu, (POINTERS, ONE)),
-    "relabel": (ops.relabel, cpu, (ONE, ONE)),
-    "gather_rows": (ops.gather_rows, cpu, (ROWS, ONE)),
-    "group_edges": (ops.group_edges, cpu, (ONE, 1)),
-    "self_loops": (ops.self_loops, cpu, (POINTERS, ONE)),
+    "sample_neighbors": (ops.sample_neighbors, cpu_sampling, (POINTERS, ONE, ONE, 1, 5)),
+    "row_positions": (ops.row_positions, cpu_sampling, (POINTERS, ONE)),
+    "relabel": (ops.relabel, cpu_sampling, (ONE, ONE)),
+    "gather_rows": (ops.gather_rows, cpu_sampling, (ROWS, ONE)),
+    "group_edges": (ops.group_edges, cpu_sampling, (ONE, 1)),
+    "self_loops": (ops.self_loops, cpu_sampling, (POINTERS, ONE)),
     "reduce_edges": (ops.reduce_edges, cpu_reduce, (ROWS, POINTERS, ONE, "sum")),
     "keyed_dropout": (ops.keyed_dropout, cpu_reduce, (ROWS, 0.5, 3, ONE)),
 }
@@ -50,7 +50,7 @@ def test_ids_on_a_gpu_choose_the_triton_kernel_if_triton_is_there(
 ) -> None:
     monkeypatch.setattr(ops, "_has_triton", lambda: has_triton)
     there = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
-    assert ops._twin(there, cpu, "sampling").__name__ == expected  # type: ignore[arg-type]
+    assert ops._twin(there, cpu_sampling, "sampling").__name__ == expected  # type: ignore[arg-type]
 
 
 def test_an_id_map_for_every_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch_geometric.nn import GCNConv
 
 import hopline as hl
 from hopline.methods.historical.staleness import relative_distance
-from hopline.training import watch_staleness as watch_history
+from hopline.training import watch_staleness
 from hopline.training.watch_staleness import state_of
 from tests.runs import records, small
 
@@ -30,7 +30,7 @@ def test_a_run_says_when_its_histories_are_old(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, lr: float, warns: bool
 ):
     caplog.set_level(logging.INFO, logger="hopline")
-    monkeypatch.setattr(watch_history, "MAX_DRIFT", 0.2)  # which a small graph exceeds in few steps
+    monkeypatch.setattr(watch_staleness, "MAX_DRIFT", 0.2)  # which a small graph exceeds in few steps
     fit(tmp_path / "run", lr)
     (found,) = records(tmp_path / "run", "history")
     assert (found["drift"] > 0.2) == warns

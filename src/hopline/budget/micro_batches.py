@@ -21,8 +21,7 @@ from hopline.budget.settings import CutBy
 from hopline.core.batch import Batch, Block, Part
 from hopline.core.row_handles import Readable, ReducedRows, Rows
 from hopline.nn.whole_module import Whole
-from hopline.ops.cpu import cut_batches as cpu_pieces
-from hopline.ops.cpu import cut_batches as cpu_prune
+from hopline.ops.cpu import cut_batches as cpu_cut_batches
 from hopline.util.config import format_size
 
 BytesOf = Callable[[Sizes], float]
@@ -98,7 +97,7 @@ def piece_of(batch: Batch, seed_idx: Tensor) -> Piece:
 
 def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     if own.device.type == "cpu":
-        return cpu_pieces.take(part.indptr, part.src_idx, num_src, own, wants)
+        return cpu_cut_batches.take(part.indptr, part.src_idx, num_src, own, wants)
     indptr, edges = ops.row_positions(part.indptr, own)
     chosen, src_idx = ops.relabel(own, ops.gather_rows(part.src_idx, edges))
     return indptr, src_idx, chosen, edges
@@ -171,7 +170,7 @@ def seed_costs(batch: Batch, costs: Costs) -> Tensor:
 def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
     """How large the pieces of some groups of seeds (positions) are, without making them. Counted on the host."""
     num_nodes, num_blocks = Sizes.of(batch).nodes, len(batch.blocks)
-    counts = cpu_pieces.count(_edges_of(batch), num_nodes, [group.cpu().numpy() for group in groups]).tolist()
+    counts = cpu_cut_batches.count(_edges_of(batch), num_nodes, [group.cpu().numpy() for group in groups]).tolist()
     return [Sizes(tuple(row[: num_blocks + 1]), tuple(row[num_blocks + 1 :])) for row in counts]
 
 
@@ -267,7 +266,7 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
     blocks, numbers = _edges_of(batch), edge_numbers(batch, by, key)
     nodes, edges = [np.full(batch.num_seeds, -1)], []
     for block, edge, number in zip(reversed(batch.blocks), reversed(blocks), reversed(numbers), strict=True):
-        src_entry, edge_entry = cpu_prune.entries(edge, number, nodes[0], block.num_src)
+        src_entry, edge_entry = cpu_cut_batches.entries(edge, number, nodes[0], block.num_src)
         nodes.insert(0, src_entry)
         edges.insert(0, edge_entry)
 
@@ -279,7 +278,7 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
             f"the seeds alone take more than the {format_size(limit)} left for a step: give a larger budget, or make "
             "batch_size smaller"
         )
-    last = cpu_prune.last_that_fits([*nodes, *edges], lambda counts: fits(counts.tolist()))
+    last = cpu_cut_batches.last_that_fits([*nodes, *edges], lambda counts: fits(counts.tolist()))
     return _kept(batch, blocks, nodes, edges, last)
 
 
@@ -287,19 +286,25 @@ def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
     """For the edges of each block a number of their own, int64 from 0 on: those with lower ones are kept first."""
     blocks, num_nodes = _edges_of(batch), batch.blocks[0].num_src
     if by == "random":
-        return cpu_prune.drawn_numbers([block.num_edges for block in batch.blocks], key)
-    hub = cpu_prune.num_ends(blocks, num_nodes) if by == "degree" else cpu_prune.page_rank(blocks, num_nodes)
-    return cpu_prune.hub_numbers(blocks, hub, key)
+        return cpu_cut_batches.drawn_numbers([block.num_edges for block in batch.blocks], key)
+    hub = (
+        cpu_cut_batches.num_ends(blocks, num_nodes) if by == "degree" else cpu_cut_batches.page_rank(blocks, num_nodes)
+    )
+    return cpu_cut_batches.hub_numbers(blocks, hub, key)
 
 
-def _edges_of(batch: Batch) -> list[cpu_prune.Edges]:
+def _edges_of(batch: Batch) -> list[cpu_cut_batches.Edges]:
     for block in batch.blocks:
         _splittable(block)
     return [(block.part.indptr.cpu().numpy(), block.part.src_idx.cpu().numpy()) for block in batch.blocks]
 
 
 def _kept(
-    batch: Batch, edges: Sequence[cpu_prune.Edges], nodes: Sequence[np.ndarray], entry: Sequence[np.ndarray], last: int
+    batch: Batch,
+    edges: Sequence[cpu_cut_batches.Edges],
+    nodes: Sequence[np.ndarray],
+    entry: Sequence[np.ndarray],
+    last: int,
 ) -> Batch:
     """The batch of the nodes and edges whose entry is not after `last`."""
 
@@ -308,7 +313,7 @@ def _kept(
 
     chosen, blocks = [here(np.flatnonzero(n <= last)) for n in nodes], []
     for l, block in enumerate(batch.blocks):
-        found = cpu_prune.kept_edges(edges[l], entry[l], nodes[l + 1], nodes[l], last)
+        found = cpu_cut_batches.kept_edges(edges[l], entry[l], nodes[l + 1], nodes[l], last)
         indptr, src_idx, kept = map(here, found)
         blocks.append(_block(block, chosen[l], chosen[l + 1].numel(), _part(block.part, indptr, src_idx, kept)))
     return _batch(batch, chosen[-1], tuple(blocks), chosen[0], None)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.graph import Graph
-from hopline.ops.cpu import partition as cpu_cut
 from hopline.ops.cpu import partition as cpu_partition
 from hopline.ops.cpu.runtime import in_threads
 from hopline.util.config import format_size
@@ -286,12 +285,12 @@ def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition])
 
 def edge_counts(graph: Graph, partition: Partition) -> Tensor:
     """[P, P] int64: edges into the part of the row from the part of the column."""
-    return torch.from_numpy(cpu_cut.edge_counts(*_arrays(graph, partition)))
+    return torch.from_numpy(cpu_partition.edge_counts(*_arrays(graph, partition)))
 
 
 def cut_fraction(graph: Graph, partition: Partition) -> float:
     """The share of the edges that lead from one part to another."""
-    return cpu_cut.cut_edges(*_arrays(graph, partition)[:3]) / max(1, graph.num_edges)
+    return cpu_partition.cut_edges(*_arrays(graph, partition)[:3]) / max(1, graph.num_edges)
 
 
 def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> Tensor:
@@ -303,7 +302,7 @@ def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int
     if parts.numel() and not 0 <= int(parts.min()) <= int(parts.max()) < partition.num_parts:
         raise ValueError(f"groups name parts from 0 to {partition.num_parts - 1}, not {parts.min()} to {parts.max()}")
     ends = torch.tensor([0, *(g.numel() for g in chosen)]).cumsum(0)
-    return torch.from_numpy(cpu_cut.halo_sizes(*_arrays(graph, partition), parts.numpy(), ends.numpy()))
+    return torch.from_numpy(cpu_partition.halo_sizes(*_arrays(graph, partition), parts.numpy(), ends.numpy()))
 
 
 def _arrays(graph: Graph, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

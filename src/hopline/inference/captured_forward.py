@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline.contract import Job
-from hopline.device import streams as recording
+from hopline.device import streams
 from hopline.device.meter import free_bytes
 from hopline.inference.cache import Kept
 from hopline.inference.layerwise_chunks import CPU, Layerwise, read_on
@@ -53,7 +53,7 @@ class Replayed:
         if self._graph is not None and not self._graph.is_current(self):
             self._graph, self.times = None, 0
         if self.is_due and not self.left_to_others:
-            self.record(recording.stream_to_record("evaluations", self.device))
+            self.record(streams.stream_to_record("evaluations", self.device))
         if self._graph is not None:
             return self._graph.replay(self.device)
         self.times += 1
@@ -94,7 +94,7 @@ class Replayed:
         stream.wait_stream(outer)
         try:
             with (
-                recording.turn,
+                streams.turn,
                 torch.cuda.device(self.device),
                 torch.cuda.stream(stream),
                 infer.evaluating(self.model),
@@ -187,7 +187,7 @@ def _recorded(inference: Replayed, stream: torch.cuda.Stream) -> _Graph | None:
     if addresses is None:
         return None
     graph = torch.cuda.CUDAGraph()
-    with recording.recorded(graph, stream):
+    with streams.recorded(graph, stream):
         rows = read_on(device, work.outputs(inference.ids, show=False), ids)
     if torch.cuda.memory_reserved(device) - before > room:
         return None

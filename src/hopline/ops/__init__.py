@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hopline.ops import reference
 from hopline.ops.cpu import linear as cpu_linear
-from hopline.ops.cpu import page_cache as cpu_pages
+from hopline.ops.cpu import page_cache as cpu_page_cache
 from hopline.ops.cpu import reduce as cpu_reduce
 from hopline.ops.cpu import runtime as cpu_runtime
 from hopline.ops.cpu import sampling as cpu_sampling
@@ -142,7 +142,7 @@ def check_device_errors() -> None:
 
 def is_cold(rows: Tensor, ids: Tensor) -> bool:
     """Whether rows of `ids` have to come from the disk: `gather_rows` reads them in the order of the file."""
-    return _on_cpu(ids) and rows.is_contiguous() and cpu_pages.is_cold(rows, ids.numpy())
+    return _on_cpu(ids) and rows.is_contiguous() and cpu_page_cache.is_cold(rows, ids.numpy())
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:

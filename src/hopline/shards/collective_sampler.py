@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from hopline.ops.cpu.sampling import sample_children
 from hopline.shards.shard import Shard, check_fits, node_ranges
 from hopline.tables import SparseTable, Table
 from hopline.util.config import check_fanouts
-
-if TYPE_CHECKING:
-    pass
 
 CHUNK = 1 << 22
 """Edges whose weights are summed at a time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from hopline import ops
 from hopline.distributed.shared_memory import shared_zeros
 from hopline.distributed.world import World
 from hopline.tables.history import Histories, Reader, mapped
-
-if TYPE_CHECKING:
-    pass
 
 
 class Owners:

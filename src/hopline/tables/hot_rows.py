@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hopline.core.graph import Graph
-from hopline.ops.cpu import partition as cpu_access
+from hopline.ops.cpu import partition as cpu_partition
 
 LARGEST_TERM = 16.0
 """A node that is missed with probability exp(-16) counts as always read."""
@@ -90,7 +90,7 @@ def add_to_sources(graph: Graph, values: Tensor) -> Tensor:
     """[num_nodes] int64: at each node the sum of `values` over the nodes that its out-edges reach."""
     indptr = graph.indptr.to(graph.indices.device)
     if indptr.device.type == "cpu":
-        return cpu_access.add_to_sources(indptr, graph.indices, values)
+        return cpu_partition.add_to_sources(indptr, graph.indices, values)
     return add_in_chunks(indptr, graph.indices, values)
 
 

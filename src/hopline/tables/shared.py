@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from hopline.device.pinned import is_registered
-from hopline.distributed import shared_memory as handles
+from hopline.distributed import shared_memory
 from hopline.distributed.shared_memory import SharedArray, mapped_file
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def share(tensor: Tensor) -> SharedArray:
             "these rows are pinned in memory of this process alone and cannot move any more: "
             "make the table for all processes at once, by hl.table(..., devices=[0, 1])"
         )
-    return handles.share(tensor)
+    return shared_memory.share(tensor)
 
 
 def send(table: object, *names: str) -> dict[str, SharedArray]:

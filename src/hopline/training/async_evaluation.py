@@ -19,7 +19,7 @@ from torch import Tensor
 from hopline import inference as infer
 from hopline import ops
 from hopline.contract import Job
-from hopline.device import streams as recording
+from hopline.device import streams
 from hopline.inference.captured_forward import Launched
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
@@ -92,7 +92,7 @@ class EvaluationThread:
         self._labels: Tensor | None = None
         if self._replayed is not None:
             self._replayed.left_to_others = True  # of whom one draws while it would record
-        self._stream: Any = recording.stream_for("evaluate", job.device) if job.device.type == "cuda" else None
+        self._stream: Any = streams.stream_for("evaluate", job.device) if job.device.type == "cuda" else None
         self._pool = ops.start_threads(1, "hopline-evaluation", self._begin)
         self._served = self._pool.submit(self._serve)
 
@@ -210,7 +210,7 @@ class EvaluationThread:
             yield
             return
         assert room.filled is not None
-        with recording.turn, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
+        with streams.turn, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(room.filled)
             yield
 
@@ -241,7 +241,7 @@ class Beside(Evaluations):
 
     def __enter__(self) -> Beside:
         if self._on_gpu:  # which training and a thread that evaluates share
-            self.first.enter_context(recording.going_first(self.trainer.device))
+            self.first.enter_context(streams.going_first(self.trainer.device))
         return self
 
     def __exit__(self, *error: object) -> None:

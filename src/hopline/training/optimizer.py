@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.device import streams as recording
+from hopline.device import streams
 from hopline.util import trace
 
 WARM_UP_STEPS = 2
@@ -120,9 +120,9 @@ class Update:
         self.seen.add(key)
 
     def _capture(self, key: Hashable) -> None:
-        graph, stream = torch.cuda.CUDAGraph(), recording.stream_to_record("updates", self.device)
+        graph, stream = torch.cuda.CUDAGraph(), streams.stream_to_record("updates", self.device)
         try:
-            with recording.at_once() as free:
+            with streams.at_once() as free:
                 if not free:
                     self._run()
                     return
@@ -130,7 +130,7 @@ class Update:
                 if prepare is not None:
                     prepare()
                 stream.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(stream), recording.recorded(graph, stream):
+                with torch.cuda.stream(stream), streams.recorded(graph, stream):
                     self._run()
         except Exception as error:
             self.can_capture, self.graphs = False, {}

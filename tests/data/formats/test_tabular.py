@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hopline.data import from_npz
-from hopline.data.formats import csv_parquet as text
+from hopline.data.formats import csv_parquet
 from hopline.data.formats.csv_parquet import from_csv, from_parquet
 from hopline.data.ids import IdMap, original_ids
 from hopline.data.options import Columns
@@ -23,7 +23,7 @@ NODES = "id,a,b,label,split\n2,0.2,1,1,test\n0,0.0,5,0,train\n1,0.1,3,,\n3,0.3,7
 @pytest.fixture(params=["arrow", "plain"], autouse=True)
 def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "plain":
-        monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
 
 
 @pytest.fixture

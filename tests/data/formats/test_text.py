@@ -8,7 +8,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from hopline.data.formats import csv_parquet as text
+from hopline.data.formats import csv_parquet
 from hopline.data.formats.csv_parquet import Chunk, columns_of, read_csv, read_file, read_parquet
 
 TABLE = "id,size,name\n7,1.5,ann\n8,,bob\n9,2.5,\n"
@@ -18,7 +18,7 @@ TABLE = "id,size,name\n7,1.5,ann\n8,,bob\n9,2.5,\n"
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of reading CSV must agree."""
     if request.param == "plain":
-        monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     return request.param
 
 
@@ -59,8 +59,8 @@ def test_bad_files_are_named(reader: str, tmp_path: Path) -> None:
 
 
 def test_plain_reading_goes_in_chunks_and_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(text, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 2)
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n5,6\n7\n")
     chunks = read_csv(tmp_path / "a.csv")
     assert next(chunks)["a"].tolist() == [1, 3]
@@ -69,7 +69,7 @@ def test_plain_reading_goes_in_chunks_and_names_the_line(tmp_path: Path, monkeyp
 
 
 def test_parquet_columns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 2)
     path = tmp_path / "a.parquet"
     parquet.write_table(
         arrow.table({"id": [1, 2, 3], "x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "s": ["a", None, "c"]}), path

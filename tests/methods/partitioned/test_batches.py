@@ -12,7 +12,7 @@ import torch_geometric.nn as pyg
 import hopline as hl
 from hopline.core.row_handles import Rows
 from hopline.data import planted
-from hopline.methods.partitioned import batches as history_batches
+from hopline.methods.partitioned import batches
 from hopline.methods.partitioned.batches import HistoricalBatches
 
 
@@ -63,7 +63,7 @@ def test_batches_that_are_moved_are_the_same(monkeypatch: pytest.MonkeyPatch):
     results = []
     for moves, x in ((False, data.x), (True, data.x), (True, far)):
         monkeypatch.setattr(HistoricalBatches, "on_gpu", moves)
-        monkeypatch.setattr(history_batches.pinned, "register", lambda tensor: "there is no GPU")
+        monkeypatch.setattr(batches.pinned, "register", lambda tensor: "there is no GPU")
         torch.manual_seed(0)
         net = hl.nn.GNN([pyg.GCNConv(5, 8), pyg.GCNConv(8, 3)], dropout=0.3)
         method = hl.Historical(num_parts=6, parts_per_batch=2, partition="random", compensate=True, groups="fixed")

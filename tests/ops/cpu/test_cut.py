@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hopline.core.partition import Partition
-from hopline.ops.cpu import partition as cpu_cut
+from hopline.ops.cpu import partition as cpu_partition
 from tests.helpers import randint, random_graph, torch_threads
 
 
@@ -30,8 +30,8 @@ def test_counts_are_those_of_a_loop(num_nodes: int, num_edges: int, threads: int
     expected = np.zeros((6, 6), dtype=np.int64)
     np.add.at(expected, (part_of[dst], part_of[src]), 1)
     with torch_threads(threads):
-        assert np.array_equal(cpu_cut.edge_counts(indptr, indices, part_of, order, ptr), expected)
-        assert cpu_cut.cut_edges(indptr, indices, part_of) == expected.sum() - np.trace(expected)
+        assert np.array_equal(cpu_partition.edge_counts(indptr, indices, part_of, order, ptr), expected)
+        assert cpu_partition.cut_edges(indptr, indices, part_of) == expected.sum() - np.trace(expected)
 
 
 @pytest.mark.parametrize(("num_nodes", "num_edges", "threads"), [(50, 120, 1), (30_000, 1_200_000, 4)])
@@ -41,7 +41,7 @@ def test_halos_are_the_distinct_sources_outside(num_nodes: int, num_edges: int, 
     groups = [[0], [1, 3], [4, 2, 0], [], [0, 1, 2, 3, 4]]
     flat, ends = np.array([p for g in groups for p in g]), np.cumsum([0, *map(len, groups)])
     with torch_threads(threads):
-        found = cpu_cut.halo_sizes(indptr, indices, part_of, order, ptr, flat, ends)
+        found = cpu_partition.halo_sizes(indptr, indices, part_of, order, ptr, flat, ends)
     for group, size in zip(groups, found, strict=True):
         inside = np.isin(part_of, group)
         assert size == np.unique(src[inside[dst] & ~inside[src]]).size

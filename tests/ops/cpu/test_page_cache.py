@@ -15,7 +15,7 @@ from torch_geometric.nn import SAGEConv
 from hopline import ops
 from hopline.core.row_handles import Rows
 from hopline.nn.fused import fused, read_ahead
-from hopline.ops.cpu import page_cache as cpu_pages
+from hopline.ops.cpu import page_cache as cpu_page_cache
 from hopline.tables import TensorTable
 from tests.helpers import assert_close, batch_of, randint, randn, random_graph
 
@@ -35,8 +35,8 @@ def drop_from_memory(path: Path) -> None:
 
 @pytest.fixture
 def everything_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_pages, "SMALLEST_BYTES", 0)
-    monkeypatch.setattr(cpu_pages, "_all_in_memory", lambda *_: False)
+    monkeypatch.setattr(cpu_page_cache, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(cpu_page_cache, "_all_in_memory", lambda *_: False)
 
 
 def test_cold_rows_are_told_from_warm_ones(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_small_arrays_and_no_ids_are_never_cold() -> None:
 def test_cold_rows_are_read_right(
     piece_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_pages, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(cpu_page_cache, "PIECE_BYTES", piece_bytes)
     rows = randn(900, *shape)
     ids = randint(0, 900, 300).to(dtype)  # in no order, some of them twice
     assert torch.equal(ops.gather_rows(mapped(tmp_path / "rows", rows), ids), rows[ids.long()])
@@ -72,7 +72,7 @@ def test_cold_rows_are_read_right(
 @pytest.mark.usefixtures("everything_is_cold")
 def test_pieces_cover_every_position_once_in_the_order_of_the_file() -> None:
     rows, ids = torch.zeros(5000, 2000), randint(0, 5000, 3000).numpy()
-    pieces = list(cpu_pages.in_order_of_file(rows, ids))
+    pieces = list(cpu_page_cache.in_order_of_file(rows, ids))
     assert len(pieces) == 1
     assert (np.diff(ids[pieces[0]]) >= 0).all()
     assert sorted(pieces[0]) == list(range(3000))
@@ -88,7 +88,7 @@ def test_sampling_and_reading_ahead_are_the_same_from_the_disk(monkeypatch: pyte
         return block.src_ids, fused(conv, ahead, block)
 
     ids, out = results()
-    monkeypatch.setattr(cpu_pages, "SMALLEST_BYTES", 1 << 60)
+    monkeypatch.setattr(cpu_page_cache, "SMALLEST_BYTES", 1 << 60)
     warm_ids, warm_out = results()
     assert torch.equal(ids, warm_ids)
     assert_close(out, warm_out, 1e-14)
@@ -108,8 +108,8 @@ def test_sampling_and_reading_ahead_are_the_same_from_the_disk(monkeypatch: pyte
 def test_neighbouring_pages_are_one_request(
     ids: list[int], requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, seen = cpu_pages._PAGE, []
-    monkeypatch.setattr(cpu_pages, "_madvise", lambda start, size, advice: seen.append((start, start + size)))
-    monkeypatch.setattr(cpu_pages, "LARGEST_GAP", 4)
-    cpu_pages._ask_for.py_func(16 * page, page // 4, np.array(ids))
+    page, seen = cpu_page_cache._PAGE, []
+    monkeypatch.setattr(cpu_page_cache, "_madvise", lambda start, size, advice: seen.append((start, start + size)))
+    monkeypatch.setattr(cpu_page_cache, "LARGEST_GAP", 4)
+    cpu_page_cache._ask_for.py_func(16 * page, page // 4, np.array(ids))
     assert [((a // page) - 16, (b // page) - 16) for a, b in seen] == requests

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hopline import ops
-from hopline.ops.cpu import cut_batches as cpu_pieces
+from hopline.ops.cpu import cut_batches as cpu_cut_batches
 from tests.helpers import batch_of, random_graph
 
 BATCH = batch_of(random_graph(300, 3000), None, (4, 3, -1), torch.arange(0, 300, 2))
@@ -28,9 +28,9 @@ def test_counts_are_those_of_sets(num_groups: int):
     groups = [ids.numpy() for ids in ops.permutation(1, 150).tensor_split(num_groups)]
     blocks = [(b.part.indptr.numpy(), b.part.src_idx.numpy()) for b in BATCH.blocks]
     num_nodes = [*[b.num_src for b in BATCH.blocks], 150]
-    assert cpu_pieces.count(blocks, num_nodes, groups).tolist() == [reached(group) for group in groups]
+    assert cpu_cut_batches.count(blocks, num_nodes, groups).tolist() == [reached(group) for group in groups]
     some = groups[:-1]  # seeds that are in no group
-    assert cpu_pieces.count(blocks, num_nodes, some).tolist() == [reached(group) for group in some]
+    assert cpu_cut_batches.count(blocks, num_nodes, some).tolist() == [reached(group) for group in some]
 
 
 def test_edges_of_some_destinations():
@@ -40,8 +40,8 @@ def test_edges_of_some_destinations():
         dst_idx = ops.permutation(2, block.num_dst)[:size]
         indptr, edges = ops.row_positions(part.indptr, dst_idx)
         nodes, src_idx = ops.relabel(dst_idx, part.src_idx[edges])
-        found = cpu_pieces.take(part.indptr, part.src_idx, block.num_src, dst_idx, with_positions=True)
+        found = cpu_cut_batches.take(part.indptr, part.src_idx, block.num_src, dst_idx, with_positions=True)
         for ours, expected in zip(found, (indptr, src_idx, nodes, edges), strict=True):
             assert ours is not None
             assert torch.equal(ours, expected)
-        assert cpu_pieces.take(part.indptr, part.src_idx, block.num_src, dst_idx, with_positions=False)[3] is None
+        assert cpu_cut_batches.take(part.indptr, part.src_idx, block.num_src, dst_idx, with_positions=False)[3] is None

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hopline.ops import random
-from hopline.ops.cpu import cut_batches as cpu_prune
+from hopline.ops.cpu import cut_batches as cpu_cut_batches
 
 
-def random_blocks(seed: int = 0) -> tuple[list[cpu_prune.Edges], list[int]]:
+def random_blocks(seed: int = 0) -> tuple[list[cpu_cut_batches.Edges], list[int]]:
     """Two blocks, 12 -> 6 -> 3 nodes, and the numbers of their nodes."""
     rng, sizes, blocks = np.random.default_rng(seed), [12, 6, 3], []
     for num_src, num_dst in itertools.pairwise(sizes):
@@ -19,14 +19,14 @@ def random_blocks(seed: int = 0) -> tuple[list[cpu_prune.Edges], list[int]]:
     return blocks, sizes
 
 
-def pairs(edges: cpu_prune.Edges) -> list[tuple[int, int]]:
+def pairs(edges: cpu_cut_batches.Edges) -> list[tuple[int, int]]:
     indptr, src_idx = edges
     return list(zip(src_idx.tolist(), np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)).tolist(), strict=True))
 
 
 def test_drawn_numbers_are_those_of_the_keyed_generator():
-    first, second = cpu_prune.drawn_numbers([3, 4], -5)
-    drawn = random.draw(-5, torch.arange(7), 0) & cpu_prune.NEVER
+    first, second = cpu_cut_batches.drawn_numbers([3, 4], -5)
+    drawn = random.draw(-5, torch.arange(7), 0) & cpu_cut_batches.NEVER
     assert np.concatenate([first, second]).tolist() == drawn.tolist()
     assert len(first) == 3
 
@@ -37,7 +37,7 @@ def test_ends_of_edges_are_counted():
     for src, dst in itertools.chain(*map(pairs, blocks)):
         expected[src] += 1
         expected[dst] += 1
-    assert cpu_prune.num_ends(blocks, 12).tolist() == expected.tolist()
+    assert cpu_cut_batches.num_ends(blocks, 12).tolist() == expected.tolist()
 
 
 def test_page_rank_is_that_of_the_walk_against_the_edges():
@@ -49,14 +49,14 @@ def test_page_rank_is_that_of_the_walk_against_the_edges():
     rank = np.full(12, 1 / 12)
     for _ in range(8):
         rank = 0.15 / 12 + 0.85 * walk @ rank
-    np.testing.assert_allclose(cpu_prune.page_rank(blocks, 12), rank, rtol=1e-12)
+    np.testing.assert_allclose(cpu_cut_batches.page_rank(blocks, 12), rank, rtol=1e-12)
 
 
 @pytest.mark.parametrize("key", [0, 7, -3])
 def test_numbers_by_hubs_are_all_different_and_in_the_order_of_the_hubs(key: int):
     blocks, _ = random_blocks()
     hub = np.array([1.0, 2, 2, 4, 1, 1, 3, 1, 1, 5, 1, 1])
-    numbers = np.concatenate(cpu_prune.hub_numbers(blocks, hub, key))
+    numbers = np.concatenate(cpu_cut_batches.hub_numbers(blocks, hub, key))
     weight = np.array([hub[src] * hub[dst] for src, dst in itertools.chain(*map(pairs, blocks))])
     assert len(set(numbers.tolist())) == len(numbers)
     assert (numbers >= 0).all()
@@ -68,14 +68,14 @@ def test_entries_say_when_edges_and_nodes_come_in(seed: int):
     (edges, _), (num_src, num_dst, _) = random_blocks(seed)
     rng = np.random.default_rng(seed)
     number, dst_entry = rng.permutation(len(edges[1])), rng.integers(-1, 10, num_dst)
-    src_entry, edge_entry = cpu_prune.entries(edges, number, dst_entry, num_src)
+    src_entry, edge_entry = cpu_cut_batches.entries(edges, number, dst_entry, num_src)
     for last in range(-1, len(number) + 10):
         present = {d for d in range(num_dst) if dst_entry[d] <= last}
         inside = [n <= last and d in present for n, (_, d) in zip(number, pairs(edges), strict=True)]
         assert (edge_entry <= last).tolist() == inside
         reached = present | {s for (s, _), is_in in zip(pairs(edges), inside, strict=True) if is_in}
         assert set(np.flatnonzero(src_entry <= last).tolist()) == reached
-        indptr, src_idx, kept = cpu_prune.kept_edges(edges, edge_entry, dst_entry, src_entry, last)
+        indptr, src_idx, kept = cpu_cut_batches.kept_edges(edges, edge_entry, dst_entry, src_entry, last)
         assert kept.tolist() == np.flatnonzero(inside).tolist()
         chosen, present_in_order = np.flatnonzero(src_entry <= last), sorted(present)
         found = [(int(chosen[s]), present_in_order[d]) for s, d in pairs((indptr, src_idx))]
@@ -99,5 +99,5 @@ def test_the_last_that_fits_is_found(seed: int):
         asked.append(1)
         return int(counts @ price) <= limit
 
-    assert cpu_prune.last_that_fits([k.copy() for k in kinds], fits) == expected
+    assert cpu_cut_batches.last_that_fits([k.copy() for k in kinds], fits) == expected
     assert len(asked) <= 40

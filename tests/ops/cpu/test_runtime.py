@@ -11,26 +11,26 @@ import torch
 from numba.core.dispatcher import Dispatcher
 
 from hopline.ops import cpu, random
-from hopline.ops.cpu import runtime as cpu_core
+from hopline.ops.cpu import runtime as cpu_runtime
 from tests.helpers import torch_threads
 
 
-@cpu_core.kernel
+@cpu_runtime.kernel
 def _mixed(values, out):
     for i in range(values.shape[0]):
-        out[i] = cpu_core.mix(np.uint64(values[i]))
+        out[i] = cpu_runtime.mix(np.uint64(values[i]))
 
 
-@cpu_core.kernel
+@cpu_runtime.kernel
 def _bounded(values, limit, out):
     for i in range(values.shape[0]):
-        out[i] = cpu_core.bounded(np.uint64(values[i]), limit)
+        out[i] = cpu_runtime.bounded(np.uint64(values[i]), limit)
 
 
-@cpu_core.kernel
+@cpu_runtime.kernel
 def _prefetch_all(array, indices):
     for i in range(indices.shape[0]):
-        cpu_core.prefetch(array, indices[i])
+        cpu_runtime.prefetch(array, indices[i])
 
 
 RAW = torch.cat([torch.tensor([0, -1, 2**63 - 1, -(2**63)]), random.draw(2, torch.arange(500), 0)])
@@ -74,14 +74,14 @@ def test_ranges_cover_everything_once(threads: int, size: int) -> None:
         seen[start:stop] += 1
 
     with torch_threads(threads):
-        cpu_core.over_ranges(visit, size, work=1 << 24)
+        cpu_runtime.over_ranges(visit, size, work=1 << 24)
     assert (seen == 1).all()
 
 
 def test_small_work_stays_on_the_calling_thread() -> None:
     used = []
     with torch_threads(4):
-        cpu_core.over_ranges(lambda a, b: used.append(threading.get_ident()), 100, work=100)
+        cpu_runtime.over_ranges(lambda a, b: used.append(threading.get_ident()), 100, work=100)
     assert used == [threading.get_ident()]
 
 
@@ -91,22 +91,22 @@ def test_an_error_in_any_range_reaches_the_caller() -> None:
             raise ValueError("here")
 
     with torch_threads(2), pytest.raises(ValueError, match="here"):
-        cpu_core.over_ranges(fail_at_the_end, 100, work=1 << 24)
+        cpu_runtime.over_ranges(fail_at_the_end, 100, work=1 << 24)
 
 
 def test_a_thread_that_works_beside_others_starts_no_more_threads() -> None:
     ranges: list[tuple[int, int]] = []
 
     def work() -> None:
-        cpu_core.serial_here()
-        cpu_core.over_ranges(lambda a, b: ranges.append((a, b)), 1000, 1 << 30)
+        cpu_runtime.serial_here()
+        cpu_runtime.over_ranges(lambda a, b: ranges.append((a, b)), 1000, 1 << 30)
 
     with torch_threads(2):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
         assert ranges == [(0, 1000)]
-        cpu_core.over_ranges(lambda a, b: ranges.append((a, b)), 1000, 1 << 30)
+        cpu_runtime.over_ranges(lambda a, b: ranges.append((a, b)), 1000, 1 << 30)
     assert len(ranges) > 2
     assert sum(stop - start for start, stop in ranges[1:]) == 1000
 
@@ -121,9 +121,9 @@ def test_own_threads_leave_torch_one_thread_and_give_it_back() -> None:
         another_came.wait(timeout=10)
 
     def fail_within() -> None:
-        with cpu_core.own_threads(3):
+        with cpu_runtime.own_threads(3):
             assert torch.get_num_threads() == 1
-            cpu_core.over_ranges(visit, 1000, 1 << 30)
+            cpu_runtime.over_ranges(visit, 1000, 1 << 30)
             raise KeyError
 
     with torch_threads(2):
@@ -141,9 +141,9 @@ def test_threads_do_not_wait_for_one_that_never_started(monkeypatch: pytest.Monk
         def submit(self, function):
             return concurrent.futures.Future()  # never runs
 
-    monkeypatch.setattr(cpu_core._kernel_threads, "at_least", Busy)
+    monkeypatch.setattr(cpu_runtime._kernel_threads, "at_least", Busy)
     seen: list[int] = []
-    cpu_core.in_threads(seen.append, 5, threads=3)
+    cpu_runtime.in_threads(seen.append, 5, threads=3)
     assert seen == [0, 1, 2, 3, 4]
 
 
@@ -154,7 +154,7 @@ def test_threads_that_work_alone_leave_other_threads_their_number() -> None:
         found.append(torch.get_num_threads())
 
     with torch_threads(3):
-        with cpu_core.start_threads(2, "test") as pool:
+        with cpu_runtime.start_threads(2, "test") as pool:
             assert {f.result() for f in [pool.submit(torch.get_num_threads) for _ in range(8)]} == {1}
         later = threading.Thread(target=ask)
         later.start()

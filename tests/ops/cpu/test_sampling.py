@@ -13,7 +13,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from hopline.ops import reference
-from hopline.ops.cpu import sampling as cpu
+from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.random import derive_key
 from tests.helpers import neighbors_of, randint, randn, random_graph
 
@@ -26,7 +26,7 @@ def over_nodes(degree: int, fanout: int, count: int, replace: bool = False) -> T
     """Positions picked by many nodes under one key: [count, fanout]."""
     indptr = torch.arange(count + 1) * degree
     indices = torch.arange(degree, dtype=torch.int32).repeat(count)
-    found = cpu.sample_neighbors(indptr, indices, torch.arange(count), fanout, derive_key(3, 1, 0), replace)
+    found = cpu_sampling.sample_neighbors(indptr, indices, torch.arange(count), fanout, derive_key(3, 1, 0), replace)
     return found.ids.long().view(count, fanout)
 
 
@@ -36,7 +36,7 @@ def over_keys(degree: int, fanout: int, count: int, replace: bool = False) -> Te
     indptr, indices = torch.tensor([0, 0, degree]), torch.arange(degree)
     node = torch.tensor([1])
     keys = [derive_key(5, 1, step) for step in range(count)]
-    return torch.stack([cpu.sample_neighbors(indptr, indices, node, fanout, key, replace).ids for key in keys])
+    return torch.stack([cpu_sampling.sample_neighbors(indptr, indices, node, fanout, key, replace).ids for key in keys])
 
 
 Picks = Callable[[int, int, int], Tensor]
@@ -124,7 +124,7 @@ def test_with_replacement_every_pick_is_uniform_and_independent(picks: Callable,
 def test_samples_are_distinct_edges_of_their_node(fanout: int, dtype: torch.dtype) -> None:
     graph = random_graph(dtype=dtype)
     nodes = randint(0, graph.num_nodes, 80, seed=4)
-    found = cpu.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, 9)
+    found = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, 9)
     assert found.ids.dtype == dtype
     assert torch.equal(found.ids, graph.indices[found.edge_ids])
     for i, node in enumerate(nodes.tolist()):
@@ -137,9 +137,9 @@ def test_samples_are_distinct_edges_of_their_node(fanout: int, dtype: torch.dtyp
 def test_a_smaller_fanout_is_a_prefix_of_a_larger(replace: bool) -> None:
     graph = random_graph()
     nodes = torch.arange(graph.num_nodes)
-    large = cpu.sample_neighbors(graph.indptr, graph.indices, nodes, 12, 4, replace)
+    large = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, 12, 4, replace)
     for fanout in range(1, 12):
-        small = cpu.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, 4, replace)
+        small = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, 4, replace)
         for i in range(nodes.numel()):
             prefix = small.edge_ids[int(small.indptr[i]) : int(small.indptr[i + 1])]
             start = int(large.indptr[i])
@@ -149,13 +149,13 @@ def test_a_smaller_fanout_is_a_prefix_of_a_larger(replace: bool) -> None:
 def test_minus_one_takes_all_in_order() -> None:
     graph = random_graph()
     nodes = torch.tensor([7, 0, 49, 7])
-    found = cpu.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 1)
+    found = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 1)
     assert found.ids.tolist() == [u for v in nodes.tolist() for u in neighbors_of(graph, v)]
 
 
 def test_with_replacement_fills_the_fanout_except_where_there_is_nothing() -> None:
     graph = random_graph()
-    found = cpu.sample_neighbors(graph.indptr, graph.indices, torch.arange(50), 9, 1, replace=True)
+    found = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, torch.arange(50), 9, 1, replace=True)
     degrees = graph.in_degrees()
     assert torch.equal(found.indptr.diff(), torch.where(degrees > 0, 9, 0))
 
@@ -167,7 +167,7 @@ def test_no_nodes_and_no_edges(fanout: int, replace: bool) -> None:
     indptr, indices = torch.zeros(4, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
     nobody = torch.empty(0, dtype=torch.int64)
     for nodes in (nobody, torch.arange(3)):
-        found = cpu.sample_neighbors(indptr, indices, nodes, fanout, 1, replace)
+        found = cpu_sampling.sample_neighbors(indptr, indices, nodes, fanout, 1, replace)
         assert found.indptr.tolist() == [0] * (nodes.numel() + 1)
         assert found.ids.numel() == found.edge_ids.numel() == 0
 
@@ -179,7 +179,7 @@ def test_a_million_neighbours(fanout: int) -> None:
     counts = torch.zeros(50, dtype=torch.int64)
     rounds = 3000 // fanout
     for key in range(rounds):
-        found = cpu.sample_neighbors(indptr, indices, torch.tensor([1]), fanout, derive_key(key))
+        found = cpu_sampling.sample_neighbors(indptr, indices, torch.tensor([1]), fanout, derive_key(key))
         assert torch.unique(found.edge_ids).numel() == fanout
         counts += torch.bincount((found.edge_ids - 3) * 50 // degree, minlength=50)
     assert_chi_square(counts, rounds * fanout / 50, 49)
@@ -193,13 +193,13 @@ def test_a_million_neighbours(fanout: int) -> None:
 def test_a_node_that_is_not_there_is_an_error(node: int, fanout: int) -> None:
     graph = random_graph()
     with pytest.raises(ValueError, match=r"outside 0 \.\. 49"):
-        cpu.sample_neighbors(graph.indptr, graph.indices, torch.tensor([0, node]), fanout, 1)
+        cpu_sampling.sample_neighbors(graph.indptr, graph.indices, torch.tensor([0, node]), fanout, 1)
 
 
 @pytest.mark.parametrize("damage", [[0, 5, 2, 4], [0, 2, 9, 4], [-3, 0, 2, 4]], ids=["falls", "beyond", "negative"])
 def test_a_damaged_indptr_is_an_error(damage: list[int]) -> None:
     with pytest.raises(ValueError, match="damaged"):
-        cpu.sample_neighbors(torch.tensor(damage), torch.arange(4), torch.arange(3), 2, 1)
+        cpu_sampling.sample_neighbors(torch.tensor(damage), torch.arange(4), torch.arange(3), 2, 1)
 
 
 # ---- id maps
@@ -208,7 +208,7 @@ def test_a_damaged_indptr_is_an_error(damage: list[int]) -> None:
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "hash"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_id_map_numbers_by_first_occurrence_over_many_rounds(dense: bool, dtype: torch.dtype) -> None:
-    id_map = cpu.IdMap(20000, dense=dense)
+    id_map = cpu_sampling.IdMap(20000, dense=dense)
     for seed, rounds in enumerate([3, 1, 6, 2]):  # grows, is cleared, and grows again
         known: dict[int, int] = {}
         for r in range(rounds):
@@ -223,7 +223,7 @@ def test_id_map_numbers_by_first_occurrence_over_many_rounds(dense: bool, dtype:
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "hash"])
 def test_id_map_takes_nothing(dense: bool) -> None:
-    id_map = cpu.IdMap(5, dense=dense)
+    id_map = cpu_sampling.IdMap(5, dense=dense)
     assert id_map.add(torch.empty(0, dtype=torch.int64)).numel() == 0
     assert id_map.add(torch.tensor([4])).tolist() == [0]
 
@@ -231,7 +231,7 @@ def test_id_map_takes_nothing(dense: bool) -> None:
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "hash"])
 @pytest.mark.parametrize("bad", [-1, 100, 2**40])
 def test_id_map_refuses_what_is_out_of_range_and_stays_usable(dense: bool, bad: int) -> None:
-    id_map = cpu.IdMap(100, dense=dense)
+    id_map = cpu_sampling.IdMap(100, dense=dense)
     with pytest.raises(ValueError, match="out of range"):
         id_map.add(torch.tensor([3, 4, bad, 5]))
     id_map.clear()
@@ -239,7 +239,7 @@ def test_id_map_refuses_what_is_out_of_range_and_stays_usable(dense: bool, bad: 
 
 
 def test_id_map_copies_its_ids() -> None:
-    id_map = cpu.IdMap(10)
+    id_map = cpu_sampling.IdMap(10)
     id_map.add(torch.tensor([7]))
     ids = id_map.ids()
     id_map.clear()
@@ -248,8 +248,8 @@ def test_id_map_copies_its_ids() -> None:
 
 
 def test_id_map_is_a_hash_map_where_an_array_would_be_too_large() -> None:
-    assert cpu.IdMap(1000).dense
-    large = cpu.IdMap(10**12)
+    assert cpu_sampling.IdMap(1000).dense
+    large = cpu_sampling.IdMap(10**12)
     assert not large.dense
     assert large.add(torch.tensor([10**11, 3, 10**11])).tolist() == [0, 1, 0]
 
@@ -276,7 +276,7 @@ DTYPES = [
 def test_gather_rows_of_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (100 * randn(40, *shape)).to(dtype)
     for ids in (randint(0, 40, 100), randint(0, 40, 3).int(), torch.empty(0, dtype=torch.int64)):
-        found = cpu.gather_rows(rows, ids)
+        found = cpu_sampling.gather_rows(rows, ids)
         assert found.dtype == dtype
         assert torch.equal(found, rows[ids.long()])
 
@@ -285,42 +285,42 @@ def test_gather_rows_from_views() -> None:
     rows = randn(40, 9)
     ids = randint(0, 20, 30)
     for view in (rows[:, 1:5], rows.t()[:, :20].t(), rows[::2], rows[1:]):
-        assert torch.equal(cpu.gather_rows(view, ids % view.size(0)), view[ids % view.size(0)])
-    assert torch.equal(cpu.gather_rows(rows, torch.arange(40)[::3]), rows[::3])
+        assert torch.equal(cpu_sampling.gather_rows(view, ids % view.size(0)), view[ids % view.size(0)])
+    assert torch.equal(cpu_sampling.gather_rows(rows, torch.arange(40)[::3]), rows[::3])
 
 
 def test_gather_rows_from_an_unaligned_buffer() -> None:
     raw = torch.frombuffer(bytearray(range(200)), dtype=torch.uint8)[3:99].view(12, 8)
-    assert torch.equal(cpu.gather_rows(raw, torch.tensor([11, 0])), raw[[11, 0]])
+    assert torch.equal(cpu_sampling.gather_rows(raw, torch.tensor([11, 0])), raw[[11, 0]])
 
 
 def test_gather_rows_of_nothing() -> None:
     nobody = torch.empty(0, dtype=torch.int64)
-    assert cpu.gather_rows(torch.empty(0, 3), nobody).shape == (0, 3)
-    assert cpu.gather_rows(torch.empty(4, 0), torch.tensor([1, 2])).shape == (2, 0)
+    assert cpu_sampling.gather_rows(torch.empty(0, 3), nobody).shape == (0, 3)
+    assert cpu_sampling.gather_rows(torch.empty(4, 0), torch.tensor([1, 2])).shape == (2, 0)
 
 
 def test_gather_rows_from_a_mapped_file(tmp_path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(40, dtype=np.float32).reshape(10, 4))
     rows = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="c"))
-    assert torch.equal(cpu.gather_rows(rows, torch.tensor([9, 0])), rows[[9, 0]])
+    assert torch.equal(cpu_sampling.gather_rows(rows, torch.tensor([9, 0])), rows[[9, 0]])
 
 
 @pytest.mark.parametrize("bad", [-1, 40, 2**50])
 def test_gather_rows_refuses_an_id_that_is_not_there(bad: int) -> None:
     with pytest.raises(IndexError, match=r"outside 0 \.\. 39"):
-        cpu.gather_rows(randn(40, 2), torch.tensor([0, bad]))
+        cpu_sampling.gather_rows(randn(40, 2), torch.tensor([0, bad]))
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([True, False]), torch.tensor(3), torch.tensor([[1]])])
 def test_gather_rows_refuses_what_is_not_a_list_of_ids(ids: Tensor) -> None:
     with pytest.raises(ValueError, match="1-D"):
-        cpu.gather_rows(randn(40, 2), ids)
+        cpu_sampling.gather_rows(randn(40, 2), ids)
 
 
 def test_gather_rows_keeps_gradients() -> None:
     rows = randn(4, 2).requires_grad_()
-    cpu.gather_rows(rows, torch.tensor([1, 1, 3])).sum().backward()
+    cpu_sampling.gather_rows(rows, torch.tensor([1, 1, 3])).sum().backward()
     assert rows.grad is not None
     assert rows.grad[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
 
@@ -332,19 +332,19 @@ def test_gather_rows_keeps_gradients() -> None:
 @pytest.mark.parametrize("size", [0, 1, 500])
 def test_group_edges_equals_the_reference(size: int, dtype: torch.dtype) -> None:
     keys = randint(0, 20, size).to(dtype)
-    for found, expected in zip(cpu.group_edges(keys, 23), reference.group_edges(keys, 23), strict=True):
+    for found, expected in zip(cpu_sampling.group_edges(keys, 23), reference.group_edges(keys, 23), strict=True):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("bad", [-1, 5])
 def test_group_edges_refuses_a_group_that_is_not_there(bad: int) -> None:
     with pytest.raises(IndexError, match=r"outside 0 \.\. 4"):
-        cpu.group_edges(torch.tensor([0, bad]), 5)
+        cpu_sampling.group_edges(torch.tensor([0, bad]), 5)
 
 
 @pytest.mark.parametrize("loops", [False, True])
 def test_self_loops_equal_the_reference(loops: bool) -> None:
     graph = random_graph(loops=loops)
-    found = cpu.self_loops(graph.indptr, graph.indices)
+    found = cpu_sampling.self_loops(graph.indptr, graph.indices)
     assert torch.equal(found, reference.self_loops(graph.indptr, graph.indices))
     assert found.numel() == (6 if loops else 0)

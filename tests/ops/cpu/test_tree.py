@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hopline.ops import reference
-from hopline.ops.cpu import sampling as cpu_tree
+from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.tree_slots import Slots
 from tests.equivalence.test_1_kernels import random_csr, random_key
 from tests.helpers import randint
@@ -23,7 +23,7 @@ def test_trees_are_those_of_the_reference(seed: int):
     slots = Slots(seeds.numel(), fanouts, draw.choice([0, 9]))
     for replace in (False, True):
         arguments = (indptr, indices, seeds, slots, random_key(draw), replace, True)
-        for ours, theirs in zip(cpu_tree.sample_tree(*arguments), reference.sample_tree(*arguments), strict=True):
+        for ours, theirs in zip(cpu_sampling.sample_tree(*arguments), reference.sample_tree(*arguments), strict=True):
             assert ours is not None
             assert theirs is not None
             assert torch.equal(ours, theirs)
@@ -32,6 +32,6 @@ def test_trees_are_those_of_the_reference(seed: int):
 def test_a_damaged_graph_is_refused():
     indptr, indices = torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0])
     with pytest.raises(ValueError, match="hopline verify"):
-        cpu_tree.sample_tree(indptr, indices, torch.tensor([1]), Slots(1, (2,)), 0)
+        cpu_sampling.sample_tree(indptr, indices, torch.tensor([1]), Slots(1, (2,)), 0)
     with pytest.raises(ValueError, match="outside"):
-        cpu_tree.sample_tree(indptr, indices, torch.tensor([2]), Slots(1, (2,)), 0)
+        cpu_sampling.sample_tree(indptr, indices, torch.tensor([2]), Slots(1, (2,)), 0)

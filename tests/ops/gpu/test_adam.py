@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hopline.ops.gpu import loss_and_adam as gpu_adam
+from hopline.ops.gpu import loss_and_adam as gpu_loss_and_adam
 from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE, randn
 
@@ -23,7 +23,7 @@ def test_steps_are_torchs_and_so_is_the_state(kind: str, decay: float):
     theirs = [torch.nn.Parameter(t.clone().to(KERNEL_DEVICE)) for t in start]
     rate = torch.tensor(0.01, device=KERNEL_DEVICE)
     options: dict[str, Any] = {"lr": rate, "weight_decay": decay, "capturable": KERNEL_DEVICE == "cuda"}
-    found = getattr(gpu_adam, kind)(ours, **options)
+    found = getattr(gpu_loss_and_adam, kind)(ours, **options)
     expected = getattr(torch.optim, kind)(theirs, lr=0.01, weight_decay=decay)
     for turn in range(6):
         for a, b in zip(ours, theirs, strict=True):
@@ -46,7 +46,9 @@ def test_steps_are_torchs_and_so_is_the_state(kind: str, decay: float):
 
 def test_what_the_kernel_cannot_do_is_left_to_torch():
     p = torch.nn.Parameter(randn(5).to(KERNEL_DEVICE))  # float64
-    optimizer = gpu_adam.Adam([p], lr=torch.tensor(0.1, device=KERNEL_DEVICE), capturable=KERNEL_DEVICE == "cuda")
+    optimizer = gpu_loss_and_adam.Adam(
+        [p], lr=torch.tensor(0.1, device=KERNEL_DEVICE), capturable=KERNEL_DEVICE == "cuda"
+    )
     before = p.detach().clone()
     for _ in range(2):
         p.grad = torch.ones_like(p)
@@ -56,13 +58,15 @@ def test_what_the_kernel_cannot_do_is_left_to_torch():
 
 def test_a_graph_finds_the_table_of_gradients_that_were_there_long_ago(monkeypatch: pytest.MonkeyPatch):
     p = torch.nn.Parameter(randn(5).float().to(KERNEL_DEVICE))
-    optimizer = gpu_adam.Adam([p], lr=torch.tensor(0.1, device=KERNEL_DEVICE), capturable=KERNEL_DEVICE == "cuda")
-    places = [torch.ones_like(p) for _ in range(gpu_adam.MOST_TABLES + 2)]
+    optimizer = gpu_loss_and_adam.Adam(
+        [p], lr=torch.tensor(0.1, device=KERNEL_DEVICE), capturable=KERNEL_DEVICE == "cuda"
+    )
+    places = [torch.ones_like(p) for _ in range(gpu_loss_and_adam.MOST_TABLES + 2)]
     for p.grad in places:
         optimizer.step()
     p.grad = places[1]
     optimizer.prepare()
-    monkeypatch.setattr(gpu_adam, "_is_capturing", lambda tensor: True)
+    monkeypatch.setattr(gpu_loss_and_adam, "_is_capturing", lambda tensor: True)
     assert optimizer._tables() is not None
     p.grad = places[2]
     assert optimizer._tables() is None, "what is not there a graph would copy every time"

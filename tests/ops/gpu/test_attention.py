@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hopline.ops import random
-from hopline.ops.gpu import attention as gpu_attend
+from hopline.ops.gpu import attention as gpu_attention
 from hopline.ops.gpu import tree as gpu_tree
 from hopline.ops.gpu.attention import Edges
 from hopline.ops.gpu.runtime import check_device_errors
@@ -33,7 +33,7 @@ def tree(seeds: int = 9, fanouts: tuple[int, ...] = (3, 10, 2), hop: int = 1) ->
     slots = Slots(seeds, fanouts)
     indptr, indices, start = on_device(indptr, indices, start)
     nodes, counts, _ = gpu_tree.sample_tree(indptr, indices, start, slots, 3)
-    return gpu_attend.tree_edges(slots, hop, nodes, counts)
+    return gpu_attention.tree_edges(slots, hop, nodes, counts)
 
 
 def block(num_src: int = 40, num_dst: int = 24) -> Edges:
@@ -43,7 +43,7 @@ def block(num_src: int = 40, num_dst: int = 24) -> Edges:
     src = randint(0, num_src - 1, int(indptr[-1]))
     src[:3] = 0
     ids = torch.arange(num_dst) * 7
-    return gpu_attend.block_edges(indptr.to(DEVICE), src.int().to(DEVICE), num_src, ids.to(DEVICE))
+    return gpu_attention.block_edges(indptr.to(DEVICE), src.int().to(DEVICE), num_src, ids.to(DEVICE))
 
 
 LAYOUTS = {"tree": tree, "block": block}
@@ -134,7 +134,7 @@ def assert_equal(found: Any, expected: Any, tolerance: float) -> None:
 def test_attention_and_its_gradients(layout: str, v2: bool, loops: bool, shared: bool):
     edges = LAYOUTS[layout]()
     expected = run(attended, inputs(edges, 2, 5, v2, shared), edges, loops)
-    found = run(gpu_attend.attend, inputs(edges, 2, 5, v2, shared), edges, slope=SLOPE, loops=loops)
+    found = run(gpu_attention.attend, inputs(edges, 2, 5, v2, shared), edges, slope=SLOPE, loops=loops)
     assert_equal(found, expected, 1e-10)
     check_device_errors()
 
@@ -150,7 +150,7 @@ def test_any_number_and_width_of_heads(layout: str, v2: bool, shape: tuple[int, 
     heads, columns = shape
     given, same = (inputs(edges, heads, columns, v2, shared=True) for _ in range(2))
     expected = run(attended, [t if i < 2 else scaled(t) for i, t in enumerate(given)], edges, True)
-    found = run(gpu_attend.attend, [t if i < 2 else scaled(t) for i, t in enumerate(same)], edges, slope=SLOPE)
+    found = run(gpu_attention.attend, [t if i < 2 else scaled(t) for i, t in enumerate(same)], edges, slope=SLOPE)
     assert_equal(found, expected, 1e-9)
 
 
@@ -166,7 +166,7 @@ def test_single_precision(layout: str, v2: bool):
     exact = [None if t is None else t.detach().double().requires_grad_() for t in same]
     out, grads = run(attended, exact, edges, True)
     expected = out.float(), [None if g is None else g.float() for g in grads]
-    assert_equal(run(gpu_attend.attend, given, edges, slope=SLOPE), expected, 1e-5)
+    assert_equal(run(gpu_attention.attend, given, edges, slope=SLOPE), expected, 1e-5)
 
 
 @both_of_each
@@ -175,7 +175,7 @@ def test_half_precision_is_summed_in_single(layout: str, v2: bool):
     given = inputs(edges, 2, 8, v2, shared=True, dtype=torch.bfloat16)
     exact = [None if t is None else t.detach().double().requires_grad_() for t in given]
     expected, grads = run(attended, exact, edges, True)
-    found, ours = run(gpu_attend.attend, given, edges, slope=SLOPE)
+    found, ours = run(gpu_attention.attend, given, edges, slope=SLOPE)
     assert found.dtype == torch.bfloat16
     for one, other in zip([found, *ours], [expected, *grads], strict=True):
         if one is not None:
@@ -204,13 +204,13 @@ def test_dropout_is_drawn_from_the_key_and_again_in_backward(layout: str, v2: bo
     assert 0.3 < float((factors == 0).double().mean()) < 0.5
     expected = run(attended, inputs(edges, 2, 5, v2, False), edges, True, factors)
     given = torch.tensor([key], device=DEVICE) if key_on_device else key
-    found = run(gpu_attend.attend, inputs(edges, 2, 5, v2, False), edges, slope=SLOPE, p=p, key=given)
+    found = run(gpu_attention.attend, inputs(edges, 2, 5, v2, False), edges, slope=SLOPE, p=p, key=given)
     assert_equal(found, expected, 1e-10)
 
 
 def test_all_is_dropped_at_one():
     edges = block()
-    out, (grad, *_) = run(gpu_attend.attend, inputs(edges, 2, 5, False, True), edges, p=1.0, key=1)
+    out, (grad, *_) = run(gpu_attention.attend, inputs(edges, 2, 5, False, True), edges, p=1.0, key=1)
     assert not out.any()
     assert grad is not None
     assert not grad.any()
@@ -223,8 +223,8 @@ def test_empty_slots_matter_to_nobody(v2: bool):
     given, same = (inputs(edges, 2, 5, v2, shared=True) for _ in range(2))
     assert same[0] is not None
     same[0].data[empty] = float("nan")
-    out, grads = run(gpu_attend.attend, given, edges)
-    again, others = run(gpu_attend.attend, same, edges)
+    out, grads = run(gpu_attention.attend, given, edges)
+    again, others = run(gpu_attention.attend, same, edges)
     assert torch.equal(out, again)
     assert not out[empty[: edges.num_dst]].any()
     for one, other in zip(grads, others, strict=True):
@@ -238,7 +238,7 @@ def test_empty_slots_matter_to_nobody(v2: bool):
 def test_every_run_gives_the_same_bits(layout: str):
     edges = LAYOUTS[layout]()
     num_runs = 2 if DEVICE.type == "cpu" else 3  # interpreted programs run one after the other, in one order
-    runs = [run(gpu_attend.attend, inputs(edges, 2, 5, True, True, torch.float32), edges) for _ in range(num_runs)]
+    runs = [run(gpu_attention.attend, inputs(edges, 2, 5, True, True, torch.float32), edges) for _ in range(num_runs)]
     for out, grads in runs[1:]:
         assert torch.equal(out, runs[0][0])
         for one, other in zip(grads, runs[0][1], strict=True):
@@ -249,19 +249,19 @@ def test_large_scores_do_not_overflow():
     edges = block()
     given = inputs(edges, 1, 4, False, True, torch.float32)
     given[2] = torch.full((1, 4), 500.0, device=DEVICE, requires_grad=True)
-    out, grads = run(gpu_attend.attend, given, edges)
+    out, grads = run(gpu_attention.attend, given, edges)
     assert out.isfinite().all()
     assert all(g is None or bool(g.isfinite().all()) for g in grads)
 
 
 def test_nothing_to_attend_to():
     none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    edges = gpu_attend.block_edges(none, none[:0].int(), 3, none[:0])
+    edges = gpu_attention.block_edges(none, none[:0].int(), 3, none[:0])
     x = torch.ones(3, 4, device=DEVICE, requires_grad=True)
-    out = gpu_attend.attend(x, None, torch.ones(2, 2, device=DEVICE), None, edges)
+    out = gpu_attention.attend(x, None, torch.ones(2, 2, device=DEVICE), None, edges)
     assert out.shape == (0, 4)
-    edges = gpu_attend.block_edges(torch.zeros(3, dtype=torch.int64, device=DEVICE), none[:0].int(), 3, none)
-    out = gpu_attend.attend(x, None, torch.ones(2, 2, device=DEVICE), None, edges, loops=False)
+    edges = gpu_attention.block_edges(torch.zeros(3, dtype=torch.int64, device=DEVICE), none[:0].int(), 3, none)
+    out = gpu_attention.attend(x, None, torch.ones(2, 2, device=DEVICE), None, edges, loops=False)
     out.sum().backward()
     assert not out.any()
     assert x.grad is not None
@@ -272,8 +272,8 @@ def test_nothing_to_attend_to():
 def test_edges_that_do_not_fit_raise_later(damage: str):
     indptr = torch.tensor([0, 2, 9 if damage == "indptr" else 3])
     src = torch.tensor([0, 77 if damage == "source" else 1, 2], dtype=torch.int32)
-    edges = gpu_attend.block_edges(indptr.to(DEVICE), src.to(DEVICE), 4, torch.arange(2, device=DEVICE))
-    gpu_attend.attend(torch.ones(4, 4, device=DEVICE), None, torch.ones(2, 2, device=DEVICE), None, edges)
+    edges = gpu_attention.block_edges(indptr.to(DEVICE), src.to(DEVICE), 4, torch.arange(2, device=DEVICE))
+    gpu_attention.attend(torch.ones(4, 4, device=DEVICE), None, torch.ones(2, 2, device=DEVICE), None, edges)
     with pytest.raises(IndexError, match="an edge's source is outside"):
         check_device_errors()
 
@@ -283,8 +283,8 @@ def test_the_tiles_do_not_matter(layout: str, v2: bool, monkeypatch: pytest.Monk
     """Many programs, each with several rounds of edges; in the interpreter tiles are large otherwise."""
     edges = LAYOUTS[layout]()
     expected = run(attended, inputs(edges, 2, 5, v2, True), edges, True)
-    monkeypatch.setattr(gpu_attend, "_tile", lambda columns, edges: {"R": 16, "E": 4})
-    found = run(gpu_attend.attend, inputs(edges, 2, 5, v2, True), edges, slope=SLOPE)
+    monkeypatch.setattr(gpu_attention, "_tile", lambda columns, edges: {"R": 16, "E": 4})
+    found = run(gpu_attention.attend, inputs(edges, 2, 5, v2, True), edges, slope=SLOPE)
     assert_equal(found, expected, 1e-10)
 
 
@@ -297,8 +297,8 @@ def test_nothing_waits_for_the_device(layout: str):
     projection = randn(edges.num_dst, 16, dtype=torch.float32).to(DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = gpu_attend.attend(*given, edges, p=0.5, key=3)  # type: ignore[arg-type]
+        found = gpu_attention.attend(*given, edges, p=0.5, key=3)  # type: ignore[arg-type]
         found.mul(projection).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, gpu_attend.attend(*given, edges, p=0.5, key=3))  # type: ignore[arg-type]
+    assert torch.equal(found, gpu_attention.attend(*given, edges, p=0.5, key=3))  # type: ignore[arg-type]

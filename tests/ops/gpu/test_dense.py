@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 from hopline.ops import random, reference
 from hopline.ops.gpu import dense as gpu_dense
 from hopline.ops.gpu import tree as gpu_tree
-from hopline.ops.gpu import tree as gpu_tree_reduce
 from hopline.ops.tree_slots import Slots
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randn
@@ -51,7 +50,7 @@ def test_outputs_and_gradients_are_those_of_plain_operations(
         else:
             h = torch.relu(a @ torch.cat([left, right], dim=1).t() + bias)
             h = reference.keyed_dropout(h, p, int(key), slots.ids(DEVICE)[:num]) if p else h
-            out = gpu_tree_reduce.reduce_tree(h, slots, hop, nodes, counts, how, own=True)
+            out = gpu_tree.reduce_tree(h, slots, hop, nodes, counts, how, own=True)
         (out.float() * randn(*out.shape, seed=5).bfloat16().float().to(DEVICE)).sum().backward()
         outs.append(out.detach().float())
         if ours and a.grad is not None:

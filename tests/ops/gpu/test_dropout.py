@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hopline.ops import reference
-from hopline.ops.gpu import reduce as gpu_dropout
+from hopline.ops.gpu import reduce as gpu_reduce
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, assert_close, randint, randn
 
@@ -34,7 +34,7 @@ def test_values_and_gradients_are_those_of_the_reference(dtype: torch.dtype, sha
     expected = reference.keyed_dropout(x, p, key, ids)
     expected_grad = reference.keyed_dropout(upstream, p, key, ids)
     leaf = x.to(KERNEL_DEVICE).requires_grad_()
-    out = gpu_dropout.keyed_dropout(leaf, p, key, ids.to(KERNEL_DEVICE))
+    out = gpu_reduce.keyed_dropout(leaf, p, key, ids.to(KERNEL_DEVICE))
     assert out.dtype == dtype
     (grad,) = torch.autograd.grad(out, leaf, upstream.to(KERNEL_DEVICE))
     for ours, theirs in ((out.detach(), expected), (grad, expected_grad)):
@@ -64,9 +64,9 @@ def test_after_a_relu_it_is_as_one_after_the_other(dtype: torch.dtype, shape: tu
     for fused in (True, False):
         leaf, weight = x.to(KERNEL_DEVICE).requires_grad_(), upstream.clone().requires_grad_()
         if fused:
-            out = gpu_dropout.relu_dropout(leaf, p, key, at)
+            out = gpu_reduce.relu_dropout(leaf, p, key, at)
         else:
-            out = gpu_dropout.keyed_dropout(torch.relu(leaf), p, key, at)
+            out = gpu_reduce.keyed_dropout(torch.relu(leaf), p, key, at)
         (grad,) = torch.autograd.grad(out, leaf, weight, create_graph=True)
         (again,) = torch.autograd.grad(grad, weight, upstream)
         found.append((out.detach(), grad.detach(), again))
@@ -77,7 +77,7 @@ def test_after_a_relu_it_is_as_one_after_the_other(dtype: torch.dtype, shape: tu
 
 def test_what_is_no_number_shows_after_a_relu_too() -> None:
     x = torch.full((4, 8), torch.nan, device=KERNEL_DEVICE)
-    found = gpu_dropout.relu_dropout(x, 0.5, 1, torch.arange(4, device=KERNEL_DEVICE))
+    found = gpu_reduce.relu_dropout(x, 0.5, 1, torch.arange(4, device=KERNEL_DEVICE))
     assert found.isnan().any()
 
 
@@ -85,21 +85,21 @@ def test_wide_rows_and_a_key_on_the_device() -> None:
     x, ids = randn(3, 2501, dtype=torch.float32), torch.tensor([4, 0, 9], dtype=torch.int32)
     expected = reference.keyed_dropout(x, 0.5, 77, ids)
     key = torch.tensor([77], device=KERNEL_DEVICE)
-    found = gpu_dropout.keyed_dropout(x.to(KERNEL_DEVICE), 0.5, key, ids.to(KERNEL_DEVICE))
+    found = gpu_reduce.keyed_dropout(x.to(KERNEL_DEVICE), 0.5, key, ids.to(KERNEL_DEVICE))
     assert torch.equal(found.cpu(), expected)
 
 
 def test_rows_that_are_not_contiguous() -> None:
     x, ids = randn(6, 8).to(KERNEL_DEVICE), torch.arange(8, device=KERNEL_DEVICE)
     assert torch.equal(
-        gpu_dropout.keyed_dropout(x.t(), 0.5, 1, ids), gpu_dropout.keyed_dropout(x.t().contiguous(), 0.5, 1, ids)
+        gpu_reduce.keyed_dropout(x.t(), 0.5, 1, ids), gpu_reduce.keyed_dropout(x.t().contiguous(), 0.5, 1, ids)
     )
 
 
 def test_nothing_to_drop() -> None:
     ids = torch.empty(0, dtype=torch.int64, device=KERNEL_DEVICE)
-    assert gpu_dropout.keyed_dropout(torch.empty(0, 4, device=KERNEL_DEVICE), 0.5, 1, ids).shape == (0, 4)
-    assert gpu_dropout.keyed_dropout(torch.empty(2, 0, device=KERNEL_DEVICE), 0.5, 1, ids.new_zeros(2)).shape == (2, 0)
+    assert gpu_reduce.keyed_dropout(torch.empty(0, 4, device=KERNEL_DEVICE), 0.5, 1, ids).shape == (0, 4)
+    assert gpu_reduce.keyed_dropout(torch.empty(2, 0, device=KERNEL_DEVICE), 0.5, 1, ids.new_zeros(2)).shape == (2, 0)
 
 
 @pytest.mark.gpu
@@ -110,10 +110,10 @@ def test_dropping_does_not_wait_for_the_device() -> None:
         torch.arange(9).cuda(),
         torch.ones(1).long().cuda(),
     )
-    gpu_dropout.keyed_dropout(x, 0.5, key, ids).sum().backward()
+    gpu_reduce.keyed_dropout(x, 0.5, key, ids).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = gpu_dropout.keyed_dropout(x, 0.5, key, ids)
+        found = gpu_reduce.keyed_dropout(x, 0.5, key, ids)
         found.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

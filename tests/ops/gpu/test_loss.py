@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hopline.ops.gpu import loss_and_adam as gpu_loss
+from hopline.ops.gpu import loss_and_adam as gpu_loss_and_adam
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
@@ -26,7 +26,7 @@ def test_loss_and_gradient_are_torchs(shape: tuple[int, int], dtype: torch.dtype
     values = (5 * randn(num, classes)).to(dtype).to(KERNEL_DEVICE)
     labels = randint(0, classes, num).to(KERNEL_DEVICE)
     found, expected = values.clone().requires_grad_(), values.float().requires_grad_()
-    ours = gpu_loss.cross_entropy(found, labels)
+    ours = gpu_loss_and_adam.cross_entropy(found, labels)
     theirs = torch.nn.functional.cross_entropy(expected, labels)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     (3 * ours).backward()

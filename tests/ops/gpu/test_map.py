@@ -7,7 +7,7 @@ import torch
 
 from hopline.ops import reference
 from hopline.ops.cpu.sampling import IdMap
-from hopline.ops.gpu import sampling as gpu_map
+from hopline.ops.gpu import sampling as gpu_sampling
 from hopline.ops.gpu.sampling import DeviceIdMap
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint
@@ -47,7 +47,7 @@ def test_ids_are_a_copy(dense: bool) -> None:
 
 
 def test_a_map_has_stamps_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_map, "DENSE_MAP_BYTES", 80)
+    monkeypatch.setattr(gpu_sampling, "DENSE_MAP_BYTES", 80)
     assert DeviceIdMap(10, DEVICE).dense
     assert not DeviceIdMap(11, DEVICE).dense
     assert DeviceIdMap(11, DEVICE, dense=True).dense
@@ -55,7 +55,7 @@ def test_a_map_has_stamps_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_steps_begin_again_after_the_last() -> None:
     ours = DeviceIdMap(9, DEVICE)
-    ours._step = gpu_map.LAST_STEP - 1
+    ours._step = gpu_sampling.LAST_STEP - 1
     for nodes in ([3, 5, 3], [5, 3], [3], [8, 3, 5]):
         assert ours.add(torch.tensor(nodes, device=DEVICE)).tolist() == [nodes.index(n) for n in nodes]
         ours.clear()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hopline.ops import reference
 from hopline.ops.gpu import reduce as gpu_reduce
-from hopline.ops.gpu import runtime as gpu_errors
+from hopline.ops.gpu import runtime as gpu_runtime
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, assert_close, randint, randn
 
@@ -185,7 +185,7 @@ def test_a_source_that_is_not_there_is_not_followed_and_reported(reduce: str, ba
     indptr, src_idx = torch.tensor([0, 2]), torch.tensor([3, bad], dtype=torch.int32)
     gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in (randn(25, 4), indptr, src_idx)), reduce)
     with pytest.raises(IndexError, match="source"):
-        gpu_errors.check_device_errors()
+        gpu_runtime.check_device_errors()
 
 
 @pytest.mark.parametrize("indptr", [[0, 3], [-1, 2], [2, 1]], ids=["beyond", "negative", "falls"])
@@ -193,7 +193,7 @@ def test_a_damaged_indptr_is_reported(indptr: list[int]) -> None:
     some = (randn(25, 4), torch.tensor(indptr), torch.tensor([1, 2]))
     gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in some), "sum")
     with pytest.raises(IndexError, match="indptr"):
-        gpu_errors.check_device_errors()
+        gpu_runtime.check_device_errors()
 
 
 def test_an_own_row_that_is_not_there_is_reported() -> None:
@@ -201,7 +201,7 @@ def test_an_own_row_that_is_not_there_is_reported() -> None:
     own = torch.tensor([25], device=KERNEL_DEVICE)
     gpu_reduce.reduce_edges(*(t.to(KERNEL_DEVICE) for t in some), "sum", own=own)
     with pytest.raises(IndexError, match="outside the rows"):
-        gpu_errors.check_device_errors()
+        gpu_runtime.check_device_errors()
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)

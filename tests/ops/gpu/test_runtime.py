@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hopline.ops import random
-from hopline.ops.gpu import runtime as gpu_core
+from hopline.ops.gpu import runtime as gpu_runtime
 from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE, randint
 
@@ -21,18 +21,18 @@ CUDA = torch.cuda.is_available()
 @triton.jit
 def _draw_kernel(key, ids, limits, draws, scaled, T: tl.constexpr):
     i = tl.arange(0, T)
-    state = gpu_core.first_state(tl.load(key), tl.load(ids + i))
-    state += gpu_core.GOLDEN
-    state += gpu_core.GOLDEN
-    raw = gpu_core.mix(state)
+    state = gpu_runtime.first_state(tl.load(key), tl.load(ids + i))
+    state += gpu_runtime.GOLDEN
+    state += gpu_runtime.GOLDEN
+    raw = gpu_runtime.mix(state)
     tl.store(draws + i, raw.to(tl.int64, bitcast=True))
-    tl.store(scaled + i, gpu_core.bounded(raw, tl.load(limits + i)))
+    tl.store(scaled + i, gpu_runtime.bounded(raw, tl.load(limits + i)))
 
 
 @triton.jit
 def _shuffle_kernel(key, ids, degrees, out, FANOUT: tl.constexpr, T: tl.constexpr):
     i = tl.arange(0, T)
-    picks = gpu_core.shuffled(gpu_core.first_state(tl.load(key), tl.load(ids + i)), tl.load(degrees + i), FANOUT)
+    picks = gpu_runtime.shuffled(gpu_runtime.first_state(tl.load(key), tl.load(ids + i)), tl.load(degrees + i), FANOUT)
     for j in tl.static_range(FANOUT):
         tl.store(out + i * FANOUT + j, picks[j])
 
@@ -41,7 +41,7 @@ def _shuffle_kernel(key, ids, degrees, out, FANOUT: tl.constexpr, T: tl.constexp
 def test_draws_are_those_of_torch(key: int) -> None:
     ids, limits = randint(0, 2**50, 64), randint(1, 2**31, 64, seed=1)
     draws, scaled = torch.empty(2, 64, dtype=torch.int64, device=KERNEL_DEVICE)
-    on_device = gpu_core.key_on(draws.device, key)
+    on_device = gpu_runtime.key_on(draws.device, key)
     _draw_kernel[(1,)](on_device, ids.to(KERNEL_DEVICE), limits.to(KERNEL_DEVICE), draws, scaled, T=64)
     expected = random.draw(key, ids, 1)
     assert torch.equal(draws.cpu(), expected)
@@ -53,7 +53,7 @@ def test_a_shuffle_of_all_is_a_permutation_and_a_smaller_one_begins_it() -> None
     found = {}
     for fanout in (1, 4, 6):
         found[fanout] = torch.empty(16, fanout, dtype=torch.int32, device=KERNEL_DEVICE)
-        key = gpu_core.key_on(ids.device, 7)
+        key = gpu_runtime.key_on(ids.device, 7)
         _shuffle_kernel[(1,)](key, ids, degrees.int(), found[fanout], FANOUT=fanout, T=16)
     assert torch.equal(found[6].sort(1).values.cpu(), torch.arange(6).int().expand(16, 6))
     assert torch.unique(found[6], dim=0).size(0) > 10
@@ -63,18 +63,18 @@ def test_a_shuffle_of_all_is_a_permutation_and_a_smaller_one_begins_it() -> None
 
 def test_a_key_on_the_device_is_taken_as_it_is() -> None:
     key = torch.tensor([5], device=KERNEL_DEVICE)
-    assert gpu_core.key_on(key.device, key).data_ptr() == key.data_ptr()
+    assert gpu_runtime.key_on(key.device, key).data_ptr() == key.data_ptr()
 
 
 def test_interpreted_exactly_where_there_is_no_gpu() -> None:
-    assert gpu_core.is_interpreted() == (not CUDA)
+    assert gpu_runtime.is_interpreted() == (not CUDA)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_kernels_read_device_and_pinned_memory_and_nothing_else() -> None:
     host = torch.ones(3)
-    assert gpu_core.readable(host.cuda())
-    assert gpu_core.readable(host.pin_memory())
+    assert gpu_runtime.readable(host.cuda())
+    assert gpu_runtime.readable(host.pin_memory())
     with pytest.raises(ValueError, match="pin it"):
-        gpu_core.check_readable("the table", host)
+        gpu_runtime.check_readable("the table", host)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hopline.ops import reference
-from hopline.ops.gpu import runtime as gpu_errors
-from hopline.ops.gpu import sampling as gpu
+from hopline.ops.gpu import runtime as gpu_runtime
+from hopline.ops.gpu import sampling as gpu_sampling
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
@@ -51,7 +51,7 @@ def test_samples_are_those_of_the_reference(dtype: torch.dtype, fanout: int) -> 
     indptr, indices = csr(dtype)
     key = 3 if dtype == torch.int32 else -(2**63)
     nodes = torch.cat([torch.arange(60), torch.tensor([8, 8, 7])])
-    found = gpu.sample_neighbors(*on_device(indptr, indices, nodes), fanout, key)
+    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, key)
     assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, key))
 
 
@@ -59,14 +59,14 @@ def test_samples_are_those_of_the_reference(dtype: torch.dtype, fanout: int) -> 
 def test_samples_with_replacement_are_those_of_the_reference(fanout: int) -> None:
     indptr, indices = csr(torch.int32)
     nodes = torch.arange(60)
-    found = gpu.sample_neighbors(*on_device(indptr, indices, nodes), fanout, -7, True)
+    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, -7, True)
     assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, -7, True))
 
 
 def test_more_nodes_than_a_program_takes() -> None:
     indptr, indices = csr()
     nodes = randint(0, 60, 1100)
-    found = gpu.sample_neighbors(*on_device(indptr, indices, nodes), 2, 5)
+    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), 2, 5)
     assert_same(found, reference.sample_neighbors(indptr, indices, nodes, 2, 5))
 
 
@@ -74,9 +74,9 @@ def test_more_nodes_than_a_program_takes() -> None:
 def test_all_neighbours_come_in_order(dtype: torch.dtype) -> None:
     indptr, indices = csr(dtype)
     nodes = torch.tensor([7, 0, 3, 59, 7, 58])
-    found = gpu.sample_neighbors(*on_device(indptr, indices, nodes), -1, 0)
+    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), -1, 0)
     assert_same(found, reference.sample_neighbors(indptr, indices, nodes, -1, 0))
-    assert_same(gpu.row_positions(*on_device(indptr, nodes)), reference.row_positions(indptr, nodes))
+    assert_same(gpu_sampling.row_positions(*on_device(indptr, nodes)), reference.row_positions(indptr, nodes))
 
 
 @pytest.mark.parametrize("fanout", [-1, 3, 40])
@@ -84,7 +84,7 @@ def test_all_neighbours_come_in_order(dtype: torch.dtype) -> None:
 def test_nothing_to_sample(fanout: int, nodes: list[int]) -> None:
     indptr, indices = csr()
     some = torch.tensor(nodes, dtype=torch.int64)
-    found = gpu.sample_neighbors(*on_device(indptr, indices, some), fanout, 1)
+    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices, some), fanout, 1)
     assert_same(found, reference.sample_neighbors(indptr, indices, some, fanout, 1))
     assert found.ids.numel() == 0
 
@@ -93,7 +93,9 @@ def test_node_ids_and_keys_in_other_shapes() -> None:
     indptr, indices = csr()
     nodes, key = torch.arange(60), torch.tensor([9])
     expected = reference.sample_neighbors(indptr, indices, nodes, 4, 9)
-    assert_same(gpu.sample_neighbors(*on_device(indptr, indices, nodes.int()), 4, key.to(KERNEL_DEVICE)), expected)
+    assert_same(
+        gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes.int()), 4, key.to(KERNEL_DEVICE)), expected
+    )
 
 
 @pytest.mark.parametrize("fanout", [-1, 3])
@@ -101,10 +103,10 @@ def test_ids_that_are_not_contiguous(fanout: int) -> None:
     indptr, indices = csr()
     nodes, rows = torch.tensor([7, 1, 3, 0, 58, 2]), randn(60, 3)
     some = nodes.to(KERNEL_DEVICE)[::2]
-    found = gpu.sample_neighbors(*on_device(indptr, indices), some, fanout, 1)
+    found = gpu_sampling.sample_neighbors(*on_device(indptr, indices), some, fanout, 1)
     assert_same(found, reference.sample_neighbors(indptr, indices, nodes[::2], fanout, 1))
-    assert_same((gpu.gather_rows(*on_device(rows), some),), (rows[nodes[::2]],))
-    assert gpu.DeviceIdMap(60, some.device).add(some.flip(0)[::2]).tolist() == [0, 1]
+    assert_same((gpu_sampling.gather_rows(*on_device(rows), some),), (rows[nodes[::2]],))
+    assert gpu_sampling.DeviceIdMap(60, some.device).add(some.flip(0)[::2]).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("fanout", [-1, 3])
@@ -112,14 +114,14 @@ def test_ids_that_are_not_contiguous(fanout: int) -> None:
 def test_a_node_that_is_not_there_raises_and_the_next_call_is_right(fanout: int, bad: int) -> None:
     indptr, indices = on_device(*csr())
     with pytest.raises(ValueError, match="outside the graph"):
-        gpu.sample_neighbors(indptr, indices, torch.tensor([1, bad], device=KERNEL_DEVICE), fanout, 1)
-    gpu.sample_neighbors(indptr, indices, torch.tensor([1], device=KERNEL_DEVICE), fanout, 1)
+        gpu_sampling.sample_neighbors(indptr, indices, torch.tensor([1, bad], device=KERNEL_DEVICE), fanout, 1)
+    gpu_sampling.sample_neighbors(indptr, indices, torch.tensor([1], device=KERNEL_DEVICE), fanout, 1)
 
 
 @pytest.mark.parametrize("indptr", [[0, 9], [-1, 2], [3, 1]], ids=["beyond", "negative", "falls"])
 def test_a_damaged_indptr_raises(indptr: list[int]) -> None:
     with pytest.raises(ValueError, match="damaged"):
-        gpu.sample_neighbors(*on_device(torch.tensor(indptr), torch.zeros(4).long(), torch.tensor([0])), 2, 1)
+        gpu_sampling.sample_neighbors(*on_device(torch.tensor(indptr), torch.zeros(4).long(), torch.tensor([0])), 2, 1)
 
 
 @pytest.mark.gpu
@@ -128,10 +130,10 @@ def test_a_pinned_graph_is_sampled_in_place() -> None:
     indptr, indices = csr(torch.int32)
     nodes = torch.arange(60)
     for fanout in (-1, 5, 70):
-        found = gpu.sample_neighbors(indptr.pin_memory(), indices.pin_memory(), nodes.cuda(), fanout, 5)
+        found = gpu_sampling.sample_neighbors(indptr.pin_memory(), indices.pin_memory(), nodes.cuda(), fanout, 5)
         assert_same(found, reference.sample_neighbors(indptr, indices, nodes, fanout, 5))
     with pytest.raises(ValueError, match="the graph is in host memory"):
-        gpu.sample_neighbors(indptr, indices, nodes.cuda(), 3, 5)
+        gpu_sampling.sample_neighbors(indptr, indices, nodes.cuda(), 3, 5)
 
 
 @pytest.mark.gpu
@@ -139,9 +141,9 @@ def test_a_pinned_graph_is_sampled_in_place() -> None:
 def test_a_hundred_runs_on_many_nodes_are_equal() -> None:
     indptr, indices = on_device(*csr(torch.int32))
     nodes = randint(0, 60, 10**6).cuda()
-    first = gpu.sample_neighbors(indptr, indices, nodes, 5, 5)
+    first = gpu_sampling.sample_neighbors(indptr, indices, nodes, 5, 5)
     for _ in range(100):
-        again = gpu.sample_neighbors(indptr, indices, nodes, 5, 5)
+        again = gpu_sampling.sample_neighbors(indptr, indices, nodes, 5, 5)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -153,16 +155,16 @@ def test_a_hundred_runs_on_many_nodes_are_equal() -> None:
 def test_relabelling_equals_the_reference(top: int, dtype: torch.dtype) -> None:
     dtype = torch.int64 if top > 2**31 else dtype
     seeds, neighbors = randint(0, top, 30).unique(), randint(0, top, 700, seed=1).to(dtype)
-    assert_same(gpu.relabel(*on_device(seeds, neighbors)), reference.relabel(seeds, neighbors))
+    assert_same(gpu_sampling.relabel(*on_device(seeds, neighbors)), reference.relabel(seeds, neighbors))
 
 
 def test_relabelling_nothing_and_what_is_no_node() -> None:
     nobody = torch.empty(0, dtype=torch.int64, device=KERNEL_DEVICE)
-    ids, idx = gpu.relabel(nobody, nobody)
+    ids, idx = gpu_sampling.relabel(nobody, nobody)
     assert ids.numel() == idx.numel() == 0
     assert (ids.dtype, idx.dtype) == (torch.int64, torch.int32)
     with pytest.raises(ValueError, match="out of range"):
-        gpu.relabel(nobody, torch.tensor([3, -2], device=KERNEL_DEVICE))
+        gpu_sampling.relabel(nobody, torch.tensor([3, -2], device=KERNEL_DEVICE))
 
 
 # ---- rows
@@ -184,41 +186,41 @@ def test_relabelling_nothing_and_what_is_no_node() -> None:
 def test_rows_of_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (50 * randn(30, *shape)).to(dtype)
     for ids in (randint(0, 30, 99)[: 5000 // rows[0].numel()], randint(0, 30, 3).int(), torch.empty(0).long()):
-        assert_same((gpu.gather_rows(*on_device(rows, ids)),), (rows[ids.long()],))
+        assert_same((gpu_sampling.gather_rows(*on_device(rows, ids)),), (rows[ids.long()],))
 
 
 def test_rows_that_begin_anywhere_and_in_any_order() -> None:
     rows, ids = on_device(randn(31, 6, dtype=torch.float32), randint(0, 30, 50))
     for some in (rows.view(-1)[1:181].view(30, 6), rows[:30, ::2], rows.t()[:, :30].t()):
-        assert torch.equal(gpu.gather_rows(some, ids), some[ids])
+        assert torch.equal(gpu_sampling.gather_rows(some, ids), some[ids])
 
 
 def test_few_programs_gather_the_same_rows() -> None:
     rows, ids = on_device(randn(30, 1000, dtype=torch.float32), randint(0, 30, 25))
-    assert torch.equal(gpu.gather_rows(rows, ids, programs=1), rows[ids])
+    assert torch.equal(gpu_sampling.gather_rows(rows, ids, programs=1), rows[ids])
 
 
 def test_gradients_go_to_the_rows_that_were_read() -> None:
     rows, ids = on_device(randn(30, 4).requires_grad_(), randint(0, 30, 50))
-    (grad,) = torch.autograd.grad(gpu.gather_rows(rows, ids).sum(), rows)
+    (grad,) = torch.autograd.grad(gpu_sampling.gather_rows(rows, ids).sum(), rows)
     assert torch.equal(grad[:, 0].cpu(), torch.bincount(ids.cpu(), minlength=30).double())
 
 
 @pytest.mark.parametrize("bad", [-1, 30, 2**40])
 def test_an_id_outside_is_not_followed_and_reported(bad: int) -> None:
     rows, ids = on_device(randn(30, 4), torch.tensor([3, bad]))
-    assert torch.equal(gpu.gather_rows(rows, ids)[0], rows[3])
+    assert torch.equal(gpu_sampling.gather_rows(rows, ids)[0], rows[3])
     with pytest.raises(IndexError, match="outside its table"):
-        gpu_errors.check_device_errors()
+        gpu_runtime.check_device_errors()
 
 
 def test_what_no_row_can_be_taken_from_is_refused() -> None:
     ids = torch.tensor([0], device=KERNEL_DEVICE)
     with pytest.raises(IndexError, match="empty"):
-        gpu.gather_rows(torch.empty(0, 4, device=KERNEL_DEVICE), ids)
+        gpu_sampling.gather_rows(torch.empty(0, 4, device=KERNEL_DEVICE), ids)
     with pytest.raises(ValueError, match="1-D int64"):
-        gpu.gather_rows(torch.ones(3, 4, device=KERNEL_DEVICE), ids.bool())
-    assert gpu.gather_rows(torch.ones(3, 0, device=KERNEL_DEVICE), ids).shape == (1, 0)
+        gpu_sampling.gather_rows(torch.ones(3, 4, device=KERNEL_DEVICE), ids.bool())
+    assert gpu_sampling.gather_rows(torch.ones(3, 0, device=KERNEL_DEVICE), ids).shape == (1, 0)
 
 
 @pytest.mark.gpu
@@ -228,20 +230,20 @@ def test_rows_in_host_memory_are_read_from_the_gpu(width: int) -> None:
     rows, ids = randn(5000, width, dtype=torch.bfloat16), randint(0, 5000, 3000)
     pinned = rows.pin_memory()
     for programs in (None, 8):
-        assert torch.equal(gpu.gather_rows(pinned, ids.cuda(), programs).cpu(), rows[ids])
-    assert torch.equal(gpu.gather_rows(rows, ids.cuda()).cpu(), rows[ids])
-    assert torch.equal(gpu.gather_rows(pinned[:, 1:], ids.cuda()).cpu(), rows[ids][:, 1:])
+        assert torch.equal(gpu_sampling.gather_rows(pinned, ids.cuda(), programs).cpu(), rows[ids])
+    assert torch.equal(gpu_sampling.gather_rows(rows, ids.cuda()).cpu(), rows[ids])
+    assert torch.equal(gpu_sampling.gather_rows(pinned[:, 1:], ids.cuda()).cpu(), rows[ids][:, 1:])
 
 
 @pytest.mark.gpu
 @gpu_only
 def test_gathering_does_not_wait_for_the_device() -> None:
     rows, ids = on_device(randn(100, 5), randint(0, 100, 40))
-    gpu.gather_rows(rows, ids)
+    gpu_sampling.gather_rows(rows, ids)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = gpu.gather_rows(rows, ids)
-        _, order = gpu.group_edges(ids, 100)
+        found = gpu_sampling.gather_rows(rows, ids)
+        _, order = gpu_sampling.group_edges(ids, 100)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, rows[ids])
@@ -255,20 +257,20 @@ def test_gathering_does_not_wait_for_the_device() -> None:
 @pytest.mark.parametrize("size", [0, 1, 300])
 def test_groups_are_those_of_the_reference(dtype: torch.dtype, size: int) -> None:
     keys = randint(0, 9, size).to(dtype)
-    assert_same(gpu.group_edges(*on_device(keys), 11), reference.group_edges(keys, 11))
+    assert_same(gpu_sampling.group_edges(*on_device(keys), 11), reference.group_edges(keys, 11))
 
 
 @pytest.mark.parametrize("bad", [-1, 9])
 def test_a_group_that_is_not_there_is_reported(bad: int) -> None:
-    gpu.group_edges(torch.tensor([0, bad], device=KERNEL_DEVICE), 9)
+    gpu_sampling.group_edges(torch.tensor([0, bad], device=KERNEL_DEVICE), 9)
     with pytest.raises(IndexError, match="group"):
-        gpu_errors.check_device_errors()
+        gpu_runtime.check_device_errors()
 
 
 @pytest.mark.parametrize("together", [7, 1 << 24])
 def test_self_loops_are_those_of_the_reference(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "SELF_LOOP_EDGES", together)
+    monkeypatch.setattr(gpu_sampling, "SELF_LOOP_EDGES", together)
     indptr = torch.tensor([0, 0, 4, 4, 9, 30, 30])
     indices = randint(0, 6, 30).int()
-    assert_same((gpu.self_loops(*on_device(indptr, indices)),), (reference.self_loops(indptr, indices),))
-    assert gpu.self_loops(*on_device(torch.tensor([0, 0]), torch.empty(0).int())).numel() == 0
+    assert_same((gpu_sampling.self_loops(*on_device(indptr, indices)),), (reference.self_loops(indptr, indices),))
+    assert gpu_sampling.self_loops(*on_device(torch.tensor([0, 0]), torch.empty(0).int())).numel() == 0

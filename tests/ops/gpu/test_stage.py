@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton")
 
 from hopline.ops.gather_tiers import new_counts
-from hopline.ops.gpu import tiers as gpu_stage
 from hopline.ops.gpu import tiers as gpu_tiers
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randint, randn
@@ -25,11 +24,11 @@ def places() -> torch.Tensor:
 
 
 def claimed(trees: list[torch.Tensor], place: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    found = torch.full((capacity,), gpu_stage.unclaimed(torch.int32), dtype=torch.int32, device=DEVICE)
+    found = torch.full((capacity,), gpu_tiers.unclaimed(torch.int32), dtype=torch.int32, device=DEVICE)
     count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     stamp = torch.zeros(NUM_ROWS, dtype=torch.int32, device=DEVICE)
     for nodes in trees:
-        gpu_stage.claim(nodes.to(DEVICE), place.to(DEVICE), stamp, 7, found, count)
+        gpu_tiers.claim(nodes.to(DEVICE), place.to(DEVICE), stamp, 7, found, count)
     return found, count
 
 
@@ -44,7 +43,7 @@ def test_cold_rows_are_claimed_once(dtype: torch.dtype):
     wanted = wanted[place[wanted] < 0]
     assert int(count) == wanted.numel()
     assert torch.equal(found.sort().values[: wanted.numel()].cpu().long(), wanted)
-    assert bool((found.sort().values[wanted.numel() :] == gpu_stage.unclaimed(torch.int32)).all())
+    assert bool((found.sort().values[wanted.numel() :] == gpu_tiers.unclaimed(torch.int32)).all())
 
 
 def test_more_than_fit_are_counted_but_not_kept():
@@ -62,7 +61,7 @@ def test_more_than_fit_are_counted_but_not_kept():
 def test_rows_of_the_host_are_gathered_beside_other_work(shape: tuple[int, ...], dtype: torch.dtype):
     rows = randn(NUM_ROWS, *shape).to(dtype)
     ids = randint(0, NUM_ROWS, 250)
-    found = gpu_stage.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
+    found = gpu_tiers.gather_aside(rows.pin_memory() if DEVICE.type == "cuda" else rows, ids.to(DEVICE))
     assert torch.equal(found.cpu(), rows[ids])
 
 
@@ -82,7 +81,7 @@ def test_rows_are_put_and_added_into_the_hosts(shape: tuple[int, ...], dtype: to
     rows, expected = randn(250, *shape, seed=2).to(dtype), table.clone()
     expected[ids] = expected[ids] + rows if add else rows
     table = table.pin_memory() if DEVICE.type == "cuda" else table
-    gpu_stage.put_aside(table, ids.to(DEVICE), rows.to(DEVICE), add=add)
+    gpu_tiers.put_aside(table, ids.to(DEVICE), rows.to(DEVICE), add=add)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(table, expected)
@@ -99,18 +98,18 @@ def test_staged_rows_are_read_where_they_stand(dtype: torch.dtype, width: int):
     hot, place, count = hot.to(DEVICE), place.to(DEVICE), torch.tensor([40], dtype=torch.int32, device=DEVICE)
     fetched = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     wanted = (place < 0).nonzero().view(-1)[:capacity].int()
-    gpu_stage.stage(hot, cold, place, wanted, count, NUM_HOT, fetched)
-    gpu_stage.point(place, wanted, count, NUM_HOT)
+    gpu_tiers.stage(hot, cold, place, wanted, count, NUM_HOT, fetched)
+    gpu_tiers.point(place, wanted, count, NUM_HOT)
     assert (int(fetched), int((place < -1).sum())) == (40, 40)
     # The next window takes over what both want, from the device.
     again = torch.cat([wanted[30:40], (place == -1).nonzero().view(-1)[-20:].int()])
     number = torch.tensor([again.numel()], dtype=torch.int32, device=DEVICE)
-    gpu_stage.stage(hot, torch.zeros_like(cold) if DEVICE.type == "cpu" else cold, place, again, number, 110, fetched)
+    gpu_tiers.stage(hot, torch.zeros_like(cold) if DEVICE.type == "cpu" else cold, place, again, number, 110, fetched)
     assert int(fetched) == 60
     assert torch.equal(hot[110:120].cpu(), rows[wanted[30:40].long().cpu()])
-    gpu_stage.point(place, wanted, count, None)
-    gpu_stage.stage(hot, cold, place, again, number, 110, fetched)
-    gpu_stage.point(place, again, number, 110)
+    gpu_tiers.point(place, wanted, count, None)
+    gpu_tiers.stage(hot, cold, place, again, number, 110, fetched)
+    gpu_tiers.point(place, again, number, 110)
     counts, ids = new_counts(DEVICE), torch.arange(NUM_ROWS, device=DEVICE)
     assert torch.equal(gpu_tiers.gather_tiers(hot, cold, place, ids, counts).cpu(), rows)
     assert counts.sum(0).tolist() == [NUM_HOT, NUM_ROWS - NUM_HOT - 30, 30]

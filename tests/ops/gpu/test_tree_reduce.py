@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 from hopline.ops import reference
 from hopline.ops.gather_tiers import new_counts
 from hopline.ops.gpu import tree as gpu_tree
-from hopline.ops.gpu import tree as gpu_tree_reduce
 from hopline.ops.tree_slots import Slots
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.helpers import KERNEL_DEVICE, randn
@@ -61,7 +60,7 @@ def test_reducing_and_its_gradient(how: str, own: bool, width: int):
     for ours in (True, False):
         x = values.clone().to(DEVICE).requires_grad_()
         if ours:
-            out = gpu_tree_reduce.reduce_tree(x, slots, hop, nodes, counts, how, weight, own)
+            out = gpu_tree.reduce_tree(x, slots, hop, nodes, counts, how, weight, own)
         else:
             out = reduced_in_torch(x, slots, hop, nodes, how, weight)
             there = (nodes[: slots.up_to(hop)] >= 0)[:, None]
@@ -90,7 +89,7 @@ def test_a_table_is_read_straight_into_the_reduction(dtype: torch.dtype, tiered:
     hits = new_counts(DEVICE)
     tiers = (table, place, hits) if tiered else None
     x = table[hot] if tiered else table
-    out = gpu_tree_reduce.reduce_rows(x, slots, hop, nodes, "mean", None, True, dtype, True, tiers)
+    out = gpu_tree.reduce_rows(x, slots, hop, nodes, "mean", None, True, dtype, True, tiers)
     rows = torch.where((nodes >= 0)[:, None], table[nodes.long().clamp(min=0)], 0)
     exact = rows.to(torch.promote_types(dtype, torch.float32))
     expected = torch.cat([reduced_in_torch(exact, slots, hop, nodes, "mean", None), exact[: slots.up_to(hop)]], dim=1)
@@ -109,11 +108,11 @@ def test_dense_rows_are_those_of_the_slots_that_are_there():
     assert inner.slots[: int(inner.total)].tolist() == (nodes[: slots.up_to(hop)] >= 0).nonzero().view(-1).tolist()
     table = randn(58, 10).to(DEVICE)
     plain = (table, slots, hop, nodes, "mean", None, True, table.dtype, True)
-    by_slot = gpu_tree_reduce.reduce_rows(*plain)
-    found = gpu_tree_reduce.reduce_rows(*plain, dense_out=inner.place)
+    by_slot = gpu_tree.reduce_rows(*plain)
+    found = gpu_tree.reduce_rows(*plain, dense_out=inner.place)
     there = inner.slots[: int(inner.total)].long()
     assert torch.equal(found[: there.numel()], by_slot[there])
 
     below = (slots, 0, nodes, "sum", None, True, table.dtype, False)
-    expected = gpu_tree_reduce.reduce_rows(by_slot, *below)
-    assert torch.equal(gpu_tree_reduce.reduce_rows(found, *below, dense_in=inner.place), expected)
+    expected = gpu_tree.reduce_rows(by_slot, *below)
+    assert torch.equal(gpu_tree.reduce_rows(found, *below, dense_in=inner.place), expected)

@@ -19,7 +19,7 @@ from hopline import ops
 from hopline.contract import Job, Unit
 from hopline.core.batch import Batch
 from hopline.core.tree_layout import TreeRows, TreeSampler
-from hopline.device import streams as recording
+from hopline.device import streams
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
 from hopline.ops.tree_slots import Slots
@@ -229,8 +229,8 @@ class CapturedStep:
     def capture(self, beside: torch.cuda.CUDAGraph | None) -> None:
         job = self.job
         renew_accumulators(self.parameters)
-        stream = recording.stream_to_record("steps", job.device)
-        with recording.turn, _unchanged(job.module, self.batches.state, job.device), _after_this_stream(stream):
+        stream = streams.stream_to_record("steps", job.device)
+        with streams.turn, _unchanged(job.module, self.batches.state, job.device), _after_this_stream(stream):
             begin = self.batches.state.clone()
             self._run()  # compiles, and asks the host whatever is asked only once
             with no_waiting():
@@ -238,7 +238,7 @@ class CapturedStep:
                     self.batches.state.copy_(begin)  # the epoch may have no more steps than one
                     self._run()
             self._forget_gradients()
-            with recording.recorded(self.graph, stream, beside):
+            with streams.recorded(self.graph, stream, beside):
                 self.loss = self._run()
             self.gradients = [p.grad for p in self.parameters]
             # The graph knows only where they are.

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hopline.ops import reference
-from hopline.ops.cpu import sampling as cpu
+from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.gpu.runtime import (
     GOLDEN,
     GROUP_ERROR,
@@ -242,7 +242,7 @@ def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tenso
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
     if not readable(rows) or (not rows.is_contiguous() and not rows.is_cuda):
-        return cpu.gather_rows(rows, ids.cpu()).to(ids.device)
+        return cpu_sampling.gather_rows(rows, ids.cpu()).to(ids.device)
     if ids.numel() and rows.size(0) == 0:
         raise IndexError("a row id is outside its table, which is empty")
     if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopline.core.partition import make_partition
-from hopline.methods.full_batch.convs import sequential_aggregation as sequential
+from hopline.methods.full_batch.convs import sequential_aggregation
 from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
 from hopline.methods.full_batch.convs.edges import Edges
 from hopline.methods.full_batch.convs.messages import Inputs, plan
@@ -266,7 +266,7 @@ def test_chunks_shrink_with_the_shard(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Edges, "chunks", chunks)
     for least in (1 << 20, 100):
-        monkeypatch.setattr(sequential, "LEAST_CHUNK_BYTES", least)
+        monkeypatch.setattr(sequential_aggregation, "LEAST_CHUNK_BYTES", least)
         for chunk_bytes in (200, 10000, 1 << 22):
             run_conv(pyg.SAGEConv(4, 4).double(), randn(30, 4), block(chunk_bytes=chunk_bytes))
     of_edge = 10000 // seen[1]
