@@ -79,33 +79,8 @@ __getattr__, __dir__ = on_first_use(
         "hopline.training.settings": ("Schedule",),
         "hopline.training.trainer": ("Trainer",),
     },
-    moved={
-        **dict.fromkeys(
-            (
-                "BatchUnit",
-                "Block",
-                "CachedTable",
-                "Counters",
-                "EpochEnd",
-                "Evaluation",
-                "Job",
-                "Method",
-                "NeighborSampler",
-                "Part",
-                "Rows",
-                "SparseTable",
-                "StepEnd",
-                "Table",
-                "TensorTable",
-                "TieredTable",
-                "Timers",
-                "TrainSettings",
-                "Unit",
-            ),
-            "hl.extend",
-        ),
-        **dict.fromkeys(("CollectiveSampler", "Shard", "ShardedData", "open_shard", "open_sharded"), "hl.shards"),
-    },
+    elsewhere={"hl.extend": "hopline.extend", "hl.shards": "hopline.shards"},
+    moved={"open_sharded": "hl.shards.open"},
 )
 
 __all__ = [

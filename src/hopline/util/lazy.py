@@ -10,13 +10,17 @@ from typing import Any
 
 
 def on_first_use(
-    package: str, names_of: Mapping[str, Sequence[str]], moved: Mapping[str, str] = MappingProxyType({})
+    package: str,
+    names_of: Mapping[str, Sequence[str]],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    moved: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__` (PEP 562).
 
     names_of: module -> names that the package takes from it. A module without names is itself a public name: the last
     part of its path. "new=old" takes the module's `old` under the name `new`, and "new=." the module itself.
-    moved: names that the package once had -> where they are now, such as "hl.extend".
+    elsewhere: as users type it -> a package whose names were once this one's: asked for here, such a name says where it
+    is. moved: names that have another name there.
     """
     home: dict[str, tuple[str, str | None]] = {}
     for module, names in names_of.items():
@@ -27,9 +31,10 @@ def on_first_use(
             home[public] = (module, original or public)
 
     def get(name: str) -> Any:
-        if name in moved:
-            renamed = {"open_sharded": "open"}.get(name, name)
-            raise AttributeError(f"hl.{name} has moved: use {moved[name]}.{renamed}")
+        if name not in home and not name.startswith("_"):
+            found = [f"{public}.{name}" for public, other in elsewhere.items() if name in _names_of(other)]
+            if name in moved or found:
+                raise AttributeError(f"hl.{name} has moved: use {moved.get(name) or found[0]}")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}{_meant(name, home)}")
         path, original = home[name]
@@ -40,6 +45,10 @@ def on_first_use(
         return value
 
     return get, lambda: sorted(home)
+
+
+def _names_of(package: str) -> Sequence[str]:
+    return importlib.import_module(package).__all__
 
 
 def _meant(name: str, names: Iterable[str]) -> str:
