@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 import hopline as hl
 from hopline.budget.guard import Guard
 from hopline.budget.settings import Budget
-from hopline.methods.historical import regularise
+from hopline.nn import smoothness
 from hopline.training.settings import Schedule
 from hopline.util import trace
 from tests.equivalence import reference_loops as plain
@@ -240,7 +240,7 @@ def test_edge_arrays_where_duplicates_are_removed(array: str, way: str) -> None:
 def test_lipschitz(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The penalty of GNNAutoScale, with noise that the reference knows too."""
     noise = randn(NUM_NODES, 8, seed=3)
-    monkeypatch.setattr(regularise, "_normal", lambda h, block, l: noise[block.src_ids])
+    monkeypatch.setattr(smoothness, "_normal", lambda h, block, l: noise[block.src_ids])
 
     def penalty_of(model: Any) -> dict[str, Any]:
         inputs: list[Tensor] = []

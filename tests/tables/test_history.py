@@ -7,15 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopline.core.batch import Block, Part
-from hopline.tables.history import HaloBlock, Histories, RecordedBlock, report_ages
+from hopline.tables.allocators import MappedFiles
+from hopline.tables.history import Histories, report_ages
 from hopline.util import trace
 from tests.helpers import randn
-
-
-def block_of(num_src: int = 5, num_dst: int = 3) -> Block:
-    part = Part(torch.arange(num_dst + 1), torch.arange(num_dst).int())
-    return Block(torch.arange(num_src), num_dst, (part,))
 
 
 def test_rows_come_back_as_they_were_written():
@@ -37,7 +32,7 @@ def test_tables_can_be_kept_in_half_precision_and_in_files(tmp_path: Path):
     assert halves.tables[0].dtype == torch.bfloat16
     assert torch.equal(halves.read(0, torch.arange(10), rows), rows.bfloat16().float())
 
-    mapped = Histories(10, folder=tmp_path / "tables")
+    mapped = Histories(10, MappedFiles(tmp_path / "tables"))
     assert not mapped.read(0, torch.arange(10), rows).any()
     mapped.write(0, [slice(0, 10)], rows)
     assert (tmp_path / "tables" / "h.0.bin").stat().st_size == rows.nbytes
@@ -78,24 +73,3 @@ def test_ages_are_counted_in_steps():
     assert found["history.age_sum"] == 2 * 81 + 2 * 77 + 2
     assert found["history.age.to_2"] == 1
     assert found["history.age.older"] == 4
-
-
-def test_a_block_adds_the_rows_of_its_halo_between_layers():
-    histories = Histories(8)
-    histories.write(0, [slice(0, 8)], randn(8, 4))
-    block = HaloBlock(block_of(), [slice(0, 3)], torch.tensor([6, 4]), histories, last=1)
-    own = randn(3, 4, seed=1)
-    found = block.exchange(0, own)
-    assert torch.equal(found, torch.cat([own, histories.tables[0][[6, 4]]]))
-    last = randn(3, 2, seed=2)
-    assert block.exchange(1, last) is last
-    assert [l for l, _ in block.commits()] == [0]
-    assert not histories.tables[0][0].equal(own[0])  # nothing is written before it is committed
-
-
-def test_a_recorded_block_only_looks():
-    block = RecordedBlock(block_of())
-    own = randn(3, 4)
-    assert block.exchange(2, own) is own
-    assert block.own[2] is own
-    assert block.scaling_sums(True).scale_sums

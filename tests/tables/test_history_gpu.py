@@ -60,8 +60,8 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
     for l in (0, 1):
         assert torch.equal(state["tables"][str(l)], plain.tables[l])
         assert torch.equal(again.rows(l, every).cpu(), plain.tables[l])
-    ours.write_at(0, every[:3], torch.ones(3, 5))
-    ours.write_at(0, every[[7, 4]], torch.full((2, 5), 2.0, device=DEVICE))
+    ours.write(0, every[:3], torch.ones(3, 5))
+    ours.write(0, every[[7, 4]], torch.full((2, 5), 2.0, device=DEVICE))
     assert ours.rows(0, every[:8])[:, 0].cpu().tolist() == [
         1,
         1,

@@ -22,11 +22,11 @@ from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
-from hopline.methods.historical.work import DTYPES
 from hopline.methods.sampled.memory_plan import SampledForms, drawn
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import as_walkable
+from hopline.tables.history import DTYPES
 from hopline.units.batch_unit import BatchUnit, own_threads
 from hopline.units.loss_on_pieces import LOSS_COPIES
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -86,6 +86,23 @@ def edges_where(part: Part, kept: Tensor) -> Part:
     return Part(upto[part.indptr], part.src_idx[kept], edge, edge_ids)
 
 
+class Between:
+    """Takes part in a layer of whoever made the block: a training step is given a batch, and no other way leads there.
+
+    A block refers to it, and many blocks may refer to one. This one does nothing.
+    """
+
+    def before(self, l: int, model: Any, state: Any, block: Block) -> None:
+        """Layer `l` of a `GNN` is about to be computed from a `State`."""
+
+    def after(self, l: int, h: Tensor) -> Tensor:
+        """The destinations' rows after layer `l`, before dropout, to the rows that the next layer reads.
+
+        Rows of sources that the batch does not own come behind those of the destinations.
+        """
+        return h
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources.
@@ -111,6 +128,8 @@ class Block:
     """Whether sums over sampled edges are scaled up to the expectation of the full sum."""
     in_graph_order: bool = True
     """Whether a destination's edges come in the graph's order; sampled ones do not."""
+    between: Between | None = None
+    """Adds rows of other nodes between two layers, or records rows; None in a block that owns all its sources."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
@@ -128,13 +147,6 @@ class Block:
         for part in self.parts:
             found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
         return found
-
-    def exchange(self, l: int, h: Tensor) -> Tensor:
-        """The destinations' rows after layer `l`, and behind them those of sources that the batch does not own.
-
-        A block that owns all its sources has nothing to add. What comes back is the next layer's input, before dropout.
-        """
-        return h
 
     def scaling_sums(self, wanted: bool) -> Block:
         """The same block, with or without sums scaled up."""
@@ -278,10 +290,11 @@ class Batch:
         def move(value: Any) -> Any:
             return value.to(target, non_blocking=non_blocking) if isinstance(value, Tensor) else value
 
+        moved = {id(block): block.to(target, non_blocking) for block in _distinct(self.blocks)}
         return replace(
             self,
             seeds=move(self.seeds),
-            blocks=tuple(block.to(target, non_blocking) for block in self.blocks),
+            blocks=tuple(moved[id(block)] for block in self.blocks),
             x=move(self.x),
             y=move(self.y),
             tables={name: move(rows) for name, rows in self.tables.items()},
@@ -328,9 +341,14 @@ def _shown(rows: Handle | Tensor | None) -> str:
     return f"{list(rows.shape)} {kind}{where}"
 
 
+def _distinct(blocks: Iterable[Block]) -> Iterable[Block]:
+    """Each block once: the layers of a batch may have one block in common."""
+    return {id(block): block for block in blocks}.values()
+
+
 def _tensors(batch: Batch) -> list[Tensor]:
     found = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
-    for block in batch.blocks:
+    for block in _distinct(batch.blocks):
         found += block.tensors()
     if isinstance(batch.x, ReducedRows):
         found.append(batch.x.beside)

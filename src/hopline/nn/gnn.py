@@ -274,6 +274,8 @@ class GNN(nn.Module):
 
     def layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l` on a block: the state of its sources to the state of its destinations."""
+        if block.between is not None:
+            block.between.before(l, self, state, block)
         with (
             running_statistics([self.convs[l], self.norms[l]], only_if=block.num_dst == 1),
             empty_rows_left_out([self.convs[l], self.norms[l]], block),
@@ -302,7 +304,8 @@ class GNN(nn.Module):
         acts, at_once = l < self.num_layers - 1 or self.acts_last, self._drops_relu(block)
         if acts:
             h = self._after_conv(l, h, state.h, relu_later=at_once)
-        h = block.exchange(l, h)
+        if block.between is not None:
+            h = block.between.after(l, h)
         if acts:
             h = self._drop(h, self.dropout, block.src_keys[: h.size(0)], block.key, l, with_relu=at_once)
         jk = None
@@ -324,9 +327,9 @@ class GNN(nn.Module):
 
     def _drops_relu(self, block: Block) -> bool:
         """Whether dropout comes right after a ReLU, so that both are one."""
-        between = self.act_first or (self.residual and not self.residual_first)
+        adds = self.act_first or (self.residual and not self.residual_first)
         draws = self.training and self.dropout > 0 and block.key is not None
-        return draws and self._acts_by_relu and not between and type(block).exchange is Block.exchange
+        return draws and self._acts_by_relu and not adds and block.between is None
 
     def decode(self, state: State) -> Tensor:
         """The last layer's state to the output."""

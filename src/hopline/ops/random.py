@@ -111,3 +111,8 @@ def bounded(raw: Tensor, limit: Tensor) -> Tensor:
 def permutation(key: int, size: int, device: torch.device | str = "cpu") -> Tensor:
     """A random order of 0 .. size - 1 that depends on the key alone: int64."""
     return torch.argsort(draw(key, torch.arange(size, device=device), 0), stable=True)
+
+
+def uniform(raw: Tensor, bits: int) -> Tensor:
+    """Numbers from 0 up to 1, of the lowest bits of some draws: float64."""
+    return (raw & ((1 << bits) - 1)).double() / (1 << bits)

@@ -1,9 +1,10 @@
 """Tables: rows by node id, wherever they live.
 
 Read `base` for the contract (`read`, `write`, `tiers`), then `memory`, `sparse`, `cache` and `tiered` (device over
-pinned or host memory over disk), `build` the one call that stacks them, `hot_rows` which rows are hot, `views` tables
-seen otherwise. `history`, `history_gpu` and `history_ranks` hold the embeddings that Historical stores. A table owns
-no thread. A table of one's own implements `base.Table`. It stands on `pipeline` and below.
+pinned or host memory over disk), `build` the one call that stacks them, `hot_rows` which rows are hot. `layers` has
+the tables that are written, one per layer, and `allocators` where they lie. `history` adds the age of every row,
+`history_gpu` and `history_ranks` the ways to a GPU and between ranks. A table owns no thread. A table of one's own
+implements `base.Table`. It stands on `pipeline` and below.
 """
 
 from hopline.tables.base import Table, Tiers

@@ -21,7 +21,9 @@ from hopline import ops
 from hopline.device import pinned
 from hopline.device.meter import free_bytes
 from hopline.device.streams import stream_for
-from hopline.tables.history import Histories, Reader, Sums
+from hopline.tables.allocators import Allocator, DeviceMemory, MappedFiles, PinnedMemory
+from hopline.tables.history import Histories, Reader
+from hopline.tables.layers import At, Sums
 from hopline.util import trace
 
 Where = Literal["device", "pinned", "host"]
@@ -123,6 +125,14 @@ def _view(memory: Tensor, table: Tensor, num_rows: int) -> Tensor:
     return memory[: num_rows * _row_bytes(table)].view(table.dtype).view(num_rows, *table.shape[1:])
 
 
+def _allocator(device: torch.device, where: Where, folder: Path | None) -> Allocator:
+    if where == "device":
+        return DeviceMemory(device)
+    if where == "pinned" and device.type == "cuda":
+        return PinnedMemory()
+    return DeviceMemory() if folder is None else MappedFiles(folder)
+
+
 @dataclass(eq=False)
 class PinnedSums(Sums):
     """In host memory to which the GPU adds."""
@@ -159,7 +169,7 @@ class DeviceHistories(Histories):
         dtype: torch.dtype | None = None,
         folder: Path | None = None,
     ) -> None:
-        super().__init__(num_rows, name=name, dtype=dtype, folder=folder)
+        super().__init__(num_rows, _allocator(device, where, folder), name=name, dtype=dtype)
         self.device, self.where, self.asynchronous = device, where, pool_size != 0 and where != "device"
         self.pool = Pool(pool_size or (POOL_SIZE if pool_size is None else 1), buffer_rows, device)
         self.stream = stream_for("history", device) if self.asynchronous and device.type == "cuda" else None
@@ -168,11 +178,8 @@ class DeviceHistories(Histories):
         """When the computation has read what it asked for last, beside the tables' own stream."""
         self._asked: tuple[Tensor, Tensor] | None = None
 
-    def _new(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.where == "device":
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        table = super()._new(l, shape, dtype)
-        return pinned.pin(table) if self.where == "pinned" and self.device.type == "cuda" else table
+    def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Not allowed: rows may still be on their way, in the stream of the tables."""
 
     def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Sums:
         if self.where == "device":
@@ -237,7 +244,10 @@ class DeviceHistories(Histories):
     def mark(self) -> Any:
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
-    def write(self, l: int, slabs: Sequence[slice], rows: Tensor, mark: Any = None) -> None:
+    def write(self, l: int, at: At, rows: Tensor, mark: Any = None) -> None:
+        if isinstance(at, Tensor):
+            self._write_at(l, at, rows)
+            return
         table, start = self.table(l, rows), 0
         if self.stream is not None:
             self.stream.wait_event(mark or self.mark())
@@ -249,7 +259,7 @@ class DeviceHistories(Histories):
             rows.record_stream(self.stream)
         with self._aside():
             stored = rows.to(table.dtype)
-            for slab in slabs:
+            for slab in at:
                 count = slab.stop - slab.start
                 piece = stored[start : start + count]
                 if self.where == "host" and piece.is_cuda:
@@ -260,10 +270,10 @@ class DeviceHistories(Histories):
         if self.where != "device" and rows.is_cuda:
             trace.count("bytes.pushed", stored.nbytes)
 
-    def write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
+    def _write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
         if self.where != "pinned" or not rows.is_cuda:
             self._settle()
-            super().write_at(l, places, rows)
+            super()._write_at(l, places, rows)
             return
         from hopline.ops.gpu.tiers import put_aside
 

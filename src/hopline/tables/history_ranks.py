@@ -16,7 +16,9 @@ from torch import Tensor
 from hopline import ops
 from hopline.distributed.shared_memory import shared_zeros
 from hopline.distributed.world import World
-from hopline.tables.history import Histories, Reader, mapped
+from hopline.tables.allocators import SharedFiles, SharedMemory
+from hopline.tables.history import Histories, Reader
+from hopline.tables.layers import At
 
 
 class Owners:
@@ -76,8 +78,10 @@ class SharedHistories(Histories):
     def __init__(
         self, owners: Owners, *, name: str = "h", dtype: torch.dtype | None = None, folder: Path | None = None
     ) -> None:
-        super().__init__(len(owners.host), name=name, dtype=dtype, folder=folder)
-        self.owners, self.world = owners, owners.world
+        world = owners.world
+        allocator = SharedMemory(world) if folder is None else SharedFiles(folder, world, owners.shares.several_hosts)
+        super().__init__(len(owners.host), allocator, name=name, dtype=dtype)
+        self.owners, self.world = owners, world
         self.written = shared_zeros((self.num_rows,), torch.int64, self.world)
         self._by_one(lambda: self.written.fill_(-1))
 
@@ -87,15 +91,11 @@ class SharedHistories(Histories):
             write()
         self.world.barrier()
 
-    def _new(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.folder is None:
-            return shared_zeros(shape, dtype, self.world)
-        self._by_one(lambda: super(SharedHistories, self)._new(l, shape, dtype))
-        return mapped(self._file_of(l), shape, dtype)
+    def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Not allowed: the positions are those of all hosts, and a table has the rows of one."""
 
-    def _file_of(self, l: int) -> Path:
-        path = super()._file_of(l)
-        return path.with_suffix(f".host{self.world.node}.bin") if self.owners.shares.several_hosts else path
+    def complete(self, l: int) -> None:
+        self.world.barrier()  # the next layer reads what others wrote
 
     def rows(self, l: int, places: Tensor) -> Tensor:
         """Of this host."""
@@ -104,8 +104,9 @@ class SharedHistories(Histories):
     def stamps(self, places: Tensor) -> Tensor:
         return super().stamps(places - self.owners.host.start)
 
-    def write(self, l: int, slabs: Sequence[slice], rows: Tensor, mark: Any = None) -> None:
-        super().write(l, self._here(slabs), rows)
+    def write(self, l: int, at: At, rows: Tensor, mark: Any = None) -> None:
+        assert not isinstance(at, Tensor), "ranks write whole slabs"
+        super().write(l, self._here(at), rows)
 
     def stamp(self, slabs: Sequence[slice], step: int) -> None:
         super().stamp(self._here(slabs), step)
@@ -114,9 +115,10 @@ class SharedHistories(Histories):
         first = self.owners.host.start
         return [slice(slab.start - first, slab.stop - first) for slab in slabs]
 
-    def snapshot(self, layers: Sequence[int], places: Tensor) -> Reader:
+    def begin_reading(self, layers: Sequence[int], places: Tensor | None) -> Reader:
         if not self.owners.shares.several_hosts:
             return self
+        assert places is not None, "ranks ask for the rows that they read"
         runs, hosts, host = self.owners.runs(places), self.owners.shares.hosts, self.owners.host
         far = [rank for rank, other in enumerate(hosts) if other != hosts[self.world.rank]]
         here = ((places >= host.start) & (places < host.stop)).nonzero().view(-1)

@@ -9,7 +9,7 @@ import torch_geometric.nn as pyg
 
 import hopline as hl
 from hopline.distributed.world import World
-from hopline.methods.partitioned.groups import Parts
+from hopline.methods.historical.groups import Groups
 from hopline.nn import GNN
 from hopline.tables.history_ranks import Owners, SharedHistories, Shares
 from tests.helpers import dataset_of, randn, random_graph
@@ -50,7 +50,7 @@ def alone(case: dict[str, Any], two_hosts: bool = False) -> dict[str, Any]:
     work: Any = trainer.work
     if two_hosts:  # parts of each host meet among themselves
         two = Shares(0, (0, 1), (range(3), range(3, 6)))
-        drawn = Parts(work.parts.graph, work.partition, work.method, two, work.job.seed)
+        drawn = Groups(work.parts.graph, work.partition, work.method, two, work.job.seed)
         work.parts.turns_of = lambda epoch: [(group,) for turn in drawn.turns_of(epoch) for group in turn]
     return result_of(trainer)
 

@@ -90,13 +90,14 @@ def test_pieces_have_the_batchs_edges_seeds_and_rows():
     whole, seeds, edges = made.block, [], []
     for number, run in enumerate([slice(0, 7), slice(7, 8), slice(8, whole.num_dst)]):
         piece = MicroBatch(made, number, run)
-        block, near, halo = piece.block, piece.edges.near_idx, piece.edges.halo_idx
+        edges_of_piece = piece.edges()
+        block, near, halo = edges_of_piece.block, edges_of_piece.near_idx, edges_of_piece.halo_idx
         assert block.key == whole.key
         assert torch.equal(block.dst_ids, whole.src_ids[run])
         assert torch.equal(block.src_ids, torch.cat([whole.src_ids[near], whole.src_ids[whole.num_dst + halo]]))
         dst = block.dst_ids[block.edge_index[1]]
         edges.append(torch.stack([block.src_ids[block.edge_index[0]], dst]))
-        batch = piece.batch
+        batch = piece.batch(edges_of_piece)
         seeds.append(batch.seeds)
         assert batch.output_idx is not None
         assert batch.y is not None
@@ -105,8 +106,6 @@ def test_pieces_have_the_batchs_edges_seeds_and_rows():
         assert torch.equal(batch.y, DATA.y[batch.seeds])
         assert piece.has_seeds == bool(batch.num_seeds)
         assert torch.equal(batch.input_rows.read(), DATA.x.read(block.src_ids))  # type: ignore[union-attr]
-        piece.let_go()
-        assert "edges" not in vars(piece)
     assert torch.equal(torch.cat(seeds), made.batch.seeds)
     assert torch.equal(torch.cat(edges, dim=1), whole.src_ids[whole.edge_index])
 

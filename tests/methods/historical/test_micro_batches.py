@@ -54,7 +54,7 @@ def step_of(work: HistoricalWork, total: int = 50) -> tuple[Tensor, list[Any], d
     unit = work.unit(work.batch((0, 3), 7))
     loss = unit.forward_backward(total)
     assert unit.made is not None
-    rows = dict(unit.made.block.commits())
+    rows = dict(unit.made.halo.commits())
     return loss, [None if p.grad is None else p.grad.clone() for p in work.job.module.parameters()], rows, unit.pushed
 
 

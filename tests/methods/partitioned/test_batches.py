@@ -13,7 +13,7 @@ import hopline as hl
 from hopline.core.row_handles import Rows
 from hopline.data import planted
 from hopline.methods.partitioned import batches
-from hopline.methods.partitioned.batches import HistoricalBatches
+from hopline.methods.partitioned.batches import PartBatches
 
 
 def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
@@ -31,7 +31,8 @@ def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
         edges.append(torch.stack([src, dst]))
         seeds.append(made.batch.seeds)
         assert torch.equal(block.dst_ids, made.nodes)
-        assert torch.equal(block.src_places, work.partition.position[block.src_ids])
+        own = torch.cat([torch.arange(slab.start, slab.stop) for slab in made.halo.slabs])
+        assert torch.equal(torch.cat([own, made.halo.places]), work.partition.position[block.src_ids])
         assert isinstance(made.batch.x, Rows)
         assert torch.equal(made.batch.labels, data.y[made.batch.seeds])
         later = made.later
@@ -62,7 +63,7 @@ def test_batches_that_are_moved_are_the_same(monkeypatch: pytest.MonkeyPatch):
     far = hl.extend.CachedTable(data.x, torch.arange(20))  # rows that a device does not reach are read first
     results = []
     for moves, x in ((False, data.x), (True, data.x), (True, far)):
-        monkeypatch.setattr(HistoricalBatches, "on_gpu", moves)
+        monkeypatch.setattr(PartBatches, "on_gpu", moves)
         monkeypatch.setattr(batches.pinned, "register", lambda tensor: "there is no GPU")
         torch.manual_seed(0)
         net = hl.nn.GNN([pyg.GCNConv(5, 8), pyg.GCNConv(8, 3)], dropout=0.3)

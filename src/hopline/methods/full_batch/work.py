@@ -23,10 +23,9 @@ from hopline.methods.full_batch.convs.norm import over_all_ranks
 from hopline.methods.full_batch.convs.trimming import trimmed_blocks
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
-from hopline.methods.historical.settings import Historical
-from hopline.methods.historical.work import HistoricalWork, partition_together
 from hopline.methods.partitioned.sweep import fill, go_back
 from hopline.methods.partitioned.trimming import NeededRows
+from hopline.methods.partitioned.work import PartsSpec, PartsWork, partition_together
 from hopline.nn.gnn import GNN
 from hopline.nn.row_wise import described, mixing_in_training
 from hopline.nn.whole_module import Whole
@@ -103,11 +102,10 @@ class SweepWork:
     """
 
     def __init__(self, job: Job, model: GNN, method: FullBatch) -> None:
-        parts = Historical(
-            num_parts=method.num_shards, parts_per_batch=1, partition=method.partition, groups="fixed",
-            tables=method.tables, folder=method.folder,
-        )  # fmt: skip
-        self.job, self.work = job, HistoricalWork(job, model, parts)
+        spec = PartsSpec(
+            num_parts=method.num_shards, partition=method.partition, tables=method.tables, folder=method.folder
+        )
+        self.job, self.work = job, PartsWork(job, model, spec)
         self.needed = NeededRows(self.work) if method.trim else None
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
@@ -120,7 +118,7 @@ class SweepUnit(Unit):
     """One step: a sweep over all parts, there and back."""
 
     job: Job
-    work: HistoricalWork
+    work: PartsWork
     key: int
     needed: NeededRows | None = None
     """What the training nodes need, where the sweep is trimmed to it."""
@@ -300,4 +298,4 @@ def _with_key(blocks: Sequence[ShardBlock], key: int | None) -> tuple[ShardBlock
 
 
 def _cut(job: Job, method: FullBatch, num_shards: int) -> Partition:
-    return partition_together(job, Historical(num_parts=num_shards, parts_per_batch=1, partition=method.partition))
+    return partition_together(job, num_shards, method.partition)

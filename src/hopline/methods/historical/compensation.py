@@ -18,7 +18,7 @@ from hopline.nn.gnn import GNN
 from hopline.nn.norms import running_statistics
 
 if TYPE_CHECKING:
-    from hopline.methods.historical.step import HistoricalBatch
+    from hopline.methods.historical.batches import HistoricalBatch
     from hopline.methods.historical.work import HistoricalWork
 
 
@@ -52,7 +52,7 @@ class Later:
 def missing_messages(work: HistoricalWork, made: HistoricalBatch) -> Tensor:
     """A sum whose gradient at the batch's rows is what nodes outside would have sent back, by the tables."""
     total = torch.zeros((), device=work.job.device)
-    later, own = made.later, made.block.own
+    later, own = made.later, made.halo.rows
     if later is None or not later.block.num_dst:
         return total
     for l in range(work.model.num_layers - 1):
@@ -63,9 +63,9 @@ def missing_messages(work: HistoricalWork, made: HistoricalBatch) -> Tensor:
 def messages_back(work: HistoricalWork, made: HistoricalBatch, later: Later, l: int, own: Tensor) -> Tensor:
     """What nodes outside send back to the batch's own rows after layer `l`, by the tables."""
     block, fresh = replace(later.block, key=made.batch.key), own.detach().requires_grad_()
-    rows = made.rows.read(l, later.src_places, fresh).index_put((later.src_idx,), fresh[later.own_idx])
+    rows = made.stored.read(l, later.src_places, fresh).index_put((later.src_idx,), fresh[later.own_idx])
     with torch.enable_grad(), _norms_as_in_evaluation(work.model, l + 1):
-        out = work.layer_at(l + 1, block, block.src_ids, rows)
+        out = work.layer_at(l + 1, block, rows)
     given = made.gradients.read(l + 1, later.dst_places, out)
     if not out.requires_grad:  # a layer that lets no gradient through
         return torch.zeros_like(fresh)

@@ -1,7 +1,7 @@
 """A historical batch that would take too much: layer by layer over micro-batches, with the same gradients.
 
 In a batch the rows of its own nodes are fresh in every layer, so its micro-batches cannot be trained one after the
-other. All of them go through a layer before any goes through the next, and back in the same way (`sweep.py`). What is
+other. All of them go through a layer before any goes through the next, and back in the same way (`layerwise`). What is
 kept of the whole batch is its own rows after each layer, and the gradients at them.
 
 A micro-batch is a run of the batch's nodes, so many as fit, with all their in-edges. Runs end with parts of the graph
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,11 @@ from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
 from hopline.device.meter import Meter, meter_of
 from hopline.device.out_of_memory import Before, attempt
+from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
+from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.compensation import messages_back
-from hopline.methods.historical.step import HistoricalBatch, HistoricalUnit
-from hopline.methods.partitioned.sweep import Swept, backward, drawn_again, forward, from_loss, through_layer
-from hopline.methods.partitioned.sweep_loss import LossByPiece
+from hopline.methods.historical.step import HistoricalUnit
+from hopline.methods.partitioned.sweep_loss import LossByPiece, SweepLoss, objective_of
 from hopline.nn.gnn import GNN
 from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
@@ -185,17 +186,17 @@ class Edges:
     """and the latter in the halo; on the host."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Some of a batch's own nodes; their edges are there from when they are asked for until they are let go."""
+    """Some of a batch's own nodes, in a row."""
 
     made: HistoricalBatch
     number: int
     run: slice
     """Which of the batch's own nodes they are."""
 
-    @cached_property
     def edges(self) -> Edges:
+        """Made anew, so that they are there for one layer of one micro-batch at a time."""
         whole = self.made.block
         piece = piece_of(_alone(whole), _positions(self.run))
         (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
@@ -207,20 +208,16 @@ class MicroBatch:
         near, far = piece.input_idx[order].split([order.numel() - int(is_halo.sum()), int(is_halo.sum())])
         return Edges(block, near, (far - whole.num_dst).cpu())
 
-    @property
-    def block(self) -> Block:
-        return self.edges.block
-
-    @property
-    def batch(self) -> Batch:
-        whole, block = self.made.batch, self.block
+    def batch(self, edges: Edges) -> Batch:
+        """Its seeds, with their labels and rows."""
+        whole, block = self.made.batch, edges.block
         seed_idx = self._seed_idx
         chosen = (seed_idx >= 0).nonzero().view(-1)
 
         def rows(of: Rows | Tensor) -> Rows | Tensor:
             if isinstance(of, Tensor):
-                halo_idx = self.edges.halo_idx.to(of.device) + self.made.block.num_dst
-                return ops.gather_rows(of, torch.cat([self.edges.near_idx, halo_idx]))
+                halo_idx = edges.halo_idx.to(of.device) + self.made.block.num_dst
+                return ops.gather_rows(of, torch.cat([edges.near_idx, halo_idx]))
             return Rows(of.table, block.src_ids)
 
         return replace(
@@ -244,9 +241,6 @@ class MicroBatch:
     def has_seeds(self) -> bool:
         return bool((self._seed_idx >= 0).any())
 
-    def let_go(self) -> None:
-        self.__dict__.pop("edges", None)
-
 
 @dataclass(frozen=True, eq=False)
 class Runs:
@@ -264,12 +258,32 @@ class Runs:
 # ---- a batch, layer by layer over its micro-batches
 
 
-class Probe(Swept[MicroBatch]):
+class BatchPlan(LayerPlan[MicroBatch]):
+    """The nodes of one batch."""
+
+    def __init__(self, work: HistoricalWork, made: HistoricalBatch) -> None:
+        self.work, self.made, self.last = work, made, work.model.num_layers - 1
+        self.key = made.batch.key if isinstance(made.batch.key, int) else None
+
+    def chunks_of(self, l: int) -> Sequence[MicroBatch]:
+        return ()
+
+    def piece(self, l: int, chunk: MicroBatch) -> Piece:
+        edges = chunk.edges()
+        batch = chunk.batch(edges) if l == self.last else None
+        return Piece(edges.block, edges, chunk.run, chunk.number, batch, chunk)
+
+    def inputs_of(self, ids: Tensor) -> Rows | Tensor:
+        return self.work.batches.inputs_of(ids)
+
+
+class Probe:
     """Some nodes of a batch, more and more of them, to learn what they take: rows and gradients are zeros."""
 
     def __init__(self, work: HistoricalWork, made: HistoricalBatch) -> None:
-        super().__init__(work, made.batch.key if isinstance(made.batch.key, int) else None)
-        self.made = made
+        plan = BatchPlan(work, made)
+        self.work, self.made, self.plan = work, made, plan
+        self.layers = Layers(work.model, plan, ZeroRows(work), key=plan.key)
 
     def teach(self, layers: LayerBytes, room_bytes: float) -> None:
         """Until they are sure, and twice as many nodes might take more than `room_bytes`."""
@@ -285,58 +299,54 @@ class Probe(Swept[MicroBatch]):
 
     def _measure(self, l: int, count: int, layers: LayerBytes) -> int:
         """What a layer takes at so many nodes; it is learnt."""
-        last = l == self.work.model.num_layers - 1
-        piece = MicroBatch(self.made, 0, usual_run(self.made, count, with_seeds=last))
-        self.work.job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
-        with meter_of(self.work.job.device) as meter, autocast(self.work.job), drawn_again(self, l, piece):
-            if last:
-                from_loss(self, piece, self._loss, 0.0)
-            else:
-                through_layer(self, l, piece, 0.0)
-        if not last or piece.has_seeds:
+        job, last = self.work.job, l == self.plan.last
+        some = MicroBatch(self.made, 0, usual_run(self.made, count, with_seeds=last))
+        objective = LossByPiece(job, 1.0) if job.usual_loss else GivenGradients(job, 1.0)
+        job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
+        with meter_of(job.device) as meter, autocast(job):
+            piece = self.plan.piece(l, some)
+            with self.layers.same_draws(l, piece):
+                if last:
+                    self.layers.from_loss(piece, objective)
+                else:
+                    self.layers.through_layer(l, piece)
+        if not last or some.has_seeds:
             layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
         return meter.peak_bytes
 
-    def _loss(self, batch: Batch, outputs: Tensor) -> Tensor:
-        """What a piece is given: its share of the usual loss, or gradients that come from a loss over all seeds."""
-        job = self.work.job
-        if job.usual_loss:
-            return LossByPiece(job, 1.0, torch.zeros((), device=job.device))(batch, outputs)
+
+class GivenGradients(SweepLoss):
+    """Gradients that come from a loss over all seeds; while layers are measured, zeros."""
+
+    def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         return (outputs * torch.zeros_like(outputs)).sum()
 
-    def pieces(self, l: int) -> Iterable[MicroBatch]:
-        return ()
 
-    def number(self, piece: MicroBatch) -> int:
-        return piece.number
+class ZeroRows(Boundaries):
+    """Rows and gradients of zeros, in the memory that those of a batch would take."""
 
-    def _zeros(self, l: int, num_rows: int) -> Tensor:
-        row = self.work.row_of[l]
-        return row.new_zeros(num_rows, *row.shape[1:])
+    def __init__(self, work: HistoricalWork) -> None:
+        super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
+        self.row_of = work.row_of
 
-    def inputs(self, l: int, piece: MicroBatch) -> Tensor:
-        return self._zeros(l, piece.block.num_src)
+    def read(self, l: int, at: Edges | slice) -> Tensor:
+        row = self.row_of[l]
+        return row.new_zeros(at.block.num_src if isinstance(at, Edges) else at.stop - at.start, *row.shape[1:])
 
-    def own(self, l: int, piece: MicroBatch) -> Tensor:
-        return self._zeros(l, piece.block.num_dst)
+    def gradient(self, l: int, at: Edges | slice) -> Tensor:
+        return self.read(l, at)
 
-    def gradient(self, l: int, piece: MicroBatch) -> Tensor:
-        return self._zeros(l, piece.block.num_dst)
-
-    def put(self, l: int, piece: MicroBatch, rows: Tensor) -> None: ...
-    def end(self, l: int) -> None: ...
-    def turn(self) -> None: ...
-    def add(self, l: int, piece: MicroBatch, rows: Tensor | None, *, own: bool = False) -> None: ...
-    def gathered(self, l: int) -> None: ...
+    def add(self, l: int, at: Edges | slice, rows: Tensor | None) -> None:
+        """Nobody reads it."""
 
 
-class MicroBatches(Swept[MicroBatch]):
+class MicroBatches(BatchPlan):
     """One batch in pieces that keep to the guard's limit."""
 
     def __init__(self, work: HistoricalWork, made: HistoricalBatch, guard: Guard) -> None:
-        super().__init__(work, made.batch.key if isinstance(made.batch.key, int) else None)
+        super().__init__(work, made)
         assert self.key is not None or not work.model.training, "what is drawn must be drawn again"
-        self.made, self.guard, self.last = made, guard, work.model.num_layers - 1
+        self.guard = guard
         self.compensates = work.method.compensate
         self.kept_bytes = self._kept_bytes()
         self.worst_bytes = 0.0
@@ -348,14 +358,14 @@ class MicroBatches(Swept[MicroBatch]):
             )
         if not work.layer_bytes.is_sure:
             Probe(work, made).teach(work.layer_bytes, room)
-        ends = torch.tensor([slab.stop - slab.start for slab in made.block.slabs]).cumsum(0).tolist()
+        ends = torch.tensor([slab.stop - slab.start for slab in made.halo.slabs]).cumsum(0).tolist()
         runs = self._runs(made.block, ends, range(self.last + 1))
         self.all = [MicroBatch(made, number, run) for number, run in enumerate(runs)]
         self.later: Iterable[tuple[slice, Block, Tensor]] = ()
         if made.later is not None and made.later.block.num_dst:
             block = made.later.block
             self.later = Runs(block, self._runs(block, [block.num_dst], range(1, self.last + 1)))
-        self.rows: dict[int, Tensor] = made.block.own
+        self.rows: dict[int, Tensor] = made.halo.rows
         """By layer, the batch's own rows."""
         self.totals: dict[int, Tensor] = {}
         """By layer, the gradients at them."""
@@ -368,13 +378,13 @@ class MicroBatches(Swept[MicroBatch]):
         work, own = self.work, self.made.block.num_dst
         *hidden, last = [row.nbytes for row in work.row_of]
         most = max(hidden, default=0)
-        num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self._keeps_all else -2 :]))
+        num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self.keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
         num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.made.batch.num_seeds
         return num_bytes + OF_A_MAP * self.made.block.num_src + self.guard.beside_bytes()
 
     @property
-    def _keeps_all(self) -> bool:
+    def keeps_all(self) -> bool:
         """Whether gradients after all layers are there at once."""
         return self.work.model.keeps_jk or self.compensates
 
@@ -391,102 +401,116 @@ class MicroBatches(Swept[MicroBatch]):
     def promised_bytes(self) -> float:
         return self.kept_bytes + self.worst_bytes
 
-    # ---- what is swept
-
-    def pieces(self, l: int) -> Iterable[MicroBatch]:
+    def chunks_of(self, l: int) -> Sequence[MicroBatch]:
         if l < self.last or not self.made.batch.num_seeds or self.work.method.lipschitz:
             return self.all
         return [piece for piece in self.all if piece.has_seeds]  # other nodes' last rows are of no use
 
-    def number(self, piece: MicroBatch) -> int:
-        return piece.number
+    def piece(self, l: int, chunk: MicroBatch) -> Piece:
+        if self.meter is not None:
+            self.meter.lap()  # from now on this piece is measured: the one before it is gone
+        return super().piece(l, chunk)
 
-    def inputs(self, l: int, piece: MicroBatch) -> Tensor:
-        made, edges = self.made, piece.edges
-        near = ops.gather_rows(self.rows[l], edges.near_idx)
-        if not edges.halo_idx.numel():
-            return near.to(self.work.dtype)
-        halo = made.rows.read_some(l, made.block.halo_places, edges.halo_idx, near)
-        return torch.cat([near, halo]).to(self.work.dtype)
-
-    def own(self, l: int, piece: MicroBatch) -> Tensor:
-        return self.rows[l][piece.run].to(self.work.dtype, copy=True)
-
-    def put(self, l: int, piece: MicroBatch, rows: Tensor) -> None:
-        if l not in self.rows:
-            self.rows[l] = rows.new_empty(self.made.block.num_dst, *rows.shape[1:])
-        self.rows[l][piece.run] = rows
-        piece.let_go()
-
-    def end(self, l: int) -> None: ...
-
-    def turn(self) -> None:
-        for l in range(self.last) if self._keeps_all else range(self.last)[-1:]:
-            self._new_total(l)
-        self._lap()
-
-    def _new_total(self, l: int) -> None:
-        self.totals[l] = torch.zeros_like(self.rows[l], dtype=self.work.dtype)
-
-    def add(self, l: int, piece: MicroBatch, rows: Tensor | None, *, own: bool = False) -> None:
-        if rows is None or (l == self.last and not self.compensates):
-            return
-        if l == self.last and l not in self.totals:
-            self.totals[l] = rows.new_zeros(self.made.block.num_dst, *rows.shape[1:])
-        if own:
-            self.totals[l][piece.run] += rows
-        else:
-            near_idx = piece.edges.near_idx  # the halo's rows are constants
-            self.totals[l].index_add_(0, near_idx, rows[: near_idx.numel()])
-
-    def gathered(self, l: int) -> None:
-        if l < self.last and self.made.later is not None:
-            for run, block, among in self.later:
-                later = self.made.later.some(run, block, among)
-                sent = messages_back(self.work, self.made, later, l, self.rows[l])
-                self.totals[l].add_(sent, alpha=self.scale)
-                del later, sent
-        if not self._keeps_all:
-            self.totals.pop(l + 1, None)
-            if 0 < l < self.last:
-                self._new_total(l - 1)
-        self._lap()
-
-    def gradient(self, l: int, piece: MicroBatch) -> Tensor:
-        return self.totals[l][piece.run]
-
-    def loss_batch(self, seeds: Tensor, y: Tensor | None) -> Batch:
-        return self.made.batch
-
-    def went_back(self, l: int, piece: MicroBatch) -> None:
-        sizes, learns = Sizes.of_blocks((piece.block,)), l < self.last or piece.has_seeds
-        piece.let_go()
+    def backward_done(self, l: int, piece: Piece) -> None:
+        sizes, learns = Sizes.of_blocks((piece.block,)), l < self.last or piece.chunk.has_seeds
         if self.meter is not None and learns and self.meter.lap_bytes > self.taken.get(l, (0, sizes))[0]:
             self.taken[l] = self.meter.lap_bytes, sizes
-        self._lap()
-
-    def _lap(self) -> None:
-        if self.meter is not None:
-            self.meter.lap()
 
     # ---- a step
 
     def forward(self) -> None:
+        """Fill the batch's own rows after all layers but the last."""
         with torch.no_grad(), autocast(self.work.job), trace.span("forward", self.work.job.device):
-            forward(self)
+            self._layers(1.0).forward(range(self.last))
 
     def backward(self, total: float) -> Tensor:
         """Add the gradient of the batch's share of the mean loss over `total` examples; returns its summed loss."""
         size, own, method = self.made.batch.num_seeds, self.made.block.num_dst, self.work.method
-        self.scale = 1 / total
         penalty = method.lipschitz * size / (total * own * max(1, self.last))
+        objective = objective_of(self.work.job, 1 / total, self.key, lambda seeds, y: self.made.batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
-            loss = backward(self, self.scale, penalty)
+            self._layers(1 / total).backward(objective, penalty)
         if not size:  # as after a backward pass of a loss that is zero
             for p in self.work.job.module.parameters():
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
-        return loss
+        return objective.summed
+
+    def _layers(self, scale: float) -> Layers[MicroBatch]:
+        return Layers(self.work.model, self, BatchRows(self, scale), key=self.key)
+
+
+class BatchRows(Boundaries):
+    """Rows of a batch's own nodes beside the stored ones of its halo, and gradients at the former.
+
+    scale: of the gradients.
+    """
+
+    def __init__(self, batches: MicroBatches, scale: float) -> None:
+        work = batches.work
+        super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
+        self.batches, self.made, self.last, self.scale = batches, batches.made, batches.last, scale
+        self.own, self.totals = batches.rows, batches.totals
+
+    @property
+    def wants_last(self) -> bool:
+        return self.batches.compensates
+
+    def begin(self, layers: Sequence[int]) -> None:
+        """Nothing of it is on other hosts: stored rows were asked for when the batch was made."""
+        if len(layers) == self.last and not self.totals and torch.is_grad_enabled():
+            for l in layers if self.batches.keeps_all else layers[-1:]:
+                self._new_total(l)
+
+    def handle(self, l: int, piece: Piece) -> Tensor:
+        return self.read(l, piece.src)
+
+    def read(self, l: int, at: Edges | slice) -> Tensor:
+        if isinstance(at, slice):
+            return self.own[l][at].to(self.dtype, copy=True)
+        near = ops.gather_rows(self.own[l], at.near_idx)
+        if not at.halo_idx.numel():
+            return near.to(self.dtype)
+        halo = self.made.stored.read_some(l, self.made.halo.places, at.halo_idx, near)
+        return torch.cat([near, halo]).to(self.dtype)
+
+    def write(self, l: int, piece: Piece, rows: Tensor) -> None:
+        if l not in self.own:
+            self.own[l] = rows.new_empty(self.made.block.num_dst, *rows.shape[1:])
+        self.own[l][piece.dst] = rows
+
+    def complete(self, l: int) -> None:
+        """Nobody else reads them."""
+
+    def _new_total(self, l: int) -> None:
+        self.totals[l] = torch.zeros_like(self.own[l], dtype=self.dtype)
+
+    def add(self, l: int, at: Edges | slice, rows: Tensor | None) -> None:
+        if rows is None:
+            return
+        if l == self.last and l not in self.totals:
+            self.totals[l] = rows.new_zeros(self.made.block.num_dst, *rows.shape[1:])
+        if isinstance(at, slice):
+            self.totals[l][at] += rows
+        else:  # the halo's rows are constants
+            self.totals[l].index_add_(0, at.near_idx, rows[: at.near_idx.numel()])
+
+    def gradients_complete(self, l: int) -> None:
+        batches, made = self.batches, self.made
+        if l < self.last and made.later is not None:
+            for run, block, among in batches.later:
+                later = made.later.some(run, block, among)
+                sent = messages_back(batches.work, made, later, l, self.own[l])
+                self.totals[l].add_(sent, alpha=self.scale)
+                del later, sent
+        if not batches.keeps_all:
+            self.totals.pop(l + 1, None)
+            if 0 < l < self.last:
+                self._new_total(l - 1)
+
+    def gradient(self, l: int, at: Edges | slice) -> Tensor:
+        assert isinstance(at, slice)
+        return self.totals[l][at]
 
 
 @dataclass(eq=False)
@@ -505,7 +529,7 @@ class GuardedHistoricalUnit(HistoricalUnit):
                 loss, ran_out = attempt(before, partial(step, total, meter, promised))
             if ran_out:
                 guard.note_out_of_memory(promised[-1] if promised else needed)
-                made.forget()
+                made.halo.forget()
         guard.note_good()
         peak_bytes = before.gradient_bytes + meter.peak_bytes
         guard.note_peak(promised[-1], peak_bytes)
@@ -525,7 +549,7 @@ class GuardedHistoricalUnit(HistoricalUnit):
         assert made is not None
         micro_batches = self._in_pieces(made, self._needed_bytes(made))
         promised.append(micro_batches.promised_bytes)
-        ages = made.rows.ages(made.block.halo_places)
+        ages = made.stored.ages(made.halo.places)
         report_ages(ages)
         self.work.drift.saw(ages)
         micro_batches.meter = meter

@@ -78,7 +78,7 @@ class RowDrift:
         if self._block is None:
             self._block = self._find_block()
         with evaluating(self.work.model):
-            return self.work.layer_at(0, self._block, self._block.src_ids).float()
+            return self.work.layer_at(0, self._block).float()
 
     def _find_block(self) -> Block:
         """Some nodes spread over the whole graph with all their in-edges: no more of them than `MAX_INPUTS` allows."""

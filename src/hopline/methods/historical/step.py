@@ -9,34 +9,14 @@ import torch
 from torch import Tensor
 
 from hopline.contract import Unit
-from hopline.core.batch import Batch
-from hopline.methods.historical.compensation import Later, missing_messages
-from hopline.methods.historical.regularise import spreads
-from hopline.tables.history import HaloBlock, Reader, report_ages
+from hopline.methods.historical.batches import HistoricalBatch
+from hopline.methods.historical.compensation import missing_messages
+from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
 from hopline.util import trace
 
 if TYPE_CHECKING:
     from hopline.methods.historical.work import HistoricalWork
-
-
-@dataclass(frozen=True, eq=False)
-class HistoricalBatch:
-    """A batch, and what is needed to write its rows and to hear from its neighbours."""
-
-    batch: Batch
-    block: HaloBlock
-    nodes: Tensor
-    """[n] int64: the batch's own nodes, part by part."""
-    later: Later | None
-    """With compensation: the nodes outside the batch that read from it."""
-    rows: Reader
-    gradients: Reader
-    """Where rows and gradients of nodes outside are read."""
-
-    def forget(self) -> None:
-        """What a step that failed has left: rows of its own nodes."""
-        self.block.own.clear()
 
 
 @dataclass(eq=False)
@@ -68,22 +48,21 @@ class HistoricalUnit(Unit):
         if made is None or not self.learns:
             self._forward_only()
             return torch.zeros((), device=job.device)
-        ages = made.rows.ages(made.block.halo_places)
+        ages = made.stored.ages(made.halo.places)
         report_ages(ages)
         self.work.drift.saw(ages)
         with autocast(job), trace.span("forward", job.device):
-            with spreads(work.model, work.method.lipschitz > 0) as found:
-                # A batch without seeds learns from others' messages only.
-                loss = job.train_step(job.model, made.batch) if self.size else job.model(made.batch).sum()
+            # A batch without seeds learns from others' messages only.
+            loss = job.train_step(job.model, made.batch) if self.size else job.model(made.batch).sum()
             objective = loss * self.size
-            if found:
-                objective = objective + work.method.lipschitz * self.size * torch.stack(found).mean()
+            if spreads := made.halo.spreads:
+                objective = objective + work.method.lipschitz * self.size * torch.stack(spreads).mean()
             if work.method.compensate:
                 objective = objective + missing_messages(work, made)
         with trace.span("backward", job.device):
             (objective / total).backward()
         if work.method.compensate:
-            self.pushed = {l: h.grad * total for l, h in made.block.own.items() if h.grad is not None}
+            self.pushed = {l: h.grad * total for l, h in made.halo.rows.items() if h.grad is not None}
         return loss.detach() * self.size
 
     def push_only(self) -> None:

@@ -1,6 +1,6 @@
-"""What Historical and FullBatch share: parts of a graph as batches, and sweeps over all of them.
+"""What Historical and FullBatch share: a graph in parts, tables of the rows between layers, and sweeps over all parts.
 
-`groups` says which parts meet in a batch, `batches` makes one with its halo, `sweep` computes exact rows and
-gradients of all nodes part by part, `sweep_loss` its loss, `trimming` only what training nodes need. It stands on
-`inference` and below.
+`work` has the parts and the tables, `parts` the nodes and edges of each part, `batches` moves them to the model's
+device. `sweep` computes exact rows and gradients of all nodes by the layer-wise engine, `sweep_loss` is its loss,
+`trimming` computes only what training nodes need. It stands on `inference` and below, and knows no method.
 """

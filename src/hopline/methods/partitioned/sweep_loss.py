@@ -16,27 +16,47 @@ batch in pieces does the same with the whole model, and ranks that each have a s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hopline.core.batch import Batch
-from hopline.units.loss_on_pieces import answering, loss_at
+from hopline.layerwise.engine import Layers
+from hopline.units.loss_on_pieces import answering, batch_of_seeds, loss_at
 
 if TYPE_CHECKING:
     from hopline.contract import Job
-    from hopline.methods.partitioned.sweep import P, Swept
 
-Objective: TypeAlias = "Callable[[Batch, Tensor], Tensor]"
-"""(a piece's batch, the outputs of its seeds) -> a scalar whose gradient is the piece's share."""
+WholeBatch: TypeAlias = "Callable[[Tensor, Tensor | None], Batch]"
+"""(seeds, labels) -> what a training step is given for the loss of all seeds at once."""
 
 
-class LossByPiece:
+def objective_of(job: Job, scale: float, key: int | None, whole_batch: WholeBatch | None = None) -> SweepLoss:
+    """The loss of a training step over pieces. scale: of the gradients; key: of the draws."""
+    if job.usual_loss:
+        return LossByPiece(job, scale)
+    return LossAtOnce(job, scale, whole_batch or (lambda seeds, y: batch_of_seeds(job, seeds, y, key)))
+
+
+class SweepLoss:
+    """The loss over the pieces of a sweep. `summed` is the loss so far, summed over the seeds."""
+
+    def __init__(self, job: Job, scale: float) -> None:
+        self.job, self.scale = job, scale
+        dtype = next(p.dtype for p in job.module.parameters())
+        self.summed = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=job.device)
+
+    def begin(self, layers: Layers[Any]) -> None:
+        """All rows before the last layer can be read."""
+
+    def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
+        """A scalar whose gradient is the share of a piece: its batch, and the outputs at its seeds."""
+        raise NotImplementedError
+
+
+class LossByPiece(SweepLoss):
     """The usual loss, a mean over the seeds: each piece gives its share."""
-
-    def __init__(self, job: Job, scale: float, summed: Tensor) -> None:
-        self.job, self.scale, self.summed = job, scale, summed
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         with answering(self.job.model, batch, outputs):
@@ -45,37 +65,29 @@ class LossByPiece:
         return loss * self.scale
 
 
-class LossAtOnce:
+class LossAtOnce(SweepLoss):
     """The loss over all seeds of a sweep. Called once per piece with seeds, in the order of the pieces."""
 
-    def __init__(
-        self,
-        over: Swept[P],
-        scale: float,
-        summed: Tensor,
-        outputs_of: Callable[[Swept[P], P, Batch], Tensor],
-    ) -> None:
-        """outputs_of: the last layer at the seeds of a piece, without gradients."""
-        self.summed = summed
-        outputs, batches = [], []
-        for piece in over.pieces(over.work.model.num_layers - 1):
-            batch = piece.batch
-            if batch.num_seeds:
-                outputs.append(outputs_of(over, piece, batch))
-                batches.append((batch.seeds, batch.y))
-            over.went_back(over.work.model.num_layers - 1, piece)
-        self.given: Iterator[Tensor] = iter(())
-        if batches:
-            seeds, labels = zip(*batches, strict=True)
-            known = [y for y in labels if y is not None]
-            whole = over.loss_batch(torch.cat(seeds), torch.cat(known) if known else None)
-            self.given = iter(self._back(over.work.job, whole, torch.cat(seeds), outputs, scale))
+    def __init__(self, job: Job, scale: float, whole_batch: WholeBatch) -> None:
+        super().__init__(job, scale)
+        self.whole_batch = whole_batch
+        self._given: Iterator[Tensor] = iter(())
+        """The gradient of the loss at the outputs of each piece."""
 
-    def _back(self, job: Job, whole: Batch, seeds: Tensor, outputs: list[Tensor], scale: float) -> tuple[Tensor, ...]:
+    def begin(self, layers: Layers[Any]) -> None:
+        found = [(batch.seeds, batch.y, outputs) for batch, outputs in layers.outputs_at_seeds()]
+        if not found:
+            return
+        seeds, labels, outputs = zip(*found, strict=True)
+        known = [y for y in labels if y is not None]
+        whole = self.whole_batch(torch.cat(seeds), torch.cat(known) if known else None)
+        self._given = iter(self._back(whole, torch.cat(seeds), outputs))
+
+    def _back(self, whole: Batch, seeds: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The gradient of the loss at the outputs of each piece. seeds: of the pieces, one after the other."""
         # Both hold the same nodes, each once: the k-th smallest of one is the k-th smallest of the other.
         order = seeds.argsort()[whole.seeds.argsort().argsort()]
-        found = loss_at(job, whole, torch.cat(outputs)[order], scale)
+        found = loss_at(self.job, whole, torch.cat(outputs)[order], self.scale)
         found.add_to_parameters()
         self.summed += found.summed
         by_piece = torch.empty_like(found.given)
@@ -83,7 +95,4 @@ class LossAtOnce:
         return by_piece.split([rows.size(0) for rows in outputs])
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
-        return (outputs * next(self.given)).sum()
-
-
-# ---- a batch of all seeds
+        return (outputs * next(self._given)).sum()

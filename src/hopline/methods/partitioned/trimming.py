@@ -7,45 +7,27 @@ a sweep over all nodes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hopline.core.batch import Batch, Block
+from hopline.core.row_handles import Rows
 from hopline.core.sampler import full_block, in_neighborhood
-from hopline.methods.partitioned.sweep import Swept, backward, forward
-from hopline.tables.history import Sums
+from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
+from hopline.methods.partitioned.sweep_loss import objective_of
+from hopline.methods.partitioned.work import PartsWork
 
-if TYPE_CHECKING:
-    from hopline.methods.historical.work import HistoricalWork
-
-
-@dataclass(frozen=True, eq=False)
-class NeededPiece:
-    """The nodes of a part whose rows are needed after a layer, with all their in-edges."""
-
-    part: int
-    batch: Batch
-    """With seeds and labels after the last layer alone."""
-    places: Tensor
-    """Of all sources, on the host: those of the nodes themselves stand first."""
-
-    @property
-    def block(self) -> Block:
-        return self.batch.blocks[-1]
-
-    @property
-    def own_places(self) -> Tensor:
-        return self.places[: self.block.num_dst]
+NeededChunk = tuple[int, Block, Tensor]
+"""(part, all in-edges of its nodes whose rows are needed after a layer, places of their sources)."""
 
 
 class NeededRows:
     """Which rows are needed after each layer, and the edges that lead to them; the same in every step."""
 
-    def __init__(self, work: HistoricalWork) -> None:
+    def __init__(self, work: PartsWork) -> None:
         self.work, self.graph = work, work.job.data.graph
         needed = [work.job.train_ids.cpu()]
         for _ in range(work.model.num_layers - 1):
@@ -65,7 +47,7 @@ class NeededRows:
         order = self.work.partition.order
         return sum(int(self.graph.in_degrees(order[places]).sum()) for places in self.places)
 
-    def blocks(self, l: int) -> Iterable[tuple[int, Block, Tensor]]:
+    def blocks(self, l: int) -> Iterable[NeededChunk]:
         """(part, in-edges of its nodes that are needed after layer `l`, places of their sources)."""
         partition = self.work.partition
         bounds = torch.searchsorted(self.places[l], partition.ptr)
@@ -81,73 +63,40 @@ class NeededRows:
     def forward(self, key: int | None) -> None:
         """Fill the tables at the rows that are needed. key: of the draws."""
         with torch.no_grad():
-            forward(_NeededParts(self, key))
+            self._layers(key).forward(range(self.work.model.num_layers - 1))
 
     def backward(self, key: int | None, scale: float) -> Tensor:
         """Add the gradient of `scale` times the summed loss to the parameters'; returns that loss."""
+        objective = objective_of(self.work.job, scale, key)
         with torch.enable_grad():
-            return backward(_NeededParts(self, key), scale)
+            self._layers(key).backward(objective)
+        return objective.summed
+
+    def _layers(self, key: int | None) -> Layers[NeededChunk]:
+        work, places = self.work, self.places
+        rows = Boundaries(work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: places[l])
+        return Layers(work.model, NeededParts(self, key), rows, key=key)
 
 
-class _NeededParts(Swept[NeededPiece]):
+class NeededParts(LayerPlan[NeededChunk]):
+    """The nodes of each part whose rows are needed, which are others at every layer."""
+
     def __init__(self, needed: NeededRows, key: int | None) -> None:
-        super().__init__(needed.work, key)
-        self.needed, self.histories = needed, needed.work.histories
+        self.needed, self.work, self.key = needed, needed.work, key
         self.last = needed.work.model.num_layers - 1
-        self.totals: dict[int, Sums] = {}
-        self.known: Sums | None = None
-        """The gradient after one layer at the rows that are needed there."""
 
-    def pieces(self, l: int) -> Iterable[NeededPiece]:
-        batches = self.work.batches
-        for part, block, places in self.needed.blocks(l):
-            block = replace(block, key=self.key, graph=batches.graph)
-            if l == self.last:
-                batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
-            else:
-                batch = batches.moved(Batch(block.dst_ids, (block,), None, None, key=self.key))
-            yield NeededPiece(part, batch, places)
+    def chunks_of(self, l: int) -> list[NeededChunk]:
+        return list(self.needed.blocks(l))
 
-    def number(self, piece: NeededPiece) -> int:
-        return piece.part
+    def piece(self, l: int, chunk: NeededChunk) -> Piece:
+        """With seeds and labels after the last layer alone."""
+        (part, block, places), batches = chunk, self.work.batches
+        block = replace(block, key=self.key, graph=batches.graph)
+        if l == self.last:
+            batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
+        else:
+            batch = batches.moved(Batch(block.dst_ids, (block,), None, None, key=self.key))
+        return Piece(batch.blocks[-1], places, places[: block.num_dst], part, batch)
 
-    def inputs(self, l: int, piece: NeededPiece) -> Tensor:
-        return self._rows(l, piece.places)
-
-    def own(self, l: int, piece: NeededPiece) -> Tensor:
-        return self._rows(l, piece.own_places)
-
-    def _rows(self, l: int, places: Tensor) -> Tensor:
-        return self.histories.rows(l, places).to(self.work.job.device, self.work.dtype)
-
-    def put(self, l: int, piece: NeededPiece, rows: Tensor) -> None:
-        self.histories.write_at(l, piece.own_places, rows)
-
-    def end(self, l: int) -> None:
-        """A single process has written all."""
-
-    def turn(self) -> None:
-        """Sums are made when there is something to add."""
-
-    def add(self, l: int, piece: NeededPiece, rows: Tensor | None, *, own: bool = False) -> None:
-        if rows is None or l == self.last:
-            return
-        self._total(l, rows).add(self._at(l, piece.own_places if own else piece.places), rows)
-
-    def _total(self, l: int, like: Tensor) -> Sums:
-        if l not in self.totals:
-            shape = (self.needed.places[l].numel(), *like.shape[1:])
-            self.totals[l] = self.histories.sums(l, shape, self.work.dtype)
-        return self.totals[l]
-
-    def _at(self, l: int, places: Tensor) -> Tensor:
-        return torch.searchsorted(self.needed.places[l], places)
-
-    def gathered(self, l: int) -> None:
-        if l < self.last:
-            self.known = self._total(l, self.histories.tables[l])
-            del self.totals[l]
-
-    def gradient(self, l: int, piece: NeededPiece) -> Tensor:
-        assert self.known is not None
-        return self.known.read(self._at(l, piece.own_places))
+    def inputs_of(self, ids: Tensor) -> Rows | Tensor:
+        return self.work.batches.inputs_of(ids)

@@ -9,8 +9,9 @@ import torch
 
 from hopline.core.sampler import NeighborSampler, full_block
 from hopline.distributed.world import World
+from hopline.methods.historical.groups import Groups
 from hopline.methods.historical.settings import Historical
-from hopline.methods.partitioned.groups import Parts, without_halo
+from hopline.methods.partitioned.parts import without_halo
 from hopline.tables.history_ranks import Shares
 from tests.methods.historical.test_work import GRAPH, trainer_of
 
@@ -59,10 +60,10 @@ def test_the_halo_can_be_dropped():
     assert run.history[-1].loss < run.history[0].loss
 
 
-def parts_of(shares: Shares, **settings: Any) -> Parts:
+def parts_of(shares: Shares, **settings: Any) -> Groups:
     work: Any = trainer_of().work
     method = Historical(**({"num_parts": 6, "parts_per_batch": 1, "partition": "random"} | settings))
-    return Parts(GRAPH, work.partition, method, shares, seed=0)
+    return Groups(GRAPH, work.partition, method, shares, seed=0)
 
 
 ALONE = Shares(0, (0,), (range(6),))

@@ -1,0 +1,96 @@
+"""Batches of historical training: the edges of some parts, and where rows of their neighbours are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hopline.core.batch import Batch, Block
+from hopline.methods.historical.compensation import Later
+from hopline.methods.historical.halo import Halo
+from hopline.methods.partitioned.batches import PartBatches
+from hopline.methods.partitioned.parts import Group
+from hopline.tables.history import Reader
+
+if TYPE_CHECKING:
+    from hopline.methods.historical.work import HistoricalWork
+
+
+@dataclass(frozen=True, eq=False)
+class HistoricalBatch:
+    """A batch, and what is needed to write its rows and to hear from its neighbours."""
+
+    batch: Batch
+    halo: Halo
+    """Reads stored rows between layers, and records the batch's own."""
+    nodes: Tensor
+    """[n] int64: the batch's own nodes, part by part."""
+    later: Later | None
+    """With compensation: the nodes outside the batch that read from it."""
+    stored: Reader
+    gradients: Reader
+    """Where rows and gradients of nodes outside are read."""
+
+    @property
+    def block(self) -> Block:
+        """All in-edges of the batch's nodes."""
+        return self.batch.blocks[0]
+
+
+class HistoricalBatches(PartBatches):
+    """Makes the batches of one work."""
+
+    work: HistoricalWork
+
+    def __init__(self, work: HistoricalWork) -> None:
+        super().__init__(work)
+        self._place = torch.full((self.data.num_nodes,), -1, dtype=torch.int64)
+
+    def make(self, group: Group, key: int | None) -> HistoricalBatch | None:
+        """All in-edges of the group's nodes; None for a group of no parts.
+
+        Rows of the halo are asked for now, from other hosts by all ranks together.
+        """
+        if not group:
+            self._readers(torch.empty(0, dtype=torch.int64), None)
+            return None
+        work, parts = self.work, self.work.parts
+        nodes = parts.nodes_of(group)
+        block = parts.block_of(group, nodes, key)
+        places = self.halo_places(group, block)
+        later = self._later(nodes, parts.readers_of(group, nodes, key))
+        stored, gradients = self._readers(places, later)
+        self.pin(group, block, places)
+        halo = Halo(
+            parts.slabs_of(group), places, stored, work.model.num_layers - 1,
+            keeps_gradients=work.method.compensate, measures=work.method.lipschitz > 0,
+        )  # fmt: skip
+        batch = self.batch_of(replace(block, key=key, graph=self.graph, between=halo), nodes, key)
+        if self.on_gpu:
+            later = None if later is None else later.to(self.device)
+        return HistoricalBatch(batch, halo, nodes, later, stored, gradients)
+
+    def _later(self, nodes: Tensor, block: Block | None) -> Later | None:
+        if block is None:
+            return None
+        self._place[nodes] = torch.arange(nodes.numel())
+        own = self._place[block.src_ids]
+        self._place[nodes] = -1
+        position, src_idx = self.work.partition.position, (own >= 0).nonzero().view(-1)
+        block = replace(block, graph=self.graph)
+        return Later(block, src_idx, own[src_idx], position[block.src_ids], position[block.dst_ids])
+
+    def _readers(self, halo: Tensor, later: Later | None) -> tuple[Reader, Reader]:
+        """Where a batch finds rows and gradients of other nodes: in the tables, or in a copy of what is far away."""
+        work = self.work
+        layers = range(work.model.num_layers)
+        if not work.shares.several_hosts:
+            return work.histories.ahead(layers[:-1], halo), work.gradients
+        src, dst = (halo[:0], halo[:0]) if later is None else (later.src_places, later.dst_places)
+        rows = work.histories.begin_reading(layers[:-1], torch.cat([halo, src]).unique())
+        if not work.method.compensate:
+            return rows, work.gradients
+        return rows, work.gradients.begin_reading(layers[1:], dst.unique())

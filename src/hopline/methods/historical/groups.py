@@ -1,0 +1,119 @@
+"""Which parts of a graph meet in a batch of historical training, in which order, and the edges of the batch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.core.batch import Block
+from hopline.core.graph import Graph
+from hopline.core.partition import Partition
+from hopline.core.sampler import full_block
+from hopline.methods.historical.regularise import drop_edges
+from hopline.methods.partitioned.parts import Group, Parts, without_halo
+from hopline.tables.history_ranks import Shares
+
+if TYPE_CHECKING:
+    from hopline.methods.historical.settings import Historical
+
+
+class Groups(Parts):
+    """The parts of a graph as batches."""
+
+    def __init__(self, graph: Graph, partition: Partition, method: Historical, shares: Shares, seed: int) -> None:
+        super().__init__(
+            graph,
+            partition,
+            shares,
+            per_group=method.parts_per_batch,
+            keeps_blocks=method.groups == "fixed",
+            edge_ids=method.edge_dropout > 0,
+        )
+        self.method, self.seed = method, seed
+        self._kept_readers: dict[Group, Block] = {}
+
+    # ---- the batches of an epoch
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Batches that all parts make together, over all ranks."""
+        hosts = range(max(self.shares.hosts) + 1)
+        return sum(-(-len(self.shares.parts_of_host(host)) // self.per_group) for host in hosts)
+
+    def turns_of(self, epoch: int) -> list[tuple[Group, ...]]:
+        """The parts that each rank trains, turn after turn: parts that its host keeps.
+
+        On one host the ranks take the groups of the epoch in order: at turn s, rank r of R takes group s * R + r.
+        """
+        groups = [iter(self._drawn(epoch, host)) for host in range(max(self.shares.hosts) + 1)]
+        turns: list[tuple[Group, ...]] = []
+        while any(turn := tuple(next(groups[host], ()) for host in self.shares.hosts)):
+            first, most = len(turns) * len(turn), self.method.max_batches
+            if most is not None:
+                turn = tuple(group if first + i < most else () for i, group in enumerate(turn))
+            if not any(turn):
+                break
+            turns.append(turn)
+        return turns
+
+    def _drawn(self, epoch: int, host: int) -> list[Group]:
+        """The groups of an epoch among the parts of a host, in order."""
+        parts, key = torch.tensor(self.shares.parts_of_host(host)), ops.derive_key(self.seed, epoch)
+        key = ops.derive_key(key, host) if host else key
+        if self.method.groups == "redrawn":
+            parts = parts[ops.permutation(key, parts.numel())]
+        groups = [tuple(sorted(group.tolist())) for group in parts.split(self.per_group)]
+        if self.method.groups == "fixed":
+            groups = [groups[i] for i in ops.permutation(key, len(groups)).tolist()]
+        return groups
+
+    def groups_of(self, epoch: int) -> list[Group]:
+        """The parts of each batch of an epoch, over all ranks, in order."""
+        return [group for turn in self.turns_of(epoch) for group in turn if group]
+
+    # ---- edges
+
+    def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
+        """All in-edges of the group's nodes, without those that are dropped by `key`."""
+        return self._thinned(super().block_of(group, nodes, key), key)
+
+    def _new_block(self, nodes: Tensor) -> Block:
+        block = super()._new_block(nodes)
+        return without_halo(block) if self.method.halo == "drop" else block
+
+    def readers_of(self, group: Group, nodes: Tensor, key: int | None) -> Block | None:
+        """All in-edges of nodes outside that read from the group, where compensation asks them."""
+        if not self.method.compensate:
+            return None
+        block = self._kept_readers.get(group)
+        if block is None:
+            block = full_block(self.sampler, self._nodes_that_read(nodes))
+            if self._keeps_whole(group):
+                self._kept_readers[group] = block
+        return self._thinned(block, key)
+
+    def _thinned(self, block: Block, key: int | None) -> Block:
+        share = self.method.edge_dropout
+        return drop_edges(block, share, key) if share and key is not None else block
+
+    def keeps(self, group: Group) -> bool:
+        return super().keeps(group) and not self.method.edge_dropout
+
+    def _nodes_that_read(self, nodes: Tensor) -> Tensor:
+        """Nodes outside the batch that have an in-edge from inside."""
+        indptr, readers = self._out_edges
+        _, positions = ops.row_positions(indptr, nodes)
+        found = torch.zeros(self.graph.num_nodes, dtype=torch.bool)
+        found[readers[positions]] = True
+        found[nodes] = False
+        return found.nonzero().view(-1)
+
+    @cached_property
+    def _out_edges(self) -> tuple[Tensor, Tensor]:
+        """(where each node's out-edges begin, the node that each leads to)."""
+        indptr, edges = ops.group_edges(self.graph.indices, self.graph.num_nodes)
+        return indptr, torch.searchsorted(self.graph.indptr, edges, right=True) - 1

@@ -1,0 +1,117 @@
+"""The layer-wise engine over any pieces equals plain autograd over the whole graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hopline.core.batch import Batch
+from hopline.core.row_handles import Rows
+from hopline.core.sampler import NeighborSampler, full_block
+from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
+from hopline.tables import TensorTable
+from hopline.tables.layers import LayerTables
+from tests.helpers import GNN_OPTIONS, batch_of, gnn_of, randint, randn, random_graph
+
+NUM_NODES = 60
+GRAPH = random_graph(num_nodes=NUM_NODES, num_edges=500)
+X, Y = randn(NUM_NODES, 6), randint(0, 3, NUM_NODES)
+SEEDS = torch.arange(0, NUM_NODES, 3)
+CPU = torch.device("cpu")
+
+
+class Cut(LayerPlan[Tensor]):
+    """Any nodes in each piece; threads may prepare and write them."""
+
+    def __init__(self, chunks: Sequence[Tensor], key: int | None, threads: int = 0) -> None:
+        self.chunks, self.key, self.ahead, self.behind = chunks, key, threads, threads
+        self.calls: list[str] = []
+
+    def chunks_of(self, l: int) -> Sequence[Tensor]:
+        return self.chunks
+
+    def piece(self, l: int, chunk: Tensor) -> Piece:
+        block = replace(full_block(NeighborSampler(GRAPH, (-1,)), chunk), key=self.key)
+        output_idx = torch.isin(chunk, SEEDS).nonzero().view(-1)
+        seeds = chunk[output_idx]
+        batch = Batch(seeds, (block,), None, Y[seeds], key=self.key, output_idx=output_idx)
+        return Piece(block, block.src_ids, chunk, int(chunk[0]), batch)
+
+    def inputs_of(self, ids: Tensor) -> Rows | Tensor:
+        return Rows(TensorTable(X), ids)
+
+    def written(self, l: int, piece: Piece) -> None:
+        self.calls.append("written")
+
+    def completed(self, l: int) -> None:
+        self.calls.append("completed")
+
+    def backward_done(self, l: int, piece: Piece) -> None:
+        self.calls.append("back")
+
+
+class CrossEntropy:
+    """The sum over all seeds."""
+
+    summed = 0.0
+
+    def begin(self, layers: Layers[Any]) -> None:
+        assert len(list(layers.outputs_at_seeds())) == sum(bool(torch.isin(c, SEEDS).any()) for c in layers.plan.chunks)  # type: ignore[attr-defined]
+
+    def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, batch.labels, reduction="sum")
+        self.summed += float(loss.detach())
+        return loss
+
+
+def random_chunks() -> list[Tensor]:
+    order = torch.randperm(NUM_NODES, generator=torch.Generator().manual_seed(1))
+    return list(order.split([1, 20, 7, 32]))
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("name", [name for name, (_, options) in GNN_OPTIONS.items() if options.get("norm") != "batch"])
+def test_rows_loss_and_gradients_are_those_of_the_whole_graph(name: str, threads: int):
+    model = gnn_of(name).double()
+    key = 7
+    whole = batch_of(GRAPH, X, (-1,) * model.num_layers, key=key)
+    outputs = model(whole)
+    expected = nn.functional.cross_entropy(outputs[SEEDS], Y[SEEDS], reduction="sum")
+    expected.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    plan = Cut(random_chunks(), key, threads)
+    tables = LayerTables(NUM_NODES)
+    layers = Layers(model, plan, Boundaries(tables, device=CPU, dtype=torch.float64), key=key)
+    with torch.no_grad():
+        layers.forward(range(model.num_layers - 1))
+    objective = CrossEntropy()
+    layers.backward(objective)
+    assert objective.summed == pytest.approx(float(expected.detach()), rel=1e-12)
+    for found, right in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(found.grad, right, rtol=1e-10, atol=1e-12)
+    hidden = model.num_layers - 1
+    assert plan.calls.count("written") == 4 * hidden
+    assert plan.calls.count("completed") == hidden
+
+
+def test_the_last_layer_can_be_computed_forward_too():
+    model = gnn_of("plain").double().eval()
+    plan, tables = Cut(random_chunks(), None), LayerTables(NUM_NODES)
+    kept: dict[int, Tensor] = {}
+    rows = Boundaries(tables, device=CPU, dtype=torch.float64)
+
+    def keep(l: int, at: Tensor, found: Tensor) -> None:
+        kept.setdefault(l, torch.zeros(NUM_NODES, found.size(1), dtype=torch.float64))[at] = found
+
+    with torch.no_grad():
+        Layers(model, plan, rows, keep=keep).forward(range(model.num_layers))
+        expected = model(batch_of(GRAPH, X, (-1,) * model.num_layers))
+    torch.testing.assert_close(tables.tables[model.num_layers - 1], expected, rtol=1e-12, atol=1e-12)
+    assert kept.keys() == set(range(model.num_layers - 1))
+    assert all(torch.equal(kept[l], tables.tables[l]) for l in kept)

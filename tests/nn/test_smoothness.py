@@ -1,0 +1,81 @@
+"""How far noise on a layer's input moves its output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hopline.core.batch import Batch
+from hopline.layerwise.engine import Recorder
+from hopline.nn import GNN, smoothness
+from tests.helpers import batch_of, gnn_of, randn, random_graph
+
+GRAPH = random_graph(num_nodes=50, num_edges=2000, weight=True)
+X = randn(50, 6)
+
+
+def recorded(batch: Batch, recorder: Recorder) -> Batch:
+    return replace(batch, blocks=tuple(replace(block, between=recorder) for block in batch.blocks))
+
+
+def spreads(model: GNN, batch: Batch) -> list[Tensor]:
+    """What a recorder measures while the model runs."""
+    recorder = Recorder(measures=True)
+    model(recorded(batch, recorder))
+    return recorder.spreads
+
+
+class Doubled(nn.Module):
+    """A conv of one's own row, twice as large."""
+
+    out_channels = 6
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor], edge_index: Tensor) -> Tensor:
+        return 2 * (x[1] if isinstance(x, tuple) else x)
+
+
+def test_a_linear_layer_moves_by_its_factor_times_the_noise(monkeypatch: pytest.MonkeyPatch):
+    model = GNN([Doubled(), Doubled(), Doubled()], act=None)
+    batch = batch_of(GRAPH, X, (-1, -1, -1))
+    found = spreads(model, batch)
+    assert len(found) == 2  # the first layer reads nothing that could be stale
+    expected = 2 * 0.1 * 6**0.5  # about the length of six standard normal numbers
+    assert all(0.85 * expected < float(one) < 1.05 * expected for one in found)
+    assert float(found[0]) != float(found[1])
+    monkeypatch.setattr(smoothness, "NOISE", 0.0)
+    assert [float(one) for one in spreads(model, batch)] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["plain", "batch-norm", "gcn2", "everything"])
+def test_gradients_flow_and_the_walk_is_what_it_was(name: str):
+    model = gnn_of(name)
+    batch = batch_of(GRAPH, X, (-1,) * model.num_layers)
+    plain = model(batch)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    recorder = Recorder(measures=True)
+    again, found = model(recorded(batch, recorder)), recorder.spreads
+    torch.testing.assert_close(again, plain)
+    torch.stack(found).mean().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in model.convs[1].parameters() if p.dim() > 1)
+    assert all(module.training for module in model.modules())
+
+
+def test_the_noise_is_keyed_and_there_is_none_in_evaluation():
+    model = gnn_of("plain")
+    batch = batch_of(GRAPH, X, (-1,) * 3, key=5)
+    values = []
+    for key in (5, 5, 6):
+        found = spreads(model, batch_of(GRAPH, X, (-1,) * 3, key=key))
+        values.append([one.item() for one in found])
+    assert values[0] == values[1]
+    assert values[0] != values[2]
+    model.eval()
+    assert spreads(model, batch) == []
+    model.train()
+    recorder = Recorder()
+    model(recorded(batch, recorder))
+    assert recorder.spreads == []
