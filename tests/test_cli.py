@@ -276,14 +276,16 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
         (("train", "demo", "epochs"), ["Cannot read 'epochs': write key=value"]),
         (("train", "demo", "epochs=many"), ["epochs=many is not valid: expected an integer"]),
         (("train", "demo", "epochs=0"), ["epochs must be at least 1"]),
-        (("train", "demo", "split_shares=0.6,0.4"), ["split_shares=0.6,0.4 is not valid: expected 3 numbers"]),
-        (("train", "demo", "split_shares=0.6,0.4,0.2"), ["are 0.6,0.4,0.2, more than 1 together"]),
-        (("train", "demo", "split_shares=0,0.4,0.2"), ["leaves no training nodes"]),
-        (
-            ("train", "demo", "split_shares=0.6,0.2,0.2", "split=1"),
-            ["split=1 takes a split of the dataset", "leave one"],
-        ),
-        (("convert", "demo", "out", "split_shares=2,0,0"), ["more than 1 together"]),
+        (("train", "demo", "split=0.6,0.6"), ["split=0.6,0.6 is not valid: expected an integer or 3 numbers"]),
+        (("train", "demo", "split=0.6"), ["split=0.6 is not valid: expected an integer or 3 numbers"]),
+        (("train", "demo", "split=0.6,0.4,0.2"), ["are 0.6,0.4,0.2, more than 1 together"]),
+        (("train", "demo", "split=0,0.4,0.2"), ["leaves no training nodes"]),
+        (("train", "demo", "split=-1"), ["split must be at least 0, not -1: set split=0", "split=0.6,0.2,0.2"]),
+        (("train", "demo", "split=1"), ["has no split 1"]),
+        (("train", "demo", "split_shares=0.6,0.2,0.2"), ["split_shares was removed: set split=0.6,0.2,0.2"]),
+        (("convert", "demo", "out", "split_shares=0.6,0.2,0.2"), ["split_shares was removed: set split=0.6,0.2,0.2"]),
+        (("convert", "demo", "out", "split=2,0,0"), ["more than 1 together"]),
+        (("convert", "demo", "out", "split=1"), ["split=1 is not valid: expected 3 numbers"]),
         (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),
         (("train", "demo", "method=sample"), ["method=sample is not valid"]),
         (("train", "demmo"), ["no dataset 'demmo'", "Did you mean 'demo'?"]),
@@ -411,7 +413,7 @@ def test_no_seeds(tmp_path: Path, how: str):
     data.save(tmp_path / "graph")
     for arguments in (("train", *overrides()), ("plan", *overrides()), ("train", "method=auto")):
         outcome = command(arguments[0], tmp_path / "graph", *arguments[1:], f"out={tmp_path / 'run'}")
-        assert_refused(outcome, "no training nodes: draw some with split_shares=0.6,0.2,0.2")
+        assert_refused(outcome, "no training nodes: draw some with split=0.6,0.2,0.2")
 
 
 @pytest.mark.parametrize("place", ["file/run", "file"])

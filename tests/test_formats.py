@@ -115,12 +115,26 @@ def test_a_historical_run_that_failed_goes_on_as_it_would_have_or_is_refused_by_
     assert weights_of(trainer) == pytest.approx(expected(kept, "historical weights"), rel=1e-10, abs=1e-10)
 
 
-def _change_model(run: Path, **settings: Any) -> None:
-    """Another model in the settings of a stored run."""
+def _change(run: Path, **settings: Any) -> None:
+    """Other settings of a stored run."""
     path = run / "config.json"
     stored = json.loads(path.read_text())
-    stored["config"]["model"] |= settings
+    stored["config"] |= settings
     path.write_text(json.dumps(stored))
+
+
+def _change_model(run: Path, **settings: Any) -> None:
+    """Another model in the settings of a stored run."""
+    model = json.loads((run / "config.json").read_text())["config"]["model"]
+    _change(run, model=model | settings)
+
+
+def test_the_shares_of_a_drawn_split_are_read_as_the_split_that_they_became(kept: Path):
+    assert load_config(kept / "run").split == 0
+    _change(kept / "run", split_shares=[0.5, 0.25, 0.25])
+    assert load_config(kept / "run").split == (0.5, 0.25, 0.25)
+    succeed("infer", kept / "run", "nodes=test", f"out={kept / 'test.npy'}")
+    assert np.load(kept / "test.npy").shape == (12,)
 
 
 @pytest.mark.parametrize(("first", "meant"), [(False, "after"), (True, "before")])
