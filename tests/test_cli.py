@@ -23,6 +23,7 @@ import hopline as hl
 from hopline import cli
 from hopline.recipes import RECIPES, find_recipe
 from hopline.run import train as run
+from hopline.run.settings import load_config
 from tests.runs import assert_refused, command, labels, overrides, records, small, without
 
 COMMANDS = ("train", "plan", "infer", "convert", "partition", "verify", "datasets", "report", "doctor")
@@ -263,6 +264,15 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
     assert outcome.status == 0, outcome.err
 
 
+def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_path: Path):
+    given = overrides(split="0.5,0.2,0.3", evaluate="async_cpu", epochs=1, out=tmp_path / "run")
+    outcome = command("train", graph, *given)
+    assert outcome.status == 0, outcome.err
+    config = load_config(tmp_path / "run")
+    assert (config.split, config.evaluate) == ((0.5, 0.2, 0.3), "async_cpu")
+    assert command("train", graph, *given, "resume=true").status == 0
+
+
 # ---- bad input: one sentence, status 2
 
 
@@ -284,6 +294,11 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
         (("train", "demo", "split=1"), ["has no split 1"]),
         (("train", "demo", "split_shares=0.6,0.2,0.2"), ["split_shares was removed: set split=0.6,0.2,0.2"]),
         (("convert", "demo", "out", "split_shares=0.6,0.2,0.2"), ["split_shares was removed: set split=0.6,0.2,0.2"]),
+        (
+            ("train", "demo", "evaluate=later"),
+            ["evaluate=later is not valid: expected 'blocking' or 'async' or 'async_cpu'"],
+        ),
+        (("train", "demo", "evaluate_on=host"), ["evaluate_on was removed: set evaluate=async_cpu"]),
         (("convert", "demo", "out", "split=2,0,0"), ["more than 1 together"]),
         (("convert", "demo", "out", "split=1"), ["split=1 is not valid: expected 3 numbers"]),
         (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),

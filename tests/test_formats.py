@@ -145,6 +145,15 @@ def test_the_two_settings_of_a_residual_are_read_as_the_one_they_became(kept: Pa
     assert load_config(kept / "run").model.residual == meant
 
 
+@pytest.mark.parametrize(
+    ("how", "where", "meant"),
+    [("async", "host", "async_cpu"), ("async", "device", "async"), ("blocking", "host", "blocking")],
+)
+def test_where_a_run_evaluated_is_read_as_a_part_of_how(kept: Path, how: str, where: str, meant: str):
+    _change(kept / "run", evaluate=how, evaluate_on=where)
+    assert load_config(kept / "run").evaluate == meant
+
+
 def test_an_option_of_a_conv_that_is_now_in_model_conv_is_refused_with_what_to_type(kept: Path):
     _change_model(kept / "run", heads=8)
     assert_refused(command("infer", kept / "run"), "config.json", "model.heads was removed: set model.conv.heads=")

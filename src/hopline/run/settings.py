@@ -198,6 +198,8 @@ def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
     shares = found.pop("split_shares", None)
     if shares is not None:
         found["split"] = shares
+    if found.pop("evaluate_on", None) == "host" and found.get("evaluate") == "async":
+        found["evaluate"] = "async_cpu"
     if isinstance(model, Mapping) and isinstance(model.get("residual"), bool):
         where = "before" if model.get("residual_first") else "after"
         kept = {key: value for key, value in model.items() if key != "residual_first"}
