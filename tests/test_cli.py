@@ -298,6 +298,10 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
             ("train", "demo", "evaluate=later"),
             ["evaluate=later is not valid: expected 'blocking' or 'async' or 'async_cpu'"],
         ),
+        (
+            ("train", "demo", "method=historical", "method.pool_size=0"),
+            ["method.pool_size was removed: ", "4 pinned buffers of 32 MiB, so leave it out"],
+        ),
         (("train", "demo", "evaluate_on=host"), ["evaluate_on was removed: set evaluate=async_cpu"]),
         (("convert", "demo", "out", "split=2,0,0"), ["more than 1 together"]),
         (("convert", "demo", "out", "split=1"), ["split=1 is not valid: expected 3 numbers"]),

@@ -99,10 +99,7 @@ class HistoricalWork:
         num_nodes, device = self.partition.num_nodes, self.job.device
         if device.type == "cpu":
             return Histories(num_nodes, name=name, dtype=dtype, folder=folder)
-        pool, rows = (None if value == "auto" else value for value in (self.method.pool_size, self.method.buffer_rows))
-        return DeviceHistories(
-            num_nodes, device, self.tables_at, pool_size=pool, buffer_rows=rows, name=name, dtype=dtype, folder=folder
-        )
+        return DeviceHistories(num_nodes, device, self.tables_at, name=name, dtype=dtype, folder=folder)
 
     @cached_property
     def tables_at(self) -> Where:
