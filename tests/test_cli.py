@@ -266,10 +266,12 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
 
 def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_path: Path):
     given = overrides(split="0.5,0.2,0.3", evaluate="async_cpu", epochs=1, out=tmp_path / "run")
+    given = [*given, "budget=1GiB", "budget.over_budget=cut_by_degree"]
     outcome = command("train", graph, *given)
     assert outcome.status == 0, outcome.err
     config = load_config(tmp_path / "run")
     assert (config.split, config.evaluate) == ((0.5, 0.2, 0.3), "async_cpu")
+    assert config.budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
     assert command("train", graph, *given, "resume=true").status == 0
 
 
@@ -301,6 +303,14 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
         (
             ("train", "demo", "method=historical", "method.pool_size=0"),
             ["method.pool_size was removed: ", "4 pinned buffers of 32 MiB, so leave it out"],
+        ),
+        (
+            ("train", "demo", "budget=1GiB", "budget.cut_by=degree"),
+            ["budget.cut_by was removed: set budget.over_budget=cut_by_degree or budget.over_budget=cut_by_pagerank"],
+        ),
+        (
+            ("train", "demo", "budget=1GiB", "budget.over_budget=cut_by_dgree"),
+            ["budget.over_budget=cut_by_dgree is not valid", "Did you mean 'cut_by_degree'?"],
         ),
         (("train", "demo", "evaluate_on=host"), ["evaluate_on was removed: set evaluate=async_cpu"]),
         (("convert", "demo", "out", "split=2,0,0"), ["more than 1 together"]),

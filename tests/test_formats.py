@@ -154,6 +154,11 @@ def test_where_a_run_evaluated_is_read_as_a_part_of_how(kept: Path, how: str, wh
     assert load_config(kept / "run").evaluate == meant
 
 
+def test_how_edges_were_cut_is_read_as_a_part_of_over_budget(kept: Path):
+    _change(kept / "run", budget={"device": "1GiB", "over_budget": "cut", "cut_by": "degree"})
+    assert load_config(kept / "run").budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
+
+
 def test_an_option_of_a_conv_that_is_now_in_model_conv_is_refused_with_what_to_type(kept: Path):
     _change_model(kept / "run", heads=8)
     assert_refused(command("infer", kept / "run"), "config.json", "model.heads was removed: set model.conv.heads=")

@@ -11,7 +11,7 @@ from torch_geometric.nn import GCNConv
 
 from hopline.budget.memory_plan import DoesNotFit, Outline
 from hopline.budget.probe import _table_items, learn, plan_of
-from hopline.budget.settings import Budget
+from hopline.budget.settings import Budget, OverBudget
 from hopline.contract import Job, Method
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
@@ -156,3 +156,11 @@ def test_pinned_buffers_of_tables_that_a_gpu_cannot_read_are_in_the_plan(
     items = _table_items("history", method, 1000, on_device, pools=2)
     assert {item.name: item.place for item in items} == expected
     assert sum(item.num_bytes for item in items) == 1000 + (2 * (128 << 20) if len(items) > 1 else 0)
+
+
+def test_the_smallest_step_is_that_of_the_seeds_alone_whichever_edges_are_cut():
+    outline = outline_of()
+    ways: tuple[OverBudget, ...] = ("cut", "cut_by_degree", "cut_by_pagerank", "refuse")
+    least = {how: plan_of(METHODS[0], outline, Budget(host="1GiB", over_budget=how)).least_bytes for how in ways}
+    assert least["cut"] == least["cut_by_degree"] == least["cut_by_pagerank"]
+    assert least["cut"] < least["refuse"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hopline.budget.settings import Budget
+from hopline.budget.settings import Budget, renewed_budget
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import is_dataset
 from hopline.data.placement_settings import Placement
@@ -200,6 +200,9 @@ def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
         found["split"] = shares
     if found.pop("evaluate_on", None) == "host" and found.get("evaluate") == "async":
         found["evaluate"] = "async_cpu"
+    budget = found.get("budget")
+    if isinstance(budget, Mapping) and "cut_by" in budget:
+        found["budget"] = renewed_budget(budget)
     if isinstance(model, Mapping) and isinstance(model.get("residual"), bool):
         where = "before" if model.get("residual_first") else "after"
         kept = {key: value for key, value in model.items() if key != "residual_first"}
