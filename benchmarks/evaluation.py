@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/evaluation.py [key=value ...]
 
-Keys: nodes, edges, epochs, rounds, device, on (device or host), data (where graph and features are, such as
+Keys: nodes, edges, epochs, rounds, device, evaluate (async or async_cpu), data (where graph and features are, such as
 device, host, or host,device), case. Exact evaluation over the whole graph, GraphSAGE
 (3 layers of 128), batches of 1024 with fan-outs (10, 5, 5); so many training nodes that an epoch takes about as long as
 an evaluation (even), a third of it (evaluation longer) or three times it (training longer). Both runs of a pair are in
@@ -83,7 +83,6 @@ def fit(
     epochs: int,
     device: str,
     how: str,
-    on: str = "device",
     at: str = "auto",
     callbacks: Sequence[hl.Callback] = (),
 ) -> tuple[hl.Run, dict[str, torch.Tensor], float, Loop]:
@@ -98,7 +97,6 @@ def fit(
         method,
         epochs=epochs,
         evaluate=how,
-        evaluate_on=on,
         device=device,
         callbacks=[loop, *callbacks],
         placement=hl.Placement(graph=at.split(",")[0], features=at.split(",")[-1]),  # type: ignore[arg-type]
@@ -124,7 +122,7 @@ def main() -> None:
     given = dict(argument.split("=", 1) for argument in sys.argv[1:])
     numbers = {"nodes": 100_000, "edges": 2_000_000, "epochs": 20, "rounds": 3}
     nodes, edges, epochs, rounds = (int(given.get(key, default)) for key, default in numbers.items())
-    device, on, at = given.get("device", "cpu"), given.get("on", "device"), given.get("data", "auto")
+    device, beside, at = given.get("device", "cpu"), given.get("evaluate", "async"), given.get("data", "auto")
     data = planted(
         num_nodes=nodes, num_edges=edges, num_classes=16, num_features=100, num_train=nodes // 10, num_valid=2000
     )
@@ -143,26 +141,26 @@ def main() -> None:
             "test": others[count:].sort()[0],
         }
         part = dataclasses.replace(data, splits=splits)
-        seconds: dict[str, list[float]] = {"blocking": [], "async": []}
+        seconds: dict[str, list[float]] = {"blocking": [], beside: []}
         ends, per_epoch, found = [], [], {}
         for _ in range(rounds):
             for how in seconds:
-                run, weights, total, loop = fit(part, epochs, device, how, on, at)
+                run, weights, total, loop = fit(part, epochs, device, how, at)
                 seconds[how].append(total)
                 found[how] = (run, weights)
-                if how == "async":
+                if how == beside:
                     ends.append(loop.trained[-1])
                     per_epoch.append(loop.epoch_s)
-        (waited, ours), (beside, theirs) = found["blocking"], found["async"]
-        assert same(waited, beside)
+        (waited, ours), (went_on, theirs) = found["blocking"], found[beside]
+        assert same(waited, went_on)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         trained = sum(epoch.seconds for epoch in waited.history)
         evaluated = sum(e.seconds for e in waited.evaluations)
         kernels = Kernels()
         if device != "cpu":
-            fit(part, BEGIN + Kernels.epochs, device, "blocking", on, at, [kernels])
+            fit(part, BEGIN + Kernels.epochs, device, "blocking", at, [kernels])
         larger = max(parts_of(waited))
-        first, second = (statistics.median(seconds[how]) for how in ("blocking", "async"))
+        first, second = (statistics.median(seconds[how]) for how in seconds)
         print(
             f"{case:<18} {trained:8.1f} {evaluated:7.1f} {first:11.1f} {second:8.1f} {second / first:6.2f} "
             f"{statistics.median(per_epoch) / larger:7.2f} "

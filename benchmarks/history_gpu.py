@@ -6,7 +6,7 @@
 A planted graph of products' size whose 40 communities are the parts, a batch being one of them; GCN of 4 layers, hidden
 256, float32. Full batch is one step over the whole graph with the same fused convs. The I/O overhead is (epoch with
 tables in host memory - epoch with tables on the device) / the latter, with rows moved beside the computation (one step
-of lag where none is named) and when needed, over graphs whose communities have ever more edges among themselves.
+of lag where none is named), over graphs whose communities have ever more edges among themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ WAYS = {
     "tables on the device": {"tables": "device"},
     "pinned, beside the computation": {"tables": "pinned"},
     "pinned as bf16, beside the computation": {"tables": "pinned", "storage": "bf16"},
-    "pinned, when needed": {"tables": "pinned", "pool_size": 0},
     "host, through 4 pinned buffers": {"tables": "host"},
     "tables on the device, lag=0": {"tables": "device", "lag": 0},
     "pinned, beside the computation, lag=0": {"tables": "pinned", "lag": 0},

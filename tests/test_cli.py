@@ -23,6 +23,7 @@ import hopline as hl
 from hopline import cli
 from hopline.recipes import RECIPES, find_recipe
 from hopline.run import train as run
+from hopline.run.settings import load_config
 from tests.runs import assert_refused, command, labels, overrides, records, small, without
 
 COMMANDS = ("train", "plan", "infer", "convert", "partition", "verify", "datasets", "report", "doctor")
@@ -263,6 +264,17 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
     assert outcome.status == 0, outcome.err
 
 
+def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_path: Path):
+    given = overrides(split="0.5,0.2,0.3", evaluate="async_cpu", epochs=1, out=tmp_path / "run")
+    given = [*given, "budget=1GiB", "budget.over_budget=cut_by_degree"]
+    outcome = command("train", graph, *given)
+    assert outcome.status == 0, outcome.err
+    config = load_config(tmp_path / "run")
+    assert (config.split, config.evaluate) == ((0.5, 0.2, 0.3), "async_cpu")
+    assert config.budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
+    assert command("train", graph, *given, "resume=true").status == 0
+
+
 # ---- bad input: one sentence, status 2
 
 
@@ -276,14 +288,33 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
         (("train", "demo", "epochs"), ["Cannot read 'epochs': write key=value"]),
         (("train", "demo", "epochs=many"), ["epochs=many is not valid: expected an integer"]),
         (("train", "demo", "epochs=0"), ["epochs must be at least 1"]),
-        (("train", "demo", "split_shares=0.6,0.4"), ["split_shares=0.6,0.4 is not valid: expected 3 numbers"]),
-        (("train", "demo", "split_shares=0.6,0.4,0.2"), ["are 0.6,0.4,0.2, more than 1 together"]),
-        (("train", "demo", "split_shares=0,0.4,0.2"), ["leaves no training nodes"]),
+        (("train", "demo", "split=0.6,0.6"), ["split=0.6,0.6 is not valid: expected an integer or 3 numbers"]),
+        (("train", "demo", "split=0.6"), ["split=0.6 is not valid: expected an integer or 3 numbers"]),
+        (("train", "demo", "split=0.6,0.4,0.2"), ["are 0.6,0.4,0.2, more than 1 together"]),
+        (("train", "demo", "split=0,0.4,0.2"), ["leaves no training nodes"]),
+        (("train", "demo", "split=-1"), ["split must be at least 0, not -1: set split=0", "split=0.6,0.2,0.2"]),
+        (("train", "demo", "split=1"), ["has no split 1"]),
+        (("train", "demo", "split_shares=0.6,0.2,0.2"), ["split_shares was removed: set split=0.6,0.2,0.2"]),
+        (("convert", "demo", "out", "split_shares=0.6,0.2,0.2"), ["split_shares was removed: set split=0.6,0.2,0.2"]),
         (
-            ("train", "demo", "split_shares=0.6,0.2,0.2", "split=1"),
-            ["split=1 takes a split of the dataset", "leave one"],
+            ("train", "demo", "evaluate=later"),
+            ["evaluate=later is not valid: expected 'blocking' or 'async' or 'async_cpu'"],
         ),
-        (("convert", "demo", "out", "split_shares=2,0,0"), ["more than 1 together"]),
+        (
+            ("train", "demo", "method=historical", "method.pool_size=0"),
+            ["method.pool_size was removed: ", "4 pinned buffers of 32 MiB, so leave it out"],
+        ),
+        (
+            ("train", "demo", "budget=1GiB", "budget.cut_by=degree"),
+            ["budget.cut_by was removed: set budget.over_budget=cut_by_degree or budget.over_budget=cut_by_pagerank"],
+        ),
+        (
+            ("train", "demo", "budget=1GiB", "budget.over_budget=cut_by_dgree"),
+            ["budget.over_budget=cut_by_dgree is not valid", "Did you mean 'cut_by_degree'?"],
+        ),
+        (("train", "demo", "evaluate_on=host"), ["evaluate_on was removed: set evaluate=async_cpu"]),
+        (("convert", "demo", "out", "split=2,0,0"), ["more than 1 together"]),
+        (("convert", "demo", "out", "split=1"), ["split=1 is not valid: expected 3 numbers"]),
         (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),
         (("train", "demo", "method=sample"), ["method=sample is not valid"]),
         (("train", "demmo"), ["no dataset 'demmo'", "Did you mean 'demo'?"]),
@@ -411,7 +442,7 @@ def test_no_seeds(tmp_path: Path, how: str):
     data.save(tmp_path / "graph")
     for arguments in (("train", *overrides()), ("plan", *overrides()), ("train", "method=auto")):
         outcome = command(arguments[0], tmp_path / "graph", *arguments[1:], f"out={tmp_path / 'run'}")
-        assert_refused(outcome, "no training nodes: draw some with split_shares=0.6,0.2,0.2")
+        assert_refused(outcome, "no training nodes: draw some with split=0.6,0.2,0.2")
 
 
 @pytest.mark.parametrize("place", ["file/run", "file"])

@@ -115,12 +115,26 @@ def test_a_historical_run_that_failed_goes_on_as_it_would_have_or_is_refused_by_
     assert weights_of(trainer) == pytest.approx(expected(kept, "historical weights"), rel=1e-10, abs=1e-10)
 
 
-def _change_model(run: Path, **settings: Any) -> None:
-    """Another model in the settings of a stored run."""
+def _change(run: Path, **settings: Any) -> None:
+    """Other settings of a stored run."""
     path = run / "config.json"
     stored = json.loads(path.read_text())
-    stored["config"]["model"] |= settings
+    stored["config"] |= settings
     path.write_text(json.dumps(stored))
+
+
+def _change_model(run: Path, **settings: Any) -> None:
+    """Another model in the settings of a stored run."""
+    model = json.loads((run / "config.json").read_text())["config"]["model"]
+    _change(run, model=model | settings)
+
+
+def test_the_shares_of_a_drawn_split_are_read_as_the_split_that_they_became(kept: Path):
+    assert load_config(kept / "run").split == 0
+    _change(kept / "run", split_shares=[0.5, 0.25, 0.25])
+    assert load_config(kept / "run").split == (0.5, 0.25, 0.25)
+    succeed("infer", kept / "run", "nodes=test", f"out={kept / 'test.npy'}")
+    assert np.load(kept / "test.npy").shape == (12,)
 
 
 @pytest.mark.parametrize(("first", "meant"), [(False, "after"), (True, "before")])
@@ -129,6 +143,20 @@ def test_the_two_settings_of_a_residual_are_read_as_the_one_they_became(kept: Pa
     assert load_config(kept / "run").schedule == hl.Schedule(), "every and patience were two settings"
     _change_model(kept / "run", residual=True, residual_first=first)
     assert load_config(kept / "run").model.residual == meant
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "meant"),
+    [("async", "host", "async_cpu"), ("async", "device", "async"), ("blocking", "host", "blocking")],
+)
+def test_where_a_run_evaluated_is_read_as_a_part_of_how(kept: Path, how: str, where: str, meant: str):
+    _change(kept / "run", evaluate=how, evaluate_on=where)
+    assert load_config(kept / "run").evaluate == meant
+
+
+def test_how_edges_were_cut_is_read_as_a_part_of_over_budget(kept: Path):
+    _change(kept / "run", budget={"device": "1GiB", "over_budget": "cut", "cut_by": "degree"})
+    assert load_config(kept / "run").budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
 
 
 def test_an_option_of_a_conv_that_is_now_in_model_conv_is_refused_with_what_to_type(kept: Path):

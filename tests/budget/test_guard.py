@@ -203,12 +203,12 @@ def test_refusing_says_how_much_is_missing():
         guard.arrange(batch)
 
 
-@pytest.mark.parametrize("by", ["random", "degree", "pagerank"])
-def test_cutting_keeps_to_the_budget_and_counts_the_edges(by: Any):
+@pytest.mark.parametrize("how", ["cut", "cut_by_degree", "cut_by_pagerank"])
+def test_cutting_keeps_to_the_budget_and_counts_the_edges(how: str):
     model = model_of()
     batch = first_batch(model)
     whole = guard_of(model, 1 << 30).promise(batch)
-    guard, counters = guard_of(model, int(0.5 * whole), over_budget="cut", cut_by=by), trace.Counters()
+    guard, counters = guard_of(model, int(0.5 * whole), over_budget=how), trace.Counters()
     with trace.listen(counters):
         cut = guard.arrange(batch)
     counters.next_epoch()
@@ -294,7 +294,13 @@ def test_what_happened_is_handed_out_once():
 def test_nothing_that_changes_a_batch_is_decided_ahead():
     model = model_of()
     batch, limit = first_batch(model), int(0.5 * peak_of(model))
-    for over_budget, divided in (("split", True), ("cut", False), ("resample", False), ("refuse", False)):
+    for over_budget, divided in (
+        ("split", True),
+        ("cut", False),
+        ("cut_by_degree", False),
+        ("resample", False),
+        ("refuse", False),
+    ):
         guard = guard_of(model, limit, over_budget=over_budget)
         assert guard.prepare(batch) is batch  # nothing is known yet
         for _ in range(ENOUGH):
@@ -454,6 +460,7 @@ def test_what_cannot_be_made_smaller_says_so(monkeypatch: pytest.MonkeyPatch):
         ("split", "ran out in a step of a single seed: make the fan-outs"),
         ("refuse", "ran out in a step: make batch_size smaller, or set over_budget=split"),
         ("cut", "the seeds alone take more"),
+        ("cut_by_pagerank", "the seeds alone take more"),
     ):
         with pytest.raises(ValueError, match=message):
             guard_of(model, 1 << 30, over_budget=over_budget).unit(batch).forward_backward(9)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch_geometric.nn import GCNConv
 
 from hopline.budget.memory_plan import DoesNotFit, Outline
-from hopline.budget.probe import learn, plan_of
-from hopline.budget.settings import Budget
+from hopline.budget.probe import _table_items, learn, plan_of
+from hopline.budget.settings import Budget, OverBudget
 from hopline.contract import Job, Method
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
@@ -134,3 +135,32 @@ def test_hidden_rows_go_to_files_where_memory_is_short():
     tight = plan_of(METHODS[0], outline, Budget(host=str(free.smallest_bytes("host")), disk="1MiB"))
     assert tight.hidden_at == "disk"
     assert tight.chunk_bytes == int(tight.limit_bytes)
+
+
+@pytest.mark.parametrize(
+    ("device", "method", "expected"),
+    [
+        ("cuda", Historical(tables="host"), {"history": "host", "pinned buffers": "host"}),
+        ("cuda", FullBatch(folder=Path("rows")), {"history": "disk", "pinned buffers": "host"}),
+        ("cuda", Historical(tables="pinned"), {"history": "host"}),
+        ("cuda", Historical(tables="device"), {"history": "device"}),
+        ("cpu", Historical(tables="host"), {"history": "host"}),
+    ],
+    ids=str,
+)
+def test_pinned_buffers_of_tables_that_a_gpu_cannot_read_are_in_the_plan(
+    device: str, method: Historical | FullBatch, expected: dict[str, str]
+):
+    outline = outline_of()
+    on_device = Outline(job=replace(outline.job, device=torch.device(device)))
+    items = _table_items("history", method, 1000, on_device, pools=2)
+    assert {item.name: item.place for item in items} == expected
+    assert sum(item.num_bytes for item in items) == 1000 + (2 * (128 << 20) if len(items) > 1 else 0)
+
+
+def test_the_smallest_step_is_that_of_the_seeds_alone_whichever_edges_are_cut():
+    outline = outline_of()
+    ways: tuple[OverBudget, ...] = ("cut", "cut_by_degree", "cut_by_pagerank", "refuse")
+    least = {how: plan_of(METHODS[0], outline, Budget(host="1GiB", over_budget=how)).least_bytes for how in ways}
+    assert least["cut"] == least["cut_by_degree"] == least["cut_by_pagerank"]
+    assert least["cut"] < least["refuse"]

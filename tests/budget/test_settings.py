@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hopline.budget.settings import Budget
+from hopline.budget.settings import Budget, renewed_budget
 from hopline.util.config import from_dict
 
 
@@ -21,7 +21,7 @@ def test_what_is_not_a_budget_is_refused():
         ({"devce": "1GiB"}, "no 'devce'.*Did you mean 'device'"),
         ({"host": "0"}, r"budget\.host=8GiB"),
         ({"over_budget": "cut"}, "a budget needs a size: write budget=8GiB"),
-        ({"over_budget": "pray"}, "over_budget must be 'split' or 'resample' or 'cut' or 'refuse'"),
+        ({"over_budget": "pray"}, "over_budget must be 'split' or .* 'cut_by_pagerank' or 'refuse'"),
     ):
         with pytest.raises(ValueError, match=message):
             Budget.of(given)
@@ -37,3 +37,26 @@ def test_split_by_was_removed_and_is_read_where_it_had_its_default():
         with pytest.raises((TypeError, ValueError), match=r"split_by was removed: pieces .* leave it out"):
             give()
     assert from_dict(Budget, {"split_by": "balance"}) == Budget()
+
+
+def test_cut_by_was_removed_and_is_read_where_it_had_its_default():
+    refused = (
+        lambda: Budget(device="1GiB", over_budget="cut", cut_by="degree"),  # type: ignore[call-arg]
+        lambda: Budget.of({"device": "1GiB", "over_budget": "cut", "cut_by": "degree"}),
+        lambda: from_dict(Budget, {"over_budget": "cut", "cut_by": "degree"}),
+    )
+    for give in refused:
+        with pytest.raises(
+            (TypeError, ValueError), match=r"cut_by was removed: set budget\.over_budget=cut_by_degree or"
+        ):
+            give()
+    assert from_dict(Budget, {"cut_by": "random"}) == Budget()
+
+
+@pytest.mark.parametrize(
+    ("over_budget", "cut_by", "meant"),
+    [("cut", "random", "cut"), ("cut", "pagerank", "cut_by_pagerank"), ("split", "degree", "split")],
+)
+def test_a_stored_cut_by_is_read_as_a_part_of_over_budget(over_budget: str, cut_by: str, meant: str):
+    stored = {"device": "1GiB", "over_budget": over_budget, "cut_by": cut_by}
+    assert from_dict(Budget, renewed_budget(stored)) == Budget(device="1GiB", over_budget=meant)  # type: ignore[arg-type]

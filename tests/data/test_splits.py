@@ -138,7 +138,7 @@ def test_without_labels_the_refusal_says_how_to_give_some() -> None:
 def test_training_nodes_that_are_missing_are_said_with_what_to_type() -> None:
     data = small()
     assert data.train_ids is data.splits["train"]
-    with pytest.raises(ValueError, match=r"no training nodes: .*split_shares=0.6,0.2,0.2 .*hl\.random_split\(data\)"):
+    with pytest.raises(ValueError, match=r"no training nodes: .*split=0.6,0.2,0.2 .*hl\.random_split\(data\)"):
         _ = without(data, "train").train_ids
     with pytest.raises(ValueError, match="has no labels"):
         _ = from_edges(EDGES).train_ids

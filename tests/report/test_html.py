@@ -151,7 +151,7 @@ def test_the_time_of_an_epoch_that_was_killed_and_resumed_counts(tmp_path: Path)
     assert "training 9.00 100% evaluation 0 0% checkpoints 0 0% everything else 0 0% total 9.00" in seen
 
 
-@pytest.mark.parametrize("config", [{"evaluate": "async"}, {"train": {"evaluate": "async"}}])
+@pytest.mark.parametrize("config", [{"evaluate": "async_cpu"}, {"train": {"evaluate": "async"}}])
 def test_evaluations_beside_training_are_no_part_of_the_total(tmp_path: Path, config: dict[str, Any]):
     records = [epoch(1), evaluation(1, "valid", 0.5), epoch(2), evaluation(2, "test", 0.5), CLOSE | {"elapsed_s": 5.0}]
     write(tmp_path, records)

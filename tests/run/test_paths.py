@@ -118,7 +118,7 @@ def test_symmetrize_is_followed_where_the_file_says_otherwise(tmp_path: Path):
     arrays = {"x": np.eye(5, dtype=np.float32), "y": np.array([0, 1, 0, 1, 0])}
     path = tmp_path / "once.npz"
     np.savez(path, edge_index=edges, meta=json.dumps({"edges": "each edge once"}), **arrays)
-    options = ("split_shares=0.4,0.3,0.3", "epochs=1", "model.hidden=4", "show=false")
+    options = ("split=0.4,0.3,0.3", "epochs=1", "model.hidden=4", "show=false")
     for given, num_edges in (((), 8), (("symmetrize=true",), 8), (("symmetrize=false",), 4)):
         out = tmp_path / f"run{len(given)}{num_edges}"
         assert command("train", f"data={path}", *options, *given, f"out={out}").status == 0

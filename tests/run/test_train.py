@@ -99,12 +99,12 @@ def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, done: Path):
 
 @pytest.fixture
 def unsplit(config: RunConfig, tmp_path: Path) -> RunConfig:
-    """A run on a graph without splits, of which some nodes have no label, by split_shares=."""
+    """A run on a graph without splits, of which some nodes have no label, by split=."""
     data = without(small(), "train", "valid", "test")
     assert data.y is not None
     data.y[::9] = -1
     data.save(tmp_path / "graph")
-    return dataclasses.replace(config, split_shares=(0.5, 0.2, 0.3))
+    return dataclasses.replace(config, split=(0.5, 0.2, 0.3))
 
 
 def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit: RunConfig, tmp_path: Path):
@@ -123,7 +123,7 @@ def test_a_run_is_resumed_on_its_own_split_alone(unsplit: RunConfig, tmp_path: P
     run.train(unsplit)
     longer = dataclasses.replace(unsplit, epochs=3, resume=True)
     with pytest.raises(ValueError, match=r"of another run: training nodes is '178 nodes, .* there and '195 nodes, "):
-        run.train(dataclasses.replace(longer, split_shares=(0.55, 0.2, 0.25)))
+        run.train(dataclasses.replace(longer, split=(0.55, 0.2, 0.25)))
     assert [epoch.loss for epoch in run.train(longer).history] == [epoch.loss for epoch in whole.history]
 
 
@@ -144,10 +144,10 @@ def test_a_run_with_a_drawn_split_predicts_a_graph_without_labels(unsplit: RunCo
 def test_shards_are_split_before_they_are_cut(unsplit: RunConfig, tmp_path: Path):
     assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=1", "how=range").status == 0
     cut = dataclasses.replace(unsplit, data=str(tmp_path / "shards"))
-    with pytest.raises(ValueError, match=r"cut already.*hopline convert DATASET FOLDER split_shares=0.5,0.2,0.3"):
+    with pytest.raises(ValueError, match=r"cut already.*hopline convert DATASET FOLDER split=0.5,0.2,0.3"):
         run.train(cut)
-    with pytest.raises(ValueError, match="has no training nodes: draw some with split_shares="):
-        run.train(dataclasses.replace(cut, split_shares=None))
+    with pytest.raises(ValueError, match="has no training nodes: draw some with split="):
+        run.train(dataclasses.replace(cut, split=0))
     with pytest.raises(ValueError, match=r"is in shards.*a split is drawn before the dataset is cut"):
         hl.random_split(hl.shards.open(tmp_path / "shards"))
 
@@ -306,21 +306,19 @@ def test_a_conversion_stores_a_split_and_is_called_as_its_folder(tmp_path: Path,
     )
     hl.from_edges(edges, y=y, folder=tmp_path / "folder")
     nodes = tmp_path / "nodes.csv" if source == "edges.csv" else None
-    settings = ConvertConfig(nodes=nodes, split_shares=(0.6, 0.2, 0.2))
+    settings = ConvertConfig(nodes=nodes, split=(0.6, 0.2, 0.2))
     data = commands.convert(str(tmp_path / source), tmp_path / "mine", settings)
     expected = hl.random_split(hl.from_edges(edges, y=y))
     assert {k: v.tolist() for k, v in data.splits.items()} == {k: v.tolist() for k, v in expected.splits.items()}
     assert (data.name, data.meta["split"]) == ("mine", expected.meta["split"])
-    again = commands.convert(
-        str(tmp_path / "mine"), tmp_path / "mine", ConvertConfig(overwrite=True, split_shares=(1, 0, 0))
-    )
+    again = commands.convert(str(tmp_path / "mine"), tmp_path / "mine", ConvertConfig(overwrite=True, split=(1, 0, 0)))
     assert {k: v.tolist() for k, v in again.splits.items()} == {"train": [0, 1, 3, 4, 5, 6, 7]}
 
 
 def test_a_conversion_without_labels_cannot_be_split(tmp_path: Path):
     np.save(tmp_path / "edges.npy", np.array([[0, 1], [1, 2]]))
     with pytest.raises(ValueError, match=r"labelled nodes, and there are none: .*columns\.label=NAME"):
-        commands.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(split_shares=(0.6, 0.2, 0.2)))
+        commands.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(split=(0.6, 0.2, 0.2)))
     assert not (tmp_path / "out").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,28 +14,36 @@ import torch_geometric.nn as pyg
 import hopline as hl
 from hopline.data import planted
 from hopline.methods.historical.work import HistoricalWork
+from hopline.tables import history_gpu
 from hopline.tables.history import Histories
-from hopline.tables.history_gpu import DeviceHistories, Pool, choose_where
+from hopline.tables.history_gpu import DeviceHistories, Pool, Where, choose_where
 from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
 pytestmark = RUNS_ON_GPU
 DEVICE = torch.device(KERNEL_DEVICE)
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-WAYS: dict[str, dict[str, Any]] = {
-    "device": {"where": "device"},
-    "pinned": {"where": "pinned"},
-    "pinned, when needed": {"where": "pinned", "pool_size": 0},
-    "host": {"where": "host"},
-    "host, small buffers": {"where": "host", "pool_size": 2, "buffer_rows": 7},
-    "host, when needed": {"where": "host", "pool_size": 0},
-}
+SMALL_BUFFERS = "host, small buffers"
+WAYS: dict[str, Where] = {"device": "device", "pinned": "pinned", "host": "host", SMALL_BUFFERS: "host"}
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that leaves pools two buffers of some bytes each, so that most moves go in pieces."""
+
+    def shrink(num_bytes: int) -> None:
+        monkeypatch.setattr(history_gpu, "POOL_SIZE", 2)
+        monkeypatch.setattr(history_gpu, "BUFFER_BYTES", num_bytes)
+
+    return shrink
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None):
-    plain, ours = Histories(200, dtype=dtype), DeviceHistories(200, DEVICE, dtype=dtype, **WAYS[way])
+def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None, small_buffers: Callable[[int], None]):
+    if way == SMALL_BUFFERS:
+        small_buffers(7 * 20)  # seven rows of five float32
+    plain, ours = Histories(200, dtype=dtype), DeviceHistories(200, DEVICE, WAYS[way], dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for turn in range(6):
         slabs = [slice(start, start + 25) for start in torch.randperm(8, generator=generator)[:3].mul(25).tolist()]
@@ -54,7 +63,7 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
         for both in (plain, ours):
             both.step += 1
             both.stamp(slabs, both.step)
-    state, again = ours.state_dict(), DeviceHistories(200, DEVICE, dtype=dtype, **WAYS[way])
+    state, again = ours.state_dict(), DeviceHistories(200, DEVICE, WAYS[way], dtype=dtype)
     again.load_state_dict(state)
     every = torch.arange(200)
     for l in (0, 1):
@@ -73,9 +82,9 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_sums_begin_at_zero_and_are_added_up(way: str):
-    ours = DeviceHistories(200, DEVICE, **WAYS[way])
+@pytest.mark.parametrize("where", ["device", "pinned", "host"])
+def test_sums_begin_at_zero_and_are_added_up(where: Where):
+    ours = DeviceHistories(200, DEVICE, where)
     for turn in range(2):
         sums, expected = ours.sums(0, (50, 3), torch.float64), torch.zeros(50, 3, dtype=torch.float64)
         for seed in range(3):
@@ -98,11 +107,12 @@ def test_a_pull_sees_what_was_pushed_before_it_and_nothing_after():
     assert after.stamps(places).tolist() == [-1] * 10
 
 
-def test_a_pool_has_no_more_buffers_than_it_may():
-    pool, table = Pool(2, 4, DEVICE), torch.zeros(50, 3)
+def test_a_pool_has_no_more_buffers_than_it_may(small_buffers: Callable[[int], None]):
+    small_buffers(4 * 12)  # four rows of three float32
+    pool, table = Pool(DEVICE), torch.zeros(50, 3)
     rows = randn(50, 3).float()
     pool.push(rows.to(DEVICE), table)
-    assert len(pool._buffers) == 2
+    assert [buffer.memory.nbytes for buffer in pool._buffers] == [48, 48]
     pool.flush()
     assert torch.equal(table, rows)
     out = torch.empty(20, 3, device=DEVICE)
@@ -181,17 +191,21 @@ def trained_with_plain_tables(*settings: tuple[str, Any]) -> tuple[list[float], 
     ("way", "settings"),
     [
         *((way, {"edge_dropout": 0.2, "lag": 1}) for way in WAYS),
-        *((way, {"compensate": True}) for way in ("device", "pinned", "host", "host, small buffers")),
+        *((way, {"compensate": True}) for way in WAYS),
         ("device", {}),
-        ("host, small buffers", {"lag": 1}),
+        (SMALL_BUFFERS, {"lag": 1}),
     ],
     ids=str,
 )
-def test_training_is_the_same_with_every_kind_of_table(way: str, settings: dict[str, Any], monkeypatch: Any):
+def test_training_is_the_same_with_every_kind_of_table(
+    way: str, settings: dict[str, Any], small_buffers: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+):
     expected = trained_with_plain_tables(*settings.items())
+    if way == SMALL_BUFFERS:
+        small_buffers(1024)
 
     def made(work: HistoricalWork, name: str) -> DeviceHistories:
-        return DeviceHistories(work.partition.num_nodes, torch.device("cpu"), name=name, **WAYS[way])
+        return DeviceHistories(work.partition.num_nodes, torch.device("cpu"), WAYS[way], name=name)
 
     monkeypatch.setattr(HistoricalWork, "_new_histories", made)
     losses, weights = trained("gcn", "cpu", **settings)
@@ -211,17 +225,19 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("model", ["gcn", "sage", "gat"])
 @pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
-def test_a_gpu_trains_as_the_cpu_does(settings: dict[str, Any], model: str, _: int):
+def test_a_gpu_trains_as_the_cpu_does(
+    settings: dict[str, Any], model: str, _: int, small_buffers: Callable[[int], None]
+):
     if model != "gcn" and settings.keys() & {"refresh_every", "halo"}:
         pytest.skip("once is enough")
     expected = trained(model, "cpu", **settings)
-    ways = [{"tables": "device"}, {"tables": "pinned"}, {"tables": "pinned", "pool_size": 0}]
-    ways += [{"tables": "host"}, {"tables": "host", "pool_size": 2, "buffer_rows": 64}]
-    for way in ways if model == "gcn" else ways[:2]:
-        losses, weights = trained(model, "cuda", **settings, **way)
+    for way in WAYS if model == "gcn" else ("device", "pinned"):
+        if way == SMALL_BUFFERS:
+            small_buffers(64 * 16 * 8)  # 64 of the widest rows
+        losses, weights = trained(model, "cuda", **settings, tables=WAYS[way])
         assert losses == pytest.approx(expected[0], rel=1e-8)
         torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-8)
-        if way == ways[0]:
+        if way == "device":
             first = weights
         assert torch.equal(weights, first), "bit for bit, wherever the tables are"
 

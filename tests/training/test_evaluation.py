@@ -80,13 +80,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_it_is_the_run_that_would_have_waited(
     name: str, where: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    kind, usual = RUNS[name]
-    settings: dict[str, Any] = {**usual, "evaluate_on": "host" if where == "process" else "device"}
+    kind, settings = RUNS[name]
+    evaluate = {"blocking": "blocking", "async": "async_cpu" if where == "process" else "async"}
     monkeypatch.setattr(async_evaluation.Beside, "can_help", helps)
     data, found, weights = small(), {}, {}
     for how in ("blocking", "async"):
         model = model_of(kind, data)
-        run = fit(data, model, evaluate=how, out=tmp_path / how, **settings)
+        run = fit(data, model, evaluate=evaluate[how], out=tmp_path / how, **settings)
         found[how] = outcome(run, model)
         weights[how] = {n: torch.load(tmp_path / how / n, weights_only=True) for n in ("best.pt", "last.pt")}
     assert found["async"] == found["blocking"]
@@ -102,7 +102,9 @@ def test_it_is_the_run_that_would_have_waited(
     ended = checkpoint.read(tmp_path / "async" / checkpoint.FILE)
     assert ended["position"]["epoch"] == found["blocking"]["end"][0] + 1
     model = model_of(kind, data)
-    again = fit(data, model, evaluate="async", out=tmp_path / "async", resume=True, **settings)  # there is nothing left
+    again = fit(
+        data, model, evaluate=evaluate["async"], out=tmp_path / "async", resume=True, **settings
+    )  # nothing left
     assert outcome(again, model) == found["blocking"]
     assert not children()
 
@@ -110,7 +112,7 @@ def test_it_is_the_run_that_would_have_waited(
 def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_them():
     data = small()
     settings: dict[str, Any] = {"epochs": 30, "patience": 1, "lr": 0.1}
-    settings["evaluate_on"] = "host"  # where nothing is answered before the error
+    beside = "async_cpu"  # a process, which answers nothing before the error
     steps, fails_after = [0], [math.inf]
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
@@ -124,11 +126,11 @@ def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_the
     assert last < 29
     steps, fails_after = [0], [3 * (last + 1)]
     model = model_of("gat", data)
-    assert outcome(fit(data, model, train_step=step, evaluate="async", **settings), model) == whole
+    assert outcome(fit(data, model, train_step=step, evaluate=beside, **settings), model) == whole
     assert steps[0] == 3 * (last + 2)
     steps, fails_after = [0], [0]
     with pytest.raises(ValueError, match="the loss became nan"):
-        fit(data, model_of("gat", data), train_step=step, evaluate="async", **settings)
+        fit(data, model_of("gat", data), train_step=step, evaluate=beside, **settings)
 
 
 @pytest.mark.usefixtures("process_alone")
@@ -182,9 +184,9 @@ def test_training_evaluates_itself_what_it_would_have_to_wait_for(monkeypatch: p
 
     monkeypatch.setattr(async_evaluation.Beside, "_evaluate_here", noted)
     data, found = small(), []
-    for how in ("blocking", "async"):
+    for how in ("blocking", "async_cpu"):
         model = model_of("sage", data)
-        found.append(outcome(fit(data, model, epochs=5, evaluate=how, evaluate_on="host"), model))
+        found.append(outcome(fit(data, model, epochs=5, evaluate=how), model))
     assert 1 in here  # the process takes longer to begin than an epoch
     assert found[0] == found[1]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import hopline as hl
+from hopline.util.config import from_dict
 
 
 @pytest.mark.parametrize(
@@ -26,8 +27,9 @@ import hopline as hl
         ({"seed": 1 << 70}, "seed must be between 0 and"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
-        ({"evaluate": "later"}, "evaluate must be 'blocking' or 'async'"),
+        ({"evaluate": "later"}, "evaluate must be 'blocking' or 'async' or 'async_cpu', not 'later'"),
         ({"evaluate": "async", "schedule": hl.Schedule(name="plateau")}, "plateau needs each evaluation before"),
+        ({"evaluate": "async_cpu", "schedule": hl.Schedule(name="plateau")}, "plateau needs each evaluation before"),
     ],
     ids=str,
 )
@@ -38,3 +40,14 @@ def test_a_setting_that_means_nothing_is_refused(wrong: dict[str, Any], message:
 
 def test_defaults_are_valid():
     assert hl.extend.TrainSettings().epochs == 10
+
+
+def test_evaluate_on_was_removed_and_is_read_where_it_had_its_default():
+    refused = (
+        lambda: hl.extend.TrainSettings(evaluate_on="host"),  # type: ignore[call-arg]
+        lambda: from_dict(hl.extend.TrainSettings, {"evaluate_on": "host"}),
+    )
+    for give in refused:
+        with pytest.raises((TypeError, ValueError), match="evaluate_on was removed: set evaluate=async_cpu"):
+            give()
+    assert from_dict(hl.extend.TrainSettings, {"evaluate_on": "device"}) == hl.extend.TrainSettings()

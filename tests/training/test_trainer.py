@@ -190,7 +190,7 @@ def test_an_empty_split_counts_as_none():
 
 
 def test_without_training_nodes_the_error_says_how_to_draw_some():
-    with pytest.raises(ValueError, match=r"has no training nodes: draw some with split_shares=.*hl\.random_split"):
+    with pytest.raises(ValueError, match=r"has no training nodes: draw some with split=.*hl\.random_split"):
         fit(without(small(), "train"))
     assert fit(hl.random_split(without(small(), "train", "valid", "test"))).test > 0.5
 

@@ -30,7 +30,7 @@ from hopline.budget.micro_batches import (
     with_rows,
 )
 from hopline.budget.predictor import Predictor, Sizes, costs_of
-from hopline.budget.settings import Budget
+from hopline.budget.settings import CUTS, Budget
 from hopline.contract import Job, Unit, Work, units_from
 from hopline.core.batch import Batch, Block
 from hopline.core.sampler import NeighborSampler
@@ -156,7 +156,7 @@ class Guard:
                     f"give the budget {format_size(needed - self.room_bytes)} more, make batch_size smaller, or set "
                     "over_budget=split"
                 )
-            case "cut":
+            case how if how in CUTS:
                 return self._cut(batch)
             case "resample" if (found := self._resampled(batch)) is not None:
                 return found
@@ -247,7 +247,7 @@ class Guard:
         """What goes on instead of some seeds that took too much."""
         if self.budget.over_budget == "refuse":
             raise ValueError("memory ran out in a step: make batch_size smaller, or set over_budget=split")
-        if self.budget.over_budget == "cut":
+        if self.budget.over_budget in CUTS:
             return self._cut(batch), [None]
         self._check_split()
         seeds = torch.arange(batch.num_seeds) if seed_idx is None else seed_idx
@@ -357,7 +357,7 @@ class Guard:
 
     def _cut(self, batch: Batch) -> Batch:
         key, bytes_of = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1), self._bytes_of(batch, in_pieces=True)
-        found = cut_to_fit(batch, bytes_of, self.room_bytes, self.budget.cut_by, key)
+        found = cut_to_fit(batch, bytes_of, self.room_bytes, CUTS[self.budget.over_budget], key)
         self._count("cut", "budget.batches_cut")
         self._count("edges_cut", "budget.edges_cut", sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
         return found

@@ -27,6 +27,7 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import as_walkable
 from hopline.tables.history import DTYPES
+from hopline.tables.history_gpu import BUFFER_BYTES, POOL_SIZE
 from hopline.units.batch_unit import BatchUnit, own_threads
 from hopline.units.loss_on_pieces import LOSS_COPIES
 
@@ -117,7 +118,8 @@ def _historical(method: Historical, outline: Outline, budget: Budget) -> Plan:
     one = Sizes((*[1 + hub] * model.num_layers, 1), (hub,) * model.num_layers)
     prepared = _block_bytes(data.graph, data.graph.num_edges if method.groups == "fixed" else sizes.edges[0])
     fixed = [*outline.kept(), *outline.data_on_host(), Item("prepared batch", "host", prepared)]
-    tables = _table_items("history", method.folder, rows * data.num_nodes * storage.itemsize, outline, method.tables)
+    num_bytes, pools = rows * data.num_nodes * storage.itemsize, 1 + method.compensate
+    tables = _table_items("history", method, num_bytes, outline, pools=pools)
 
     cuts = budget.over_budget == "split" and can_split(model)
 
@@ -148,7 +150,7 @@ def _full_batch(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     widths, limits = _widths(model, data.num_features), limits_of(budget, outline)
     rows = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # those of a sweep, and their gradients
     fixed = [*outline.kept(), *outline.data_on_host()]
-    fixed += _table_items("rows and gradients", method.folder, rows, outline, method.tables)
+    fixed += _table_items("rows and gradients", method, rows, outline, pools=1)
     loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
 
     def form(num_shards: int) -> Plan:
@@ -220,8 +222,16 @@ def _block_bytes(graph: Graph, num_edges: int) -> int:
     return num_edges * (12 + arrays) + 24 * min(graph.num_nodes, num_edges)
 
 
-def _table_items(name: str, folder: object, num_bytes: int, outline: Outline, wanted: str) -> list[Item]:
-    place: Place = "disk" if folder is not None else "host"
-    if outline.home == "device" and wanted == "device":
+def _table_items(
+    name: str, method: Historical | FullBatch, num_bytes: int, outline: Outline, *, pools: int
+) -> list[Item]:
+    """Tables, and what a GPU's rows go through where it cannot read them. pools: of buffers, one per kind of table."""
+    place: Place = "disk" if method.folder is not None else "host"
+    if outline.home == "device" and method.tables == "device":
         place = "device"
-    return [Item(name, place, num_bytes)]
+    items = [Item(name, place, num_bytes)]
+    # Ranks share tables without a pool. Of tables=auto without a folder, `choose_where` decides when they are made.
+    behind_buffers = method.tables == "host" or method.folder is not None
+    if outline.home == "device" and behind_buffers and outline.job.world.size == 1:
+        items.append(Item("pinned buffers", "host", pools * POOL_SIZE * BUFFER_BYTES))
+    return items

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hopline.util.config import Removed, check_fields, nearest, parse_size, settings
 
 if TYPE_CHECKING:
     import torch
 
-OverBudget = Literal["split", "resample", "cut", "refuse"]
+OverBudget = Literal["split", "resample", "cut", "cut_by_degree", "cut_by_pagerank", "refuse"]
 CutBy = Literal["random", "degree", "pagerank"]
+CUTS: Mapping[str, CutBy] = {"cut": "random", "cut_by_degree": "degree", "cut_by_pagerank": "pagerank"}
+"""Values of `Budget.over_budget` that leave out edges, and the order in which edges go."""
 
 
 @settings
@@ -37,7 +39,10 @@ class Budget:
 
     SHORT: ClassVar[str] = "device"
     """The field that `budget=8GiB` sets."""
-    REMOVED: ClassVar = {"split_by": Removed("balance", "pieces of a batch always have equal cost, so leave it out")}
+    REMOVED: ClassVar = {
+        "split_by": Removed("balance", "pieces of a batch always have equal cost, so leave it out"),
+        "cut_by": Removed("random", "set budget.over_budget=cut_by_degree or budget.over_budget=cut_by_pagerank"),
+    }
     device: str | None = None
     """Where the model is: "8GiB"; on a CPU that is the host."""
     host: str | None = None
@@ -45,9 +50,8 @@ class Budget:
     disk: str | None = None
     """Files that a run may write for itself."""
     over_budget: OverBudget = "split"
-    """`split`: pieces with the same gradients; `resample`: drawn anew; `cut`: fewer edges; `refuse`: the run ends."""
-    cut_by: CutBy = "random"
-    """Edges that are left out: any, or by degree or PageRank those between hubs."""
+    """`split`: pieces with the same gradients; `resample`: drawn anew; `cut`: fewer edges, left out at random,
+    `cut_by_degree` and `cut_by_pagerank`: those between hubs first; `refuse`: the run ends."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -81,3 +85,11 @@ class Budget:
         given = [self.device] if device.type == "cuda" else [self.device, self.host]
         sizes = [parse_size(size) for size in given if size is not None]
         return min(sizes) if sizes else None
+
+
+def renewed_budget(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored budget as this version has it: `over_budget` and `cut_by` were two settings, and are one."""
+    kept = {key: value for key, value in stored.items() if key != "cut_by"}
+    if stored.get("over_budget") == "cut" and stored.get("cut_by", "random") != "random":
+        kept["over_budget"] = f"cut_by_{stored['cut_by']}"
+    return kept

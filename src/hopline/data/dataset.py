@@ -118,7 +118,7 @@ class Dataset:
         if self.y is None and not self.num_classes:  # of shards, each rank has its own labels
             raise self._no_labels()
         raise ValueError(
-            f"Dataset {self.name!r} has no training nodes: draw some with split_shares=0.6,0.2,0.2 (in Python "
+            f"Dataset {self.name!r} has no training nodes: draw some with split=0.6,0.2,0.2 (in Python "
             "hl.random_split(data)), or give it a 'train' split."
         )
 

@@ -91,7 +91,7 @@ def _tell_overlaps(all_splits: SplitSets) -> None:
                 of = f" (of split {number})" if len(all_splits) > 1 else ""
                 logger.warning(
                     f"splits {one!r} and {other!r}{of} share {count}, such as node {int(shared[0])}: scores count "
-                    "them twice; give each node to one split, or draw them anew with split_shares=0.6,0.2,0.2"
+                    "them twice; give each node to one split, or draw them anew with split=0.6,0.2,0.2"
                 )
 
 
@@ -189,7 +189,7 @@ def usual_split(
     train, valid = per_class
     sentence = f"{train} train and {valid} valid nodes per class by seed {seed}, the rest test"
     splits = per_class_split(labels, num_train=train, num_valid=valid, seed=seed)
-    return splits, f"{sentence} (others: split_shares=0.6,0.2,0.2)"
+    return splits, f"{sentence} (others: split=0.6,0.2,0.2)"
 
 
 def per_class_split(y: Tensor, *, num_train: int = 20, num_valid: int = 30, seed: int = 0) -> dict[str, Tensor]:

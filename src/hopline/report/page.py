@@ -187,7 +187,8 @@ def render(folder: Path) -> str:
     """Return the page of the run in a folder."""
     run = read_run(folder)
     config = run.about["config"]
-    is_async = "async" in (config.get("evaluate"), _mapping(config.get("train")).get("evaluate"))
+    evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
+    is_async = evaluate in ("async", "async_cpu")
     waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
     parts = time_by_part(run.elapsed_s, run.epochs, waited_for)
     body = [

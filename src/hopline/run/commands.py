@@ -56,7 +56,7 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
     suffix = path.suffix.lower()
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(EdgeOptions)}
     changed = {k: v for k, v in options.items() if v != getattr(EdgeOptions(), k)}
-    known: dict[str, Any] = {} if config.split_shares is None else {"split_shares": config.split_shares}
+    known: dict[str, Any] = {} if config.split is None else {"split_shares": config.split}
     if config.num_nodes is not None:
         known["num_nodes"] = config.num_nodes
     if suffix in EDGE_LISTS:
@@ -73,7 +73,7 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
         if config.num_nodes is not None:
             raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
         data = open_dataset(source, **changed)
-        data = data if config.split_shares is None else random_split(data, config.split_shares)
+        data = data if config.split is None else random_split(data, config.split)
         dataclasses.replace(data, name=default_name(folder, data.name)).save(folder)
     verify(folder)
     return open_dataset(str(folder))

@@ -54,7 +54,7 @@ def outline_of_run(
         device=find_device(settings.device),
         bf16=settings.precision == "bf16",
     )
-    beside = settings.evaluate == "async" and (settings.evaluate_on == "device" or job.device.type == "cpu")
+    beside = settings.evaluate == "async" or (settings.evaluate == "async_cpu" and job.device.type == "cpu")
     return Outline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
 
 

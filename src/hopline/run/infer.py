@@ -50,8 +50,8 @@ def predict_rank(world: World, folder: str, stored: dict[str, Any]) -> str | Non
     config = from_dict(InferConfig, stored)
     settings = load_trusted(Path(folder), config.trust)
     settings = dataclasses.replace(settings, data=config.data or settings.data)
-    if config.nodes == "all":  # so that data= may be a graph without labels
-        settings = dataclasses.replace(settings, split_shares=None)
+    if config.nodes == "all" and isinstance(settings.split, tuple):  # so that data= may be a graph without labels
+        settings = dataclasses.replace(settings, split=0)
     data = _open(settings, config, world)
     model = make_model(settings.model, data)
     load_weights(model, _weights(Path(folder), config))
@@ -80,10 +80,10 @@ def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
             f"the run has symmetrize=true or features={settings.features}, which cannot be made of shards: give data= "
             "the dataset that was cut"
         )
-    elif settings.split_shares is not None:
+    elif isinstance(settings.split, tuple):
         raise ValueError(
-            f"the run has split_shares=, and nodes={config.nodes} cannot be drawn on shards: give data= the dataset "
-            "that was cut, or set nodes=all"
+            f"the run drew its split, and nodes={config.nodes} cannot be drawn on shards: give data= the dataset that "
+            "was cut, or set nodes=all"
         )
     elif world.size == 1 and config.inference == "exact":
         data = AllShards(settings.data, split=settings.split)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hopline.budget.settings import Budget
+from hopline.budget.settings import Budget, renewed_budget
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import is_dataset
 from hopline.data.placement_settings import Placement
@@ -22,20 +22,20 @@ from hopline.util.config import Removed, check_fields, checked_bytes, from_dict,
 
 DATA_ROOT = {"data_root": Removed(None, "set the environment variable HOPLINE_DATA")}
 """A setting that commands had for the folder in which datasets are found by name."""
+SPLIT_SHARES = {"split_shares": Removed(None, "set split=0.6,0.2,0.2")}
+"""A setting that commands had for the shares of a split that is drawn."""
 
 
 @settings
 class RunConfig(TrainSettings, LaunchSettings):
     """A whole run: what `hopline train` takes as key=value."""
 
-    REMOVED: ClassVar = DATA_ROOT
+    REMOVED: ClassVar = DATA_ROOT | SPLIT_SHARES
     data: str = "demo"
     """Dataset: a name, a folder or an .npz file."""
-    split: int = 0
-    """Which split, for datasets that come with several."""
-    split_shares: tuple[float, float, float] | None = None
-    """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes: the same ones
-    whatever seed= is. Default: the dataset's own split."""
+    split: int | tuple[float, float, float] = 0
+    """Which split, for datasets that come with several; or shares of train, valid and test nodes, such as 0.6,0.2,0.2,
+    drawn among the labelled nodes: the same ones whatever seed= is."""
     symmetrize: bool | None = None
     """Add the reverse of every edge when the dataset is converted, or do not; each choice is kept under its own name.
     Default: as the dataset says."""
@@ -58,12 +58,13 @@ class RunConfig(TrainSettings, LaunchSettings):
     def __post_init__(self) -> None:
         TrainSettings.__post_init__(self)
         LaunchSettings.__post_init__(self)
-        if self.split_shares is not None:
-            check_shares(self.split_shares)
-            if self.split != 0:
-                raise ValueError(
-                    f"split={self.split} takes a split of the dataset, and split_shares= draws another: leave one out"
-                )
+        if isinstance(self.split, tuple):
+            check_shares(self.split)
+        elif self.split < 0:
+            raise ValueError(
+                f"split must be at least 0, not {self.split}: set split=0 for the dataset's first split, or "
+                "split=0.6,0.2,0.2 to draw one"
+            )
 
     @property
     def conversion(self) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class InferConfig(LaunchSettings):
 class ConvertConfig(EdgeOptions):
     """What `hopline convert SOURCE FOLDER` takes as key=value."""
 
-    REMOVED: ClassVar = DATA_ROOT
+    REMOVED: ClassVar = DATA_ROOT | SPLIT_SHARES
     nodes: Path | None = None
     """A file of nodes (features, label, split) that goes with an edge list."""
     columns: Columns = Columns()
@@ -131,7 +132,7 @@ class ConvertConfig(EdgeOptions):
     """Node ids are 0 .. num_nodes - 1, or anything, to be numbered."""
     num_nodes: int | None = None
     """Number of nodes, where the files do not tell."""
-    split_shares: tuple[float, float, float] | None = None
+    split: tuple[float, float, float] | None = None
     """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes and stored. Default:
     the split of the source."""
     overwrite: bool = False
@@ -139,8 +140,8 @@ class ConvertConfig(EdgeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.split_shares is not None:
-            check_shares(self.split_shares)
+        if self.split is not None:
+            check_shares(self.split)
 
 
 @settings
@@ -194,6 +195,14 @@ def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a stored run, as this version has them where two settings became one."""
     found = dict(config)
     model, schedule = found.get("model"), found.get("schedule")
+    shares = found.pop("split_shares", None)
+    if shares is not None:
+        found["split"] = shares
+    if found.pop("evaluate_on", None) == "host" and found.get("evaluate") == "async":
+        found["evaluate"] = "async_cpu"
+    budget = found.get("budget")
+    if isinstance(budget, Mapping) and "cut_by" in budget:
+        found["budget"] = renewed_budget(budget)
     if isinstance(model, Mapping) and isinstance(model.get("residual"), bool):
         where = "before" if model.get("residual_first") else "after"
         kept = {key: value for key, value in model.items() if key != "residual_first"}

@@ -152,11 +152,11 @@ def _open_together(config: RunConfig, world: World) -> Dataset:
     if is_shards(config.data):
         if config.symmetrize or config.features != "given":
             raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
-        if config.split_shares is not None:
-            shares = ",".join(f"{share:g}" for share in config.split_shares)
+        if isinstance(config.split, tuple):
+            shares = ",".join(f"{share:g}" for share in config.split)
             raise ValueError(
-                f"{config.data} is cut already, so split_shares= comes too late: type `hopline convert DATASET FOLDER "
-                f"split_shares={shares}` and cut FOLDER by `hopline partition`, or leave split_shares= out"
+                f"{config.data} is cut already, so no split can be drawn: type `hopline convert DATASET FOLDER "
+                f"split={shares}` and cut FOLDER by `hopline partition`, or leave split= out"
             )
         return open_sharded(config.data, world, split=config.split)
     data = open_data(config) if world.local_rank == 0 else None
@@ -229,9 +229,10 @@ def _without(config: RunConfig, any_method: bool) -> RunConfig:
 
 def open_data(config: RunConfig) -> Dataset:
     """The run's dataset, its rows as the run wants them."""
-    data = open_dataset(config.data, split=config.split, **config.conversion)
-    if config.split_shares is not None:
-        data = random_split(data, config.split_shares)
+    if isinstance(config.split, tuple):
+        data = random_split(open_dataset(config.data, **config.conversion), config.split)
+    else:
+        data = open_dataset(config.data, split=config.split, **config.conversion)
     if config.features == "given":
         return data
     return getattr(data, config.features)()

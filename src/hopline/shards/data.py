@@ -52,7 +52,7 @@ class ShardedData(Dataset):
     def _no_labels(self) -> ValueError:
         return ValueError(
             f"dataset {self.name!r} is in shards, of which this rank has one: its labels are data.shard.labels, and a "
-            "split is drawn before the dataset is cut, by `hopline convert DATASET FOLDER split_shares=0.6,0.2,0.2`"
+            "split is drawn before the dataset is cut, by `hopline convert DATASET FOLDER split=0.6,0.2,0.2`"
         )
 
     @property

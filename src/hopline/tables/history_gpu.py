@@ -30,8 +30,10 @@ Where = Literal["device", "pinned", "host"]
 
 DEVICE_SHARE, HOST_SHARE = 0.5, 0.7
 """The part of the free memory that tables may take."""
-POOL_SIZE, BUFFER_BYTES = 4, 32 << 20
-"""Pinned buffers, and what each has room for, by default."""
+POOL_SIZE = 4
+"""Pinned buffers of one pool: the host gathers into one while others are copied."""
+BUFFER_BYTES = 32 << 20
+"""Room of a pinned buffer, for rows of any width; a rule of thumb."""
 
 
 def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path | None) -> Where:
@@ -56,10 +58,10 @@ class _Buffer:
 
 
 class Pool:
-    """A bounded number of pinned buffers, through which rows of tables that a GPU cannot read come and go."""
+    """At most `POOL_SIZE` pinned buffers, through which rows of tables that a GPU cannot read come and go."""
 
-    def __init__(self, size: int, buffer_rows: int | None, device: torch.device) -> None:
-        self.size, self.buffer_rows, self.device = size, buffer_rows, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._buffers: deque[_Buffer] = deque()
 
     def pull(self, table: Tensor, places: Tensor, out: Tensor) -> None:
@@ -86,14 +88,14 @@ class Pool:
             _finish(buffer)
 
     def _pieces(self, table: Tensor, num_rows: int) -> Iterator[tuple[int, int]]:
-        step = self.buffer_rows or max(1, BUFFER_BYTES // max(1, _row_bytes(table)))
+        step = max(1, BUFFER_BYTES // max(1, _row_bytes(table)))
         for start in range(0, num_rows, step):
             yield start, min(start + step, num_rows)
 
     def _take(self, table: Tensor) -> _Buffer:
         """The buffer that was used the longest time ago, free again."""
-        needed = self.buffer_rows * _row_bytes(table) if self.buffer_rows else max(BUFFER_BYTES, _row_bytes(table))
-        buffer = self._buffers.popleft() if len(self._buffers) == self.size else None
+        needed = max(BUFFER_BYTES, _row_bytes(table))
+        buffer = self._buffers.popleft() if len(self._buffers) == POOL_SIZE else None
         if buffer is not None:
             _finish(buffer)
         if buffer is None or buffer.memory.numel() < needed:
@@ -155,7 +157,7 @@ class PinnedSums(Sums):
 
 
 class DeviceHistories(Histories):
-    """Tables whose rows a GPU reads and writes. pool_size: 0 moves rows when they are needed, beside nothing else."""
+    """Tables whose rows a GPU reads and writes."""
 
     def __init__(
         self,
@@ -163,16 +165,13 @@ class DeviceHistories(Histories):
         device: torch.device,
         where: Where,
         *,
-        pool_size: int | None = None,
-        buffer_rows: int | None = None,
         name: str = "h",
         dtype: torch.dtype | None = None,
         folder: Path | None = None,
     ) -> None:
         super().__init__(num_rows, _allocator(device, where, folder), name=name, dtype=dtype)
-        self.device, self.where, self.asynchronous = device, where, pool_size != 0 and where != "device"
-        self.pool = Pool(pool_size or (POOL_SIZE if pool_size is None else 1), buffer_rows, device)
-        self.stream = stream_for("history", device) if self.asynchronous and device.type == "cuda" else None
+        self.device, self.where, self.pool = device, where, Pool(device)
+        self.stream = stream_for("history", device) if where != "device" and device.type == "cuda" else None
         self._sums: dict[int, Tensor] = {}
         self._read: Any = None
         """When the computation has read what it asked for last, beside the tables' own stream."""
@@ -197,7 +196,7 @@ class DeviceHistories(Histories):
     # ---- reading
 
     def ahead(self, layers: Sequence[int], places: Tensor) -> Reader:
-        if not self.asynchronous or not places.numel():
+        if self.where == "device" or not places.numel():
             return self
         pulled = {}
         with self._aside():  # what the current stream was given before does not matter: rows are written here too

@@ -409,17 +409,17 @@ class Beside(Evaluations):
 def in_process(trainer: Trainer) -> bool:
     """Whether a process evaluates beside training, and not a thread: by choice, and where the user's own function might
     draw what training draws."""
-    return trainer.settings.evaluate_on == "host" or trainer.test_step is not None
+    return trainer.settings.evaluate == "async_cpu" or trainer.test_step is not None
 
 
 def evaluates_here(trainer: Trainer) -> bool:
     """Whether evaluation beside training takes memory of the device that trains."""
-    return trainer.settings.evaluate == "async" and not (in_process(trainer) and trainer.device.type != "cpu")
+    return trainer.settings.evaluate != "blocking" and not (in_process(trainer) and trainer.device.type != "cpu")
 
 
 def sent_data(trainer: Trainer, data: Dataset) -> SentData | None:
     """The data for the process that evaluates, if one does, before it is placed: what is pinned cannot be shared."""
-    if trainer.settings.evaluate != "async" or not in_process(trainer):
+    if trainer.settings.evaluate == "blocking" or not in_process(trainer):
         return None
     if trainer.world.rank or isinstance(data, ShardedData) or not data.splits.get("valid", torch.empty(0)).numel():
         return None
@@ -431,13 +431,13 @@ def check_beside(trainer: Trainer, *, own_way: bool) -> None:
 
     own_way: whether the trainer is of a class that overrides `evaluate`.
     """
-    instead = "or set evaluate=blocking"
+    how, instead = f"evaluate={trainer.settings.evaluate}", "or set evaluate=blocking"
     if isinstance(trainer.data, ShardedData):
-        raise ValueError("evaluate=async needs the whole graph in one process: open the dataset uncut, " + instead)
+        raise ValueError(f"{how} needs the whole graph in one process: open the dataset uncut, {instead}")
     if own_way:
         raise ValueError(
-            f"evaluate=async runs in another process, without {type(trainer).__name__}.evaluate: give a function of a "
+            f"{how} evaluates a copy of the model, without {type(trainer).__name__}.evaluate: give a function of a "
             f"module as test_step=, {instead}"
         )
     if getattr(trainer.work, "keep_rows", None) is not None:
-        raise ValueError("evaluate=async leaves no rows for training: set method.refresh_every=1, " + instead)
+        raise ValueError(f"{how} leaves no rows for training: set method.refresh_every=1, {instead}")

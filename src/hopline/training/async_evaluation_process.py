@@ -56,8 +56,8 @@ class SentData:
         """What is not mapped from a file is copied into shared memory once; tables move there altogether."""
         if data.graph.device.type != "cpu":
             raise ValueError(
-                "evaluate=async evaluates on the CPU, and this dataset is on a GPU: give it in the host's memory, or "
-                "set evaluate=blocking"
+                "a process of its own evaluates on the CPU, and this dataset is on a GPU: give it in the host's "
+                "memory, or set evaluate=blocking"
             )
         tables = {name: interop.shared(table) for name, table in data.tables.items()}
         bare = replace(data, graph=interop.shared(data.graph), tables=tables, y=None, splits={}, alternatives=())
@@ -150,7 +150,7 @@ class EvaluationProcess:
         except Exception as error:  # pickling fails in many ways
             self._pipe.close()
             raise ValueError(
-                f"evaluate=async cannot send the model, the method or test_step to another process ({error}): define "
+                f"the model, the method or test_step cannot be sent to the process that evaluates ({error}): define "
                 "them at the top of a module, or set evaluate=blocking"
             ) from error
         finally:

@@ -196,7 +196,7 @@ def _about_evaluation(trainer: Trainer, run: Run) -> str:
     evaluated_s = sum(e.seconds for e in run.evaluations if e.split == "valid")
     trained_s = sum(epoch.seconds for epoch in run.history)
     every = trainer.settings.evaluate_every
-    if trainer.settings.evaluate == "async" or evaluated_s <= trained_s or run.epochs <= every:
+    if trainer.settings.evaluate != "blocking" or evaluated_s <= trained_s or run.epochs <= every:
         return ""
     share = evaluated_s / (evaluated_s + trained_s)
     return f"evaluation: {share:.0%} of the run: set evaluate_every={max(2 * every, 5)} or evaluate=async"

@@ -73,6 +73,9 @@ class TrainSettings:
         'adam'
     """
 
+    REMOVED: ClassVar = {
+        "evaluate_on": Removed("device", "set evaluate=async_cpu, which evaluates on the CPU in a process of its own")
+    }
     epochs: int = 10
     """Epochs to train: exactly so many, unless training stops early."""
     lr: float = 0.003
@@ -93,11 +96,9 @@ class TrainSettings:
     """bf16 runs the forward pass under bfloat16 autocast; parameters stay float32."""
     evaluate_every: int = 1
     """Epochs from one evaluation to the next; the last epoch is always evaluated."""
-    evaluate: Literal["blocking", "async"] = "blocking"
-    """Training waits for each evaluation, or goes on while one is done beside it; the run is the same."""
-    evaluate_on: Literal["device", "host"] = "device"
-    """Where evaluate=async computes: beside training on its device (on a GPU in a stream of its own), or on the CPU by
-    a process of its own."""
+    evaluate: Literal["blocking", "async", "async_cpu"] = "blocking"
+    """Training waits for each evaluation (blocking), or goes on meanwhile; the run is the same. `async` evaluates on
+    the device that trains (on a GPU in a stream of its own), `async_cpu` on the CPU in a process of its own."""
     patience: int | None = None
     """Evaluations without a better validation metric before training stops early."""
     inference: Literal["exact", "sampled"] = "exact"
@@ -130,7 +131,7 @@ class TrainSettings:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
         if not self.checkpoint_s >= 0:
             raise ValueError(f"checkpoint_s must be at least 0 seconds, not {self.checkpoint_s}")
-        if self.evaluate == "async" and self.schedule.name == "plateau":
+        if self.evaluate != "blocking" and self.schedule.name == "plateau":
             raise ValueError(
                 "schedule.name=plateau needs each evaluation before the next epoch: set evaluate=blocking, or "
                 "schedule.name=cosine"

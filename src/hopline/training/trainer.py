@@ -203,7 +203,7 @@ class Trainer:
         self.part_hops = part_hops_of(self.job, self.method)
         if self._evaluates_exactly:
             check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
-        if self.settings.evaluate == "async":
+        if self.settings.evaluate != "blocking":
             check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
         self.stop_reason: str | None = None
         self.num_steps = 0
@@ -260,7 +260,7 @@ class Trainer:
             stack.enter_context(freed_memory_kept())
             stack.enter_context(_modes_and_draws_restored(self.model, self.device))
             keep = self._start(stack, timers, counters)
-            kind = Beside if self.settings.evaluate == "async" else Blocking
+            kind = Blocking if self.settings.evaluate == "blocking" else Beside
             self.evaluations: Evaluations = stack.enter_context(kind(self, run))
             try:
                 self._loop(run, timers, counters)

@@ -201,7 +201,7 @@ def test_the_origin_names_both_files(edges: Path, tmp_path: Path) -> None:
     (tmp_path / "n.csv").write_text("id,f,label\n0,1,cat\n1,2,dog\n2,3,cat\n3,4,\n")
     assert from_csv(edges).meta == {"origin": "edges.csv"}
     meta = dict(from_csv(edges, tmp_path / "n.csv").meta)
-    assert "split_shares=" in meta.pop("split")
+    assert "split=0.6,0.2,0.2" in meta.pop("split")
     assert meta == {"origin": "edges.csv and n.csv", "classes": ["cat", "dog"]}
 
 

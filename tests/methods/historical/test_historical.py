@@ -45,6 +45,8 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], messag
         ("mixing_score", "linear", "set refresh_every=1"),
         ("refresh_with_evaluation", True, "set refresh_every=evaluation"),
         ("measure_bias", True, "benchmarks/history_bias.py"),
+        ("pool_size", 0, "4 pinned buffers of 32 MiB, so leave it out"),
+        ("buffer_rows", 64, "4 pinned buffers of 32 MiB, so leave it out"),
     ],
 )
 def test_removed_settings_are_refused_with_what_to_do_and_read_where_they_had_their_default(

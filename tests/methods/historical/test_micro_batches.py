@@ -157,7 +157,7 @@ def test_what_cannot_be_done_is_refused():
     work.guard = guard_of(work, 110)
     with pytest.raises(ValueError, match=r"BatchNorm1d.*parts_per_batch"):
         step_of(work)
-    for how in ("refuse", "cut", "resample"):
+    for how in ("refuse", "cut", "cut_by_degree", "resample"):
         work = work_of(MODELS["gcn"](6, 3).double())
         work.guard = guard_of(work, 110, over_budget=how)
         with pytest.raises(ValueError, match=f"set over_budget=split instead of {how}"):

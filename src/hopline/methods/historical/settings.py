@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
 
 FRESH_TABLES = "set refresh_every=1, which makes the tables exact at the beginning of every epoch"
 """What replaces the settings that mixed stored rows with fresh, incomplete ones."""
+PINNED_BUFFERS = "rows of tables=host go through 4 pinned buffers of 32 MiB, so leave it out"
+"""What replaces the settings of the buffers."""
 
 
 @settings
@@ -45,6 +47,8 @@ class Historical(Method):
         "mixing": Removed(0.0, FRESH_TABLES),
         "mixing_score": Removed("convex", FRESH_TABLES),
         "refresh_with_evaluation": Removed(False, "set refresh_every=evaluation"),
+        "pool_size": Removed("auto", PINNED_BUFFERS),
+        "buffer_rows": Removed("auto", PINNED_BUFFERS),
         "measure_bias": Removed(False, "run benchmarks/history_bias.py, which measures it"),
     }
     num_parts: int = 40
@@ -76,10 +80,6 @@ class Historical(Method):
     """Element type of the tables; `model` is that of the rows."""
     tables: Literal["auto", "device", "pinned", "host"] = "auto"
     """Where a GPU's tables are: on it, `pinned` in host memory that it reads itself, `host`, or what fits."""
-    pool_size: int | Literal["auto"] = "auto"
-    """Pinned buffers through which rows of `host` tables go; 0 moves rows only when they are needed."""
-    buffer_rows: int | Literal["auto"] = "auto"
-    """Rows that a pinned buffer has room for."""
     folder: Path | None = None
     """Where tables are kept as mapped files, for those larger than memory; in memory by default."""
 
@@ -99,9 +99,6 @@ class Historical(Method):
         for name in ("lag", "lipschitz"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
-        for name, least in (("pool_size", 0), ("buffer_rows", 1)):
-            if (value := getattr(self, name)) != "auto" and value < least:
-                raise ValueError(f"{name} must be 'auto' or a number from {least}, not {value}")
         if self.folder is not None and self.tables in ("device", "pinned"):
             raise ValueError(f"tables={self.tables} are not files: set tables=host, or leave out folder=")
         if not 0 <= self.edge_dropout < 1:

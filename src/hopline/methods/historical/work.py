@@ -233,10 +233,9 @@ class HistoricalWork(PartsWork):
 
 
 def _spec(method: Historical) -> PartsSpec:
-    pool_size, buffer_rows = (None if v == "auto" else v for v in (method.pool_size, method.buffer_rows))
     return PartsSpec(
         num_parts=method.num_parts, partition=method.partition, storage=method.storage, tables=method.tables,
-        folder=method.folder, pool_size=pool_size, buffer_rows=buffer_rows, with_gradients=method.compensate,
+        folder=method.folder, with_gradients=method.compensate,
     )  # fmt: skip
 
 

@@ -41,10 +41,6 @@ class PartsSpec:
     """Where a GPU's tables are."""
     folder: Path | None = None
     """Where tables are mapped files; None keeps them in memory."""
-    pool_size: int | None = None
-    """Pinned buffers for tables on the host; None takes the default."""
-    buffer_rows: int | None = None
-    """Rows of each of them; None takes the default."""
     with_gradients: bool = False
     """Whether there are tables of gradients, as large as those of rows."""
 
@@ -77,10 +73,7 @@ class PartsWork:
         if device.type == "cpu":
             allocator = None if spec.folder is None else MappedFiles(spec.folder)
             return Histories(num_nodes, allocator, name=name, dtype=dtype)
-        return DeviceHistories(
-            num_nodes, device, self.tables_at, pool_size=spec.pool_size, buffer_rows=spec.buffer_rows,
-            name=name, dtype=dtype, folder=spec.folder,
-        )  # fmt: skip
+        return DeviceHistories(num_nodes, device, self.tables_at, name=name, dtype=dtype, folder=spec.folder)
 
     @cached_property
     def tables_at(self) -> Where:

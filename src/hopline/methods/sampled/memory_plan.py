@@ -16,7 +16,7 @@ from hopline import ops
 from hopline.budget.memory_plan import Item, Outline, Place, Plan, with_evaluation
 from hopline.budget.micro_batches import PieceBytes, can_split
 from hopline.budget.predictor import Predictor, Sizes
-from hopline.budget.settings import OverBudget
+from hopline.budget.settings import CUTS, OverBudget
 from hopline.core.batch import Batch
 from hopline.core.graph import Graph
 from hopline.data.placement import SHARE, DataBytes, make_layout
@@ -134,7 +134,7 @@ class SampledForms:
         """A step that is as small as what may be done with a batch makes it: of a single seed in a piece of its own, of
         all seeds without an edge, or of the whole batch."""
         beside, num_seeds = sum(state_bytes(self.outline.model)), min(self.method.batch_size, self._num_seeds)
-        if self.over_budget == "cut":
+        if self.over_budget in CUTS:
             num_hops = len(self.method.fanout_per_layer)
             seed = Sizes((num_seeds,) * (num_hops + 1), (0,) * num_hops)
         elif self.over_budget == "refuse" or not can_split(self.outline.model):
