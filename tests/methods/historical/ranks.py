@@ -73,7 +73,7 @@ def check_tables(world: World, two_hosts: bool) -> str:
     histories.step = 4
     world.barrier()
     places = torch.tensor([[0, 3, 9, 11], [], [2, 7, 8, 10]][world.rank], dtype=torch.int64)
-    source = histories.snapshot([0], places)
+    source = histories.begin_reading([0], places)
     assert (source is histories) != two_hosts
     assert torch.equal(source.rows(0, places), expected[places])
     keeper = [next(r for r, span in enumerate(owners.spans) if int(p) in span) for p in places]
@@ -90,7 +90,7 @@ def check_tables(world: World, two_hosts: bool) -> str:
     assert state["tables"]["0"].shape[0] == (12 if world.rank == 0 else 0)
     state = {"tables": {"0": expected + 1}, "written": torch.arange(12), "step": 20}
     histories.load_state_dict(state)
-    assert torch.equal(histories.snapshot([0], places).rows(0, places), expected[places] + 1)
+    assert torch.equal(histories.begin_reading([0], places).rows(0, places), expected[places] + 1)
     back = histories.state_dict()
     if world.rank == 0:
         assert torch.equal(back["tables"]["0"], expected + 1)
