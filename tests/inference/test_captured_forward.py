@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hopline.inference.captured_forward import Replayed, repeats, replayed_of
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
 from hopline.units.batch_unit import supervised
+from tests.fake_cuda import FakeCuda, Stream
 from tests.runs import sage, small
 
 on_gpu = [
@@ -92,6 +94,90 @@ def test_there_is_none_on_a_cpu_and_none_under_a_budget():
     del gpu, found
     gc.collect()
     assert len(replayed._known) == before - 1
+
+
+def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
+    return Job(
+        data=data,
+        model=model,
+        module=model,
+        train_ids=data.splits["train"],
+        train_step=supervised("multiclass", 4),
+        say=say,
+    )
+
+
+def did(found: Replayed, fake_cuda: FakeCuda) -> str:
+    """Whether the next time is run as it is, captured or only replayed."""
+    fake_cuda.log.clear()
+    found()
+    words = [line.split()[0] for line in fake_cuda.log if "waits" not in line]
+    return {"": "run", "capture end replay": "captured", "replay": "replayed"}[" ".join(words)]
+
+
+def test_it_is_captured_the_second_time_and_again_when_what_it_reads_has_changed(fake_cuda: FakeCuda):
+    data, lines = small(), []
+    model = GNN([SAGEConv(8, 8), SAGEConv(8, 4)])
+    job, ids = job_with(model, data, lines.append), torch.tensor([3, 5, 90])
+    weight, rows = next(model.parameters()), data.x.read(torch.arange(400)).clone()
+    graph = data.graph
+
+    def move() -> None:
+        weight.data = weight.data.clone()
+
+    changes = [
+        move,
+        lambda: ids.add_(1),
+        lambda: data.tables.update(x=hl.extend.TensorTable(rows)),
+        lambda: rows.mul_(2),
+        lambda: graph.indices.copy_(graph.indices.flip(0)),
+    ]
+    for first, second in itertools.pairwise(changes):
+        found = Replayed(job, ids)
+        assert [did(found, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
+        for change in (first, second):
+            with torch.no_grad():
+                weight.add_(1)  # which a graph reads when it is replayed
+            assert did(found, fake_cuda) == "replayed"
+            change()
+            assert [did(found, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
+        move()
+        assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3, "what keeps moving is not worth another graph"
+        assert found.is_settled
+    assert not lines
+
+
+def test_a_capture_is_left_to_others_where_these_draw_meanwhile(fake_cuda: FakeCuda):
+    data = small()
+    found = Replayed(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data), torch.tensor([3, 5, 90]))
+    found.left_to_others = True
+    assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
+    assert found.is_due
+    found.record(Stream(fake_cuda.log, "evaluate"))  # type: ignore[arg-type]
+    assert "capture 0 on evaluate in pool of 0" in fake_cuda.log
+    assert did(found, fake_cuda) == "replayed"
+
+
+def test_a_graph_of_too_many_bytes_is_dropped_and_nothing_is_said(fake_cuda: FakeCuda):
+    data, lines = small(), []
+    found = Replayed(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data, lines.append), torch.tensor([3, 5, 90]))
+    fake_cuda.bytes_per_graph = (1 << 30) // replayed.SHARE + 1
+    found()
+    found()
+    assert not found.is_recorded
+    assert found.is_settled
+    assert did(found, fake_cuda) == "run"
+    assert not lines
+
+
+def test_features_that_a_gpu_cannot_read_again_are_not_captured_and_modes_come_back(fake_cuda: FakeCuda):
+    data, lines = small(), []
+    model = GNN([GATConv(8, 8), SAGEConv(8, 4)], norm="batch").train()
+    found = Replayed(job_with(model, data, lines.append), torch.tensor([3, 5, 90]))
+    assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
+    assert found.is_settled
+    assert all(module.training for module in model.modules())
+    assert not lines
 
 
 MODELS = {
@@ -206,7 +292,7 @@ def test_a_graph_that_takes_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch
         change(job.model)
         assert torch.equal(found(), eager(job, data.splits["valid"]))
     assert not found.is_recorded
-    assert found.recordings == replayed.MOST_RECORDED
+    assert found.is_settled
     assert not lines
 
 
