@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import pickle
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +19,9 @@ import hopline as hl
 from hopline import infer
 from hopline.contract import Job
 from hopline.data import planted
-from hopline.inference import cache
 from hopline.inference import captured_forward as replayed
-from hopline.inference.captured_forward import Replayed, repeats, replayed_of
+from hopline.inference.cache import LastInference
+from hopline.inference.captured_forward import CapturedInferences, Replayed, repeats
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
 from hopline.units.batch_unit import supervised
@@ -74,7 +77,8 @@ def test_only_models_that_do_the_same_every_time_are_recorded():
 def test_there_is_none_on_a_cpu_and_none_under_a_budget():
     data = small()
     trainer = hl.Trainer(sage(data), data, hl.Sampled(fanouts=(3, 3)), show=False)
-    assert replayed_of(trainer.job, data.splits["valid"]) is None
+    captured = CapturedInferences()
+    assert captured.of(trainer.job, data.splits["valid"]) is None
     assert Measure(trainer.method).replayed(trainer.job) is None
     gpu = Job(
         data=data,
@@ -84,16 +88,39 @@ def test_there_is_none_on_a_cpu_and_none_under_a_budget():
         train_step=supervised("multiclass", 4),
         device=torch.device("cuda"),
     )
-    found = Measure(trainer.method).replayed(gpu)
+    found = Measure(trainer.method, captured=captured).replayed(gpu)
     assert found is not None
-    assert Measure(trainer.method).replayed(gpu) is found
-    assert Measure(trainer.method, split="test").replayed(gpu) is not found
+    assert Measure(trainer.method, captured=captured).replayed(gpu) is found
+    assert Measure(trainer.method, split="test", captured=captured).replayed(gpu) is not found
+    assert captured.of(replace(gpu), data.splits["valid"]) is not found
+    assert Measure(trainer.method).replayed(gpu) is not found, "it is of another owner"
     for bound in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}, {"test_step": lambda *_: {}}):
         assert Measure(trainer.method, **bound).replayed(gpu) is None  # type: ignore[arg-type]
-    before = len(replayed._known)
+    known = weakref.ref(found)
     del gpu, found
     gc.collect()
-    assert len(replayed._known) == before - 1
+    assert known() is None, "what was captured goes with its job"
+
+
+def test_a_trainer_owns_what_its_evaluations_capture(monkeypatch: pytest.MonkeyPatch):
+    owners: list[CapturedInferences] = []
+    monkeypatch.setattr(CapturedInferences, "of", lambda captured, job, ids: owners.append(captured))
+    data = small()
+    trainers = [hl.Trainer(sage(data), data, hl.Sampled(fanouts=(3, 3)), show=False) for _ in range(2)]
+    for trainer in trainers:
+        for split in ("valid", "test", "valid"):
+            trainer.evaluate(split)
+    assert owners == [trainers[0].captured_inferences] * 3 + [trainers[1].captured_inferences] * 3
+    assert owners[0] is not owners[3]
+
+
+def test_another_process_gets_a_measure_without_what_is_captured_here():
+    data = small()
+    job, captured = job_with(GNN([SAGEConv(8, 4)]), data), CapturedInferences()
+    assert captured.of(replace(job, device=torch.device("cuda")), data.splits["valid"]) is not None
+    sent = pickle.loads(pickle.dumps(Measure(hl.Sampled(fanouts=(3,)), captured=captured)))
+    assert isinstance(sent.captured, CapturedInferences)
+    assert sent.captured is not captured
 
 
 def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
@@ -226,7 +253,7 @@ def change(model: nn.Module) -> None:
 
 
 def eager(job: Job, ids: Tensor) -> Tensor:
-    cache._kept.clear()
+    LastInference.on(job.data.graph).kept = None
     return infer.exact(job.model, job.data, ids.clone(), device=job.device)
 
 
@@ -242,7 +269,7 @@ def test_replayed_is_what_runs_kernel_by_kernel(name: str, where: dict[str, Any]
     data, lines = dataset(), []
     job = job_on_gpu(MODELS[name](), data, lines, **where)
     ids = data.splits["valid"]
-    found = replayed_of(job, ids)
+    found = CapturedInferences().of(job, ids)
     assert found is not None
     for _ in range(5):
         change(job.model)

@@ -215,14 +215,24 @@ def _is_known(made: Any) -> bool:
     return (getattr(made, "__module__", None) or "torch").split(".")[0] in KNOWN
 
 
-_known: WeakKeyDictionary[Job, dict[int, Replayed]] = WeakKeyDictionary()
+class CapturedInferences:
+    """The captured inferences of whoever evaluates again and again, by job and nodes.
 
+    They go with their job: that of a thread that evaluates ends with the thread.
+    """
 
-def replayed_of(job: Job, ids: Tensor) -> Replayed | None:
-    """A job's inference at some nodes, the same one every time; None where it is not for a graph."""
-    if job.device.type != "cuda" or not repeats(job.model):
-        return None
-    known = _known.setdefault(job, {})
-    if id(ids) not in known:
-        known[id(ids)] = Replayed(job, ids)
-    return known[id(ids)]
+    def __init__(self) -> None:
+        self._by_job: WeakKeyDictionary[Job, dict[int, Replayed]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process, which has a job of its own, there are none."""
+        return CapturedInferences, ()
+
+    def of(self, job: Job, ids: Tensor) -> Replayed | None:
+        """A job's inference at some nodes, the same one every time; None where it is not for a graph."""
+        if job.device.type != "cuda" or not repeats(job.model):
+            return None
+        known = self._by_job.setdefault(job, {})
+        if id(ids) not in known:
+            known[id(ids)] = Replayed(job, ids)
+        return known[id(ids)]
