@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels then run here, on CPU tensors
 
 from tests import warm
+from tests.fake_cuda import FakeCuda
 
 # `nohup make test &` starts everything with these signals ignored, and processes that tests start would inherit that.
 for _number in (signal.SIGINT, signal.SIGQUIT):
@@ -49,6 +50,14 @@ def _leaves_nothing_behind() -> Iterator[None]:
     ignored = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
     changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
     assert not changed - ignored, f"environment variables left behind: {changed - ignored}"
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """In place of a GPU's streams and graphs."""
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    return fake
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -34,27 +34,6 @@ def test_who_has_the_turn_has_it_alone_and_may_ask_again():
     assert others == [False, True]
 
 
-def test_what_can_wait_for_another_time_does_not_wait_for_its_turn():
-    begun, ended, found = threading.Event(), threading.Event(), []
-
-    def evaluate() -> None:
-        with streams.turn:
-            begun.set()
-            ended.wait()
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    begun.wait()
-    with streams.at_once() as free:
-        found.append(free)
-    ended.set()
-    thread.join()
-    for _ in range(2):
-        with streams.at_once() as free:
-            found.append(free)
-    assert found == [False, True, True]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs kernels on CPU tensors, which Triton interprets")
 @pytest.mark.parametrize("others_turn", [False, True])
 def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_the_turn(
@@ -169,66 +148,6 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
     assert found["blocking"] == found["async"]
     pairs = zip(found["blocking", "weights"].values(), found["async", "weights"].values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_graph_is_recorded_while_another_thread_waits_for_its_copies():
-    graph, ended = torch.cuda.CUDAGraph(), threading.Event()
-    stream = streams.stream_to_record("this", torch.device("cuda"))
-    x, failures = torch.ones(1000, device="cuda"), []
-
-    def wait_again_and_again() -> None:
-        copies, source = torch.cuda.Stream(), torch.ones(1 << 20).pin_memory()
-        try:
-            while not ended.is_set():
-                with torch.cuda.stream(copies):
-                    source.to("cuda", non_blocking=True)
-                    copies.record_event().synchronize()
-        except RuntimeError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=wait_again_and_again)
-    thread.start()
-    try:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), streams.recorded(graph, stream):
-            for _ in range(2000):
-                x += 1
-    finally:
-        ended.set()
-        thread.join()
-    graph.replay()
-    assert not failures
-    assert float(x[0]) == 2001
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("waits", [False, True], ids=["raises", "waits for the device"])
-def test_a_graph_that_cannot_be_recorded_leaves_nothing_open(waits: bool):
-    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream, x = streams.stream_to_record("this", torch.device("cuda")), torch.ones(10, device="cuda")
-    expected = pytest.raises(RuntimeError if waits else ZeroDivisionError)
-    with expected, torch.cuda.stream(stream), streams.recorded(graph, stream):
-        x.mul(2)
-        if waits:
-            torch.cuda.synchronize()
-        raise ZeroDivisionError
-
-    assert torch.rand(5, device="cuda").shape == (5,)
-    read = torch.empty(1 << 22, device="cuda")
-    address = read.data_ptr()
-    read.record_stream(other)
-    del read
-    torch.cuda.synchronize()
-    again = torch.empty(1 << 22, device="cuda")
-    assert again.data_ptr() == address, "memory that another stream has read comes back"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), streams.recorded(graph, stream):
-        x += 1
-    graph.replay()
-    assert float(x[0]) == 2
 
 
 @pytest.mark.gpu

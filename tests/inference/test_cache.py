@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -34,11 +35,19 @@ REDUCED = {"mean", "max", "no root", "gin", "graph", "gcn, wider", "gcn, improve
 
 
 def made_anew(model: hl.nn.GNN, data: hl.Dataset, ids: Tensor, **options: Any) -> Tensor:
-    """By somebody who was never asked before."""
-    cache._kept.clear()
-    found = infer.exact(model, data, ids.clone(), **options)
-    cache._kept.clear()
-    return found
+    """On a graph that nobody has asked before."""
+    return infer.exact(model, afresh(data), ids.clone(), **options)
+
+
+def afresh(data: hl.Dataset) -> hl.Dataset:
+    """The same arrays, in a graph with which nothing is kept."""
+    return replace(data, graph=replace(data.graph))
+
+
+def kept_with(data: hl.Dataset) -> cache.Kept:
+    kept = cache.LastInference.on(data.graph).kept
+    assert kept is not None
+    return kept
 
 
 @pytest.mark.parametrize("chunk_edges", [None, 500])
@@ -49,7 +58,7 @@ def test_no_bit_depends_on_what_was_kept(name: str, chunk_edges: int | None):
     expected = [made_anew(model, data, ids, chunk_edges=chunk_edges) for model in models]
     for model, rows in zip(models, expected, strict=True):
         assert torch.equal(infer.exact(model, data, ids, chunk_edges=chunk_edges), rows)
-    known = cache._kept[data.graph]
+    known = kept_with(data)
     assert known.times == 4
     assert bool(known.sums) == (name in REDUCED)
     assert known.blocks
@@ -142,8 +151,8 @@ def test_of_a_table_that_tells_of_no_change_only_blocks_are_kept():
     data.tables["x"] = Drawn()
     found = [infer.exact(model, data, ids) for _ in range(3)]
     assert not torch.equal(found[1], found[2])
-    assert cache._kept[data.graph].blocks
-    assert not cache._kept[data.graph].sums
+    assert kept_with(data).blocks
+    assert not kept_with(data).sums
 
 
 def test_what_has_no_room_is_made_again(monkeypatch: pytest.MonkeyPatch):
@@ -154,10 +163,10 @@ def test_what_has_no_room_is_made_again(monkeypatch: pytest.MonkeyPatch):
     taken = []
     for room in (0, 5_000, 8_000, full):
         monkeypatch.setattr(cache, "room_on", lambda device, room=room: room)
-        cache._kept.clear()
+        data = afresh(data)
         for _ in range(3):
             assert torch.equal(infer.exact(model, data, ids, chunk_edges=150), expected)
-        known = cache._kept[data.graph]
+        known = kept_with(data)
         assert 0 <= known.room <= room
         taken.append(room - known.room)
     assert taken[0] == 0 < taken[1] < taken[2] < taken[3]
@@ -167,10 +176,25 @@ def test_what_was_kept_goes_with_the_graph():
     data, model = small(), hl.nn.GNN(CONVS["mean"]())
     for _ in range(2):
         infer.exact(model, data, data.splits["valid"])
-    before = len(cache._kept)
+    known = weakref.ref(kept_with(data))
     del data
     gc.collect()
-    assert len(cache._kept) == before - 1
+    assert known() is None
+
+
+@pytest.mark.parametrize("chunk_edges", [None, 150])
+def test_a_graph_whose_edges_change_keeps_nothing_and_another_one_has_its_own(chunk_edges: int | None):
+    data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
+    other = afresh(data)
+    for _ in range(3):
+        infer.exact(model, data, ids, chunk_edges=chunk_edges)
+        infer.exact(model, other, ids, chunk_edges=chunk_edges)
+    assert kept_with(data).times == kept_with(other).times == 3
+    known = kept_with(data)
+    data.graph.indices.copy_((data.graph.indices + 1) % 400)
+    expected = made_anew(model, data, ids, chunk_edges=chunk_edges)
+    assert torch.equal(infer.exact(model, data, ids, chunk_edges=chunk_edges), expected)
+    assert kept_with(data) is not known
 
 
 def test_threads_that_infer_at_once_change_no_bit():

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import pickle
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +19,13 @@ import hopline as hl
 from hopline import infer
 from hopline.contract import Job
 from hopline.data import planted
-from hopline.inference import cache
 from hopline.inference import captured_forward as replayed
-from hopline.inference.captured_forward import Replayed, repeats, replayed_of
+from hopline.inference.cache import LastInference
+from hopline.inference.captured_forward import CapturedInferences, Replayed, repeats
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
 from hopline.units.batch_unit import supervised
+from tests.fake_cuda import FakeCuda, Stream
 from tests.runs import sage, small
 
 on_gpu = [
@@ -72,7 +77,8 @@ def test_only_models_that_do_the_same_every_time_are_recorded():
 def test_there_is_none_on_a_cpu_and_none_under_a_budget():
     data = small()
     trainer = hl.Trainer(sage(data), data, hl.Sampled(fanouts=(3, 3)), show=False)
-    assert replayed_of(trainer.job, data.splits["valid"]) is None
+    captured = CapturedInferences()
+    assert captured.of(trainer.job, data.splits["valid"]) is None
     assert Measure(trainer.method).replayed(trainer.job) is None
     gpu = Job(
         data=data,
@@ -82,16 +88,123 @@ def test_there_is_none_on_a_cpu_and_none_under_a_budget():
         train_step=supervised("multiclass", 4),
         device=torch.device("cuda"),
     )
-    found = Measure(trainer.method).replayed(gpu)
+    found = Measure(trainer.method, captured=captured).replayed(gpu)
     assert found is not None
-    assert Measure(trainer.method).replayed(gpu) is found
-    assert Measure(trainer.method, split="test").replayed(gpu) is not found
+    assert Measure(trainer.method, captured=captured).replayed(gpu) is found
+    assert Measure(trainer.method, split="test", captured=captured).replayed(gpu) is not found
+    assert captured.of(replace(gpu), data.splits["valid"]) is not found
+    assert Measure(trainer.method).replayed(gpu) is not found, "it is of another owner"
     for bound in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}, {"test_step": lambda *_: {}}):
         assert Measure(trainer.method, **bound).replayed(gpu) is None  # type: ignore[arg-type]
-    before = len(replayed._known)
+    known = weakref.ref(found)
     del gpu, found
     gc.collect()
-    assert len(replayed._known) == before - 1
+    assert known() is None, "what was captured goes with its job"
+
+
+def test_a_trainer_owns_what_its_evaluations_capture(monkeypatch: pytest.MonkeyPatch):
+    owners: list[CapturedInferences] = []
+    monkeypatch.setattr(CapturedInferences, "of", lambda captured, job, ids: owners.append(captured))
+    data = small()
+    trainers = [hl.Trainer(sage(data), data, hl.Sampled(fanouts=(3, 3)), show=False) for _ in range(2)]
+    for trainer in trainers:
+        for split in ("valid", "test", "valid"):
+            trainer.evaluate(split)
+    assert owners == [trainers[0].captured_inferences] * 3 + [trainers[1].captured_inferences] * 3
+    assert owners[0] is not owners[3]
+
+
+def test_another_process_gets_a_measure_without_what_is_captured_here():
+    data = small()
+    job, captured = job_with(GNN([SAGEConv(8, 4)]), data), CapturedInferences()
+    assert captured.of(replace(job, device=torch.device("cuda")), data.splits["valid"]) is not None
+    sent = pickle.loads(pickle.dumps(Measure(hl.Sampled(fanouts=(3,)), captured=captured)))
+    assert isinstance(sent.captured, CapturedInferences)
+    assert sent.captured is not captured
+
+
+def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
+    return Job(
+        data=data,
+        model=model,
+        module=model,
+        train_ids=data.splits["train"],
+        train_step=supervised("multiclass", 4),
+        say=say,
+    )
+
+
+def did(found: Replayed, fake_cuda: FakeCuda) -> str:
+    """Whether the next time is run as it is, captured or only replayed."""
+    fake_cuda.log.clear()
+    found()
+    words = [line.split()[0] for line in fake_cuda.log if "waits" not in line]
+    return {"": "run", "capture end replay": "captured", "replay": "replayed"}[" ".join(words)]
+
+
+def test_it_is_captured_the_second_time_and_again_when_what_it_reads_has_changed(fake_cuda: FakeCuda):
+    data, lines = small(), []
+    model = GNN([SAGEConv(8, 8), SAGEConv(8, 4)])
+    job, ids = job_with(model, data, lines.append), torch.tensor([3, 5, 90])
+    weight, rows = next(model.parameters()), data.x.read(torch.arange(400)).clone()
+    graph = data.graph
+
+    def move() -> None:
+        weight.data = weight.data.clone()
+
+    changes = [
+        move,
+        lambda: ids.add_(1),
+        lambda: data.tables.update(x=hl.extend.TensorTable(rows)),
+        lambda: rows.mul_(2),
+        lambda: graph.indices.copy_(graph.indices.flip(0)),
+    ]
+    for first, second in itertools.pairwise(changes):
+        found = Replayed(job, ids)
+        assert [did(found, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
+        for change in (first, second):
+            with torch.no_grad():
+                weight.add_(1)  # which a graph reads when it is replayed
+            assert did(found, fake_cuda) == "replayed"
+            change()
+            assert [did(found, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
+        move()
+        assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3, "what keeps moving is not worth another graph"
+        assert found.is_settled
+    assert not lines
+
+
+def test_a_capture_is_left_to_others_where_these_draw_meanwhile(fake_cuda: FakeCuda):
+    data = small()
+    found = Replayed(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data), torch.tensor([3, 5, 90]))
+    found.left_to_others = True
+    assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
+    assert found.is_due
+    found.record(Stream(fake_cuda.log, "evaluate"))  # type: ignore[arg-type]
+    assert "capture 0 on evaluate in pool of 0" in fake_cuda.log
+    assert did(found, fake_cuda) == "replayed"
+
+
+def test_a_graph_of_too_many_bytes_is_dropped_and_nothing_is_said(fake_cuda: FakeCuda):
+    data, lines = small(), []
+    found = Replayed(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data, lines.append), torch.tensor([3, 5, 90]))
+    fake_cuda.bytes_per_graph = (1 << 30) // replayed.SHARE + 1
+    found()
+    found()
+    assert not found.is_recorded
+    assert found.is_settled
+    assert did(found, fake_cuda) == "run"
+    assert not lines
+
+
+def test_features_that_a_gpu_cannot_read_again_are_not_captured_and_modes_come_back(fake_cuda: FakeCuda):
+    data, lines = small(), []
+    model = GNN([GATConv(8, 8), SAGEConv(8, 4)], norm="batch").train()
+    found = Replayed(job_with(model, data, lines.append), torch.tensor([3, 5, 90]))
+    assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
+    assert found.is_settled
+    assert all(module.training for module in model.modules())
+    assert not lines
 
 
 MODELS = {
@@ -140,7 +253,7 @@ def change(model: nn.Module) -> None:
 
 
 def eager(job: Job, ids: Tensor) -> Tensor:
-    cache._kept.clear()
+    LastInference.on(job.data.graph).kept = None
     return infer.exact(job.model, job.data, ids.clone(), device=job.device)
 
 
@@ -156,7 +269,7 @@ def test_replayed_is_what_runs_kernel_by_kernel(name: str, where: dict[str, Any]
     data, lines = dataset(), []
     job = job_on_gpu(MODELS[name](), data, lines, **where)
     ids = data.splits["valid"]
-    found = replayed_of(job, ids)
+    found = CapturedInferences().of(job, ids)
     assert found is not None
     for _ in range(5):
         change(job.model)
@@ -206,7 +319,7 @@ def test_a_graph_that_takes_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch
         change(job.model)
         assert torch.equal(found(), eager(job, data.splits["valid"]))
     assert not found.is_recorded
-    assert found.recordings == replayed.MOST_RECORDED
+    assert found.is_settled
     assert not lines
 
 

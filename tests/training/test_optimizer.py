@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
-from hopline.training.optimizer import MOST_CAPTURES, Update, make_optimizer, split_decay
+from hopline.device import streams
+from hopline.training.optimizer import MOST_CAPTURES, MOST_SEEN, Update, make_optimizer, split_decay
+from tests.fake_cuda import FakeCuda
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
 
@@ -34,7 +38,7 @@ def test_steps_are_torchs_with_clipping(kind: str, device: str):
                 group["lr"] = group["lr"].fill_(0.01) if device == "cuda" else 0.01
             for group in optimizer.param_groups:
                 group["lr"] = 0.01
-    assert len(update.graphs) == (2 if device == "cuda" else 0)
+    assert update.num_graphs == (2 if device == "cuda" else 0)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
@@ -88,40 +92,114 @@ def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_wer
             for p, place in zip(module.parameters(), places[turn % 12], strict=True):
                 p.grad = place.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)))
             update()
-    assert len(updates[0].graphs) == MOST_CAPTURES
+    assert updates[0].num_graphs == MOST_CAPTURES
     for p, q in zip(*(module.parameters() for module in modules), strict=True):
         assert torch.equal(p, q)
 
 
-def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(monkeypatch: pytest.MonkeyPatch):
-    module, done = nn.Linear(2, 1), []
+class Noted:
+    """An optimizer's steps on a GPU that is stood in for: `did` says how each was done."""
 
-    class Graph:
-        def __init__(self) -> None:
-            self.reads = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
+    def __init__(self, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.module, self.log, self.lines = nn.Linear(2, 1), fake_cuda.log, []
+        optimizer = make_optimizer("adam", [(list(self.module.parameters()), 0.0)], 0.1)
+        self.update = Update(self.module, optimizer, None, self.lines.append)
+        self.update.can_capture = True
+        self.fails = False
+        monkeypatch.setattr(self.update, "_run", self._run)
 
-        def replay(self) -> None:
-            done.append("replayed")
-            assert self.reads == [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
+    def _run(self) -> None:
+        is_captured = bool(self.log) and self.log[-1].startswith("capture")
+        self.log.append("run")
+        if self.fails and is_captured:
+            raise ZeroDivisionError("no more")
 
-    update = Update(module, make_optimizer("adam", [(list(module.parameters()), 0.0)], 0.1), None, print)
-    update.can_capture = True
-    monkeypatch.setattr(update, "_run", lambda: done.append("ran"))
-    monkeypatch.setattr(update, "_capture", lambda at: (update.graphs.update({at: Graph()}), done.append("captured")))
-    both = [[torch.zeros_like(p) for p in module.parameters()] for _ in range(2)]
-    for place in [0] * 4 + [1, 1, 1] + [0, 1, 0]:
-        for p, grad in zip(module.parameters(), both[place], strict=True):
+    def place(self) -> list[torch.Tensor]:
+        """Memory for gradients."""
+        return [torch.zeros_like(p) for p in self.module.parameters()]
+
+    def did(self, place: list[torch.Tensor]) -> str:
+        """How the step with gradients at a place was done: the words that count, with the number of the graph."""
+        for p, grad in zip(self.module.parameters(), place, strict=True):
             p.grad = grad
-        update()
-    assert done == ["ran", "ran", "captured", "replayed", "ran", "captured", "replayed", *["replayed"] * 3]
+        self.log.clear()
+        self.update()
+        words = [line.split(" on ")[0] for line in self.log if "waits" not in line]
+        return ", ".join(words)
+
+
+CAPTURED = "capture {0}, run, end of capture {0}, replay of {0}"
+
+
+def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
+    noted = Noted(fake_cuda, monkeypatch)
+    both = [noted.place(), noted.place()]
+    did = [noted.did(both[here]) for here in [0] * 4 + [1] * 3 + [0, 1, 0]]
+    assert did[:4] == ["run", "run", CAPTURED.format(0), "replay of 0"]
+    assert did[4:7] == ["run", CAPTURED.format(1), "replay of 1"]
+    assert did[7:] == ["replay of 0", "replay of 1", "replay of 0"]
     for _ in range(MOST_CAPTURES + 2):  # places that come twice, one after the other
-        place = [torch.zeros_like(p) for p in module.parameters()]
-        both.append(place)
-        for _ in range(2):
-            for p, grad in zip(module.parameters(), place, strict=True):
-                p.grad = grad
-            update()
-    assert len(update.graphs) == MOST_CAPTURES
+        both.append(noted.place())
+        did = [noted.did(both[-1]) for _ in range(2)]
+    assert noted.update.num_graphs == MOST_CAPTURES
+    assert did == ["run", "run"]
+    assert noted.did(both[0]) == "replay of 0"
+
+
+def test_places_that_never_come_again_are_not_remembered_but_graphs_are(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
+    noted = Noted(fake_cuda, monkeypatch)
+    first, others = noted.place(), []
+    for _ in range(3):
+        noted.did(first)
+    for _ in range(MOST_SEEN + 5):
+        others.append(noted.place())  # all at once, so that each is at another place
+        noted.did(others[-1])
+    assert len(noted.update.captured) < MOST_SEEN
+    assert noted.did(first) == "replay of 0"
+    assert noted.did(others[0]) == "run", "it was forgotten"
+    assert noted.did(others[0]) == CAPTURED.format(1)
+
+
+def test_a_step_that_cannot_be_captured_is_run_and_none_is_tried_again(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
+    noted = Noted(fake_cuda, monkeypatch)
+    both = [noted.place(), noted.place()]
+    for _ in range(3):
+        noted.did(both[0])
+    noted.fails = True
+    did = [noted.did(both[here]) for here in (1, 1, 1, 0)]
+    assert did == ["run", "capture 1, run, end of capture 1, run", "run", "run"]
+    assert noted.update.num_graphs == 0
+    assert len(noted.lines) == 1
+    assert noted.lines[0].startswith("the optimizer's step is not captured in a CUDA graph")
+    assert noted.lines[0].endswith(": no more")
+
+
+def test_a_step_is_run_while_another_thread_has_the_capture_lock_and_captured_later(
+    fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
+    noted = Noted(fake_cuda, monkeypatch)
+    place = noted.place()
+    begun, ended = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with streams.turn:
+            begun.set()
+            ended.wait()
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    begun.wait()
+    did = [noted.did(place) for _ in range(4)]
+    ended.set()
+    thread.join()
+    assert did == ["run"] * 4
+    assert noted.did(place) == CAPTURED.format(0)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -1,9 +1,8 @@
-"""Who may use a GPU while a CUDA graph is recorded: nobody else in the process; and what goes first afterwards."""
+"""The lock for CUDA-graph capture, and streams by thread, purpose and priority."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -14,48 +13,6 @@ there is anything to evaluate."""
 
 FIRST = -1
 """The priority of what shall not wait for evaluation; streams have 0, the lowest, unless one asks."""
-
-
-@contextmanager
-def at_once() -> Iterator[bool]:
-    """The turn, if nobody else has it: what can be recorded another time waits for nobody."""
-    taken = turn.acquire(blocking=False)
-    try:
-        yield taken
-    finally:
-        if taken:
-            turn.release()
-
-
-@contextmanager
-def recorded(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, beside: torch.cuda.CUDAGraph | None = None
-) -> Iterator[None]:
-    """Within, what this thread gives the stream becomes a graph; another, that moves batches, may wait for copies.
-
-    beside: a graph that never runs at the same time, whose memory it may use.
-    """
-    pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            yield
-    except BaseException:
-        _end_recording(pool, stream)
-        raise
-
-
-def _end_recording(pool: Any, stream: torch.cuda.Stream) -> None:
-    """After a failure: end what torch leaves open of a capture that the device has given up.
-
-    Until then torch reuses no memory that a second stream has read, and draws no random number on the GPU.
-    """
-    try:
-        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-    except RuntimeError:  # the capture came to its end
-        return
-    torch._C._cuda_releasePool(stream.device_index, pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
-        torch.zeros(1, device=stream.device)  # the end of any capture is that of the generator's
 
 
 _own = threading.local()

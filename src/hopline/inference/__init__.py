@@ -4,11 +4,11 @@ A module that is not made of layers is run on the hops around the nodes (`hops=`
 
 `exact`, `exact_rows` and `sampled` are public. `layerwise_chunks` goes layer by layer, `neighborhoods` over the hops
 around some nodes, `distributed` over ranks and `over_shards` over shards in one process. `resumable` keeps layers in
-files, `cache` keeps what the next evaluation needs again, `captured_forward` replays it as a CUDA graph. It stands on
+files, `cache` keeps what the next inference needs again, `captured_forward` replays it as a CUDA graph. It stands on
 `shards` and below.
 
-State of the process: `cache` and `captured_forward` keep what the next evaluation of a graph or a job needs; the
-evaluator will own it.
+A graph owns what the last inference on it has kept (`Graph.derived`). Who evaluates again and again owns the captured
+inferences (`CapturedInferences`); in a run that is the Trainer.
 """
 
 from __future__ import annotations

@@ -93,19 +93,29 @@ class Kept:
         self.blocks[id(chunk)] = replace(block, graph=None)
 
 
-_kept: weakref.WeakKeyDictionary[Graph, Kept] = weakref.WeakKeyDictionary()
+@dataclass(eq=False)
+class LastInference:
+    """What the last inference on a graph has kept. The graph owns it, so that it goes with the graph."""
+
+    kept: Kept | None = None
+
+    @classmethod
+    def on(cls, graph: Graph) -> LastInference:
+        """The one of a graph; a new one where the graph's arrays have changed."""
+        return graph.derived("last inference", cls)
 
 
 def kept_of(
     graph: Graph, x: Table, ids: Tensor, about: Hashable, device: torch.device, needed: Callable[[], list[Tensor]]
 ) -> Kept:
     """What was kept of the last inference on a graph, if that was the same but for the weights; else a new one."""
-    kept = _kept.get(graph)
+    last = LastInference.on(graph)
+    kept = last.kept
     if kept is not None and kept.is_of(graph, ids, about, x):
         kept.times += 1
     else:
         kept = Kept(
             weakref.ref(ids), ids._version, about, weakref.ref(x), x.version, graph.versions, needed(), room_on(device)
         )
-        _kept[graph] = kept
+        last.kept = kept
     return kept

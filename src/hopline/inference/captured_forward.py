@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline.contract import Job
-from hopline.device import streams
+from hopline.device.cuda_graph import Captured, Declined
 from hopline.device.meter import free_bytes
 from hopline.inference.cache import Kept
 from hopline.inference.layerwise_chunks import CPU, Layerwise, read_on
@@ -42,21 +43,30 @@ class Replayed:
     def __init__(self, job: Job, ids: Tensor) -> None:
         assert isinstance(job.model, GNN)
         self.model, self.data, self.device, self.ids = job.model, job.data, job.device, ids
-        self.times, self.recordings = 0, 0
         self.left_to_others = False
         """Whether it waits for somebody to call `record`, and does not do so itself."""
         self._job = weakref.ref(job)
-        self._graph: _Graph | None = None
+        self._captured: Captured[_Recorded] = Captured(
+            job.device,
+            purpose="evaluations",
+            subject="evaluation is",
+            say=_say_for(self._job),
+            warm_up=BEFORE,
+            most=MOST_RECORDED,
+        )
 
     def __call__(self) -> Tensor:
         """The output rows of the nodes, on the host."""
-        if self._graph is not None and not self._graph.is_current(self):
-            self._graph, self.times = None, 0
-        if self.is_due and not self.left_to_others:
-            self.record(streams.stream_to_record("evaluations", self.device))
-        if self._graph is not None:
-            return self._graph.replay(self.device)
-        self.times += 1
+        captured = self._captured
+        if captured.graph is not None and not self._is_current(captured.result):
+            captured.forget()
+        if captured.is_due and not self.left_to_others:
+            self.record()
+        if captured.graph is not None:
+            with trace.span("infer.layer", self.device):
+                rows = captured.replay().rows
+            return rows.to(CPU)
+        captured.runs += 1
         return infer.exact(self.model, self.data, self.ids, device=self.device)
 
     def launched(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> Launched | None:
@@ -64,49 +74,73 @@ class Replayed:
 
         At most two may be under way, since each leaves its rows in one of two places.
         """
-        graph, job = self._graph, self._job()
-        if graph is None or job is None or not graph.is_current(self):
+        captured, job = self._captured, self._job()
+        if captured.graph is None or job is None or not self._is_current(captured.result):
             return None
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             stream.wait_event(after)
             own = job.module.state_dict()
             torch._foreach_copy_(list(own.values()), [weights[name] for name in own])
-            return graph.launch()
+            place = captured.result.next_place()
+            begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+            begun.record()
+            place.copy_(captured.replay().rows, non_blocking=True)
+            done.record()
+        return Launched(place, begun, done)
 
     @property
     def is_recorded(self) -> bool:
-        return self._graph is not None
+        return self._captured.graph is not None
 
     @property
     def is_due(self) -> bool:
         """Whether it is to be recorded before the next time."""
-        return self._graph is None and self.times >= BEFORE and self.recordings < MOST_RECORDED
+        return self._captured.is_due
 
     @property
     def is_settled(self) -> bool:
         """Whether it is recorded, or never will be."""
-        return self._graph is not None or self.recordings >= MOST_RECORDED
+        return self._captured.is_settled
 
-    def record(self, stream: torch.cuda.Stream) -> None:
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make it a graph whose kernels have the stream's priority, if that can be; nobody else may draw meanwhile."""
-        self.recordings += 1
-        outer = torch.cuda.current_stream(self.device)
-        stream.wait_stream(outer)
-        try:
-            with (
-                streams.turn,
-                torch.cuda.device(self.device),
-                torch.cuda.stream(stream),
-                infer.evaluating(self.model),
-            ):
-                self._graph = _recorded(self, stream)
-        except Exception as error:
-            job, reason = self._job(), " ".join(str(error).split())[:200]
-            if job is not None:
-                job.say(f"evaluation is not recorded in a CUDA graph, it runs one kernel after the other: {reason}")
-        if self._graph is None:
-            self.recordings = MOST_RECORDED  # it would be no other the next time
-        outer.wait_stream(stream)
+        self._captured.capture(self._rehearsed(), stream=stream)
+
+    @contextmanager
+    def _rehearsed(self) -> Iterator[Callable[[], _Recorded]]:
+        """Gives the inference to record, when it finds all blocks made.
+
+        Declined where a graph would take too much memory, or read what may move or is the host's.
+        """
+        model, device = self.model, self.device
+        with infer.evaluating(model):
+            work, ids = Layerwise(model, self.data, None, device), self.ids.to(device)
+            for _ in range(2):  # as a rehearsal: what is asked for twice is kept
+                if not work.is_known:
+                    read_on(device, work.outputs(self.ids, show=False), ids)
+            kept = work.kept
+            if not work.is_known or kept is None or (model.encodes and kept.needed[0].device.type == "cpu"):
+                raise Declined
+            reads_features = not kept.has_sums(model.num_layers)
+            addresses = self.addresses(features=reads_features)
+            if addresses is None:
+                raise Declined
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(device).total_memory
+            room, before = min(total // SHARE, free_bytes(device) // 4), torch.cuda.memory_reserved(device)
+
+            def run() -> _Recorded:
+                rows = read_on(device, work.outputs(self.ids, show=False), ids)
+                return _Recorded(rows, kept, reads_features, addresses, (work, ids))
+
+            yield run
+            if torch.cuda.memory_reserved(device) - before > room:
+                raise Declined
+
+    def _is_current(self, recorded: _Recorded) -> bool:
+        """Whether all that a graph reads is where it was, and of the same nodes and features."""
+        same = recorded.kept.is_of(self.data.graph, self.ids, recorded.kept.about, self.data.x)
+        return same and self.addresses(features=recorded.reads_features) == recorded.addresses
 
     def addresses(self, *, features: bool) -> list[int] | None:
         """Where the weights are, and the features; None where these are not on the GPU, or may be moved there."""
@@ -135,10 +169,9 @@ class Launched(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Graph:
-    """A recorded inference, and what it reads: it knows only where that is."""
+class _Recorded:
+    """What a recorded inference reads and leaves: the graph itself knows only where that is."""
 
-    graph: torch.cuda.CUDAGraph
     rows: Tensor
     """Where it leaves the output."""
     kept: Kept
@@ -148,50 +181,23 @@ class _Graph:
     places: list[Tensor] = field(default_factory=list)
     """Pinned memory for the output of two that are under way."""
 
-    def is_current(self, inference: Replayed) -> bool:
-        """Whether all that it reads is where it was, and of the same nodes and features."""
-        same = self.kept.is_of(inference.data.graph, inference.ids, self.kept.about, inference.data.x)
-        return same and inference.addresses(features=self.reads_features) == self.addresses
-
-    def replay(self, device: torch.device) -> Tensor:
-        with trace.span("infer.layer", device):
-            self.graph.replay()
-        return self.rows.to(CPU)
-
-    def launch(self) -> Launched:
+    def next_place(self) -> Tensor:
+        """That of the one before the last."""
         if not self.places:
             self.places = [torch.empty_like(self.rows, device=CPU, pin_memory=True) for _ in range(2)]
         self.places.reverse()
-        begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
-        begun.record()
-        self.graph.replay()
-        self.places[0].copy_(self.rows, non_blocking=True)
-        done.record()
-        return Launched(self.places[0], begun, done)
+        return self.places[0]
 
 
-def _recorded(inference: Replayed, stream: torch.cuda.Stream) -> _Graph | None:
-    """None where a graph would take too much memory, or read what may move or is the host's."""
-    device, ids = inference.device, inference.ids.to(inference.device)
-    work = Layerwise(inference.model, inference.data, None, device)
-    for _ in range(2):  # as a rehearsal: what is asked for twice is kept
-        if not work.is_known:
-            read_on(device, work.outputs(inference.ids, show=False), ids)
-    if not work.is_known or work.kept is None or (work.model.encodes and work.kept.needed[0].device.type == "cpu"):
-        return None
-    reads_features = not work.kept.has_sums(inference.model.num_layers)
-    addresses = inference.addresses(features=reads_features)
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    room, before = min(total // SHARE, free_bytes(device) // 4), torch.cuda.memory_reserved(device)
-    if addresses is None:
-        return None
-    graph = torch.cuda.CUDAGraph()
-    with streams.recorded(graph, stream):
-        rows = read_on(device, work.outputs(inference.ids, show=False), ids)
-    if torch.cuda.memory_reserved(device) - before > room:
-        return None
-    return _Graph(graph, rows, work.kept, reads_features, addresses, (work, ids))
+def _say_for(job: weakref.ref[Job]) -> Callable[[str], None]:
+    """Says a line where the job says its own, and does not keep the job."""
+
+    def say(text: str) -> None:
+        known = job()
+        if known is not None:
+            known.say(text)
+
+    return say
 
 
 def repeats(model: nn.Module) -> bool:
@@ -209,14 +215,24 @@ def _is_known(made: Any) -> bool:
     return (getattr(made, "__module__", None) or "torch").split(".")[0] in KNOWN
 
 
-_known: WeakKeyDictionary[Job, dict[int, Replayed]] = WeakKeyDictionary()
+class CapturedInferences:
+    """The captured inferences of whoever evaluates again and again, by job and nodes.
 
+    They go with their job: that of a thread that evaluates ends with the thread.
+    """
 
-def replayed_of(job: Job, ids: Tensor) -> Replayed | None:
-    """A job's inference at some nodes, the same one every time; None where it is not for a graph."""
-    if job.device.type != "cuda" or not repeats(job.model):
-        return None
-    known = _known.setdefault(job, {})
-    if id(ids) not in known:
-        known[id(ids)] = Replayed(job, ids)
-    return known[id(ids)]
+    def __init__(self) -> None:
+        self._by_job: WeakKeyDictionary[Job, dict[int, Replayed]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """In another process, which has a job of its own, there are none."""
+        return CapturedInferences, ()
+
+    def of(self, job: Job, ids: Tensor) -> Replayed | None:
+        """A job's inference at some nodes, the same one every time; None where it is not for a graph."""
+        if job.device.type != "cuda" or not repeats(job.model):
+            return None
+        known = self._by_job.setdefault(job, {})
+        if id(ids) not in known:
+            known[id(ids)] = Replayed(job, ids)
+        return known[id(ids)]

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from hopline.contract import Job, Method
 from hopline.data.dataset import Dataset
 from hopline.inference import KeepRows
 from hopline.inference import distributed as shard_infer
-from hopline.inference.captured_forward import Replayed, replayed_of
+from hopline.inference.captured_forward import CapturedInferences, Replayed
 from hopline.inference.neighborhoods import whole_bytes
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
@@ -199,6 +199,8 @@ class Measure:
     """and whether hidden rows are kept in files, which are removed afterwards."""
     part_hops: int | None = None
     """Of a module that is not made of layers: hops around a node that exact evaluation runs it on; None for all."""
+    captured: CapturedInferences = field(default_factory=CapturedInferences)
+    """Where exact evaluations on a GPU are kept as CUDA graphs, for the next ones."""
 
     def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
         data, ids = job.data, job.data.splits[self.split]
@@ -242,7 +244,7 @@ class Measure:
         bound = self.chunk_bytes is not None or self.rows_on_disk
         if bound or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
             return None
-        return replayed_of(job, job.data.splits[self.split])
+        return self.captured.of(job, job.data.splits[self.split])
 
 
 # ---- modules that are not made of layers

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.device import streams
+from hopline.device.cuda_graph import Captured
 from hopline.util import trace
 
 WARM_UP_STEPS = 2
+"""Steps before any is captured: they set the optimizer up."""
 MOST_CAPTURES = 3
+"""Graphs of one optimizer: gradients that keep moving about in memory are not worth another."""
 MOST_SEEN = 64
-"""Gradients that keep moving about in memory are not worth another graph, nor is every place to be remembered."""
+"""Places of gradients that are remembered."""
 
 
 Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
@@ -60,8 +63,8 @@ class Update:
         self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
         self._refuse_others()
         self.device = self.parameters[0].device
-        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}  # by all that they have taken down
-        self.seen: set[Hashable] = set()  # what gradients and settings were before
+        self.captured: dict[Hashable, Captured[None]] = {}
+        """By all that a graph takes down: where gradients and settings were before, captured or not."""
         self.steps = 0
         rate = optimizer.param_groups[0]["lr"]
         self.can_capture = self.device.type == "cuda" and isinstance(rate, Tensor) and rate.device.type == "cuda"
@@ -91,16 +94,18 @@ class Update:
             if not self.can_capture:
                 self._run()
                 return
-            key = self._key()
-            known, new = self.graphs.get(key), key not in self.seen
-            if known is not None:
-                known.replay()
-            # The first steps set the optimizer up; gradients that were never there before may move each time.
-            elif self.steps <= WARM_UP_STEPS or new or len(self.graphs) == MOST_CAPTURES:
-                self._remember(key)
-                self._run()
+            captured = self._captured_at(self._key())
+            if captured.is_due and self.steps > WARM_UP_STEPS and self.num_graphs < MOST_CAPTURES:
+                self._capture(captured)
+            if captured.graph is not None:
+                captured.replay()
             else:
-                self._capture(key)
+                captured.runs += 1
+                self._run()
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(captured.graph is not None for captured in self.captured.values())
 
     def _run(self) -> None:
         if self.clip_norm is not None:
@@ -114,29 +119,22 @@ class Update:
         values = [value for group in groups for name, value in group.items() if name != "params"]
         return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in values)
 
-    def _remember(self, key: Hashable) -> None:
-        if len(self.seen) == MOST_SEEN:
-            self.seen.clear()
-        self.seen.add(key)
+    def _captured_at(self, key: Hashable) -> Captured[None]:
+        """The step with gradients and settings at that place; a new one where they were never before."""
+        if key not in self.captured:
+            if len(self.captured) >= MOST_SEEN:
+                self.captured = {other: known for other, known in self.captured.items() if known.graph is not None}
+            # Run once before it is captured: gradients that were never there before may move each time.
+            self.captured[key] = Captured(
+                self.device, purpose="updates", subject="the optimizer's step is", say=self.say, warm_up=1
+            )
+        return self.captured[key]
 
-    def _capture(self, key: Hashable) -> None:
-        graph, stream = torch.cuda.CUDAGraph(), streams.stream_to_record("updates", self.device)
-        try:
-            with streams.at_once() as free:
-                if not free:
-                    self._run()
-                    return
-                prepare = getattr(self.optimizer, "prepare", None)  # of our own kernels
-                if prepare is not None:
-                    prepare()
-                stream.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(stream), streams.recorded(graph, stream):
-                    self._run()
-        except Exception as error:
-            self.can_capture, self.graphs = False, {}
-            self.say(f"the optimizer's step is not captured in a CUDA graph: {' '.join(str(error).split())[:200]}")
-            self._run()
-            return
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.graphs[key] = graph
-        graph.replay()
+    def _capture(self, captured: Captured[None]) -> None:
+        prepare = getattr(self.optimizer, "prepare", None)  # of our own kernels
+        if prepare is not None:
+            prepare()
+        # It can be captured at any later step: it waits for no evaluation that has the lock.
+        is_captured = captured.capture(nullcontext(self._run), wait=False)
+        if captured.is_settled and not is_captured:
+            self.can_capture, self.captured = False, {}

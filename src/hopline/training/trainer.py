@@ -31,6 +31,7 @@ from hopline.data.placement import describe, place
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
 from hopline.distributed.world import World
+from hopline.inference.captured_forward import CapturedInferences
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
@@ -201,6 +202,7 @@ class Trainer:
         self.plan: Plan | None = None
         self.work = self._bound(train_step, placement or Placement())
         self.part_hops = part_hops_of(self.job, self.method)
+        self.captured_inferences = CapturedInferences()
         if self._evaluates_exactly:
             check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
         if self.settings.evaluate != "blocking":
@@ -420,7 +422,8 @@ class Trainer:
         self._check_unchanged()
         if split not in self.data.splits:
             raise ValueError(f"the dataset has no split {split!r}: choose one of {', '.join(self.data.splits)}")
-        measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **self.chunks)
+        options: dict[str, Any] = {"captured": self.captured_inferences, **self.chunks}
+        measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **options)
         return measure(self.job, getattr(self.work, "keep_rows", None))  # of a method that has a use for hidden rows
 
     @property

@@ -19,7 +19,7 @@ from hopline import ops
 from hopline.contract import Job, Unit
 from hopline.core.batch import Batch
 from hopline.core.tree_layout import TreeRows, TreeSampler
-from hopline.device import streams
+from hopline.device.cuda_graph import Captured
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
 from hopline.ops.tree_slots import Slots
@@ -202,15 +202,7 @@ def capture(
     beside: another, in whose memory it may compute. It keeps what that leaves, while what it leaves is written over.
     """
     step = CapturedStep(job, batches, size, first, per_step)
-    try:
-        step.capture(None if beside is None else beside.graph)
-    except Exception as error:
-        for parameter in step.parameters:
-            parameter.grad = None
-        reason = " ".join(str(error).split())[:200]
-        job.say(f"steps are not captured in a CUDA graph, they run one kernel after the other: {reason}")
-        return None
-    return step
+    return step if step.capture(beside) else None
 
 
 class CapturedStep:
@@ -224,27 +216,32 @@ class CapturedStep:
         # Of the step's seeds, by which its gradient is weighted.
         self.share = torch.ones((), dtype=precision, device=job.device)
         self.total = size
-        self.graph = torch.cuda.CUDAGraph()
+        self.captured: Captured[Tensor] = Captured(job.device, purpose="steps", subject="steps are", say=job.say)
 
-    def capture(self, beside: torch.cuda.CUDAGraph | None) -> None:
-        job = self.job
+    def capture(self, beside: CapturedStep | None) -> bool:
+        """Whether it is captured now."""
+        return self.captured.capture(self._warmed_up(), pool_of=None if beside is None else beside.captured)
+
+    @contextmanager
+    def _warmed_up(self) -> Iterator[Callable[[], Tensor]]:
+        """Gives the step after a few runs of it. What these change is put back, also where the capture fails."""
         renew_accumulators(self.parameters)
-        stream = streams.stream_to_record("steps", job.device)
-        with streams.turn, _unchanged(job.module, self.batches.state, job.device), _after_this_stream(stream):
-            begin = self.batches.state.clone()
-            self._run()  # compiles, and asks the host whatever is asked only once
-            with no_waiting():
-                for _ in range(WARM_UP_STEPS - 1):
-                    self.batches.state.copy_(begin)  # the epoch may have no more steps than one
-                    self._run()
-            self._forget_gradients()
-            with streams.recorded(self.graph, stream, beside):
-                self.loss = self._run()
-            self.gradients = [p.grad for p in self.parameters]
-            # The graph knows only where they are.
-            self.held = self.batches.held(self.size, self.first)
-            self._forget_gradients()
-        torch.cuda.current_stream(job.device).wait_stream(stream)
+        state = self.batches.state
+        with _unchanged(self.job.module, state, self.job.device):
+            try:
+                begin = state.clone()
+                self._run()  # compiles, and asks the host whatever is asked only once
+                with no_waiting():
+                    for _ in range(WARM_UP_STEPS - 1):
+                        state.copy_(begin)  # the epoch may have no more steps than one
+                        self._run()
+                self._forget_gradients()
+                yield self._run
+                self.gradients = [p.grad for p in self.parameters]
+                # The graph knows only where they are.
+                self.held = self.batches.held(self.size, self.first)
+            finally:
+                self._forget_gradients()
 
     def _run(self) -> Tensor:
         self._forget_gradients()
@@ -262,10 +259,10 @@ class CapturedStep:
         before = [p.grad for p in self.parameters]
         # What an earlier unit left in the graph's own memory would be written over.
         kept = [g.clone() if g is not None and g is own else g for g, own in zip(before, self.gradients, strict=True)]
-        self.graph.replay()
+        loss = self.captured.replay()
         for parameter, earlier, own in zip(self.parameters, kept, self.gradients, strict=True):
             parameter.grad = own if earlier is None or own is None else earlier + own
-        return self.loss.clone()
+        return loss.clone()
 
     def _forget_gradients(self) -> None:
         for parameter in self.parameters:
@@ -283,14 +280,6 @@ def renew_accumulators(parameters: Iterable[nn.Parameter]) -> None:
         # A node is of one type of numbers: with another one in between, the next use makes a new node.
         parameter.data = own.new_empty(0, dtype=torch.float32 if own.dtype != torch.float32 else torch.float64)
         parameter.data = own
-
-
-@contextmanager
-def _after_this_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Within, another stream, which begins when all is done that this one was given until now."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 @contextmanager
