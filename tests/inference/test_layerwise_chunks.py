@@ -19,9 +19,10 @@ from hopline.data.dataset import Dataset
 from hopline.device.meter import TensorMeter
 from hopline.inference import layerwise_chunks
 from hopline.inference.layerwise_chunks import AHEAD
+from hopline.layerwise import engine
 from hopline.nn import GNN
 from hopline.pipeline.stages import Pipeline
-from hopline.tables import TensorTable
+from hopline.tables import TensorTable, allocators
 from hopline.util.errors import StageError
 from tests.helpers import GNN_OPTIONS, assert_close, gnn_of, randn, random_graph
 from tests.runs import sage, small
@@ -38,7 +39,7 @@ def test_threads_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
     model, data = gnn_of(name).float(), small(num_features=6)
     threaded = infer.exact(model, data, chunk_edges=300)
     with monkeypatch.context() as patch:
-        patch.setattr(layerwise_chunks, "Pipeline", serial)
+        patch.setattr(engine, "Pipeline", serial)
         assert torch.equal(infer.exact(model, data, chunk_edges=300), threaded)
 
 
@@ -128,7 +129,7 @@ def test_other_widths_make_other_chunks():
         work = layerwise_chunks.Layerwise(
             hl.nn.GNN([SAGEConv(8, hidden)]), data, 1, torch.device("cpu"), chunk_bytes=1_000_000
         )
-        sizes[hidden] = work._edges_of_a_chunk(0, torch.arange(400), layerwise_chunks.Tables(data.x))
+        sizes[hidden] = work._edges_of_a_chunk(0, torch.arange(400))
     assert sizes[4] > 5 * sizes[256] > 100
 
 
@@ -167,7 +168,7 @@ def test_hidden_rows_that_a_gpu_has_no_room_for(name: str, monkeypatch: pytest.M
         assert close(infer.exact(model, data, chunk_bytes=most, device="cuda"), wanted)
         assert close(infer.exact(model, data, few, chunk_bytes=most, device="cuda"), wanted[few])
     assert written == {("cuda", False)}  # by the GPU, to the host's memory
-    monkeypatch.setattr(layerwise_chunks.pinned, "register", lambda table: "refused")
+    monkeypatch.setattr(allocators.pinned, "register", lambda table: "refused")
     assert close(infer.exact(model, data, chunk_bytes=40_000, device="cuda"), wanted)
     assert ("cpu", False) in written
 

@@ -86,7 +86,7 @@ def test_an_end_at_any_chunk_loses_only_what_was_not_marked(
     again, sizes = computed(model, data, tmp_path)
     assert torch.equal(again, expected)
     assert sizes == {}
-    assert {p.name.split("-")[0] for p in tmp_path.glob("*.bin")} == {"layer2"}
+    assert {p.name for p in tmp_path.glob("*.bin")} == {"layer2.bin"}
 
 
 KILLED = """
@@ -143,8 +143,8 @@ def test_another_inference_is_refused_by_name(tmp_path: Path):
 def test_damage_is_named(tmp_path: Path):
     data = small()
     infer.exact(sage(data), data, folder=tmp_path)
-    os.truncate(tmp_path / "layer1-h.bin", 100)
-    with pytest.raises(ValueError, match=r"layer1-h.bin is missing or too short: remove .* to begin anew"):
+    os.truncate(tmp_path / "layer1.bin", 100)
+    with pytest.raises(ValueError, match=r"layer1.bin is missing or too short: remove .* to begin anew"):
         infer.exact(sage(data), data, folder=tmp_path)
     (tmp_path / PROGRESS).write_text("{}")
     with pytest.raises(ValueError, match=r"inference.json cannot be read .* remove .* to begin anew"):
@@ -157,7 +157,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     data = small()
-    with pytest.raises(ValueError, match=r"cannot write .*layer0-h.bin \(No space left on device\): free some space"):
+    with pytest.raises(ValueError, match=r"cannot write .*layer0.bin \(No space left on device\): free some space"):
         infer.exact(sage(data), data, folder=tmp_path)
 
 

@@ -106,8 +106,8 @@ def test_the_last_layer_can_be_computed_forward_too():
     kept: dict[int, Tensor] = {}
     rows = Boundaries(tables, device=CPU, dtype=torch.float64)
 
-    def keep(l: int, at: Tensor, found: Tensor) -> None:
-        kept.setdefault(l, torch.zeros(NUM_NODES, found.size(1), dtype=torch.float64))[at] = found
+    def keep(l: int, piece: Piece, found: Tensor) -> None:
+        kept.setdefault(l, torch.zeros(NUM_NODES, found.size(1), dtype=torch.float64))[piece.dst] = found
 
     with torch.no_grad():
         Layers(model, plan, rows, keep=keep).forward(range(model.num_layers))

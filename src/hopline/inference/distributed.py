@@ -15,7 +15,7 @@ from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.distributed.all_to_all import Channel, Question
 from hopline.inference import evaluating, measure
-from hopline.inference.layerwise_chunks import CHUNK_EDGES, Layerwise, Tables
+from hopline.inference.layerwise_chunks import CHUNK_EDGES, Layerwise
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.shards.collective_sampler import CollectiveSampler, fetch
@@ -136,15 +136,16 @@ class _OnShard(Layerwise):
             marked[graph.indices[ops.row_positions(graph.indptr, piece)[1]].long()] = True
         return marked.nonzero().view(-1)
 
-    def completed(self, tables: Tables) -> Tables:
-        """The same tables, with the rows of the next layer's sources that other ranks have computed."""
+    def completed(self, l: int) -> None:
+        """Fetch the rows of the next layer's sources that other ranks have computed."""
+        if l == self.last:
+            return
         del self.wanted[0]
         numbers, question = self.wanted[0]
-        assert isinstance(tables.h, TensorTable)
-        home = tables.h.rows.device
-        rows = question.answer(tables.h.read(question.rows.to(home)).cpu())
-        tables.h.write((numbers + self.shard.num_own).to(home), rows.to(home))
-        return tables
+        table = self.tables.of(l)
+        home = table.rows.device
+        rows = question.answer(table.read(question.rows.to(home)).cpu())
+        table.write((numbers + self.shard.num_own).to(home), rows.to(home))
 
 
 def _local(shard: Shard, channel: Channel) -> PartialGraph:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +13,19 @@ from hopline.core.batch import Block
 from hopline.core.row_handles import Readable, ReducedRows, Rows, as_tensor
 from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood, whole_block
 from hopline.data.dataset import Dataset
-from hopline.device import pinned
 from hopline.device.meter import free_bytes, meter_of, numbered
 from hopline.inference.cache import Kept, kept_of
 from hopline.inference.resumable import LayerFiles
+from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece, layer_rows
 from hopline.methods.full_batch.convs.block import ShardBlock
 from hopline.methods.full_batch.convs.messages import CannotSplit
 from hopline.nn.conv_adapter import SeesMore, way_of
 from hopline.nn.gnn import GNN, State
-from hopline.pipeline.stages import Pipeline, Stage
 from hopline.shards.layout import slab_layout
 from hopline.tables import TensorTable
-from hopline.util import trace
-from hopline.util.progress import Progress, progress
+from hopline.tables.allocators import Allocator, DeviceThenPinned
+from hopline.tables.layers import LayerTables
+from hopline.util.progress import progress
 
 CHUNK_EDGES = 1 << 20
 """Edges of one chunk; on a GPU, where every chunk costs the host a while, up to"""
@@ -44,6 +43,8 @@ PROBED_NODES = 16
 """Nodes by which it is found what a chunk takes."""
 MARGIN = 1.5
 """By how much a chunk may take more, for its edges, than those nodes did."""
+ENCODED = -1
+"""The layer number of rows after the encoder."""
 CPU = torch.device("cpu")
 
 KeepRows = Callable[[int, Tensor, Tensor], None]
@@ -71,22 +72,48 @@ def read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
     return table.read(ids.cpu()).to(device)
 
 
-@dataclass
-class Tables:
-    """The state of all nodes between two layers."""
+class InferenceTables(LayerTables):
+    """The rows of inference after the encoder and after each layer. Rows that no later layer reads are forgotten."""
 
-    h: Readable
-    x0: TensorTable | None = None
-    jk: TensorTable | None = None
+    def __init__(self, num_rows: int, allocator: Allocator, model: GNN, device: torch.device) -> None:
+        super().__init__(num_rows, allocator)
+        self.model, self.device, self.last = model, device, model.num_layers - 1
+        self.files = allocator if isinstance(allocator, LayerFiles) else None
+        if self.files is not None:
+            self.tables = self.files.existing()
+
+    def _write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
+        if l not in self.tables and rows.size(0) == self.num_rows and self.allocator.adopts(rows):
+            self.tables[l] = rows  # of all nodes in their order: nothing is copied
+        else:
+            table = TensorTable(self.table(l, rows))
+            writer = rows.device if table.tiers(rows.device) is not None else CPU
+            table.write(places.to(writer), rows.to(writer))
+        if self.files is not None and l > ENCODED:
+            self.files.chunk_done()
+
+    def complete(self, l: int) -> None:
+        if self.device.type == "cuda" and any(not table.is_cuda for table in self.tables.values()):
+            torch.cuda.current_stream(self.device).synchronize()  # what the GPU wrote is in host memory now
+        gone = [k for k in self.tables if k < l and (l == self.last or not self._is_read_later(k))]
+        if self.files is not None:
+            self.files.layer_done(gone)
+        for k in gone:
+            self.forget(k)
+
+    def _is_read_later(self, l: int) -> bool:
+        """Whether more than the next layer reads the rows after layer `l`."""
+        return self.model.keeps_jk or (l == ENCODED and self.model.keeps_x0)
 
 
-class Layerwise:
+class Layerwise(LayerPlan[Tensor]):
     """One layer after the other, over chunks of the nodes it is needed at.
 
     chunk_bytes: what chunks may take beside the tables of hidden rows, instead of `chunk_edges`. files: where finished
     chunks are kept, so that a run that is killed goes on from there.
     """
 
+    span = "infer.layer"
     by_graph_alone = True
     """Whether what nodes need depends on the graph alone, and so can be known from the last time."""
     has_all_edges = True
@@ -105,12 +132,16 @@ class Layerwise:
     ) -> None:
         self.model, self.data, self.device, self.keep = model, data, numbered(device), keep
         self.chunk_edges = chunk_edges or _edges_at_once(model, device, data)
-        self.chunk_bytes, self.files = chunk_bytes, files
+        self.chunk_bytes, self.files, self.last = chunk_bytes, files, model.num_layers - 1
+        self.ahead = AHEAD if data.graph.device.type == "cpu" else 0  # a GPU's kernels are asked for by one thread
+        self.behind = BEHIND if files is not None or device.type != "cpu" else 0  # else it is a copy within memory
         self.sampler = NeighborSampler(data.graph, (-1,))
         self.kept: Kept | None = None
         self.everywhere = False
         """Whether every layer is computed at all nodes."""
         self._whole: Block | None = None
+        self._over_graph: Block | None = None
+        """The whole graph, for a conv that looks further than a node's in-edges; None for all others."""
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
         """The output rows of `ids`, or of all nodes."""
@@ -128,24 +159,45 @@ class Layerwise:
         return self._outputs(self.needed(None), show)
 
     def _outputs(self, needed: list[Tensor], show: bool) -> Readable:
-        total = sum(nodes.numel() for nodes in needed[1:])
         first = 0 if self.files is None else self.files.layer
-        with progress("inference", total, "rows", enabled=show, brief=True) as bar:
-            if first:
-                assert self.files is not None
-                tables = Tables(**self.files.tables(first - 1))
-                bar.advance(sum(nodes.numel() for nodes in needed[1 : first + 1]))
-            else:
-                tables = self._encode(needed[0])
+        # Made anew for each inference: a CUDA graph that records one must not find the tables of another.
+        self.needed_at, self.tables = (
+            needed,
+            InferenceTables(self.data.num_nodes, self._allocator, self.model, self.device),
+        )
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        layers = Layers(
+            self.model,
+            self,
+            Boundaries(self.tables, device=self.device, dtype=dtype),
+            keep=None if self.keep is None else self._keep_rows,
+        )
+        total = sum(nodes.numel() for nodes in needed[1:])
+        with progress("inference", total, "rows", enabled=show, brief=True) as self.bar:
+            self.bar.advance(sum(nodes.numel() for nodes in needed[1 : first + 1]))
+            if not first and self.model.encodes:
+                self._encode(needed[0])
             for l in range(first, self.model.num_layers):
-                tables = self._layer(l, needed[l + 1], tables, bar)
-                if l < self.model.num_layers - 1:
-                    tables = self.completed(tables)
-        return tables.h
+                self._over_graph = self._graph_block() if self._sees_more(l) else None
+                try:
+                    layers.forward([l])
+                except CannotSplit:
+                    # Its aggregation cannot be put together from chunks of messages.
+                    self._over_graph = self._graph_block(mode="one_shot")
+                    layers.forward([l])
+        return self.tables.of(self.last)
 
-    def completed(self, tables: Tables) -> Tables:
-        """The rows between two layers; where others compute some of them, these are added."""
-        return tables
+    def _keep_rows(self, l: int, piece: Piece, rows: Tensor) -> None:
+        assert self.keep is not None
+        self.keep(l, piece.chunk, rows)
+
+    @cached_property
+    def _allocator(self) -> Allocator:
+        """With bytes for chunks alone, what is left of a GPU is not for hidden rows."""
+        if self.files is not None:
+            return self.files
+        has_room = self.chunk_bytes is None and self.device.type == "cuda"
+        return DeviceThenPinned(self.device, int(DEVICE_SHARE * free_bytes(self.device)) if has_room else 0)
 
     def needed(self, ids: Tensor | None) -> list[Tensor]:
         """Nodes whose rows are needed before each layer, and at the end; before the first, where they are encoded."""
@@ -208,151 +260,108 @@ class Layerwise:
         """A few of the nodes, by which it is found what a chunk takes."""
         return nodes[:: -(-nodes.numel() // PROBED_NODES)].contiguous()
 
-    def _layer(self, l: int, nodes: Tensor, tables: Tables, bar: Progress) -> Tables:
-        """The tables after a layer: blocks are made ahead, and rows written behind where that takes a while."""
-        sees_more = self._sees_more(l, tables)
-        edges = None if self.files is None else self.files.chunk_edges
-        edges = edges or (self.chunk_edges if sees_more else self._edges_of_a_chunk(l, nodes, tables))
-        cut = partial(self.chunks, nodes, edges)
-        chunks = [nodes] if sees_more else cut() if self.kept is None else self.kept.in_chunks(nodes, cut)
-        new = self._new_tables(l)
-        done = 0 if self.files is None else self.files.begin(l, edges)
-        bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
+    # ---- a conv that must see the whole graph
 
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-        def write(computed: tuple[Tensor, State]) -> int:
-            with torch.cuda.stream(stream):  # that of who computes, whichever thread writes
-                new.write(*computed)
-            if self.files is not None:
-                self.files.chunk_done()
-            return computed[0].numel()
-
-        far = self.files is not None or self.device.type != "cpu"  # else writing is a copy within memory
-        behind = Pipeline([Stage("infer.write", write)], workers=int(far and len(chunks) > 1), look_ahead=BEHIND)
-        with (
-            closing((self._over_shards if sees_more else self._computed)(l, chunks[done:], tables)) as states,
-            closing(behind.run(states)) as written,
-        ):
-            for count in written:
-                bar.advance(count)
-        if self.files is not None:
-            self.files.layer_done()
-        return new.finished()
-
-    def _sees_more(self, l: int, tables: Tables) -> bool:
+    def _sees_more(self, l: int) -> bool:
         """Whether a layer's conv must be run on the whole graph; refused where some rows were not computed."""
-        initial_width = None if tables.x0 is None else tables.x0.shape[1]
-        conv = self.model.convs[l]
+        initial_width = self.tables.of(ENCODED).shape[1] if self.model.keeps_x0 else None
         try:
-            way_of(conv, tables.h.shape[1], self.data.graph.edge, initial_width=initial_width)
+            way_of(self.model.convs[l], self._source(l).shape[1], self.data.graph.edge, initial_width=initial_width)
         except SeesMore:
             if not self.everywhere or not self.has_all_edges:
                 raise
             return True
         return False
 
-    def _over_shards(self, l: int, chunks: list[Tensor], tables: Tables) -> Generator[tuple[Tensor, State], None, None]:
-        """All nodes and their rows after a layer whose conv looks further than a node's in-edges.
-
-        It runs as in full batch: with messages in chunks where its aggregation can be put together from these.
-        """
+    def _graph_block(self, **options: Any) -> Block:
+        """All edges as in full batch: messages in chunks, or of mode "one_shot" all at once."""
         graph = self.data.graph.to("cpu")
         layout = slab_layout(graph, torch.tensor([0, graph.num_nodes]))
-        for nodes in chunks:
-            found = [
-                None if table is None else read_on(self.device, table, nodes)
-                for table in (tables.h, tables.x0, tables.jk)
-            ]
-            state = State(*found)  # type: ignore[arg-type]
-            with trace.span("infer.layer", self.device):
-                try:
-                    after = self.model.layer(l, state, ShardBlock.of(layout).to(self.device))
-                except CannotSplit:
-                    after = self.model.layer(l, state, ShardBlock.of(layout, mode="one_shot").to(self.device))
-                if l == self.model.num_layers - 1:
-                    after = State(self.model.decode(after))
-            if self.keep is not None and l < self.model.num_layers - 1:
-                self.keep(l, nodes, as_tensor(after.h))
-            yield nodes, after
+        return ShardBlock.of(layout, **options).to(self.device)
 
-    def _computed(self, l: int, chunks: list[Tensor], tables: Tables) -> Generator[tuple[Tensor, State], None, None]:
-        """Each chunk and its rows after the layer."""
-        last = l == self.model.num_layers - 1
+    # ---- the plan
 
-        def prepare(chunk: Tensor) -> tuple[Tensor, Block, list[Ahead]]:
-            block = self.block(chunk)
-            sums = None if self.kept is None or l else self.kept.sums.get(id(chunk))
-            if sums is not None:
-                return chunk, block, [ReducedRows(self.data.x, block.src_ids, *sums)]
-            return chunk, block, self._read_ahead(tables, block)
+    def chunks_of(self, l: int) -> list[Tensor]:
+        nodes = self.needed_at[l + 1]
+        edges = 0 if self.files is None else self.files.chunk_edges
+        if self._over_graph is not None:
+            edges, chunks = edges or self.chunk_edges, [nodes]
+        else:
+            edges = edges or self._edges_of_a_chunk(l, nodes)
+            cut = partial(self.chunks, nodes, edges)
+            chunks = cut() if self.kept is None else self.kept.in_chunks(nodes, cut)
+        done = 0 if self.files is None else self.files.begin(l, edges)
+        self.bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
+        return chunks[done:]
 
-        on_host = self.data.graph.device.type == "cpu"  # a GPU's kernels are asked for by one thread
-        workers = int(on_host and len(chunks) > 1)
-        idle = self.device.type != "cpu"  # the host, but for what it prepares
-        ahead = Pipeline([Stage("infer.prepare", prepare)], workers=workers, look_ahead=AHEAD, all_cores=idle)
-        with closing(ahead.run(chunks)) as prepared:
-            for chunk, block, rows in prepared:
-                with trace.span("infer.layer", self.device):
-                    block = self._moved(block)
-                    state = self._before(l, rows, block)
-                    if self.kept is not None:
-                        self.kept.keep(chunk, block, state.h if isinstance(state.h, ReducedRows) else None)
-                    state = self.model.layer(l, state, block)
-                    # Rows that were put off are computed here, not where they are written.
-                    state = State(self.model.decode(state)) if last else replace(state, h=as_tensor(state.h))
-                if self.keep is not None and not last:
-                    self.keep(l, chunk, as_tensor(state.h))
-                yield (block.dst_ids if self.device.type == "cuda" else chunk), state
+    def piece(self, l: int, chunk: Tensor) -> Piece:
+        block = self.block(chunk) if self._over_graph is None else self._over_graph
+        return Piece(block, block.src_ids, chunk, chunk=chunk)
 
-    def _encode(self, nodes: Tensor) -> Tables:
-        if not self.model.encodes:
-            return Tables(self.data.x)
-        new = self._new_tables()
-        for chunk in nodes.split(max(1, self.chunk_edges // 16)):
-            rows = Rows(self.data.x, chunk) if self.device.type == "cpu" else read_on(self.device, self.data.x, chunk)
-            new.write(chunk, self.model.encode(rows, chunk, None))
-        return new.finished()
+    def inputs_of(self, ids: Tensor) -> Rows | Tensor:
+        return Rows(self.data.x, ids) if self.device.type == "cpu" else read_on(self.device, self.data.x, ids)
 
-    def _new_tables(self, l: int | None = None) -> _NewTables:
-        """With bytes for chunks alone, what is left of a GPU is not for hidden rows."""
-        room = self._room if self.chunk_bytes is None and self.device.type == "cuda" else 0
-        return _NewTables(self.data.num_nodes, self.device, room, l, self.files)
-
-    @cached_property
-    def _room(self) -> int:
-        """Bytes that one of the tables may take on the GPU."""
-        return int(DEVICE_SHARE * free_bytes(self.device))
-
-    def _read_ahead(self, tables: Tables, block: Block) -> list[Ahead]:
-        """What a layer needs, as far as it can be read by a thread of the host: all sources' hidden rows, the
-        destinations' own other rows. On the CPU a layer may read the first itself."""
-        handles = [Rows(tables.h, block.src_ids)]
-        handles += [None if table is None else Rows(table, block.dst_ids) for table in (tables.x0, tables.jk)]
+    def read_ahead(self, l: int, piece: Piece, rows: Boundaries | None = None) -> None:
+        """What a layer needs, as far as a thread of the host can read it: the hidden rows of all sources, and other
+        rows of the destinations. On the CPU a layer may read the first itself."""
+        sums = None if self.kept is None or l else self.kept.sums.get(id(piece.chunk))
+        if sums is not None:
+            piece.ahead = [ReducedRows(self.data.x, piece.block.src_ids, *sums)]
+            return
+        block, whole = piece.block, self._is_whole(piece.block)
+        own = [Rows(table, block.dst_ids) if table is not None else None for table in self._own_sources(l)]
         if self.device.type == "cpu":
-            return [handles[0], *(None if rows is None else rows.read() for rows in handles[1:])]
-        whole = self._is_whole(block)
-        return [rows if rows is None or self._is_near(rows.table) else self._read(rows, CPU, whole) for rows in handles]
+            read = [None if one is None else self._read(one, CPU, whole) for one in own]
+            piece.ahead = [Rows(self._source(l), block.src_ids), *read]
+            return
+        handles = [Rows(self._source(l), block.src_ids), *own]
+        piece.ahead = [
+            one if one is None or self._is_near(one.table) else self._read(one, CPU, whole) for one in handles
+        ]
+
+    def _source(self, l: int) -> Readable:
+        """The table of the rows that layer `l` reads at its sources."""
+        return self.data.x if l == 0 and not self.model.encodes else self.tables.of(l - 1)
+
+    def _own_sources(self, l: int) -> list[Readable | None]:
+        """Those of which it reads rows of its destinations: of x0, and at the last layer of jumping knowledge."""
+        found: list[Readable | None] = [self.tables.of(ENCODED) if self.model.keeps_x0 else None]
+        if l == self.last and self.model.keeps_jk:
+            found += [self.tables.of(k) for k in range(-1 if self.model.jk_encoder else 0, l)]
+        return found
+
+    def state(self, l: int, piece: Piece) -> State:
+        """What was read ahead, on the device. What of the first layer needs no parameter is done."""
+        if self._over_graph is not None:
+            return self._state(piece.ahead, whole=True)
+        piece.block = block = self._moved(piece.block)
+        state = self._state(piece.ahead, self._is_whole(block))
+        if l == 0 and not isinstance(state.h, ReducedRows):
+            reduced = self.model.reduced_input(state.h, block)
+            if reduced is not None:
+                state = State(ReducedRows(self.data.x, block.src_ids, *reduced))
+        if self.kept is not None:
+            self.kept.keep(piece.chunk, block, state.h if isinstance(state.h, ReducedRows) else None)
+        if self.device.type == "cuda":
+            piece.dst = block.dst_ids  # the GPU writes them
+        piece.ahead = None
+        return state
+
+    def written(self, l: int, piece: Piece) -> None:
+        self.bar.advance(piece.block.num_dst)
 
     def _is_near(self, table: Readable) -> bool:
         """Whether the GPU reads the table itself."""
         storage = table.storage()
         return (storage is not None and storage.device.type != "cpu") or table.tiers(self.device) is not None
 
-    def _before(self, l: int, ahead: list[Ahead], block: Block) -> State:
-        """What a layer makes its rows of; of the first, what needs no parameter is done."""
-        if isinstance(ahead[0], ReducedRows):
-            return State(ahead[0])
-        state = self._state(ahead, self._is_whole(block))
-        reduced = self.model.reduced_input(state.h, block) if l == 0 else None
-        return state if reduced is None else State(ReducedRows(self.data.x, block.src_ids, *reduced))
-
     def _state(self, ahead: list[Ahead], whole: bool) -> State:
         """What was read ahead, on the device."""
-        if self.device.type == "cpu":
-            return State(*ahead)  # type: ignore[arg-type]
-        rows = [self._read(rows, self.device, whole) if isinstance(rows, Rows) else rows for rows in ahead]
-        return State(*(None if one is None else one.to(self.device) for one in rows))  # type: ignore[arg-type]
+        if self.device.type != "cpu":
+            ahead = [self._read(rows, self.device, whole) if type(rows) is Rows else rows for rows in ahead]
+            ahead = [rows.to(self.device) if isinstance(rows, Tensor) else rows for rows in ahead]
+        h, x0, *jk = ahead if len(ahead) > 1 else [*ahead, None]
+        return State(h, x0, torch.cat(jk, dim=1) if jk else None)  # type: ignore[arg-type]
 
     def _is_whole(self, block: Block) -> bool:
         """Whether its rows are those of all nodes in their order; as sources all may also come in another."""
@@ -363,19 +372,25 @@ class Layerwise:
         stored = rows.table.storage() if whole else None
         return stored if stored is not None and stored.device == device else read_on(device, rows.table, rows.ids)
 
-    def _edges_of_a_chunk(self, l: int, nodes: Tensor, tables: Tables) -> int:
+    def _encode(self, nodes: Tensor) -> None:
+        """Rows after the encoder: in evaluation they are also the initial rows, and those that jump ahead."""
+        for chunk in nodes.split(max(1, self.chunk_edges // 16)):
+            rows = as_tensor(self.model.encode(self.inputs_of(chunk), chunk, None).h)
+            self.tables.write(ENCODED, chunk, rows)
+        if self.device.type == "cuda" and not self.tables.tables[ENCODED].is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _edges_of_a_chunk(self, l: int, nodes: Tensor) -> int:
         """As many as fit the bytes given, by what a few nodes take."""
         if self.chunk_bytes is None:
             return self.chunk_edges
         few = self.probed(nodes)
         with meter_of(self.device) as preparing:
-            block = self.block(few)
-            rows = self._read_ahead(tables, block)
+            piece = self.piece(l, few)
+            self.read_ahead(l, piece)
         with meter_of(self.device) as computing:
-            block = block.to(self.device)
-            state = self.model.layer(l, self._before(l, rows, block), block)
-            after = [as_tensor(one) for one in (state.h, state.x0, state.jk) if one is not None]
-        most = (1 + AHEAD) * preparing.peak_bytes + computing.peak_bytes + BEHIND * sum(one.nbytes for one in after)
+            rows = layer_rows(self.model, l, self.state(l, piece), piece)
+        most = (1 + AHEAD) * preparing.peak_bytes + computing.peak_bytes + BEHIND * rows.nbytes
         cost = int(self.data.graph.in_degrees(few).sum()) + few.numel()
         return max(1, int(self.chunk_bytes * cost / (MARGIN * max(1, most))))
 
@@ -392,55 +407,3 @@ class Layerwise:
             chunks.append(nodes[start:stop])
             start = stop
         return chunks
-
-
-class _NewTables:
-    """Tables over all nodes that are made when the width of their rows is known: on the device where there is room,
-    else in memory of the host that a GPU reads and writes itself, if the system lets it."""
-
-    def __init__(
-        self,
-        num_nodes: int,
-        device: torch.device,
-        room: int,
-        layer: int | None = None,
-        files: LayerFiles | None = None,
-    ) -> None:
-        self.num_nodes, self.device, self.room = num_nodes, device, room
-        self.files = None if layer is None else files
-        self.made: dict[str, TensorTable] = {}
-        if self.files is not None and layer is not None:
-            self.made = self.files.tables(layer)
-
-    def write(self, ids: Tensor, state: State) -> None:
-        for name in ("h", "x0", "jk"):
-            rows = getattr(state, name)
-            if rows is None:
-                continue
-            rows = as_tensor(rows)
-            if name not in self.made:
-                self.made[name] = self._new(name, rows)
-            table = self.made[name]
-            if table.rows is not rows:
-                writer = rows.device if table.tiers(rows.device) is not None else CPU
-                table.write(ids.to(writer), rows.to(writer))
-
-    def finished(self) -> Tables:
-        """All rows are where the host finds them too."""
-        if self.device.type == "cuda" and any(not table.rows.is_cuda for table in self.made.values()):
-            torch.cuda.current_stream(self.device).synchronize()
-        return Tables(**self.made)
-
-    def _new(self, name: str, rows: Tensor) -> TensorTable:
-        """For such rows; where they are those of all nodes, they are the table."""
-        shape = (self.num_nodes, *rows.shape[1:])
-        if self.files is not None:
-            return self.files.new_table(name, rows.dtype, shape)
-        on_gpu, needed = self.device.type == "cuda", torch.Size(shape).numel() * rows.element_size()
-        home = self.device if on_gpu and needed < self.room else CPU
-        if rows.shape == shape and rows.device == home:
-            return TensorTable(rows)
-        table = torch.empty(shape, dtype=rows.dtype, device=home)
-        if on_gpu and home == CPU:
-            pinned.register(table)  # where that is refused, the host reads and writes it
-        return TensorTable(table)

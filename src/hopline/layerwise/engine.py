@@ -79,7 +79,7 @@ class LayerPlan(ABC, Generic[C]):
         """Forward: the rows of a piece are computed and written."""
 
     def completed(self, l: int) -> None:
-        """Forward: layer `l` is computed at all pieces of this rank."""
+        """Forward: layer `l` is computed at all pieces of this rank. Rows that other ranks computed may be fetched."""
 
     def backward_done(self, l: int, piece: Piece) -> None:
         """Backward: layer `l` is done with at a piece."""
@@ -233,7 +233,7 @@ class Layers(Generic[C]):
         plan: Which nodes, in which pieces.
         rows: From which table a layer reads, and into which it writes.
         key: Of the random draws, so that going back draws the same again; None in evaluation.
-        keep: Is also given the rows of every layer but the last: (layer, positions of the destinations, rows).
+        keep: Is also given the rows of every layer but the last: (layer, piece, rows of its destinations).
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Layers(Generic[C]):
         rows: Boundaries,
         *,
         key: int | None = None,
-        keep: Callable[[int, Any, Tensor], None] | None = None,
+        keep: Callable[[int, Piece, Tensor], None] | None = None,
     ) -> None:
         self.model, self.plan, self.rows, self.key, self.keep = model, plan, rows, key, keep
         self.device, self.last = rows.device, model.num_layers - 1
@@ -260,8 +260,8 @@ class Layers(Generic[C]):
                 for piece in done:
                     self.plan.written(l, piece)
                     del piece
-            self.plan.completed(l)
             self.rows.complete(l)
+            self.plan.completed(l)
 
     def _computed(self, l: int, chunks: Sequence[C]) -> Generator[tuple[int, Piece, Tensor], None, None]:
         """(layer, piece, the rows of its destinations), piece after piece."""
@@ -278,7 +278,7 @@ class Layers(Generic[C]):
                     rows = self._outputs(state, piece) if l == self.last else layer_rows(self.model, l, state, piece)
                     del state
                 if self.keep is not None and l < self.last:
-                    self.keep(l, piece.dst, rows)
+                    self.keep(l, piece, rows)
                 yield l, piece, rows
                 del piece, rows  # a plan without threads is promised one piece at a time
 

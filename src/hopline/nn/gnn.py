@@ -236,6 +236,11 @@ class GNN(nn.Module):
         """Whether the first layer's state is anything but the input rows themselves (in evaluation)."""
         return self.encoder is not None or self._uses_x0
 
+    @property
+    def keeps_x0(self) -> bool:
+        """Whether every layer reads rows after the encoder again."""
+        return self._uses_x0
+
     def rest_parameters(self) -> list[nn.Parameter]:
         """Those that may have a weight decay of their own: of encoder and head, or of the last conv.
 
