@@ -62,6 +62,28 @@ def test_own_method_trains_by_its_own_steps(graph: str, monkeypatch: pytest.Monk
     assert losses(run)[1] < losses(run)[0]
 
 
+def test_own_layerwise_computation_is_personalised_pagerank(graph: str, monkeypatch: pytest.MonkeyPatch):
+    data = hl.open(graph)
+    train, start = data.splits["train"], torch.zeros(data.num_nodes, data.num_classes, dtype=torch.float64)
+    start[train, data.labels[train]] = 1
+    src, dst = data.graph.edge_index()
+    expected = start
+    for _ in range(10):
+        sums = torch.zeros_like(start).index_add_(0, dst, expected[src])
+        expected = 0.9 * sums / data.graph.in_degrees().clamp(min=1)[:, None] + 0.1 * start
+    for size in (1000, 77):
+        found = example("own_layerwise", monkeypatch).main(graph, size=size)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_own_table_trains_on_rows_that_it_makes(graph: str, monkeypatch: pytest.MonkeyPatch):
+    module = example("own_table", monkeypatch)
+    run = module.main(graph, epochs=2)
+    assert losses(run)[1] < losses(run)[0]
+    rows = hl.open(graph).x[torch.arange(50)]
+    torch.testing.assert_close(module.Quantised(rows).read(torch.arange(50)), rows, rtol=0, atol=0.05)
+
+
 def test_own_steps_report_their_metric(graph: str, monkeypatch: pytest.MonkeyPatch):
     run = example("own_steps", monkeypatch).main(graph, epochs=2)
     assert run.metric == "accuracy_of_3"

@@ -2,7 +2,8 @@
 
 A method is a `Method` whose `bind(job)` returns `Work`, which yields a `Unit` per step; `BatchUnit` is the unit of one
 batch. A table implements `Table`. `Block` and `Part` are what a conv gets in place of `edge_index`, `Rows` a handle to
-rows of a table. `StepEnd`, `EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters`
+rows of a table. `Layers` computes a model layer by layer over the pieces of a `LayerPlan`, from and into the tables of
+`Boundaries`. `StepEnd`, `EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters`
 listen to a run. `keep_freed_memory` makes loops of your own as fast as `Trainer.fit` where batches are large.
 """
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from hopline.core.row_handles import Rows
     from hopline.core.sampler import NeighborSampler
     from hopline.distributed.world import World
+    from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
     from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
+    from hopline.tables.layers import LayerTables
     from hopline.training.callbacks import EpochEnd, Evaluation, StepEnd
     from hopline.training.settings import TrainSettings
     from hopline.units.batch_unit import BatchUnit
@@ -31,7 +34,9 @@ __getattr__, __dir__ = on_first_use(
         "hopline.core.row_handles": ("Rows",),
         "hopline.core.sampler": ("NeighborSampler",),
         "hopline.distributed.world": ("World",),
+        "hopline.layerwise.engine": ("Boundaries", "LayerPlan", "Layers", "Piece"),
         "hopline.tables": ("CachedTable", "SparseTable", "Table", "TensorTable", "TieredTable"),
+        "hopline.tables.layers": ("LayerTables",),
         "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
         "hopline.training.settings": ("TrainSettings",),
         "hopline.units.batch_unit": ("BatchUnit",),
@@ -43,14 +48,19 @@ __getattr__, __dir__ = on_first_use(
 __all__ = [
     "BatchUnit",
     "Block",
+    "Boundaries",
     "CachedTable",
     "Counters",
     "EpochEnd",
     "Evaluation",
     "Job",
+    "LayerPlan",
+    "LayerTables",
+    "Layers",
     "Method",
     "NeighborSampler",
     "Part",
+    "Piece",
     "Rows",
     "SparseTable",
     "StepEnd",

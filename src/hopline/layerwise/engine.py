@@ -90,7 +90,8 @@ class Boundaries:
 
     Args:
         tables: Where the rows are.
-        device, dtype: Of the model.
+        device: Where the model is.
+        dtype: Of its parameters.
         reads: (layer) -> positions that have a row, ascending; None where all have.
         keep_gradients: Is given the gradients at all rows of a layer, where these are wanted.
         collect: Sums gradients over ranks. Returns this rank's rows and the position of the first of them.
@@ -234,6 +235,27 @@ class Layers(Generic[C]):
         rows: From which table a layer reads, and into which it writes.
         key: Of the random draws, so that going back draws the same again; None in evaluation.
         keep: Is also given the rows of every layer but the last: (layer, piece, rows of its destinations).
+
+    Example:
+        >>> from torch_geometric.nn import SimpleConv
+        >>> class Halves(hl.extend.LayerPlan):
+        ...     def __init__(self, data):
+        ...         self.data, self.sampler = data, hl.extend.NeighborSampler(data.graph, [-1])
+        ...     def chunks_of(self, l):
+        ...         return torch.arange(self.data.num_nodes).chunk(2)
+        ...     def piece(self, l, chunk):
+        ...         (block,) = self.sampler.sample(chunk, key=0)
+        ...         return hl.extend.Piece(block, src=block.src_ids, dst=chunk)
+        ...     def inputs_of(self, ids):
+        ...         return self.data.x[ids]
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4))
+        >>> tables = hl.extend.LayerTables(data.num_nodes)
+        >>> between = hl.extend.Boundaries(tables, device=torch.device("cpu"), dtype=torch.float32)
+        >>> model = hl.nn.GNN([SimpleConv(), SimpleConv()], act=None).eval()
+        >>> with torch.no_grad():
+        ...     hl.extend.Layers(model, Halves(data), between).forward(range(2))
+        >>> tables.tables[1].argmax(dim=1).tolist()  # the node that two edges lead from
+        [2, 3, 0, 1]
     """
 
     def __init__(

@@ -54,7 +54,17 @@ class RowSource(Protocol):
 class LayerTables:
     """Rows of all nodes after each layer: one table per layer, created when the first rows tell its width.
 
-    dtype: of the stored rows, by default that of the first rows that are written.
+    Args:
+        num_rows: Of every table.
+        allocator: Where tables lie; memory of the host by default.
+        name: Of the tables, for those that are files.
+        dtype: Of the stored rows, by default that of the first rows that are written.
+
+    Example:
+        >>> tables = hl.extend.LayerTables(4)
+        >>> tables.write(0, torch.tensor([2, 1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> tables.rows(0, torch.arange(4)).tolist()
+        [[0.0, 0.0], [3.0, 4.0], [1.0, 2.0], [0.0, 0.0]]
     """
 
     def __init__(
