@@ -126,7 +126,7 @@ def test_other_widths_make_other_chunks():
     data = small()
     sizes = {}
     for hidden in (4, 256):
-        work = layerwise_chunks.Layerwise(
+        work = layerwise_chunks.Chunks(
             hl.nn.GNN([SAGEConv(8, hidden)]), data, 1, torch.device("cpu"), chunk_bytes=1_000_000
         )
         sizes[hidden] = work._edges_of_a_chunk(0, torch.arange(400))

@@ -14,7 +14,7 @@ from torch_geometric.nn import GATConv, GCNConv, GINEConv, SAGEConv
 import hopline as hl
 from hopline.core.partition import make_partition
 from hopline.inference import layerwise_chunks, resumable
-from hopline.inference.over_shards import AllShards, StackedTable, _OverShards, exact_rows
+from hopline.inference.over_shards import AllShards, ShardChunks, StackedTable, exact_rows
 from hopline.shards.write import cut
 from hopline.tables import SparseTable, TensorTable
 from tests.helpers import mlp, randn
@@ -89,7 +89,7 @@ def test_rows_are_computed_only_where_they_are_needed(whole: hl.Dataset, shards:
 
 def test_a_shard_is_open_before_it_is_measured_what_a_few_nodes_take(shards: Path):
     data = AllShards(shards)
-    work = _OverShards(model_of("sage"), data, 1, layerwise_chunks.CPU, 1 << 22, None)
+    work = ShardChunks(model_of("sage"), data, 1, layerwise_chunks.CPU, 1 << 22, None)
     data._opened = None
     few = work.probed(EVERYTHING)
     assert data._opened is not None

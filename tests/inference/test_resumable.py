@@ -70,7 +70,7 @@ def test_an_end_at_any_chunk_loses_only_what_was_not_marked(
     model = model_of(data)
     expected, all_sizes = computed(model, data, None)
     assert all_sizes == {0: 400, 1: 400, 2: 400}
-    num_chunks = len(layerwise_chunks.Layerwise(model, data, 1, layerwise_chunks.CPU).chunks(torch.arange(400), CHUNK))
+    num_chunks = len(layerwise_chunks.Chunks(model, data, 1, layerwise_chunks.CPU).chunks(torch.arange(400), CHUNK))
     with monkeypatch.context() as patch:
         stop_after(chunks, patch)
         with pytest.raises(RuntimeError, match=r"stage .infer.write. failed"):

@@ -27,7 +27,7 @@ from hopline.core.batch import Batch
 from hopline.core.sampler import check_ids
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import checksum_of, contents_of
-from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, KeepRows, Layerwise, read_on
+from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, Chunks, KeepRows, read_on
 from hopline.inference.neighborhoods import LocalInference, run_whole, whole_bytes
 from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import structure_of
@@ -162,7 +162,7 @@ def exact_rows(
             if keep is not None:
                 raise ValueError("rows that are in folder= already would not come to keep=: give one of them")
             files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, most))
-        work = Layerwise(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=most, files=files)
+        work = Chunks(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=most, files=files)
         return partial(read_on, CPU, work.outputs(ids, show))
 
 

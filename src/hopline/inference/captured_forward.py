@@ -17,7 +17,7 @@ from hopline.contract import Job
 from hopline.device.cuda_graph import Captured, Declined
 from hopline.device.meter import free_bytes
 from hopline.inference.cache import Kept
-from hopline.inference.layerwise_chunks import CPU, Layerwise, read_on
+from hopline.inference.layerwise_chunks import CPU, Chunks, read_on
 from hopline.nn.attention import is_fused_attention
 from hopline.nn.fused import is_fused
 from hopline.nn.gnn import GNN
@@ -114,7 +114,7 @@ class Replayed:
         """
         model, device = self.model, self.device
         with infer.evaluating(model):
-            work, ids = Layerwise(model, self.data, None, device), self.ids.to(device)
+            work, ids = Chunks(model, self.data, None, device), self.ids.to(device)
             for _ in range(2):  # as a rehearsal: what is asked for twice is kept
                 if not work.is_known:
                     read_on(device, work.outputs(self.ids, show=False), ids)
@@ -177,7 +177,7 @@ class _Recorded:
     kept: Kept
     reads_features: bool
     addresses: list[int]
-    held: tuple[Layerwise, Tensor]
+    held: tuple[Chunks, Tensor]
     places: list[Tensor] = field(default_factory=list)
     """Pinned memory for the output of two that are under way."""
 

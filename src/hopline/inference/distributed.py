@@ -15,7 +15,7 @@ from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.distributed.all_to_all import Channel, Question
 from hopline.inference import evaluating, measure
-from hopline.inference.layerwise_chunks import CHUNK_EDGES, Layerwise
+from hopline.inference.layerwise_chunks import CHUNK_EDGES, Chunks
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.shards.collective_sampler import CollectiveSampler, fetch
@@ -75,7 +75,7 @@ def exact(
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
     walk.check_blocks(shard.num_features, shard.edge)
     with evaluating(walk):
-        work = _OnShard(walk, shard, channel, chunk_edges, torch.device(device), most)
+        work = RankChunks(walk, shard, channel, chunk_edges, torch.device(device), most)
         rows = torch.arange(shard.num_own) if rows is None else rows
         # A rank that wants nothing computes a row all the same: from it, it learns how wide rows are.
         return work.run(rows if rows.numel() else torch.zeros(1, dtype=torch.int64), show)[: rows.numel()]
@@ -89,7 +89,7 @@ class _Wanted(NamedTuple):
     question: Question
 
 
-class _OnShard(Layerwise):
+class RankChunks(Chunks):
     """The own nodes are 0 .. num_own - 1, and behind them come those of others that edges lead from, by owner."""
 
     by_graph_alone = False

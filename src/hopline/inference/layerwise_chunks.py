@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -53,12 +54,16 @@ Ahead = Rows | Tensor | None
 """Rows that were read ahead, or a handle where the layer or the GPU reads them; None where there are none."""
 
 
-def _edges_at_once(model: GNN, device: torch.device, data: Dataset) -> int:
-    """Of a chunk, where nobody says: by what a GPU has and not by what is free, so that results stay the same."""
+def edges_at_once(device: torch.device, data: Dataset, *, fused: bool = False) -> int:
+    """Edges of a chunk, where nobody says: by what a GPU has and not by what is free, so that results stay the same.
+
+    fused: no conv makes a row per edge.
+    """
     if device.type != "cuda":
         return CHUNK_EDGES
-    most, per_edge = (MOST_FUSED_EDGES, BYTES_PER_FUSED_EDGE) if model.is_fused else (MOST_EDGES, BYTES_PER_EDGE)
-    per_edge = max(per_edge, 8 * data.num_features * 4)  # a source of its own, a few times, at worst
+    most, per_edge = (MOST_FUSED_EDGES, BYTES_PER_FUSED_EDGE) if fused else (MOST_EDGES, BYTES_PER_EDGE)
+    numbers = math.prod(data.x.shape[1:]) if "x" in data.tables else 0
+    per_edge = max(per_edge, 8 * numbers * 4)  # a source of its own, a few times, at worst
     return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), most)
 
 
@@ -106,7 +111,7 @@ class InferenceTables(LayerTables):
         return self.model.keeps_jk or (l == ENCODED and self.model.keeps_x0)
 
 
-class Layerwise(LayerPlan[Tensor]):
+class Chunks(LayerPlan[Tensor]):
     """One layer after the other, over chunks of the nodes it is needed at.
 
     chunk_bytes: what chunks may take beside the tables of hidden rows, instead of `chunk_edges`. files: where finished
@@ -131,7 +136,7 @@ class Layerwise(LayerPlan[Tensor]):
         files: LayerFiles | None = None,
     ) -> None:
         self.model, self.data, self.device, self.keep = model, data, numbered(device), keep
-        self.chunk_edges = chunk_edges or _edges_at_once(model, device, data)
+        self.chunk_edges = chunk_edges or edges_at_once(device, data, fused=model.is_fused)
         self.chunk_bytes, self.files, self.last = chunk_bytes, files, model.num_layers - 1
         self.ahead = AHEAD if data.graph.device.type == "cpu" else 0  # a GPU's kernels are asked for by one thread
         self.behind = BEHIND if files is not None or device.type != "cpu" else 0  # else it is a copy within memory

@@ -12,7 +12,6 @@ nobody set a limit, the whole graph is run at once if that is less work and not 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +23,7 @@ from hopline.core.batch import Block, Part
 from hopline.core.neighborhood import neighborhood
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of, numbered
-from hopline.inference.layerwise_chunks import BYTES_PER_EDGE, CHUNK_EDGES, MARGIN, MOST_EDGES, WORTH_ALL, read_on
+from hopline.inference.layerwise_chunks import MARGIN, WORTH_ALL, edges_at_once, read_on
 from hopline.nn.whole_module import Whole
 from hopline.util.progress import progress
 
@@ -72,7 +71,7 @@ class LocalInference:
             costs = costs_of(walk, data.x, 1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:
-            self.limit = chunk_edges or _default_limit(data, self.device)
+            self.limit = chunk_edges or edges_at_once(self.device, data)
         graph = data.graph
         self._id_map = ops.new_id_map(graph.num_nodes, graph.device)
         self._most_bytes = 0.0
@@ -128,12 +127,3 @@ class LocalInference:
 
 def _size(block: Block) -> int:
     return block.num_src + block.num_edges
-
-
-def _default_limit(data: Dataset, device: torch.device) -> int:
-    """Nodes and edges of a part, where nobody says: by what a GPU has and not by what is free, as `layerwise` does."""
-    if device.type != "cuda":
-        return CHUNK_EDGES
-    num_numbers = math.prod(data.x.shape[1:])
-    per_edge = max(BYTES_PER_EDGE, 8 * num_numbers * 4)
-    return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), MOST_EDGES)

@@ -15,7 +15,7 @@ from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
 from hopline.data.dataset import Dataset
 from hopline.inference import ReadRows, check_wanted, evaluating, identity
-from hopline.inference.layerwise_chunks import CPU, Layerwise, read_on
+from hopline.inference.layerwise_chunks import CPU, Chunks, read_on
 from hopline.inference.resumable import LayerFiles
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
@@ -157,7 +157,7 @@ def _known(data: AllShards) -> _ByPlace:
     )
 
 
-class _OverShards(Layerwise):
+class ShardChunks(Chunks):
     """Nodes are numbered by their places, so that the chunks of a layer go through one shard after the other."""
 
     by_graph_alone = False
@@ -229,7 +229,7 @@ class _OverShards(Layerwise):
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
         """None has nodes of two shards."""
-        return [chunk for some in self._by_shard(nodes) for chunk in super(_OverShards, self).chunks(some, chunk_edges)]
+        return [chunk for some in self._by_shard(nodes) for chunk in super(ShardChunks, self).chunks(some, chunk_edges)]
 
 
 def exact_rows(
@@ -258,6 +258,6 @@ def exact_rows(
     if folder is not None:
         files = LayerFiles(Path(folder), identity(model, {"cut of the dataset": data.cut}, ids, chunk_edges, most))
     with evaluating(walk):
-        work = _OverShards(walk, data, chunk_edges, torch.device(device), most, files)
+        work = ShardChunks(walk, data, chunk_edges, torch.device(device), most, files)
         table = work.outputs(None if ids is None else data.place[ids], show)
     return lambda some: read_on(CPU, table, data.place[some])
