@@ -14,7 +14,7 @@ from torch_geometric.nn import SAGEConv
 from hopline.budget.guard import Guard, Watch, WatchedWork, capped
 from hopline.budget.memory_plan import Plan
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, Stateful, Unit
+from hopline.contract import Job, Method, Unit, Work
 from hopline.data import planted
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import meter_of
@@ -68,7 +68,8 @@ def test_a_run_within_a_budget_is_the_run_without(method: Method, tmp_path: Path
 def test_what_cannot_be_cut_is_watched(tmp_path: Path):
     trainer = trainer_of(METHODS[2], budget="1GiB", out=tmp_path / "run")
     assert isinstance(trainer.work, WatchedWork)
-    assert isinstance(trainer.work, Stateful) == isinstance(trainer.work.work, Stateful)
+    assert trainer.work.describe() == trainer.work.work.describe()
+    assert trainer.work.state_dict() == trainer.work.work.state_dict()
     trainer.fit()
     found = records(tmp_path / "run", "budget")
     assert [record["epoch"] for record in found] == [1, 2]
@@ -229,14 +230,12 @@ class Seven(Unit):
         return torch.zeros(())
 
 
-class OwnWork:
-    """Work that cannot begin in the middle of an epoch."""
-
-    def units(self, epoch: int) -> Iterator[Unit]:
-        yield from (Seven(), Seven(), Seven())
+class OwnWork(Work):
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        yield from (Seven(), Seven(), Seven())[done:]
 
 
-def test_work_that_begins_at_the_front_is_watched_too():
-    watched = WatchedWork(OwnWork(), Watch(torch.device("cpu"), 1 << 20, 0.0))  # type: ignore[arg-type]
+def test_work_that_begins_in_the_middle_is_watched_too():
+    watched = WatchedWork(OwnWork(), Watch(torch.device("cpu"), 1 << 20, 0.0))
     left = list(watched.units(1, done=2, examples=14))
     assert [(unit.size, unit.total_size) for unit in left] == [(7, None)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -31,7 +31,7 @@ from hopline.budget.micro_batches import (
 )
 from hopline.budget.predictor import Predictor, Sizes, costs_of
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Unit, Work, units_from
+from hopline.contract import Job, KeepRows, Unit, Work, WorkDescription, units_from
 from hopline.core.batch import Batch, Block
 from hopline.core.sampler import NeighborSampler
 from hopline.device.meter import NoMeter, meter_of, numbered
@@ -519,7 +519,7 @@ class Watch:
         record.over += peak_bytes > self.limit_bytes
 
 
-class WatchedWork:
+class WatchedWork(Work):
     """Work whose steps are measured; in all else it is the work itself."""
 
     def __init__(self, work: Work, watch: Watch) -> None:
@@ -527,6 +527,19 @@ class WatchedWork:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
+
+    def describe(self) -> WorkDescription:
+        return self.work.describe()
+
+    @property
+    def keep_rows(self) -> KeepRows | None:
+        return self.work.keep_rows
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.work.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.work.load_state_dict(state)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         with closing(units_from(self.work, epoch, done, examples)) as units:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from hopline.budget.memory_plan import PLACES, Outline, Plan
 from hopline.budget.plan_within import alternatives, checked_plan
 from hopline.budget.probe import job_of, learn
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, Unit, Work
+from hopline.contract import Job, Method, Work, units_from
 from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.placement import place
@@ -150,9 +150,9 @@ def _seconds(plan: Plan, budget: Budget, outline: Outline) -> float:
 
 def _timed(work: Work, job: Job) -> list[float]:
     """Seconds of some steps."""
-    epochs, lasted = (work.units(epoch) for epoch in count(1)), []
+    epochs, lasted = (units_from(work, epoch) for epoch in count(1)), []
     with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []), own_threads(job):
-        for unit in islice(chain.from_iterable(map(_closing, epochs)), 1 + TIMED):
+        for unit in islice(chain.from_iterable(epochs), 1 + TIMED):
             began = time.perf_counter()
             unit.forward_backward((unit.size if unit.total_size is None else unit.total_size) or 1)
             unit.commit()
@@ -163,15 +163,6 @@ def _timed(work: Work, job: Job) -> list[float]:
             if sum(lasted) > LONG_S:
                 break
     return lasted[1:] or lasted
-
-
-def _closing(units: Iterator[Unit]) -> Iterator[Unit]:
-    try:
-        yield from units
-    finally:
-        close = getattr(units, "close", None)
-        if close is not None:
-            close()
 
 
 def _smaller(outline: Outline) -> tuple[Outline, float]:

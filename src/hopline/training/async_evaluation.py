@@ -439,5 +439,5 @@ def check_beside(trainer: Trainer, *, own_way: bool) -> None:
             f"evaluate=async runs in another process, without {type(trainer).__name__}.evaluate: give a function of a "
             f"module as test_step=, {instead}"
         )
-    if getattr(trainer.work, "keep_rows", None) is not None:
+    if trainer.work.keep_rows is not None:
         raise ValueError("evaluate=async leaves no rows for training: set method.refresh_every=1, " + instead)

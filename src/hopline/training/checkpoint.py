@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Stateful
 from hopline.distributed.world import World
 from hopline.metrics import Mode, mode_of
 from hopline.report.writer import versions
@@ -71,7 +70,7 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         "history": [asdict(epoch) for epoch in run.history],
         "evaluations": [asdict(evaluation) for evaluation in run.evaluations],
         "callbacks": [[type(callback).__name__, callback.state()] for callback in trainer.active],
-        "work": trainer.work.state_dict() if isinstance(trainer.work, Stateful) else {},
+        "work": trainer.work.state_dict(),
     }
 
 
@@ -96,8 +95,7 @@ def restore(trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
         if kept is not None:
             waiting.remove(kept)
             callback.restore_state(kept[1])
-    if isinstance(trainer.work, Stateful):
-        trainer.work.load_state_dict(state["work"])
+    trainer.work.load_state_dict(state["work"])
     torch.set_rng_state(state["rng"]["cpu"])
     if _has_cuda() and len(state["rng"]["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["rng"]["cuda"])

@@ -27,7 +27,7 @@ from hopline.contract import Job, Method, TrainStep, Unit, Work, in_groups, unit
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import contents_of
-from hopline.data.placement import describe, place
+from hopline.data.placement import describe
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
 from hopline.distributed.world import World
@@ -230,13 +230,22 @@ class Trainer:
         )
         if self.budget is None:
             self._place(placement)
-            return self.method.bind(self.job)
+            return self._bind()
         beside = evaluates_here(self)
         outline = Outline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
         self.plan = plan_within(self.method, outline, self.budget)
         self.method = self.plan.method
         self._place(self.plan.placement or placement)
-        return keep_to(self.plan, self.budget, self.method.bind(self.job), self.job)
+        return keep_to(self.plan, self.budget, self._bind(), self.job)
+
+    def _bind(self) -> Work:
+        work = self.method.bind(self.job)
+        if not isinstance(work, Work):
+            raise ValueError(
+                f"{type(self.method).__name__}.bind returned a {type(work).__name__}: derive its class from "
+                "hl.extend.Work, with units(self, epoch, done=0, examples=0)"
+            )
+        return work
 
     # ---- the loop
 
@@ -378,9 +387,8 @@ class Trainer:
                 "`hopline verify`"
             )
         seconds, stages = time.perf_counter() - started, timers.this_epoch()
-        load = getattr(getattr(self.work, "loader", None), "load", None)  # of the threads that prepared batches
         work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}  # waiting is none
-        work |= {} if load is None else load.stages
+        work |= self.work.describe().prepare_s
         counters.next_epoch()
         return EpochEnd(
             epoch=epoch,
@@ -421,7 +429,7 @@ class Trainer:
         if split not in self.data.splits:
             raise ValueError(f"the dataset has no split {split!r}: choose one of {', '.join(self.data.splits)}")
         measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **self.chunks)
-        return measure(self.job, getattr(self.work, "keep_rows", None))  # of a method that has a use for hidden rows
+        return measure(self.job, self.work.keep_rows)
 
     @property
     def chunks(self) -> dict[str, Any]:
@@ -599,8 +607,7 @@ class Trainer:
         stays = isinstance(data, ShardedData) or (placement == Placement() and data.graph.device.type == "cuda")
         if self.device.type != "cuda" or stays:
             return
-        drawn = {name: getattr(self.method, name) for name in ("fanouts", "batch_size") if hasattr(self.method, name)}
-        self.data = place(data, self.method.placement(placement), self.device, **drawn)
+        self.data = self.method.place(data, placement, self.device)
         self.job = replace(self.job, data=self.data)
 
     def _describe(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.budget.guard import Guard
-from hopline.contract import Job, Unit
+from hopline.contract import Job, Unit, Work, WorkDescription
 from hopline.core.batch import Batch, Block
 from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
@@ -69,7 +69,7 @@ class Commit:
         return cls(slabs, state["rows"], state["gradients"], state["step"])
 
 
-class HistoricalWork:
+class HistoricalWork(Work):
     """Historical training of one job. With several ranks, all take their turns together.
 
     At a turn every rank has a batch of its own, or none; what it commits is seen by all from the next turn on.
@@ -115,6 +115,9 @@ class HistoricalWork:
         text = {"device": "on the device", "pinned": "pinned on the host", "host": "on the host, behind pinned buffers"}
         self.job.say(f"history: {format_size(sizes * row * self.partition.num_nodes)} {text[where]}")
         return where
+
+    def describe(self) -> WorkDescription:
+        return WorkDescription(refreshes=self.method.refresh_every == 1)
 
     # ---- batches
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
+from hopline.contract import WorkDescription
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
 from hopline.core.sampler import NeighborSampler
@@ -164,6 +165,19 @@ class Loader:
         if self._tuning is not None:
             return self._tuning.threads
         return resolve_workers(self.method, self.num_cores)
+
+    def describe(self) -> WorkDescription:
+        """How the batches of the last epoch were prepared; before the first one, how they will be."""
+        load = self.load
+        workers, look_ahead = self.threads if load is None else (load.workers, load.look_ahead)
+        return WorkDescription(
+            workers=workers,
+            look_ahead=look_ahead,
+            most_workers=0 if self.on_gpu else max(1, self.num_cores),
+            on_gpu=self.on_gpu,
+            is_sampled=True,
+            prepare_s={} if load is None else load.stages,
+        )
 
     def _tune(self) -> None:
         """After an epoch, where the method leaves it open how batches are prepared."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Job, Unit, Work
+from hopline.contract import Job, Unit, Work, WorkDescription
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.methods.sampled.captured_step import CapturedWork
@@ -50,7 +50,7 @@ def bind(method: Sampled, job: Job) -> Work:
     given = {"seed": job.seed, "device": job.device, "model": job.model, "world": job.world}
     loader = method.loader(job.data, job.train_ids, **given)
     if loader.layout == "tree" and loader.on_gpu:
-        return CapturedWork(job, loader)
+        return TreeWork(job, loader)
     return SampledWork(job, loader)
 
 
@@ -88,8 +88,15 @@ def make_loader(
     return Loader(data, chosen, method, seed, torch.device(device), walk, world)
 
 
+class TreeWork(CapturedWork, Work):
+    """Sampled training of one job, captured as CUDA graphs."""
+
+    def describe(self) -> WorkDescription:
+        return self.loader.describe()
+
+
 @dataclass
-class SampledWork:
+class SampledWork(Work):
     """Sampled training of one job."""
 
     job: Job
@@ -103,3 +110,6 @@ class SampledWork:
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
                 yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)
+
+    def describe(self) -> WorkDescription:
+        return self.loader.describe()
