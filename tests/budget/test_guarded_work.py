@@ -162,8 +162,7 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
     ids = data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
-    loader = method.loader(data, ids, model=model, device=device)
-    loader.waits_on_host = on_host
+    loader = method.loader(data, ids, model=model, device=device).with_budget(None, waits_on_host=on_host)
     given = next(iter(loader))
     assert given.seeds.is_cuda != on_host
     batch = given.to(device)
@@ -199,7 +198,8 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
     work = Sampled(fanouts=(10, 10), batch_size=4096, workers=2).bind(job)
     assert isinstance(work, SampledWork)
     expected = [unit.forward_backward(4096).item() for unit in work.units(1)]
-    work.guard = Guard(job, Budget(), 1 << 40)
+    guard = Guard(job, Budget(), 1 << 40)
+    work = work.guarded(guard, waits_on_host=False)
     with closing(work.loader.epoch(1)) as batches:
         num_bytes = next(batches).num_bytes
     room = free_all() + num_bytes // 2
@@ -209,7 +209,7 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
     assert found == pytest.approx(expected, rel=1e-4)
     counters.next_epoch()
     assert counters.last_epoch()["batches.without_room"] >= 2
-    assert work.guard.take_record()["pieces"] >= 4
+    assert guard.take_record()["pieces"] >= 4
 
 
 @pytest.mark.gpu

@@ -468,9 +468,10 @@ def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
     sampler = getattr(work.loader, "sampler", None) if isinstance(work, SampledWork) else None
     guard = Guard(job, budget, limit, sampler.sample if isinstance(sampler, NeighborSampler) else None)
     guard.predictor = plan.predictor
+    if isinstance(work, SampledWork):
+        guard.waits_on_host = plan.waits_on_host and isinstance(work.loader, Loader)
+        return work.guarded(guard, waits_on_host=guard.waits_on_host)
     work.guard = guard  # type: ignore[attr-defined]
-    if isinstance(work, SampledWork) and isinstance(work.loader, Loader):
-        work.loader.waits_on_host = guard.waits_on_host = plan.waits_on_host
     return work
 
 

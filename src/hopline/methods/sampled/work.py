@@ -104,9 +104,14 @@ class SampledWork(Work):
     guard: Guard | None = None
     """Keeps the steps within a budget, where there is one."""
 
+    def guarded(self, guard: Guard, *, waits_on_host: bool) -> SampledWork:
+        """The same work, whose steps the guard keeps within a budget. waits_on_host: as in `Loader`."""
+        loader = self.loader
+        if isinstance(loader, Loader):
+            loader = loader.with_budget(guard.prepare, waits_on_host=waits_on_host)
+        return replace(self, loader=loader, guard=guard)
+
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        if isinstance(self.loader, Loader):
-            self.loader.divide = None if self.guard is None else self.guard.prepare
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
                 yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)
