@@ -1,7 +1,8 @@
 """A device's memory and streams: pinned host memory, capture and priorities, the memory meter, steps undone.
 
 `meter` measures what a step takes at most, `out_of_memory` undoes and retries a step, `pinned` registers host memory
-that a GPU reads in place, `streams` says who may use a GPU while a CUDA graph is captured. It stands on `ops` and
+that a GPU reads in place, `snapshots` keeps weights, modes and random states for whoever changes them for a while,
+`streams` says who may use a GPU while a CUDA graph is captured. It stands on `ops` and
 `util`.
 
 State of the process: `pinned` owns the registered memory, `streams` the lock for CUDA-graph capture.

@@ -24,6 +24,7 @@ from hopline.data.dataset import Dataset
 from hopline.data.placement import place
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
+from hopline.device.snapshots import draws_restored
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
@@ -151,7 +152,7 @@ def _seconds(plan: Plan, budget: Budget, outline: Outline) -> float:
 def _timed(work: Work, job: Job) -> list[float]:
     """Seconds of some steps."""
     epochs, lasted = (units_from(work, epoch) for epoch in count(1)), []
-    with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []), own_threads(job):
+    with draws_restored(job.device), own_threads(job):
         for unit in islice(chain.from_iterable(epochs), 1 + TIMED):
             began = time.perf_counter()
             unit.forward_backward((unit.size if unit.total_size is None else unit.total_size) or 1)

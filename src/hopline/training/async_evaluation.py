@@ -20,6 +20,7 @@ from hopline import inference as infer
 from hopline import ops
 from hopline.contract import Job
 from hopline.device import streams
+from hopline.device.snapshots import weights_restored
 from hopline.inference.captured_forward import Launched
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
@@ -380,12 +381,9 @@ class Beside(Evaluations):
 
     def _evaluate_here(self, snapshot: Snapshot) -> dict[str, Any]:
         trainer, started = self.trainer, time.perf_counter()
-        now = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-        trainer.model.load_state_dict(snapshot.room.weights)
-        try:
+        with weights_restored(trainer.model):
+            trainer.model.load_state_dict(snapshot.room.weights)
             found = self.measure(trainer.job)
-        finally:
-            trainer.model.load_state_dict(now)
         return {"epoch": snapshot.epoch, "metrics": found, "seconds": time.perf_counter() - started}
 
     def _deliver(self, answer: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from hopline.device.snapshots import random_states, restore_random_states
 from hopline.distributed.world import World
 from hopline.metrics import Mode, mode_of
 from hopline.report.writer import versions
@@ -61,7 +62,7 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.schedule.state_dict(),
-        "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if _has_cuda() else []},
+        "rng": random_states(),
         "position": position,
         "num_steps": trainer.num_steps,
         "stop_reason": trainer.stop_reason,
@@ -96,9 +97,7 @@ def restore(trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
             waiting.remove(kept)
             callback.restore_state(kept[1])
     trainer.work.load_state_dict(state["work"])
-    torch.set_rng_state(state["rng"]["cpu"])
-    if _has_cuda() and len(state["rng"]["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+    restore_random_states(state["rng"])
 
 
 def _own_sum(sums: Tensor | float, world: World) -> Tensor | float:
@@ -108,10 +107,6 @@ def _own_sum(sums: Tensor | float, world: World) -> Tensor | float:
     if sums.numel() == world.size:
         return float(sums.view(-1)[world.rank])
     return float(sums.sum()) if world.rank == 0 else 0.0
-
-
-def _has_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:

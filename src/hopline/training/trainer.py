@@ -6,8 +6,8 @@ import inspect
 import math
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -30,6 +30,7 @@ from hopline.data.fingerprint import contents_of
 from hopline.data.placement import describe
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
+from hopline.device.snapshots import all_draws_restored, modes_restored
 from hopline.distributed.world import World
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
@@ -93,19 +94,6 @@ def _versions_of(data: Dataset) -> dict[str, int | None]:
     if isinstance(data, ShardedData):
         return {}
     return {**data.graph.versions, **{f"table {name!r}": table.version for name, table in data.tables.items()}}
-
-
-@contextmanager
-def _modes_and_draws_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context after which each module is in the mode that it was in, and torch's generators are where they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    gpus = range(torch.cuda.device_count()) if device.type == "cuda" or torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
 
 
 class Trainer:
@@ -267,7 +255,8 @@ class Trainer:
         timers, counters = trace.Timers(), trace.Counters()
         with ExitStack() as stack:
             stack.enter_context(freed_memory_kept())
-            stack.enter_context(_modes_and_draws_restored(self.model, self.device))
+            stack.enter_context(modes_restored(self.model))
+            stack.enter_context(all_draws_restored(self.device))
             keep = self._start(stack, timers, counters)
             kind = Beside if self.settings.evaluate == "async" else Blocking
             self.evaluations: Evaluations = stack.enter_context(kind(self, run))
