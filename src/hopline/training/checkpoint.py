@@ -75,21 +75,23 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
-    """The trainer and the run as they were at a snapshot."""
+def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """The trainer and its run as they were at a snapshot."""
+    position = state["position"]
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     for group in trainer.optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # it is read on the device by a captured step
             group["lr"] = group["lr"].to(trainer.device)
     trainer.schedule.load_state_dict(state["schedule"])
-    trainer.position = Position(**state["position"])
-    trainer.position.loss_sum = _own_sum(trainer.position.loss_sum, trainer.world)
-    trainer.num_steps, trainer.stop_reason = state["num_steps"], state["stop_reason"]
-    trainer.metric = state["metric"]
-    run.history = [EpochEnd(**epoch) for epoch in state["history"]]
-    run.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
-    run.epochs = len(run.history)
+    trainer.take_over(
+        position=Position(**{**position, "loss_sum": _own_sum(position["loss_sum"], trainer.world)}),
+        num_steps=state["num_steps"],
+        stop_reason=state["stop_reason"],
+        metric=state["metric"],
+        history=[EpochEnd(**epoch) for epoch in state["history"]],
+        evaluations=[Evaluation(**evaluation) for evaluation in state["evaluations"]],
+    )
     waiting = list(state["callbacks"])
     for callback in trainer.active:  # progress and reports may be on now and have been off then
         kept = next((one for one in waiting if one[0] == type(callback).__name__), None)
@@ -329,7 +331,7 @@ class Checkpoints:
 
     def resume(self, trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
         """Put the trainer where a checkpoint is, and say where that is."""
-        restore(trainer, run, state)
+        restore(trainer, state)
         at = trainer.position
         ranks, now = state["position"]["loss_sum"].numel(), self.world.size
         change = "" if now == ranks else f"; now {now} rank{'s' * (now > 1)}, before {ranks}"

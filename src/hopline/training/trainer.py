@@ -6,8 +6,8 @@ import inspect
 import math
 import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -47,15 +47,16 @@ from hopline.shards.data import ShardedData
 from hopline.training import checkpoint
 from hopline.training.async_evaluation import Beside, check_beside, evaluates_here, sent_data
 from hopline.training.best_weights import KeepWeights
-from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Run, StepEnd
+from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
 from hopline.training.checkpoint import Checkpoints, Position
-from hopline.training.evaluation import Blocking, Evaluations, Measure, TestStep, check_whole, part_hops_of, whole_lines
+from hopline.training.evaluation import Measure, TestStep, check_whole, part_hops_of, whole_lines
 from hopline.training.lr_schedule import Scheduler
 from hopline.training.optimizer import Update, make_optimizer, split_decay
 from hopline.training.rank_steps import taken_together, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
 from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
+from hopline.training.validation import Blocking, Evaluations, Result
 from hopline.training.watch_staleness import WatchHistory
 from hopline.units.batch_unit import checked, own_threads, supervised
 from hopline.util import trace
@@ -197,6 +198,14 @@ class Trainer:
         self.num_steps = 0
         self.position = Position()
         self.checkpoints = Checkpoints(self.out, self.settings, self.world)
+        self.run = Run(metric=self.metric)
+        """What `fit` returns, as far as it is."""
+        self._keep = KeepWeights(None)
+        self._write_report: WriteReport | None = None
+        self._ended_by: Result | None = None
+        """The result that has ended the run although training has gone on."""
+        self._evaluated_weights: Mapping[str, Tensor] | None = None
+        """Those of the result that is acted on, where training has gone on."""
         self._found: dict[str, Any] | None = None
         """The checkpoint that the run goes on from."""
 
@@ -251,21 +260,24 @@ class Trainer:
             ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were changed
                 meanwhile.
         """
-        run, began = Run(metric=self.metric, folder=self.out, rank=self.world.rank), time.perf_counter()
+        run = self.run = Run(metric=self.metric, folder=self.out, rank=self.world.rank)
+        began = time.perf_counter()
         timers, counters = trace.Timers(), trace.Counters()
         with ExitStack() as stack:
             stack.enter_context(freed_memory_kept())
             stack.enter_context(modes_restored(self.model))
             stack.enter_context(all_draws_restored(self.device))
-            keep = self._start(stack, timers, counters)
+            self._start(stack, timers, counters)
             kind = Beside if self.settings.evaluate == "async" else Blocking
-            self.evaluations: Evaluations = stack.enter_context(kind(self, run))
+            self.evaluations: Evaluations = stack.enter_context(kind(self))
+            self.active.append(self.evaluations.waiting)
             try:
                 self._loop(run, timers, counters)
-                self._test(run, keep)
+                self._test(run)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
-                    self.evaluations.salvage()
+                    with suppress(Exception):  # the interruption is what ends the run
+                        self.act_on(self.evaluations.salvage())
                 run.reason = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
             finally:
@@ -291,11 +303,11 @@ class Trainer:
             self.checkpoints.resume(self, run, self._found)
             self._found = None
         self._earlier_s = self.position.seconds + sum(one.seconds for one in [*run.history, *run.evaluations])
-        self.evaluations.begin()
+        self.act_on(self.evaluations.begin())
         if self.stop_reason is None and self.position.epoch <= self.settings.epochs:
             with self.checkpoints.holding_signals():
                 self._train_epochs(run, timers, counters)
-        self.evaluations.finish()
+        self._await_evaluations(run)
         num_epochs = self.settings.epochs
         run.reason = self.stop_reason or (
             f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"
@@ -307,7 +319,9 @@ class Trainer:
             try:
                 ended = self._train_epoch(epoch, run, timers, counters)
             except Exception:
-                if not self.evaluations.end_before():
+                if self.world.size == 1:  # else others may not have met the error
+                    self.act_on(self.evaluations.rest())
+                if self._ended_by is None:
                     raise
                 return
             if ended is None:
@@ -316,12 +330,13 @@ class Trainer:
             run.history.append(ended)
             self.call("on_epoch_end", ended)
             due = self._is_due(epoch)
-            value = self.evaluations.validate(epoch) if self.is_evaluated(epoch) else None
-            self.schedule.step(-ended.loss if value is None else value, evaluated=due)
+            results = self.act_on(self.evaluations.validate(epoch)) if self.is_evaluated(epoch) else []
+            scores = [self.score(one.metrics) for one in results if one.epoch == epoch]  # none if it is to come
+            self.schedule.step(scores[0] if scores else -ended.loss, evaluated=due)
             timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
             self.position = Position(epoch=epoch + 1)
-            self.evaluations.arrive()
-            if self.evaluations.ended_after is not None:
+            self.act_on(self.evaluations.arrived())
+            if self._ended_by is not None:
                 return
             is_last = epoch == self.settings.epochs or self.stop_reason is not None
             self.checkpoints.write_if_due(self, run, at_end=is_last)
@@ -359,8 +374,8 @@ class Trainer:
                 at.seconds = time.perf_counter() - started
                 self.num_steps += 1
                 self.call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
-                self.evaluations.arrive(between_steps=True)
-                if self.evaluations.ended_after is not None:
+                self.act_on(self.evaluations.arrived(between_steps=True))
+                if self._ended_by is not None:
                     return None
                 self.checkpoints.write_if_due(self, run, in_epoch=True)
         if not at.seeds:
@@ -436,7 +451,72 @@ class Trainer:
 
     def evaluated_weights(self) -> Mapping[str, Tensor]:
         """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
-        return self.evaluations.weights or self.model.state_dict()
+        return self._evaluated_weights or self.model.state_dict()
+
+    def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
+        """Evaluate the model as it is, in the first rank, or in all ranks together where each has a shard."""
+        started = time.perf_counter()
+        with trace.span("evaluate"):
+            together = isinstance(self.data, ShardedData)
+            found = self.evaluate(split, exact=exact) if self.world.rank == 0 or together else {}
+            found = self.world.broadcast_object(found)
+        return Evaluation(epoch=epoch, split=split, metrics=found, seconds=time.perf_counter() - started)
+
+    def act_on(self, results: Iterator[Result]) -> list[Evaluation]:
+        """Act on results one by one, as if training had waited for each; on none after the one that ends the run."""
+        done: list[Evaluation] = []
+        if self._ended_by is not None:
+            return done
+        for result in results:
+            self._act_on_one(result)
+            done.append(result.evaluation)
+            if self.stop_reason is not None and result.weights is not None:  # training has gone on since
+                self._ended_by = result
+                break
+        return done
+
+    def _act_on_one(self, result: Result) -> None:
+        evaluation, later = result.evaluation, self.stop_reason
+        if not evaluation.metrics:
+            raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
+        self.metric = next(iter(evaluation.metrics))
+        if evaluation.split == "valid":
+            self.score(evaluation.metrics)  # refuses a metric that may be better either way, before it is used
+        self.stop_reason, self._evaluated_weights = result.reason, result.weights
+        try:
+            self.call("on_evaluate_end", evaluation)
+        finally:
+            self._evaluated_weights = None
+        self.run.evaluations.append(evaluation)
+        if self.stop_reason is None and result.weights is not None:
+            self.stop_reason = later
+
+    def _await_evaluations(self, run: Run) -> None:
+        """Wait for all results; afterwards run and model are as the last epoch that counts has left them."""
+        waiting = self.evaluations.waiting.snapshots
+        has_waited = bool(waiting)
+        self.act_on(self.evaluations.rest())
+        if self._ended_by is not None:
+            waiting.clear()
+            self._drop_after(self._ended_by, run)
+        if has_waited or self._ended_by is not None:
+            self.checkpoints.write(self, run)
+
+    def _drop_after(self, result: Result, run: Run) -> None:
+        """Leave model, run and folder as they were after the epoch that has ended the run."""
+        epoch = result.evaluation.epoch
+        assert result.weights is not None
+        self.model.load_state_dict(result.weights)
+        run.dropped = run.epochs + (self.position.units > 0) - epoch
+        if not run.dropped:
+            return
+        self.say(f"the run has ended with epoch {epoch}: what was trained while it was evaluated is dropped")
+        run.epochs = epoch
+        run.history = [ended for ended in run.history if ended.epoch <= epoch]
+        self.position = Position(epoch=epoch + 1)
+        self._keep.save_last(self)
+        if self._write_report is not None:
+            self._write_report.drop_after(epoch)
 
     def _checked_mode(self, mode: Mode | None) -> Mode | None:
         if mode is not None and mode not in get_args(Mode):
@@ -473,6 +553,20 @@ class Trainer:
     def has(self, split: str) -> bool:
         return split in self.data.splits and self.data.splits[split].numel() > 0
 
+    def take_over(
+        self,
+        *,
+        position: Position,
+        num_steps: int,
+        stop_reason: str | None,
+        metric: str,
+        history: list[EpochEnd],
+        evaluations: list[Evaluation],
+    ) -> None:
+        """Go on from where a checkpoint is. Model, optimizer, callbacks and work have their own states."""
+        self.position, self.num_steps, self.stop_reason, self.metric = position, num_steps, stop_reason, metric
+        self.run.history, self.run.evaluations, self.run.epochs = history, evaluations, len(history)
+
     # ---- beginning and end
 
     def stop(self, reason: str) -> None:
@@ -501,13 +595,14 @@ class Trainer:
             rest = self.job.model.rest_parameters()
         return make_optimizer(s.optimizer, split_decay(self.model, rest, s.weight_decay, s.weight_decay_rest), s.lr)
 
-    def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
+    def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> None:
         """Open the report and set up the run's own callbacks."""
         if type(as_walkable(self.model)) is not type(self.job.model):  # which is seen as layers, and no longer is
             raise ValueError(
                 f"hooks were put on {type(self.model).__name__} after the Trainer was made: put them on before"
             )
         self.stop_reason, self.num_steps, self.position, self._earlier_s = None, 0, Position(), 0.0
+        self._ended_by = self._write_report = None
         self.active = [*self.callbacks]
         if self.settings.patience is not None:
             self.active.append(EarlyStop(self.settings.patience))
@@ -532,11 +627,10 @@ class Trainer:
         self.active += [WatchBudget(self._report), WatchPipeline(self._report), WatchHistory(self._report)]
         if self.settings.show and self.world.rank == 0:
             self.active.append(ShowProgress())
-        keep = KeepWeights(self.out if self.world.rank == 0 else None)
-        self.active.append(keep)
+        self._keep = KeepWeights(self.out if self.world.rank == 0 else None)
+        self.active.append(self._keep)
         stack.enter_context(trace.listen(timers))
         stack.enter_context(trace.listen(counters))
-        return keep
 
     def _open_report(self, stack: ExitStack, folder: Path) -> None:
         """Begin the records of the run, or go on with those of what the checkpoint holds."""
@@ -551,7 +645,8 @@ class Trainer:
         stack.push(lambda kind, *_: report.discard() if kind and found is None and not self.num_steps else None)
         stack.enter_context(report)
         stack.enter_context(trace.listen(report))
-        self.active.append(WriteReport(report))
+        self._write_report = WriteReport(report)
+        self.active.append(self._write_report)
 
     # ---- going on after an end that was not planned
 
@@ -572,13 +667,15 @@ class Trainer:
         units = units_from(self.work, epoch, self.position.units, round(self.position.seeds))
         return taken_together(in_groups(units, self.settings.accumulate), self.world)
 
-    def _test(self, run: Run, keep: KeepWeights) -> None:
+    def _test(self, run: Run) -> None:
         """The best weights, tested."""
-        run.best_epoch = keep.restore(self, run.epochs)
+        run.best_epoch = self._keep.restore(self, run.epochs)
         at_best = [e for e in run.evaluations if e.epoch == run.best_epoch]
         run.valid = at_best[-1].metrics[self.metric] if at_best else math.nan
         if self.has("test"):
-            run.test = self.evaluations.evaluate_now(run.best_epoch, "test", exact=True).metrics[self.metric]
+            tested = self.evaluate_now(run.best_epoch, "test", exact=True)
+            self._act_on_one(Result(tested, None, self.stop_reason))
+            run.test = tested.metrics[self.metric]
 
     def _initialise(self) -> None:
         """A forward pass gives lazily built layers their parameters; ranks begin with the first one's weights."""
