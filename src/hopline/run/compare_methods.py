@@ -28,10 +28,10 @@ from hopline.device.snapshots import draws_restored
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import as_walkable
 from hopline.tables import TensorTable
 from hopline.training.settings import TrainSettings
-from hopline.units.batch_unit import own_threads, supervised
+from hopline.units.batch_unit import own_threads
+from hopline.units.job import make_job
 from hopline.util.config import format_size, kind_of
 
 TIMED, LONG_S = 3, 5.0
@@ -44,17 +44,8 @@ def outline_of_run(
     model: nn.Module, data: Dataset, settings: TrainSettings, placement: Placement | None = None
 ) -> Outline:
     """What a run with the usual loss is planned from."""
-    job = Job(
-        data=data,
-        model=as_walkable(model),
-        module=model,
-        train_ids=data.train_ids,
-        train_step=supervised(data.task, data.num_classes),
-        usual_loss=True,
-        seed=settings.seed,
-        device=find_device(settings.device),
-        bf16=settings.precision == "bf16",
-    )
+    device = find_device(settings.device)
+    job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
     beside = settings.evaluate == "async" and (settings.evaluate_on == "device" or job.device.type == "cpu")
     return Outline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
 

@@ -23,7 +23,6 @@ from hopline.device import streams
 from hopline.device.snapshots import weights_restored
 from hopline.inference.captured_forward import Launched
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import as_walkable
 from hopline.pipeline.stages import give_way
 from hopline.shards.data import ShardedData
 from hopline.training.async_evaluation_process import (
@@ -37,6 +36,7 @@ from hopline.training.async_evaluation_process import (
 from hopline.training.callbacks import Evaluation
 from hopline.training.evaluation import Measure as OwnMeasure
 from hopline.training.validation import Evaluations, Result, Snapshot
+from hopline.units.job import for_copy
 from hopline.util import trace
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class EvaluationThread:
         module = copy.deepcopy(job.module)
         module.requires_grad_(False)
         data = replace(job.data, tables={name: table.beside() for name, table in job.data.tables.items()})
-        self._job = replace(job, model=as_walkable(module), module=module, data=data, say=lambda text: None)
+        self._job = for_copy(job, module, data)
         self._measure = measure
         self._ends = threading.Event()
         self._asked: queue.SimpleQueue[tuple[int, Room | DeviceRoom | Launched] | None] = queue.SimpleQueue()

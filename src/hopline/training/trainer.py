@@ -23,7 +23,7 @@ from hopline.budget.guard import capped, keep_to
 from hopline.budget.memory_plan import Outline, Plan
 from hopline.budget.plan_within import plan_within
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, TrainStep, Unit, Work, in_groups, units_from
+from hopline.contract import Method, TrainStep, Unit, Work, in_groups, units_from
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import contents_of
@@ -38,7 +38,7 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.metrics import Mode, mode_of
 from hopline.nn.gnn import GNN
 from hopline.nn.structure import structure_of
-from hopline.nn.whole_module import Whole, as_walkable, num_wrapped_ranks, unwrapped
+from hopline.nn.whole_module import Whole, as_walkable, is_layered, num_wrapped_ranks, unwrapped
 from hopline.nn.whole_module_probe import initialise
 from hopline.report.bottleneck import PREPARED, TRAINED
 from hopline.report.settings import changed_keys
@@ -58,7 +58,8 @@ from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
 from hopline.training.validation import Blocking, Evaluations, Result
 from hopline.training.watch_staleness import WatchHistory
-from hopline.units.batch_unit import checked, own_threads, supervised
+from hopline.units.batch_unit import own_threads
+from hopline.units.job import make_job
 from hopline.util import trace
 from hopline.util.config import check_names, kind_of, removed_settings, to_dict
 from hopline.util.files import remove_unfinished
@@ -165,7 +166,8 @@ class Trainer:
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
-        self.method = self.asked = _checked_method(method).for_model(as_walkable(model)).for_graph(data.num_nodes)
+        walk = as_walkable(self.model)
+        self.method = self.asked = _checked_method(method).for_model(walk).for_graph(data.num_nodes)
         self.test_step = test_step
         self.metric_mode: Mode | None = self._checked_mode(metric_mode)
         self.sent = sent_data(self, data)
@@ -179,7 +181,6 @@ class Trainer:
             if not isinstance(callback, Callback):
                 raise ValueError(f"callbacks must be objects of classes derived from hl.Callback, not {callback!r}")
         self.callbacks = list(callbacks)
-        self.usual_loss = train_step is None
         self.out = None if out is None else Path(out)
         self.config = config
         self.num_seeds = data.train_ids.numel()
@@ -188,7 +189,18 @@ class Trainer:
         check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
         self.budget = None if budget is None else Budget.of(budget)
         self.plan: Plan | None = None
-        self.work = self._bound(train_step, placement or Placement())
+        self.job = make_job(
+            self.model,
+            data,
+            model=walk,
+            train_step=train_step,
+            seed=self.settings.seed,
+            device=self.device,
+            bf16=self.settings.precision == "bf16",
+            world=self.world,
+            say=self.say,
+        )
+        self.work = self._bound(placement or Placement())
         self.part_hops = part_hops_of(self.job, self.method)
         if self._evaluates_exactly:
             check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
@@ -206,25 +218,9 @@ class Trainer:
         """The result that has ended the run although training has gone on."""
         self._evaluated_weights: Mapping[str, Tensor] | None = None
         """Those of the result that is acted on, where training has gone on."""
-        self._found: dict[str, Any] | None = None
-        """The checkpoint that the run goes on from."""
 
-    def _bound(self, train_step: TrainStep | None, placement: Placement) -> Work:
+    def _bound(self, placement: Placement) -> Work:
         """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
-        data = self.data
-        self.job = Job(
-            data=data,
-            model=as_walkable(self.model),
-            module=self.model,
-            train_ids=data.train_ids,
-            train_step=supervised(data.task, data.num_classes) if train_step is None else checked(train_step),
-            usual_loss=self.usual_loss,
-            seed=self.settings.seed,
-            device=self.device,
-            bf16=self.settings.precision == "bf16",
-            world=self.world,
-            say=self.say,
-        )
         if self.budget is None:
             self._place(placement)
             return self._bind()
@@ -267,12 +263,12 @@ class Trainer:
             stack.enter_context(freed_memory_kept())
             stack.enter_context(modes_restored(self.model))
             stack.enter_context(all_draws_restored(self.device))
-            self._start(stack, timers, counters)
+            found = self._start(stack, timers, counters)
             kind = Beside if self.settings.evaluate == "async" else Blocking
             self.evaluations: Evaluations = stack.enter_context(kind(self))
             self.active.append(self.evaluations.waiting)
             try:
-                self._loop(run, timers, counters)
+                self._loop(run, timers, counters, found)
                 self._test(run)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
@@ -288,7 +284,8 @@ class Trainer:
                         ends.callback(callback.on_fit_end, self, run)
         return run
 
-    def _loop(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:
+    def _loop(self, run: Run, timers: trace.Timers, counters: trace.Counters, found: dict[str, Any] | None) -> None:
+        """found: the checkpoint that the run goes on from."""
         self.optimizer = self.make_optimizer()
         self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
@@ -299,9 +296,8 @@ class Trainer:
         for line in whole_lines(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly):
             self.say(line)
         self.call("on_fit_start")
-        if self._found is not None:
-            self.checkpoints.resume(self, run, self._found)
-            self._found = None
+        if found is not None:
+            self.checkpoints.resume(self, run, found)
         self._earlier_s = self.position.seconds + sum(one.seconds for one in [*run.history, *run.evaluations])
         self.act_on(self.evaluations.begin())
         if self.stop_reason is None and self.position.epoch <= self.settings.epochs:
@@ -349,7 +345,7 @@ class Trainer:
         self.update.clear()
         if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
-        with own_threads(self.job) if self.usual_loss else nullcontext():
+        with own_threads(self.job) if self.job.usual_loss else nullcontext():
             losses = [unit.forward_backward(total) for unit in units]
             loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) / total
             if self.world.size > 1:
@@ -595,9 +591,9 @@ class Trainer:
             rest = self.job.model.rest_parameters()
         return make_optimizer(s.optimizer, split_decay(self.model, rest, s.weight_decay, s.weight_decay_rest), s.lr)
 
-    def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> None:
+    def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> dict[str, Any] | None:
         """Open the report and set up the run's own callbacks."""
-        if type(as_walkable(self.model)) is not type(self.job.model):  # which is seen as layers, and no longer is
+        if is_layered(self.model) != isinstance(self.job.model, GNN):  # it was seen as layers, and no longer is
             raise ValueError(
                 f"hooks were put on {type(self.model).__name__} after the Trainer was made: put them on before"
             )
@@ -617,13 +613,13 @@ class Trainer:
                 )
         torch.manual_seed(self.settings.seed)  # for draws inside convs, such as attention dropout
         self._initialise()
-        self._found = self.checkpoints.find(self)
+        found = self.checkpoints.find(self)
         if self.out is not None and self.world.rank == 0:
             remove_unfinished(self.out)
-            if self._found is None or not (
-                checkpoint.is_over(self._found, self.settings.epochs) and is_complete(self.out)
+            if found is None or not (
+                checkpoint.is_over(found, self.settings.epochs) and is_complete(self.out)
             ):  # else it is only tested again, and its folder has everything
-                self._open_report(stack, self.out)
+                self._open_report(stack, self.out, found)
         self.active += [WatchBudget(self._report), WatchPipeline(self._report), WatchHistory(self._report)]
         if self.settings.show and self.world.rank == 0:
             self.active.append(ShowProgress())
@@ -631,10 +627,10 @@ class Trainer:
         self.active.append(self._keep)
         stack.enter_context(trace.listen(timers))
         stack.enter_context(trace.listen(counters))
+        return found
 
-    def _open_report(self, stack: ExitStack, folder: Path) -> None:
+    def _open_report(self, stack: ExitStack, folder: Path, found: dict[str, Any] | None) -> None:
         """Begin the records of the run, or go on with those of what the checkpoint holds."""
-        found = self._found
         if found is None:
             report = Report(folder, **self._stored_settings())
         else:
