@@ -20,17 +20,19 @@ class ByDegree(hl.extend.Method):
 
 
 @dataclass
-class ByDegreeWork:
+class ByDegreeWork(hl.extend.Work):
     spec: ByDegree
     job: hl.extend.Job
     sampler: hl.extend.NeighborSampler
 
-    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
         data, world = self.job.data, self.job.world
         generator = torch.Generator().manual_seed(epoch * world.size + world.rank)  # each rank draws seeds of its own
         weights = data.graph.in_degrees(self.job.train_ids).double() + 1
         for step in range(self.spec.steps):
             seeds = self.job.train_ids[weights.multinomial(self.spec.batch_size, generator=generator)]
+            if step < done:  # trained before the run was interrupted: only its draw is repeated
+                continue
             key = epoch * 1_000_003 + step
             blocks = self.sampler.sample(seeds, key)
             yield hl.extend.BatchUnit(

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch_geometric.data import Data
@@ -16,15 +17,11 @@ import hopline as hl
 class DataUnit(hl.extend.Unit):
     model: torch.nn.Module
     data: Data
-
-    @property
-    def size(self) -> int:
-        return self.data.batch_size
+    size: int
 
     def forward_backward(self, total: int) -> torch.Tensor:
-        scores = self.model(self.data.x, self.data.edge_index)
-        labels = torch.as_tensor(self.data.y)
-        loss = torch.nn.functional.cross_entropy(scores[: self.size], labels[: self.size], reduction="sum")
+        scores = self.model(self.data.x, self.data.edge_index)[: self.size]
+        loss = torch.nn.functional.cross_entropy(scores, torch.as_tensor(self.data.y)[: self.size], reduction="sum")
         (loss / total).backward()
         return loss.detach()
 
@@ -33,21 +30,25 @@ class DataUnit(hl.extend.Unit):
 class PyGBatches(hl.extend.Method):
     make_loader: Callable[[int], Iterable[Data]]  # epoch -> batches
 
-    def bind(self, job: hl.extend.Job) -> "PyGBatches":
-        self.model = job.module
-        return self
+    def bind(self, job: hl.extend.Job) -> hl.extend.Work:
+        return PyGWork(job.module, self.make_loader)
 
-    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
-        for data in self.make_loader(epoch):
-            yield DataUnit(self.model, data)
+
+@dataclass
+class PyGWork(hl.extend.Work):
+    model: torch.nn.Module
+    make_loader: Callable[[int], Iterable[Data]]
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
+        for data in islice(self.make_loader(epoch), done, None):
+            yield DataUnit(self.model, data, data.batch_size)
 
 
 def main(name: str = "demo", epochs: int = 3) -> hl.Run:
     data = hl.open(name)
-    pyg = data.to_pyg()
-    loader = NeighborLoader(pyg, [10, 5], input_nodes=pyg.train_mask, batch_size=1024)
-    model = GraphSAGE(data.num_features, 64, 2, data.num_classes)
-    return hl.Trainer(model, data, PyGBatches(lambda epoch: loader), epochs=epochs).fit()
+    loader = NeighborLoader(data.to_pyg(), [10, 5], input_nodes=data.train_ids, batch_size=1024)
+    method, model = PyGBatches(lambda epoch: loader), GraphSAGE(data.num_features, 64, 2, data.num_classes)
+    return hl.Trainer(model, data, method, epochs=epochs).fit()
 
 
 if __name__ == "__main__":

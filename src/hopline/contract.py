@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading settings needs no torch
     import torch
@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
 
 TrainStep: TypeAlias = "Callable[[nn.Module, Batch], Tensor]"
 """(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
+KeepRows: TypeAlias = "Callable[[int, Tensor, Tensor], None]"
+"""(layer, node ids, their rows after that layer) -> None: called with each part of the nodes once."""
 
 
 def _cpu() -> torch.device:
@@ -89,26 +91,78 @@ class Unit(ABC):
         """Called after the optimizer step: the one place where a unit may write state."""
 
 
-class Work(Protocol):
-    """A method bound to a job. `Method` has an example."""
+@dataclass(frozen=True, kw_only=True)
+class WorkDescription:
+    """How a work prepares its units, for the report and its advice. The defaults are those of a work without threads.
 
+    Example:
+        >>> hl.extend.WorkDescription(workers=4, look_ahead=8, is_sampled=True).most_workers
+        0
+    """
+
+    workers: int = 0
+    """Threads that prepare batches; 0 where the thread that trains does."""
+    look_ahead: int = 1
+    """Batches that may be prepared ahead."""
+    most_workers: int = 0
+    """How many threads there can be at most; 0 where a user cannot change their number."""
+    on_gpu: bool = False
+    """Whether a GPU prepares the batches itself."""
+    is_sampled: bool = False
+    """Whether batches are samples, which smaller fan-outs make smaller."""
+    refreshes: bool = False
+    """Whether stored embeddings are computed exactly in every epoch."""
+    prepare_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the threads' own work in the last epoch, by stage."""
+
+
+class Work(ABC):
+    """A method bound to a job. Only `units` must be written; the rest has defaults. `Method` has an example.
+
+    Raises:
+        TypeError: A subclass has a `units` with other arguments.
+    """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        given = list(inspect.signature(cls.units).parameters)
+        if given[1:] != ["epoch", "done", "examples"]:
+            raise TypeError(
+                f"{cls.__name__}.units takes ({', '.join(given)}): write units(self, epoch, done=0, examples=0), and "
+                "leave out the first `done` units of the epoch"
+            )
+
+    @abstractmethod
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         """The units of an epoch (counted from 1), in order; the same epoch gives the same units again.
 
         Over several ranks each yields its own; the gradient is that of the mean over the examples of all of them.
-        done, examples: how many units, which trained how many examples over all ranks, had their turn already.
+        done, examples: units at the beginning of the epoch that are left out, since a run that was interrupted has
+        trained them, and how many examples these had over all ranks.
         """
-        ...
+
+    def describe(self) -> WorkDescription:
+        """How units are prepared, as it is after the last epoch."""
+        return WorkDescription()
+
+    @property
+    def keep_rows(self) -> KeepRows | None:
+        """Where exact evaluation leaves the hidden rows that it computes; None where they are of no use."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the work remembers from step to step. It is in the checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most works remember nothing
+        """Go on from what `state_dict` returned."""
 
 
-def units_from(work: Work, epoch: int, done: int, examples: int) -> Generator[Unit, None, None]:
+def units_from(work: Work, epoch: int, done: int = 0, examples: int = 0) -> Generator[Unit, None, None]:
     """The units of an epoch that are not done yet; closing it closes the work's own iterator."""
-    if "done" in inspect.signature(work.units).parameters:
-        units, skipped = work.units(epoch, done, examples), 0
-    else:  # a method that cannot begin in the middle: what is done is prepared again and left out
-        units, skipped = work.units(epoch), done
+    units = work.units(epoch, done, examples)
     try:
-        yield from itertools.islice(units, skipped, None)
+        yield from units
     finally:
         if isinstance(units, Generator):
             units.close()
@@ -121,14 +175,6 @@ def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[U
             yield group
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """Work that remembers something from step to step; it is in the checkpoints."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
 class Method(ABC):
     """A way to train. Subclasses are settings; `bind` gives the work that yields the units of each epoch.
 
@@ -139,7 +185,7 @@ class Method(ABC):
         >>> class OneByOne(hl.extend.Method):  # a step per training node, over all edges that lead to it
         ...     def bind(self, job):
         ...         return OneByOneWork(job)
-        >>> class OneByOneWork:
+        >>> class OneByOneWork(hl.extend.Work):
         ...     def __init__(self, job):
         ...         self.job = job
         ...         self.sampler = hl.extend.NeighborSampler(job.data.graph, [-1] * job.model.num_layers)
@@ -174,6 +220,12 @@ class Method(ABC):
     def placement(self, wanted: Placement) -> Placement:
         """Where a GPU should find the data, given what was asked for."""
         return wanted
+
+    def place(self, data: Dataset, wanted: Placement, device: torch.device) -> Dataset:
+        """The dataset where a GPU finds it fastest, given what was asked for."""
+        from hopline.data.placement import place
+
+        return place(data, self.placement(wanted), device)
 
     def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
         """Batches for approximate inference at `ids`, in their order; None where only exact inference exists."""

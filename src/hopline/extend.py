@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hopline.util.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from hopline.contract import Job, Method, Unit, Work
+    from hopline.contract import Job, Method, Unit, Work, WorkDescription
     from hopline.core.batch import Block, Part
     from hopline.core.row_handles import Rows
     from hopline.core.sampler import NeighborSampler
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "hopline.contract": ("Job", "Method", "Unit", "Work"),
+        "hopline.contract": ("Job", "Method", "Unit", "Work", "WorkDescription"),
         "hopline.core.batch": ("Block", "Part"),
         "hopline.core.row_handles": ("Rows",),
         "hopline.core.sampler": ("NeighborSampler",),
@@ -71,6 +71,7 @@ __all__ = [
     "TrainSettings",
     "Unit",
     "Work",
+    "WorkDescription",
     "World",
     "keep_freed_memory",
 ]

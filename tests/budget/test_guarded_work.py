@@ -14,7 +14,7 @@ from torch_geometric.nn import SAGEConv
 from hopline.budget.guard import Guard, Watch, WatchedWork, capped
 from hopline.budget.memory_plan import Plan
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, Stateful, Unit
+from hopline.contract import Job, Method, Unit, Work
 from hopline.data import planted
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import meter_of
@@ -68,7 +68,8 @@ def test_a_run_within_a_budget_is_the_run_without(method: Method, tmp_path: Path
 def test_what_cannot_be_cut_is_watched(tmp_path: Path):
     trainer = trainer_of(METHODS[2], budget="1GiB", out=tmp_path / "run")
     assert isinstance(trainer.work, WatchedWork)
-    assert isinstance(trainer.work, Stateful) == isinstance(trainer.work.work, Stateful)
+    assert trainer.work.describe() == trainer.work.work.describe()
+    assert trainer.work.state_dict() == trainer.work.work.state_dict()
     trainer.fit()
     found = records(tmp_path / "run", "budget")
     assert [record["epoch"] for record in found] == [1, 2]
@@ -161,8 +162,7 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
     ids = data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
-    loader = method.loader(data, ids, model=model, device=device)
-    loader.waits_on_host = on_host
+    loader = method.loader(data, ids, model=model, device=device).with_budget(None, waits_on_host=on_host)
     given = next(iter(loader))
     assert given.seeds.is_cuda != on_host
     batch = given.to(device)
@@ -198,7 +198,8 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
     work = Sampled(fanouts=(10, 10), batch_size=4096, workers=2).bind(job)
     assert isinstance(work, SampledWork)
     expected = [unit.forward_backward(4096).item() for unit in work.units(1)]
-    work.guard = Guard(job, Budget(), 1 << 40)
+    guard = Guard(job, Budget(), 1 << 40)
+    work = work.guarded(guard, waits_on_host=False)
     with closing(work.loader.epoch(1)) as batches:
         num_bytes = next(batches).num_bytes
     room = free_all() + num_bytes // 2
@@ -208,7 +209,7 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
     assert found == pytest.approx(expected, rel=1e-4)
     counters.next_epoch()
     assert counters.last_epoch()["batches.without_room"] >= 2
-    assert work.guard.take_record()["pieces"] >= 4
+    assert guard.take_record()["pieces"] >= 4
 
 
 @pytest.mark.gpu
@@ -229,14 +230,12 @@ class Seven(Unit):
         return torch.zeros(())
 
 
-class OwnWork:
-    """Work that cannot begin in the middle of an epoch."""
-
-    def units(self, epoch: int) -> Iterator[Unit]:
-        yield from (Seven(), Seven(), Seven())
+class OwnWork(Work):
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        yield from (Seven(), Seven(), Seven())[done:]
 
 
-def test_work_that_begins_at_the_front_is_watched_too():
-    watched = WatchedWork(OwnWork(), Watch(torch.device("cpu"), 1 << 20, 0.0))  # type: ignore[arg-type]
+def test_work_that_begins_in_the_middle_is_watched_too():
+    watched = WatchedWork(OwnWork(), Watch(torch.device("cpu"), 1 << 20, 0.0))
     left = list(watched.units(1, done=2, examples=14))
     assert [(unit.size, unit.total_size) for unit in left] == [(7, None)]

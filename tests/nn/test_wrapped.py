@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -27,7 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 class _FabricModule(nn.Module):
-    """As much of Lightning Fabric's wrapper as is looked at: its name and its module."""
+    """As much of Lightning Fabric's wrapper as is looked at: its class and its module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -71,7 +73,11 @@ def test_the_trainer_takes_the_model_out_or_says_what_to_give_it(ranks: int):
             hl.Trainer(DistributedDataParallel(model), data, epochs=1, show=False)
 
 
-def test_fabric_and_compiled_models_are_taken_out():
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_and_compiled_models_are_taken_out(package: str, monkeypatch: pytest.MonkeyPatch):
+    wrappers = ModuleType(f"{package}.wrappers")
+    monkeypatch.setattr(wrappers, "_FabricModule", _FabricModule, raising=False)
+    monkeypatch.setitem(sys.modules, wrappers.__name__, wrappers)
     data, model = small(), sage(small())
     for wrapped in (_FabricModule(model), torch.compile(model), _FabricModule(_FabricModule(model))):
         assert isinstance(wrapped, nn.Module)

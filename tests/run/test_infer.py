@@ -109,7 +109,7 @@ def test_chunks_and_a_folder_change_no_prediction(done: Path, tmp_path: Path):
     hidden = tmp_path / "hidden"
     for _ in range(2):  # the second time from what is there
         np.testing.assert_array_equal(predictions(done, write="scores", folder=hidden), expected)
-        assert [path.name for path in hidden.glob("*.bin")] == ["layer1-h.bin"]
+        assert [path.name for path in hidden.glob("*.bin")] == ["layer1.bin"]
     torch.save({k: v + 1 for k, v in torch.load(done / "best.pt", weights_only=True).items()}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"another inference \(other weights\): remove it, or choose another"):
         predictions(done, weights=tmp_path / "other.pt", folder=hidden)

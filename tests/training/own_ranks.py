@@ -31,18 +31,20 @@ class Own(hl.extend.Method):
 
 
 @dataclass
-class OwnWork:
+class OwnWork(hl.extend.Work):
     divide: str
     job: hl.extend.Job
     sampler: hl.extend.NeighborSampler
 
-    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
         generator = torch.Generator().manual_seed(epoch)
         for step in range(STEPS):
             drawn = torch.randperm(self.job.train_ids.numel(), generator=generator)[:SEEDS]
             seeds = self._own(step, self.job.train_ids[drawn])
             if seeds is None:
                 return
+            if step < done:
+                continue
             kind = PlainUnit if self.divide == "plain" else hl.extend.BatchUnit
             yield kind(self.job, self._batch(seeds, epoch * STEPS + step))
 
@@ -90,17 +92,21 @@ class ByLoader(hl.extend.Method):
 
     with_world: bool
 
-    def bind(self, job: hl.extend.Job) -> ByLoader:
-        object.__setattr__(self, "job", job)
-        return self
-
-    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
-        job: hl.extend.Job = self.job  # type: ignore[attr-defined]
+    def bind(self, job: hl.extend.Job) -> LoaderWork:
         world = job.world if self.with_world else None
         size = 12 // job.world.size if self.with_world else 12
-        loader = hl.Sampled(fanouts=(3, 2), batch_size=size, workers=0).loader(job.data, job.train_ids, world=world)
-        for batch in loader.epoch(epoch):
-            yield hl.extend.BatchUnit(job, batch)
+        method = hl.Sampled(fanouts=(3, 2), batch_size=size, workers=0)
+        return LoaderWork(job, method.loader(job.data, job.train_ids, world=world))
+
+
+@dataclass
+class LoaderWork(hl.extend.Work):
+    job: hl.extend.Job
+    loader: hl.Loader
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
+        for batch in self.loader.epoch(epoch, done, examples):
+            yield hl.extend.BatchUnit(self.job, batch)
 
 
 class HalfKnown(Own):

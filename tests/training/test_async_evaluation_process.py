@@ -163,7 +163,7 @@ def test_a_process_that_is_killed_is_said_to_be_and_closing_ends_one_that_hangs(
 
 def test_what_cannot_be_sent_is_refused():
     data, model = small(), sage(small())
-    with pytest.raises(ValueError, match="cannot send the model, the method or test_step to another process"):
+    with pytest.raises(ValueError, match="the model, the method or test_step cannot be sent to the process"):
         start(data, model, lambda job: {})
     moved: Any = SimpleNamespace(graph=SimpleNamespace(device=torch.device("cuda")))
     with pytest.raises(ValueError, match="this dataset is on a GPU: give it in the host's memory"):

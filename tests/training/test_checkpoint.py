@@ -213,9 +213,9 @@ def test_a_method_that_cannot_begin_in_the_middle_goes_on_too(tmp_path: Path) ->
         def bind(self, job: Any) -> Any:
             work = super().bind(job)
 
-            class Work:
-                def units(self, epoch: int) -> Any:
-                    yield from work.units(epoch)
+            class Work(hl.extend.Work):
+                def units(self, epoch: int, done: int = 0, examples: int = 0) -> Any:
+                    yield from itertools.islice(work.units(epoch), done, None)
 
             return Work()
 

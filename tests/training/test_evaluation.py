@@ -17,7 +17,7 @@ from torch_geometric.nn import GAT
 
 import hopline as hl
 from hopline import infer
-from hopline.training import async_evaluation, checkpoint, evaluation
+from hopline.training import async_evaluation, checkpoint, validation
 from hopline.training.async_evaluation import EvaluationThread
 from hopline.training.async_evaluation_process import EvaluationError
 from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
@@ -178,7 +178,7 @@ def test_training_evaluates_itself_what_it_would_have_to_wait_for(monkeypatch: p
     monkeypatch.setattr(async_evaluation, "BACKLOG", 1)
     here, plain = [], async_evaluation.Beside._evaluate_here
 
-    def noted(self: async_evaluation.Beside, snapshot: evaluation.Snapshot) -> dict[str, Any]:
+    def noted(self: async_evaluation.Beside, snapshot: validation.Snapshot) -> dict[str, Any]:
         here.append(snapshot.epoch)
         return plain(self, snapshot)
 
@@ -199,11 +199,10 @@ class StopAt(hl.Callback):
 
     def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
         if step.epoch == self.epoch:
-            beside = trainer.evaluations
             until = time.monotonic() + 60
-            while len(beside.run.evaluations) < self.after and time.monotonic() < until:
+            while len(trainer.run.evaluations) < self.after and time.monotonic() < until:
                 time.sleep(0.05)
-                beside.arrive()
+                trainer.act_on(trainer.evaluations.arrived())
             raise KeyboardInterrupt
 
 
@@ -331,3 +330,15 @@ def test_several_ranks_end_with_the_run_that_waited(tmp_path: Path):
     assert found["async"][:3] == found["blocking"][:3]
     assert found["blocking"][1]["epochs"] < 8
     assert all(same_weights(found["async"][3][name], weights) for name, weights in found["blocking"][3].items())
+
+
+def test_a_result_is_a_value_until_the_trainer_acts_on_it():
+    data = small()
+    trainer = hl.Trainer(model_of("sage", data), data, method(), epochs=1, show=False)
+    run = trainer.fit()
+    before = len(run.evaluations), trainer.metric, trainer.stop_reason
+    (result,) = validation.Blocking(trainer).validate(7)
+    assert (result.evaluation.epoch, result.evaluation.split, result.weights) == (7, "valid", None)
+    assert (len(run.evaluations), trainer.metric, trainer.stop_reason) == before
+    assert trainer.act_on(iter([result])) == [result.evaluation]
+    assert run.evaluations[-1] is result.evaluation

@@ -210,15 +210,15 @@ class Pieces(hl.extend.Method):
 
 
 @dataclasses.dataclass
-class PiecesWork:
+class PiecesWork(hl.extend.Work):
     spec: Pieces
     job: hl.extend.Job
     sampler: hl.extend.NeighborSampler
 
-    def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
         key, data = derive_key(self.job.seed, epoch), self.job.data
         assert data.y is not None
-        for seeds in self.job.train_ids[: sum(self.spec.sizes)].split(list(self.spec.sizes)):
+        for seeds in self.job.train_ids[: sum(self.spec.sizes)].split(list(self.spec.sizes))[done:]:
             blocks = self.sampler.sample(seeds, key)
             rows = hl.extend.Rows(data.x, blocks[0].src_ids)
             yield hl.extend.BatchUnit(self.job, hl.Batch(seeds, blocks, rows, data.y[seeds], key=key))
@@ -396,10 +396,9 @@ def test_units_commit_after_the_optimizer_step():
             return made
 
     class Work(PiecesWork):
-        def units(self, epoch: int) -> Iterator[hl.extend.Unit]:
-            return (
-                Noted(unit.job, unit.batch) for unit in super().units(epoch) if isinstance(unit, hl.extend.BatchUnit)
-            )
+        def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
+            units = super().units(epoch, done, examples)
+            return (Noted(unit.job, unit.batch) for unit in units if isinstance(unit, hl.extend.BatchUnit))
 
     class Own(Pieces):
         def bind(self, job: hl.extend.Job) -> PiecesWork:
@@ -407,6 +406,24 @@ def test_units_commit_after_the_optimizer_step():
 
     Watched(sage(data), data, Own((20, 30)), epochs=1, accumulate=2, show=False).fit()
     assert order == [("backward", 50), ("backward", 50), ("step", 0), ("commit", 20), ("commit", 30)]
+
+
+def test_units_with_other_arguments_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"Begun.units takes \(self, epoch\): write units\(self, epoch, done=0, ex"):
+
+        class Begun(hl.extend.Work):
+            def units(self, epoch: int) -> Iterator[hl.extend.Unit]:  # type: ignore[override]
+                yield from ()
+
+
+def test_a_method_that_binds_no_work_is_refused_by_name():
+    class Bare(hl.extend.Method):
+        def bind(self, job: hl.extend.Job) -> Any:
+            return self
+
+    data = small()
+    with pytest.raises(ValueError, match="returned a Bare: derive its class from hl"):
+        hl.Trainer(sage(data), data, Bare(), show=False)
 
 
 @pytest.mark.parametrize("kind", ["gnn", "pyg"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -31,7 +31,7 @@ from hopline.budget.micro_batches import (
 )
 from hopline.budget.predictor import Predictor, Sizes, costs_of
 from hopline.budget.settings import CUTS, Budget
-from hopline.contract import Job, Unit, Work, units_from
+from hopline.contract import Job, KeepRows, Unit, Work, WorkDescription, units_from
 from hopline.core.batch import Batch, Block
 from hopline.core.sampler import NeighborSampler
 from hopline.device.meter import NoMeter, meter_of, numbered
@@ -468,9 +468,10 @@ def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
     sampler = getattr(work.loader, "sampler", None) if isinstance(work, SampledWork) else None
     guard = Guard(job, budget, limit, sampler.sample if isinstance(sampler, NeighborSampler) else None)
     guard.predictor = plan.predictor
+    if isinstance(work, SampledWork):
+        guard.waits_on_host = plan.waits_on_host and isinstance(work.loader, Loader)
+        return work.guarded(guard, waits_on_host=guard.waits_on_host)
     work.guard = guard  # type: ignore[attr-defined]
-    if isinstance(work, SampledWork) and isinstance(work.loader, Loader):
-        work.loader.waits_on_host = guard.waits_on_host = plan.waits_on_host
     return work
 
 
@@ -519,7 +520,7 @@ class Watch:
         record.over += peak_bytes > self.limit_bytes
 
 
-class WatchedWork:
+class WatchedWork(Work):
     """Work whose steps are measured; in all else it is the work itself."""
 
     def __init__(self, work: Work, watch: Watch) -> None:
@@ -527,6 +528,19 @@ class WatchedWork:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
+
+    def describe(self) -> WorkDescription:
+        return self.work.describe()
+
+    @property
+    def keep_rows(self) -> KeepRows | None:
+        return self.work.keep_rows
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.work.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.work.load_state_dict(state)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         with closing(units_from(self.work, epoch, done, examples)) as units:

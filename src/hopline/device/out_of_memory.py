@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hopline.device.snapshots import RandomState
+
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What libraries say, in errors that have no type of their own."""
 
@@ -56,8 +58,7 @@ class Before:
         for p, _ in self._gradients:
             p.grad = None
         self._buffers = [(b, b.clone()) for b in buffers_of(module)]
-        self._draws = torch.get_rng_state()
-        self._device_draws = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._draws = RandomState.of(device)
 
     @property
     def gradient_bytes(self) -> int:
@@ -77,9 +78,7 @@ class Before:
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
-        torch.set_rng_state(self._draws)
-        if self._device_draws is not None:
-            torch.cuda.set_rng_state(self._device_draws, self.device)
+        self._draws.restore()
 
 
 def buffers_of(module: nn.Module) -> list[Tensor]:

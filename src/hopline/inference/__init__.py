@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from hopline import metrics
 from hopline.budget.guard import Guard
+from hopline.contract import KeepRows
 from hopline.core.batch import Batch
 from hopline.core.sampler import check_ids
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import checksum_of, contents_of
-from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, Chunks, KeepRows, read_on
+from hopline.device.snapshots import eval_mode
+from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, Chunks, read_on
 from hopline.inference.neighborhoods import LocalInference, run_whole, whole_bytes
 from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import structure_of
@@ -232,14 +234,8 @@ def sampled(
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; each module's own mode comes back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
+    with eval_mode(model), torch.no_grad():
+        yield
 
 
 def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:

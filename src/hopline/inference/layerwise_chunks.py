@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hopline.contract import KeepRows
 from hopline.core.batch import Block
 from hopline.core.row_handles import Readable, ReducedRows, Rows, as_tensor
 from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood, whole_block
@@ -48,8 +48,6 @@ ENCODED = -1
 """The layer number of rows after the encoder."""
 CPU = torch.device("cpu")
 
-KeepRows = Callable[[int, Tensor, Tensor], None]
-"""(layer, node ids, their rows after it): what somebody does with hidden rows."""
 Ahead = Rows | Tensor | None
 """Rows that were read ahead, or a handle where the layer or the GPU reads them; None where there are none."""
 

@@ -27,6 +27,7 @@ from hopline.core.batch import Block
 from hopline.core.graph import Graph
 from hopline.core.row_handles import Handle, typed
 from hopline.core.tree_layout import TreeBlock
+from hopline.device.snapshots import eval_mode
 from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
 from hopline.nn.fused import NORMALISED, dtype_of, fused, is_fused
 from hopline.nn.probe import (
@@ -337,17 +338,14 @@ def initialise(conv: nn.Module, width: int, edge: Mapping[str, Tensor], initial_
     """Give a conv built with in_channels=-1 its parameters."""
     if not any(is_lazy(p) for p in conv.parameters()):
         return
-    mode = conv.training
-    conv.eval()
     like = next(conv.parameters())
     options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     graph = probe_graph(edge)
     needs_x0 = takes_x0(conv) and initial_width is not None
     first = (torch.zeros(graph.num_nodes, initial_width, **options),) if needs_x0 else ()  # type: ignore[arg-type]
     edges = {name: rows.to(like.device) for name, rows in edge_arguments(conv, graph.edge, like.dtype).items()}
-    with torch.no_grad():
+    with eval_mode(conv), torch.no_grad():
         conv(torch.zeros(graph.num_nodes, width, **options), *first, graph.edge_index().to(like.device), **edges)
-    conv.train(mode)
 
 
 def _name(conv: nn.Module) -> str:

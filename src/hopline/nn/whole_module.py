@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -165,6 +166,20 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
         if walk is not inner and num_wrapped_ranks(model) > 1:
             walk.register_forward_pre_hook(_refuse_gradients)
         return walk
+    by_layers = is_layered(model)
+    if isinstance(model, GNN | Whole):
+        return model
+    walk = GNN.from_pyg(model) if by_layers else Whole(model)  # type: ignore[arg-type]
+    walk.training = model.training
+    return walk
+
+
+def is_layered(model: nn.Module) -> bool:
+    """Whether a model out of its wrapper is run layer by layer: a GNN, or a PyG model that is no more than its layers.
+
+    Raises:
+        ValueError: A GNN overrides `forward` or has hooks.
+    """
     is_patched = "forward" in vars(model)
     if isinstance(model, GNN) and (type(model).forward is not GNN.forward or is_patched):
         raise ValueError(
@@ -176,16 +191,11 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
             f"{type(model).__name__} has hooks, which exact inference does not go through: put them on its convs, "
             "encoder or head"
         )
-    if isinstance(model, GNN | Whole):
-        return model
-    own_forward = getattr(type(model), "forward", None) is not BasicGNN.forward or is_patched
+    if not isinstance(model, BasicGNN):
+        return isinstance(model, GNN)
+    own_forward = type(model).forward is not BasicGNN.forward or is_patched
     # Layer by layer neither the model itself is called nor its dropout.
-    if isinstance(model, BasicGNN) and not (own_forward or has_hooks(model) or has_hooks(model.dropout)):
-        walk = GNN.from_pyg(model)
-    else:
-        walk = Whole(model)
-    walk.training = model.training
-    return walk
+    return not (own_forward or has_hooks(model) or has_hooks(model.dropout))
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -198,12 +208,18 @@ def has_hooks(module: nn.Module) -> bool:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside of DDP, of what Lightning Fabric's `setup` returns, or of `torch.compile`."""
     while True:
-        if isinstance(model, DistributedDataParallel) or type(model).__name__ == "_FabricModule":
+        if isinstance(model, (DistributedDataParallel, *_fabric_wrappers())):
             model = model.module  # type: ignore[assignment]
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+def _fabric_wrappers() -> list[type[nn.Module]]:
+    """The class of what Lightning Fabric's `setup` returns. No model is of it before Fabric is imported."""
+    modules = (sys.modules.get(name) for name in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"))
+    return [module._FabricModule for module in modules if module is not None]
 
 
 def num_wrapped_ranks(model: nn.Module) -> int:

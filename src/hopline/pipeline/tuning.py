@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hopline.pipeline.stages import Load
 
+MOST_WORKERS = 8
+"""Threads that prepare batches, until epochs show that training waits for more."""
 NEVER, OFTEN = 0.01, 0.1
 """Training that waits for batches less than this part of an epoch has threads to spare, more than that too few."""
 WORTH = 0.03
@@ -64,3 +67,40 @@ class Tuning:
     def _set(self, workers: int, allowed_s: float) -> None:
         self._before = (*self.threads, allowed_s)
         self.workers, self.look_ahead = workers, min(2 * workers, self.most_ahead)
+
+
+class Threads:
+    """The threads that prepare the batches of one loader. Numbers that are left open follow the epochs by a `Tuning`.
+
+    It belongs to the thread that takes the batches.
+
+    Args:
+        workers: How many threads; "auto" is one per core, up to `MOST_WORKERS`, since they give way to training.
+        look_ahead: How many batches they may be ahead; "auto" is two per thread.
+        num_cores: Cores of this process.
+        by_gpu: Whether a GPU prepares batches, in its own order: threads would only take turns, so there are none.
+    """
+
+    def __init__(
+        self,
+        workers: int | Literal["auto"],
+        look_ahead: int | Literal["auto"],
+        num_cores: int,
+        *,
+        by_gpu: bool = False,
+    ) -> None:
+        num_workers = min(MOST_WORKERS, num_cores) if workers == "auto" else workers
+        ahead = 2 * max(1, num_workers) if look_ahead == "auto" else look_ahead
+        self._fixed = (0, 1) if by_gpu else (num_workers, ahead)
+        is_open = workers == look_ahead == "auto" and not by_gpu
+        self._tuning = Tuning(num_workers, ahead, num_cores, 2 * MOST_WORKERS) if is_open else None
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """(threads that prepare the next epoch, how many batches they may be ahead)."""
+        return self._fixed if self._tuning is None else self._tuning.threads
+
+    def learn(self, load: Load | None) -> None:
+        """After an epoch that was taken to its end. load: None where no thread prepared it."""
+        if self._tuning is not None and load is not None:
+            self._tuning.learn(load)

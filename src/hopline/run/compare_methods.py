@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -18,19 +18,20 @@ from hopline.budget.memory_plan import PLACES, Outline, Plan
 from hopline.budget.plan_within import alternatives, checked_plan
 from hopline.budget.probe import job_of, learn
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, Unit, Work
+from hopline.contract import Job, Method, Work, units_from
 from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.placement import place
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
+from hopline.device.snapshots import draws_restored
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import as_walkable
 from hopline.tables import TensorTable
 from hopline.training.settings import TrainSettings
-from hopline.units.batch_unit import own_threads, supervised
+from hopline.units.batch_unit import own_threads
+from hopline.units.job import make_job
 from hopline.util.config import format_size, kind_of
 
 TIMED, LONG_S = 3, 5.0
@@ -43,17 +44,8 @@ def outline_of_run(
     model: nn.Module, data: Dataset, settings: TrainSettings, placement: Placement | None = None
 ) -> Outline:
     """What a run with the usual loss is planned from."""
-    job = Job(
-        data=data,
-        model=as_walkable(model),
-        module=model,
-        train_ids=data.train_ids,
-        train_step=supervised(data.task, data.num_classes),
-        usual_loss=True,
-        seed=settings.seed,
-        device=find_device(settings.device),
-        bf16=settings.precision == "bf16",
-    )
+    device = find_device(settings.device)
+    job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
     beside = settings.evaluate == "async" or (settings.evaluate == "async_cpu" and job.device.type == "cpu")
     return Outline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
 
@@ -150,9 +142,9 @@ def _seconds(plan: Plan, budget: Budget, outline: Outline) -> float:
 
 def _timed(work: Work, job: Job) -> list[float]:
     """Seconds of some steps."""
-    epochs, lasted = (work.units(epoch) for epoch in count(1)), []
-    with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []), own_threads(job):
-        for unit in islice(chain.from_iterable(map(_closing, epochs)), 1 + TIMED):
+    epochs, lasted = (units_from(work, epoch) for epoch in count(1)), []
+    with draws_restored(job.device), own_threads(job):
+        for unit in islice(chain.from_iterable(epochs), 1 + TIMED):
             began = time.perf_counter()
             unit.forward_backward((unit.size if unit.total_size is None else unit.total_size) or 1)
             unit.commit()
@@ -163,15 +155,6 @@ def _timed(work: Work, job: Job) -> list[float]:
             if sum(lasted) > LONG_S:
                 break
     return lasted[1:] or lasted
-
-
-def _closing(units: Iterator[Unit]) -> Iterator[Unit]:
-    try:
-        yield from units
-    finally:
-        close = getattr(units, "close", None)
-        if close is not None:
-            close()
 
 
 def _smaller(outline: Outline) -> tuple[Outline, float]:

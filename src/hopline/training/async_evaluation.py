@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,9 @@ from hopline import inference as infer
 from hopline import ops
 from hopline.contract import Job
 from hopline.device import streams
+from hopline.device.snapshots import weights_restored
 from hopline.inference.captured_forward import Launched
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import as_walkable
 from hopline.pipeline.stages import give_way
 from hopline.shards.data import ShardedData
 from hopline.training.async_evaluation_process import (
@@ -33,9 +33,10 @@ from hopline.training.async_evaluation_process import (
     Room,
     SentData,
 )
-from hopline.training.callbacks import Evaluation, Run
-from hopline.training.evaluation import Evaluations, Snapshot
+from hopline.training.callbacks import Evaluation
 from hopline.training.evaluation import Measure as OwnMeasure
+from hopline.training.validation import Evaluations, Result, Snapshot
+from hopline.units.job import for_copy
 from hopline.util import trace
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class EvaluationThread:
         module = copy.deepcopy(job.module)
         module.requires_grad_(False)
         data = replace(job.data, tables={name: table.beside() for name, table in job.data.tables.items()})
-        self._job = replace(job, model=as_walkable(module), module=module, data=data, say=lambda text: None)
+        self._job = for_copy(job, module, data)
         self._measure = measure
         self._ends = threading.Event()
         self._asked: queue.SimpleQueue[tuple[int, Room | DeviceRoom | Launched] | None] = queue.SimpleQueue()
@@ -223,8 +224,8 @@ class Beside(Evaluations):
     would have to wait for it, and runs on the CPU too, it takes over some of the evaluations instead.
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        super().__init__(trainer, run)
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
         settings = trainer.settings
         exact = settings.inference == "exact"
         self.measure = OwnMeasure(trainer.method, trainer.test_step, exact=exact, **trainer.chunks)
@@ -236,7 +237,6 @@ class Beside(Evaluations):
         """Epochs that the process has been asked to evaluate."""
         self.results: dict[int, dict[str, Any]] = {}
         """By epoch, what has come and is to be acted on after those before it."""
-        self.ended: Snapshot | None = None
         self.first = contextlib.ExitStack()
 
     def __enter__(self) -> Beside:
@@ -254,16 +254,12 @@ class Beside(Evaluations):
         return self.trainer.device.type == "cuda" and self.trainer.sent is None
 
     @property
-    def ended_after(self) -> int | None:
-        return None if self.ended is None else self.ended.epoch
-
-    @property
     def can_help(self) -> bool:
         """Whether training may evaluate too, rather than wait: a GPU may have no memory for two at once."""
         return self.trainer.device.type == "cpu"
 
-    def begin(self) -> None:
-        trainer, left = self.trainer, self.waiting.restored
+    def begin(self) -> Iterator[Result]:
+        trainer, left = self.trainer, self.waiting.take_restored()
         goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
         if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
             if trainer.sent is None:
@@ -271,48 +267,33 @@ class Beside(Evaluations):
             else:
                 seed = trainer.settings.seed
                 self.process = EvaluationProcess(self.measure, trainer.sent, trainer.model, self.layout, seed)
-        self.waiting.restored = []
         for state in left:
             self._take(state["epoch"], state["weights"], state["reason"])
+        yield from ()
 
-    def validate(self, epoch: int) -> float | None:
+    def validate(self, epoch: int) -> Iterator[Result]:
         if len(self.waiting.snapshots) >= BACKLOG:
             trace.count("evaluate.waits", 1)
             with trace.span("evaluate.wait"):
-                self._collect(wait=True)
-        if self.ended is None:
-            with trace.span("evaluate.snapshot"):
-                self._take(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
-        return None
+                yield from self._collect(wait=True)
+        with trace.span("evaluate.snapshot"):
+            self._take(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
 
-    def arrive(self, *, between_steps: bool = False) -> None:
-        if self.ended is not None:
-            return
+    def arrived(self, *, between_steps: bool = False) -> Iterator[Result]:
         if between_steps and self.trainer.world.size > 1:
             self._listen()
         else:
-            self._collect()
+            yield from self._collect()
 
-    def end_before(self) -> bool:
-        if self.trainer.world.size == 1:  # else others may not have met the error
-            self._collect_all()
-        return self.ended is not None
+    def rest(self) -> Iterator[Result]:
+        with trace.span("evaluate.finish"):
+            while self.waiting.snapshots:
+                yield from self._collect(wait=True)
 
-    def finish(self) -> None:
-        waited = bool(self.waiting.snapshots)
-        self._collect_all()
-        if self.ended is not None:
-            self.waiting.snapshots.clear()
-            self._drop_after(self.ended.epoch, self.ended.room.weights)
-        if waited or self.ended is not None:
-            self.trainer.checkpoints.write(self.trainer, self.run)
-
-    def salvage(self) -> None:
-        if self.process is not None and self.ended is None:
-            with contextlib.suppress(Exception):  # the interruption is what ends the run
-                self._listen()
-                for answer in self._in_order():
-                    self._deliver(answer)
+    def salvage(self) -> Iterator[Result]:
+        if self.process is not None:
+            self._listen()
+            yield from self._results(self._in_order())
 
     def close(self) -> None:
         if self.process is not None:
@@ -357,8 +338,8 @@ class Beside(Evaluations):
         come = itertools.takewhile(lambda one: one.epoch in self.results, self.waiting.snapshots)
         return [self.results[one.epoch] for one in come]
 
-    def _collect(self, *, wait: bool = False) -> None:
-        """Act on results in their order; at least on one, if need be by evaluating here what nobody has begun."""
+    def _collect(self, *, wait: bool = False) -> Iterator[Result]:
+        """Results in their order. wait: at least one, if need be by evaluating here what nobody has begun."""
         if not self.waiting.snapshots:
             return
         self._listen()
@@ -369,40 +350,24 @@ class Beside(Evaluations):
                 self._listen()
             else:
                 self._listen(wait=True)
-        for answer in self.trainer.world.broadcast_object(self._in_order()):
-            if self.ended is None:
-                self._deliver(answer)
-
-    def _collect_all(self) -> None:
-        with trace.span("evaluate.finish"):
-            while self.waiting.snapshots and self.ended is None:
-                self._collect(wait=True)
+        yield from self._results(self.trainer.world.broadcast_object(self._in_order()))
 
     def _evaluate_here(self, snapshot: Snapshot) -> dict[str, Any]:
         trainer, started = self.trainer, time.perf_counter()
-        now = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-        trainer.model.load_state_dict(snapshot.room.weights)
-        try:
+        with weights_restored(trainer.model):
+            trainer.model.load_state_dict(snapshot.room.weights)
             found = self.measure(trainer.job)
-        finally:
-            trainer.model.load_state_dict(now)
         return {"epoch": snapshot.epoch, "metrics": found, "seconds": time.perf_counter() - started}
 
-    def _deliver(self, answer: Mapping[str, Any]) -> None:
-        """Act on a result as if training had waited for it."""
-        trainer, snapshot = self.trainer, self.waiting.snapshots.popleft()
-        assert answer["epoch"] == snapshot.epoch
-        self.results.pop(snapshot.epoch, None)
-        found = {"metrics": answer["metrics"], "seconds": answer["seconds"]}
-        later, trainer.stop_reason, self.weights = trainer.stop_reason, snapshot.reason, snapshot.room.weights
-        try:
-            self._act_on(Evaluation(epoch=snapshot.epoch, split="valid", **found))
-        finally:
-            self.weights = None
-        if trainer.stop_reason is not None:
-            self.ended = snapshot
-        else:
-            trainer.stop_reason = later
+    def _results(self, answers: Sequence[Mapping[str, Any]]) -> Iterator[Result]:
+        """The results of the oldest snapshots, one by one. The weights of one are there until the next is asked for."""
+        for answer in answers:
+            snapshot = self.waiting.snapshots.popleft()
+            assert answer["epoch"] == snapshot.epoch
+            self.results.pop(snapshot.epoch, None)
+            found = {"metrics": answer["metrics"], "seconds": answer["seconds"]}
+            evaluation = Evaluation(epoch=snapshot.epoch, split="valid", **found)
+            yield Result(evaluation, snapshot.room.weights, snapshot.reason)
             self.free.append(snapshot.room)
 
 
@@ -439,5 +404,5 @@ def check_beside(trainer: Trainer, *, own_way: bool) -> None:
             f"{how} evaluates a copy of the model, without {type(trainer).__name__}.evaluate: give a function of a "
             f"module as test_step=, {instead}"
         )
-    if getattr(trainer.work, "keep_rows", None) is not None:
+    if trainer.work.keep_rows is not None:
         raise ValueError(f"{how} leaves no rows for training: set method.refresh_every=1, {instead}")

@@ -25,8 +25,7 @@ from hopline.contract import Job
 from hopline.data.dataset import Dataset
 from hopline.distributed.launch import _end_with_parent
 from hopline.distributed.shared_memory import SharedArray, map_file, new_file, share
-from hopline.nn.whole_module import as_walkable
-from hopline.units.batch_unit import supervised
+from hopline.units.job import make_job
 from hopline.util.signals import SIGNALS
 
 NICER = 10
@@ -237,14 +236,7 @@ def _serve(pipe: Connection, told: bytes, parent: int) -> None:
         torch.manual_seed(seed)
         data = sent.open()
         model.load_state_dict(layout.views(torch.zeros(layout.num_bytes, dtype=torch.uint8)), assign=True)
-        job = Job(
-            data=data,
-            model=as_walkable(model),
-            module=model,
-            train_ids=data.splits.get("train", torch.empty(0, dtype=torch.int64)),
-            train_step=supervised(data.task, data.num_classes),
-            seed=seed,
-        )
+        job = make_job(model, data, seed=seed)
         pipe.send_bytes(json.dumps({"ready": True}).encode())
         while True:
             asked = json.loads(pipe.recv_bytes())

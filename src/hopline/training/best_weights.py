@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hopline.device.snapshots import copy_weights
 from hopline.training.callbacks import Callback, EpochEnd, Evaluation
 from hopline.util.files import replacing
 
@@ -36,7 +37,7 @@ class KeepWeights(Callback):
     def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
         if evaluation.split == "valid" and trainer.score(evaluation.metrics) > self.best_value:
             self.best_value, self.best_epoch = trainer.score(evaluation.metrics), evaluation.epoch
-            self.best = {name: t.detach().clone() for name, t in trainer.evaluated_weights().items()}
+            self.best = copy_weights(trainer.evaluated_weights())
             self._save("best.pt", self.best)
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Stateful
+from hopline.device.snapshots import random_states, restore_random_states
 from hopline.distributed.world import World
 from hopline.metrics import Mode, mode_of
 from hopline.report.writer import versions
@@ -62,7 +62,7 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.schedule.state_dict(),
-        "rng": {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if _has_cuda() else []},
+        "rng": random_states(),
         "position": position,
         "num_steps": trainer.num_steps,
         "stop_reason": trainer.stop_reason,
@@ -71,36 +71,35 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         "history": [asdict(epoch) for epoch in run.history],
         "evaluations": [asdict(evaluation) for evaluation in run.evaluations],
         "callbacks": [[type(callback).__name__, callback.state()] for callback in trainer.active],
-        "work": trainer.work.state_dict() if isinstance(trainer.work, Stateful) else {},
+        "work": trainer.work.state_dict(),
     }
 
 
-def restore(trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
-    """The trainer and the run as they were at a snapshot."""
+def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """The trainer and its run as they were at a snapshot."""
+    position = state["position"]
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     for group in trainer.optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # it is read on the device by a captured step
             group["lr"] = group["lr"].to(trainer.device)
     trainer.schedule.load_state_dict(state["schedule"])
-    trainer.position = Position(**state["position"])
-    trainer.position.loss_sum = _own_sum(trainer.position.loss_sum, trainer.world)
-    trainer.num_steps, trainer.stop_reason = state["num_steps"], state["stop_reason"]
-    trainer.metric = state["metric"]
-    run.history = [EpochEnd(**epoch) for epoch in state["history"]]
-    run.evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
-    run.epochs = len(run.history)
+    trainer.take_over(
+        position=Position(**{**position, "loss_sum": _own_sum(position["loss_sum"], trainer.world)}),
+        num_steps=state["num_steps"],
+        stop_reason=state["stop_reason"],
+        metric=state["metric"],
+        history=[EpochEnd(**epoch) for epoch in state["history"]],
+        evaluations=[Evaluation(**evaluation) for evaluation in state["evaluations"]],
+    )
     waiting = list(state["callbacks"])
     for callback in trainer.active:  # progress and reports may be on now and have been off then
         kept = next((one for one in waiting if one[0] == type(callback).__name__), None)
         if kept is not None:
             waiting.remove(kept)
             callback.restore_state(kept[1])
-    if isinstance(trainer.work, Stateful):
-        trainer.work.load_state_dict(state["work"])
-    torch.set_rng_state(state["rng"]["cpu"])
-    if _has_cuda() and len(state["rng"]["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+    trainer.work.load_state_dict(state["work"])
+    restore_random_states(state["rng"])
 
 
 def _own_sum(sums: Tensor | float, world: World) -> Tensor | float:
@@ -110,10 +109,6 @@ def _own_sum(sums: Tensor | float, world: World) -> Tensor | float:
     if sums.numel() == world.size:
         return float(sums.view(-1)[world.rank])
     return float(sums.sum()) if world.rank == 0 else 0.0
-
-
-def _has_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
@@ -336,7 +331,7 @@ class Checkpoints:
 
     def resume(self, trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
         """Put the trainer where a checkpoint is, and say where that is."""
-        restore(trainer, run, state)
+        restore(trainer, state)
         at = trainer.position
         ranks, now = state["position"]["loss_sum"].numel(), self.world.size
         change = "" if now == ranks else f"; now {now} rank{'s' * (now > 1)}, before {ranks}"

@@ -1,15 +1,12 @@
-"""Evaluation: when and where a run is validated; metrics of a split, exact, sampled or by the user's function."""
+"""Metrics of a split: exact, sampled or by the user's function."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +14,8 @@ from torch import Tensor, nn
 from hopline import inference as infer
 from hopline.budget.guard import Guard
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Method
+from hopline.contract import Job, KeepRows, Method
 from hopline.data.dataset import Dataset
-from hopline.inference import KeepRows
 from hopline.inference import distributed as shard_infer
 from hopline.inference.captured_forward import CapturedInferences, Replayed
 from hopline.inference.neighborhoods import whole_bytes
@@ -29,156 +25,8 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.nn.whole_module_probe import find_reach
 from hopline.shards.data import ShardedData
-from hopline.training.best_weights import KeepWeights
-from hopline.training.callbacks import Callback, Evaluation, Run
-from hopline.training.checkpoint import Position
-from hopline.training.report_callbacks import WriteReport
 from hopline.units.batch_unit import own_threads
-from hopline.util import trace
 from hopline.util.config import format_size
-
-if TYPE_CHECKING:
-    from hopline.training.async_evaluation import DeviceRoom
-    from hopline.training.async_evaluation_process import Room
-    from hopline.training.trainer import Trainer
-
-
-@dataclass
-class Snapshot:
-    """An epoch that is to be evaluated, and its weights."""
-
-    epoch: int
-    room: Room | DeviceRoom
-    reason: str | None = None
-    """Why training was to stop after it, if it was."""
-
-
-class Waiting(Callback):
-    """Epochs whose evaluation is not done: a checkpoint keeps their weights, so that a run that goes on does them."""
-
-    def __init__(self) -> None:
-        self.snapshots: deque[Snapshot] = deque()
-        self.restored: list[dict[str, Any]] = []
-
-    def state(self) -> dict[str, Any]:
-        waiting = []
-        for one in self.snapshots:
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in one.room.weights.items()}
-            waiting.append({"epoch": one.epoch, "reason": one.reason, "weights": weights})
-        return {"waiting": waiting}
-
-    def restore_state(self, state: dict[str, Any]) -> None:
-        self.restored = state["waiting"]
-
-
-class Evaluations(ABC):
-    """Evaluates the epochs that are due, each once and in order, and acts on the results; a context that ends it."""
-
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        self.trainer, self.run = trainer, run
-        self.waiting = Waiting()
-        trainer.active.append(self.waiting)
-        self.weights: Mapping[str, Tensor] | None = None
-        """Those of the evaluation whose results are acted on; None where they are the model's own."""
-
-    def __enter__(self) -> Evaluations:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    @property
-    def ended_after(self) -> int | None:
-        """The epoch whose result has ended the run although training has gone on, if there is one."""
-        return None
-
-    @abstractmethod
-    def begin(self) -> None:
-        """After a checkpoint was read: do what it left to do."""
-
-    @abstractmethod
-    def validate(self, epoch: int) -> float | None:
-        """Evaluate the model as it is; its score (higher is better), if it is known at once."""
-
-    def arrive(self, *, between_steps: bool = False) -> None:  # noqa: B027 - who waits has nothing left
-        """Act on the results that have come."""
-
-    def end_before(self) -> bool:
-        """After an error in training: whether a result that is still to come would have ended the run before it."""
-        return False
-
-    def finish(self) -> None:  # noqa: B027 - who waits has nothing left
-        """Wait for all results; afterwards run and model are as the last epoch that counts has left them."""
-
-    def salvage(self) -> None:  # noqa: B027 - who waits has nothing left
-        """After an interruption: act on results that have come already."""
-
-    def close(self) -> None:  # noqa: B027 - who waits has nothing left
-        """End without waiting for anything."""
-
-    def evaluate_now(self, epoch: int, split: str, exact: bool) -> Evaluation:
-        """Evaluate the model here and act on the result."""
-        trainer, started = self.trainer, time.perf_counter()
-        with trace.span("evaluate"):
-            together = isinstance(trainer.data, ShardedData)
-            found = trainer.evaluate(split, exact=exact) if trainer.world.rank == 0 or together else {}
-            found = trainer.world.broadcast_object(found)
-        evaluation = Evaluation(epoch=epoch, split=split, metrics=found, seconds=time.perf_counter() - started)
-        self._act_on(evaluation)
-        return evaluation
-
-    def _act_on(self, evaluation: Evaluation) -> None:
-        if not evaluation.metrics:
-            raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
-        self.trainer.metric = next(iter(evaluation.metrics))
-        if evaluation.split == "valid":
-            self.trainer.score(evaluation.metrics)  # refuses a metric that may be better either way, before it is used
-        self.trainer.call("on_evaluate_end", evaluation)
-        self.run.evaluations.append(evaluation)
-
-    def _drop_after(self, epoch: int, weights: Mapping[str, Tensor]) -> None:
-        """Leave model, run and folder as they were after the epoch that has ended the run."""
-        trainer, run = self.trainer, self.run
-        trainer.model.load_state_dict(weights)
-        run.dropped = run.epochs + (trainer.position.units > 0) - epoch
-        if not run.dropped:
-            return
-        trainer.say(f"the run has ended with epoch {epoch}: what was trained while it was evaluated is dropped")
-        run.epochs = epoch
-        run.history = [ended for ended in run.history if ended.epoch <= epoch]
-        trainer.position = Position(epoch=epoch + 1)
-        for callback in trainer.active:
-            if isinstance(callback, KeepWeights):
-                callback.save_last(trainer)
-            elif isinstance(callback, WriteReport):
-                callback.drop_after(epoch)
-
-
-class Blocking(Evaluations):
-    """Training waits for every evaluation."""
-
-    def begin(self) -> None:
-        """Of a run that was begun with evaluate=async, epochs may be left: done here, as if training had waited."""
-        trainer, left = self.trainer, self.waiting.restored
-        self.waiting.restored = []
-        if not left:
-            return
-        now, later = {name: t.clone() for name, t in trainer.model.state_dict().items()}, trainer.stop_reason
-        for snapshot in left:
-            trainer.stop_reason = snapshot["reason"]
-            trainer.model.load_state_dict(snapshot["weights"])
-            self.validate(snapshot["epoch"])
-            if trainer.stop_reason is not None:
-                self._drop_after(snapshot["epoch"], snapshot["weights"])
-                trainer.checkpoints.write(trainer, self.run)
-                return
-        trainer.model.load_state_dict(now)
-        trainer.stop_reason = later
-
-    def validate(self, epoch: int) -> float | None:
-        exact = self.trainer.settings.inference == "exact"
-        return self.trainer.score(self.evaluate_now(epoch, "valid", exact).metrics)
-
 
 TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
 """(model, data, node ids) -> metrics; the first one is the one that early stopping and keep-best go by."""
@@ -229,7 +77,8 @@ class Measure:
             else:
                 guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
                 if guard is not None and isinstance(batches, Loader):
-                    batches.waits_on_host = True  # no more of them than the guard has room for goes to a GPU
+                    # No more of them than the guard has room for goes to a GPU.
+                    batches = batches.with_budget(None, waits_on_host=True)
                 scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
         return infer.measure(data, scores, self.labels(job))
 

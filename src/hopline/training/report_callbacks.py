@@ -170,22 +170,16 @@ def _together(timed: list[_Timed]) -> _Timed:
 
 def setup_of(trainer: Trainer) -> Setup:
     """What of a run can be changed, after an epoch."""
-    loader, method = getattr(trainer.work, "loader", None), trainer.method
-    load = getattr(loader, "load", None)
-    threads = getattr(loader, "threads", None) if load is None else (load.workers, load.look_ahead)
-    together = loader is not None and getattr(method, "workers", 0) != 0  # ranks prepare by one thread each, in step
-    on_gpu = trainer.device.type == "cuda"
-    workers, look_ahead = threads or (int(together), 1)
-    drawn_on_gpu = bool(getattr(loader, "on_gpu", False))
+    work, plan, on_gpu = trainer.work.describe(), trainer.plan, trainer.device.type == "cuda"
     return Setup(
-        workers=workers,
-        look_ahead=look_ahead,
-        most_workers=0 if threads is None or drawn_on_gpu else max(1, loader.num_cores),  # type: ignore[union-attr]
-        planned=trainer.plan is not None and getattr(trainer.asked, "workers", None) == "auto",
+        workers=work.workers,
+        look_ahead=work.look_ahead,
+        most_workers=work.most_workers,
+        planned=work.is_sampled and plan is not None and plan.method != trainer.asked,
         num_cores=trainer.world.num_cores,
-        sampled=hasattr(method, "fanouts"),
+        sampled=work.is_sampled,
         on_gpu=on_gpu,
-        drawn_on_gpu=drawn_on_gpu,
+        drawn_on_gpu=work.on_gpu,
         bf16=trainer.settings.precision == "bf16",
         gpu_free=not on_gpu and torch.cuda.is_available(),
     )

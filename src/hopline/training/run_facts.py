@@ -1,4 +1,4 @@
-"""What a run trains, on what and where, as its report shows it."""
+"""What a run trains, on what and where: as its report shows it, config.json keeps it and a checkpoint compares it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hopline.data.dataset import Dataset
+from hopline.data.fingerprint import contents_of
+from hopline.methods.sampled.settings import Sampled
+from hopline.nn.structure import structure_of
+from hopline.report.settings import changed_keys
+from hopline.shards.data import ShardedData
 from hopline.util.config import kind_of, to_dict
 
 if TYPE_CHECKING:
@@ -39,3 +45,37 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
         "device": device,
         "num_ranks": trainer.world.size,
     }
+
+
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    """Data, method, settings and model of a run in plain values."""
+    asked = trainer.asked  # not as a plan has it: what is learnt does not depend on that
+    method = {"kind": type(asked).__name__}
+    try:
+        method |= to_dict(asked)
+    except (TypeError, ValueError):  # a user's own method need not be a dataclass
+        method["repr"] = repr(asked)
+    return {
+        "data": trainer.data.name,
+        "method": method,
+        "train": to_dict(trainer.settings),
+        "model": repr(trainer.model),
+    }
+
+
+def stored_settings(trainer: Trainer) -> dict[str, Any]:
+    """What config.json keeps: all settings, and which of them were changed from their defaults."""
+    if trainer.config is not None:
+        return {"config": to_dict(trainer.config), "changed": changed_keys(trainer.config)}
+    settings = settings_of(trainer)
+    changed = ["data", "model", *(f"train.{key}" for key in changed_keys(trainer.settings))]
+    if not isinstance(trainer.asked, Sampled) or "repr" in settings["method"]:
+        changed.append("method.kind")
+    of_method = ["repr"] if "repr" in settings["method"] else changed_keys(trainer.asked)
+    return {"config": settings, "changed": [*changed, *(f"method.{key}" for key in of_method)]}
+
+
+def fingerprints(model: nn.Module, data: Dataset) -> tuple[dict[str, str], str]:
+    """(of the dataset, of the model), before training, in which a module may count something."""
+    contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
+    return contents, structure_of(model)

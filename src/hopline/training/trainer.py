@@ -1,18 +1,23 @@
-"""`Trainer`: one loop over units of work, whatever the method."""
+"""`Trainer`: one loop over units of work, whatever the method.
+
+    fit -> _train_epochs -> _train_epoch -> step, for the units of the method's work
+                 `-> evaluations.validate -> act_on, for each result that has come
+
+What the method is, is asked nowhere: a step calls `Unit.forward_backward`, the optimizer, and `Unit.commit`. Checks of
+what a user gives are in `inputs`, what config.json and checkpoints keep of it in `run_facts`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 import time
-import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,90 +28,55 @@ from hopline.budget.guard import capped, keep_to
 from hopline.budget.memory_plan import Outline, Plan
 from hopline.budget.plan_within import plan_within
 from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, TrainStep, Unit, Work, in_groups, units_from
+from hopline.contract import Method, TrainStep, Unit, Work, in_groups, units_from
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
-from hopline.data.fingerprint import contents_of
-from hopline.data.placement import describe, place
+from hopline.data.placement import describe
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
+from hopline.device.snapshots import all_draws_restored, modes_restored
 from hopline.distributed.world import World
 from hopline.inference.captured_forward import CapturedInferences
-from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.historical.settings import Historical
-from hopline.methods.sampled.settings import Sampled
 from hopline.metrics import Mode, mode_of
 from hopline.nn.gnn import GNN
-from hopline.nn.structure import structure_of
-from hopline.nn.whole_module import Whole, as_walkable, num_wrapped_ranks, unwrapped
+from hopline.nn.whole_module import Whole, as_walkable
 from hopline.nn.whole_module_probe import initialise
 from hopline.report.bottleneck import PREPARED, TRAINED
-from hopline.report.settings import changed_keys
 from hopline.report.writer import Report, is_complete
 from hopline.shards.data import ShardedData
 from hopline.training import checkpoint
 from hopline.training.async_evaluation import Beside, check_beside, evaluates_here, sent_data
 from hopline.training.best_weights import KeepWeights
-from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Run, StepEnd
+from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
 from hopline.training.checkpoint import Checkpoints, Position
-from hopline.training.evaluation import Blocking, Evaluations, Measure, TestStep, check_whole, part_hops_of, whole_lines
+from hopline.training.evaluation import Measure, TestStep, check_whole, part_hops_of, whole_lines
+from hopline.training.inputs import (
+    Unchanged,
+    bound,
+    check_hooks,
+    checked_callbacks,
+    checked_method,
+    checked_mode,
+    own_module,
+)
 from hopline.training.lr_schedule import Scheduler
 from hopline.training.optimizer import Update, make_optimizer, split_decay
 from hopline.training.rank_steps import taken_together, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
+from hopline.training.run_facts import fingerprints, settings_of, stored_settings
 from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
+from hopline.training.validation import Blocking, Evaluations, Result
 from hopline.training.watch_staleness import WatchHistory
-from hopline.units.batch_unit import checked, own_threads, supervised
+from hopline.units.batch_unit import own_threads
+from hopline.units.job import make_job
 from hopline.util import trace
-from hopline.util.config import check_names, kind_of, removed_settings, to_dict
+from hopline.util.config import check_names, removed_settings
 from hopline.util.files import remove_unfinished
 from hopline.util.host import freed_memory_kept
 from hopline.util.log import logger
 
 GivenBudget = Budget | str | Mapping[str, str] | None
-
-
-def _checked_method(method: Method | None) -> Method:
-    """The method, or the usual one; what is no method is refused with what to write."""
-    if isinstance(method, Method | None):
-        return method or Sampled()
-    known = {kind_of(kind): kind.__name__ for kind in (Sampled, Historical, FullBatch)}
-    meant = get_close_matches(kind_of(method) if isinstance(method, type) else str(method).lower(), known, n=1)
-    example = known[meant[0]] if meant else "Sampled"
-    kind = "the class" if isinstance(method, type) else "the string" if isinstance(method, str) else "the object"
-    raise ValueError(f"method must be a Method such as hl.{example}(), not {kind} {method!r}")
-
-
-def _own_module(model: nn.Module, world: World | None) -> nn.Module:
-    """The user's module out of its wrapper, whose work the Trainer does itself over the ranks that it knows of."""
-    ranks = num_wrapped_ranks(model)
-    if ranks > 1 and (world is None or world.size != ranks):
-        raise ValueError(
-            f"the model is wrapped for {ranks} ranks, and the Trainer knows of {1 if world is None else world.size}: "
-            "give it the plain model and world=, as hopline.distributed.launch.run hands it out (docs/shards.md)"
-        )
-    return unwrapped(model)
-
-
-def _versions_of(data: Dataset) -> dict[str, int | None]:
-    """By the names of a dataset's arrays, how often each was changed in place."""
-    if isinstance(data, ShardedData):
-        return {}
-    return {**data.graph.versions, **{f"table {name!r}": table.version for name, table in data.tables.items()}}
-
-
-@contextmanager
-def _modes_and_draws_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context after which each module is in the mode that it was in, and torch's generators are where they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    gpus = range(torch.cuda.device_count()) if device.type == "cuda" or torch.cuda.is_initialized() else ()
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
 
 
 class Trainer:
@@ -167,9 +137,7 @@ class Trainer:
     ) -> None:
         if not isinstance(data, Dataset):
             raise ValueError(f"data must be a hopline Dataset, not {type(data).__name__}: for PyG, hl.from_pyg(data)")
-        model = _own_module(model, world)
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+        model = own_module(model, world)
         own = [name for name, p in inspect.signature(Trainer).parameters.items() if p.kind is p.KEYWORD_ONLY]
         names = [*own, *(field.name for field in fields(TrainSettings))]
         check_names("Trainer", settings, names, removed_settings(TrainSettings))
@@ -177,21 +145,17 @@ class Trainer:
         self.device = find_device(self.settings.device) if world is None else world.device
         self.world = World.alone(self.device) if world is None else world
         self.model = model.to(self.device)
-        self.method = self.asked = _checked_method(method).for_model(as_walkable(model)).for_graph(data.num_nodes)
+        walk = as_walkable(self.model)
+        self.method = self.asked = checked_method(method).for_model(walk).for_graph(data.num_nodes)
         self.test_step = test_step
-        self.metric_mode: Mode | None = self._checked_mode(metric_mode)
+        own_metric = test_step is not None or type(self).evaluate is not Trainer.evaluate
+        self.metric_mode: Mode | None = checked_mode(metric_mode, own_metric=own_metric)
         self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric
-        self.contents, self.structure = self._fingerprints(data) if out is not None else ({}, "")
-        self._given, self._versions = weakref.ref(data), _versions_of(data)  # weak: on a GPU it is needed no more
+        self.contents, self.structure = fingerprints(self.model, data) if out is not None else ({}, "")
+        self._unchanged = Unchanged(data)
         self._report: Report | None = None
-        if isinstance(callbacks, Callback):
-            raise ValueError(f"callbacks must be a list: write callbacks=[{type(callbacks).__name__}(...)]")
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ValueError(f"callbacks must be objects of classes derived from hl.Callback, not {callback!r}")
-        self.callbacks = list(callbacks)
-        self.usual_loss = train_step is None
+        self.callbacks = checked_callbacks(callbacks)
         self.out = None if out is None else Path(out)
         self.config = config
         self.num_seeds = data.train_ids.numel()
@@ -200,47 +164,44 @@ class Trainer:
         check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
         self.budget = None if budget is None else Budget.of(budget)
         self.plan: Plan | None = None
-        self.work = self._bound(train_step, placement or Placement())
-        self.part_hops = part_hops_of(self.job, self.method)
-        self.captured_inferences = CapturedInferences()
-        if self._evaluates_exactly:
-            check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
-        if self.settings.evaluate != "blocking":
-            check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
-        self.stop_reason: str | None = None
-        self.num_steps = 0
-        self.position = Position()
-        self.checkpoints = Checkpoints(self.out, self.settings, self.world)
-        self._found: dict[str, Any] | None = None
-        """The checkpoint that the run goes on from."""
-
-    def _bound(self, train_step: TrainStep | None, placement: Placement) -> Work:
-        """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
-        data = self.data
-        self.job = Job(
-            data=data,
-            model=as_walkable(self.model),
-            module=self.model,
-            train_ids=data.train_ids,
-            train_step=supervised(data.task, data.num_classes) if train_step is None else checked(train_step),
-            usual_loss=self.usual_loss,
+        self.job = make_job(
+            self.model,
+            data,
+            model=walk,
+            train_step=train_step,
             seed=self.settings.seed,
             device=self.device,
             bf16=self.settings.precision == "bf16",
             world=self.world,
             say=self.say,
         )
-        if self.budget is None:
-            self._place(placement)
-            return self.method.bind(self.job)
-        beside = evaluates_here(self)
-        outline = Outline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
-        self.plan = plan_within(self.method, outline, self.budget)
-        self.method = self.plan.method
-        self._place(self.plan.placement or placement)
-        return keep_to(self.plan, self.budget, self.method.bind(self.job), self.job)
+        self.work = self._bound(placement or Placement())
+        self.part_hops = part_hops_of(self.job, self.method)
+        self.captured_inferences = CapturedInferences()
+        if self._evaluates_exactly:
+            check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
+        if self.settings.evaluate != "blocking":
+            check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
+        self.checkpoints = Checkpoints(self.out, self.settings, self.world)
+        # What changes while it fits; `_start` begins all of it anew.
+        self.stop_reason: str | None = None
+        self.num_steps = 0
+        self.position = Position()
+        self.active: list[Callback] = []
+        """All callbacks: the user's, and those of the settings."""
+        self.run = Run(metric=self.metric)
+        """What `fit` returns, as far as it is."""
+        self._earlier_s = 0.0
+        """What the run took before it was resumed."""
+        self._timers, self._counters = trace.Timers(), trace.Counters()
+        self._keep = KeepWeights(None)
+        self._write_report: WriteReport | None = None
+        self._ended_by: Result | None = None
+        """The result that has ended the run although training has gone on."""
+        self._evaluated_weights: Mapping[str, Tensor] | None = None
+        """Those of the result that is acted on, where training has gone on."""
 
-    # ---- the loop
+    # ---- the loop: epochs, steps of each epoch, units of each step
 
     def fit(self) -> Run:
         """Train, keep the best weights in the model, and test them.
@@ -256,81 +217,89 @@ class Trainer:
             ValueError: The loss is not finite, the method gives no batches, or arrays of the dataset were changed
                 meanwhile.
         """
-        run, began = Run(metric=self.metric, folder=self.out, rank=self.world.rank), time.perf_counter()
-        timers, counters = trace.Timers(), trace.Counters()
+        run = self.run = Run(metric=self.metric, folder=self.out, rank=self.world.rank)
+        began = time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(freed_memory_kept())
-            stack.enter_context(_modes_and_draws_restored(self.model, self.device))
-            keep = self._start(stack, timers, counters)
-            kind = Blocking if self.settings.evaluate == "blocking" else Beside
-            self.evaluations: Evaluations = stack.enter_context(kind(self, run))
+            stack.enter_context(modes_restored(self.model))
+            stack.enter_context(all_draws_restored(self.device))
+            found = self._start(stack)
             try:
-                self._loop(run, timers, counters)
-                self._test(run, keep)
+                self._begin(found)
+                if self.stop_reason is None and self.position.epoch <= self.settings.epochs:
+                    with self.checkpoints.holding_signals():
+                        self._train_epochs()
+                self._await_evaluations()
+                run.reason, run.finished = self.stop_reason or _all_trained(self.settings.epochs), True
+                self._test()
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
-                    self.evaluations.salvage()
+                    with suppress(Exception):  # the interruption is what ends the run
+                        self.act_on(self.evaluations.salvage())
                 run.reason = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
             finally:
-                run.metric, run.stages = self.metric, timers.statistics()
+                run.metric, run.stages = self.metric, self._timers.statistics()
                 run.seconds, run.peak_bytes = self._earlier_s + time.perf_counter() - began, peak_bytes(self.device)
                 with ExitStack() as ends:  # all of them, also after one has failed: one closes the progress bar
                     for callback in reversed(self.active):
                         ends.callback(callback.on_fit_end, self, run)
         return run
 
-    def _loop(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:
-        self.optimizer = self.make_optimizer()
-        self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
-        self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
-        if self.device.type == "cuda" and not isinstance(self.data, ShardedData):
-            self.say(describe(self.data))
-        for line in [] if self.plan is None else self.plan.lines():
-            self.say(line)
-        for line in whole_lines(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly):
-            self.say(line)
-        self.call("on_fit_start")
-        if self._found is not None:
-            self.checkpoints.resume(self, run, self._found)
-            self._found = None
-        self._earlier_s = self.position.seconds + sum(one.seconds for one in [*run.history, *run.evaluations])
-        self.evaluations.begin()
-        if self.stop_reason is None and self.position.epoch <= self.settings.epochs:
-            with self.checkpoints.holding_signals():
-                self._train_epochs(run, timers, counters)
-        self.evaluations.finish()
-        num_epochs = self.settings.epochs
-        run.reason = self.stop_reason or (
-            f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"
-        )
-        run.finished = True
-
-    def _train_epochs(self, run: Run, timers: trace.Timers, counters: trace.Counters) -> None:
+    def _train_epochs(self) -> None:
+        """Train and validate epoch by epoch, until the last one, a stop, or a result that ended the run before."""
         for epoch in range(self.position.epoch, self.settings.epochs + 1):
             try:
-                ended = self._train_epoch(epoch, run, timers, counters)
+                ended = self._train_epoch(epoch)
             except Exception:
-                if not self.evaluations.end_before():
+                if self.world.size == 1:  # else others may not have met the error
+                    self.act_on(self.evaluations.rest())
+                if self._ended_by is None:
                     raise
                 return
             if ended is None:
                 return
-            run.epochs = epoch
-            run.history.append(ended)
+            self.run.epochs = epoch
+            self.run.history.append(ended)
             self.call("on_epoch_end", ended)
             due = self._is_due(epoch)
-            value = self.evaluations.validate(epoch) if self.is_evaluated(epoch) else None
-            self.schedule.step(-ended.loss if value is None else value, evaluated=due)
-            timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
+            results = self.act_on(self.evaluations.validate(epoch)) if self.is_evaluated(epoch) else []
+            scores = [self.score(one.metrics) for one in results if one.epoch == epoch]  # none if it is to come
+            self.schedule.step(scores[0] if scores else -ended.loss, evaluated=due)
+            self._timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
             self.position = Position(epoch=epoch + 1)
-            self.evaluations.arrive()
-            if self.evaluations.ended_after is not None:
+            self.act_on(self.evaluations.arrived())
+            if self._ended_by is not None:
                 return
             is_last = epoch == self.settings.epochs or self.stop_reason is not None
-            self.checkpoints.write_if_due(self, run, at_end=is_last)
+            self.checkpoints.write_if_due(self, self.run, at_end=is_last)
             if is_last:
                 return
+
+    def _train_epoch(self, epoch: int) -> EpochEnd | None:
+        """Train an epoch, or the rest of it; None if an evaluation that came in has ended the run before."""
+        self._unchanged.check()
+        self.job.model.train()
+        self.model.train()
+        at, started = self.position, time.perf_counter() - self.position.seconds
+        with closing(self._steps(epoch)) as steps:
+            for units in steps:
+                loss, size = self.step(units)
+                at.loss_sum = torch.add(torch.as_tensor(at.loss_sum, dtype=torch.float64), loss, alpha=size)
+                at.seeds, at.units = at.seeds + size, at.units + len(units)
+                at.seconds = time.perf_counter() - started
+                self.num_steps += 1
+                self.call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
+                self.act_on(self.evaluations.arrived(between_steps=True))
+                if self._ended_by is not None:
+                    return None
+                self.checkpoints.write_if_due(self, self.run, in_epoch=True)
+        return self._end_epoch(epoch, started)
+
+    def _steps(self, epoch: int) -> Generator[list[Unit], None, None]:
+        """The units of each step of the epoch that is not done yet."""
+        units = units_from(self.work, epoch, self.position.units, round(self.position.seeds))
+        return taken_together(in_groups(units, self.settings.accumulate), self.world)
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, float]:
         """One optimizer step over some units: (mean loss, seeds)."""
@@ -338,7 +307,7 @@ class Trainer:
         self.update.clear()
         if self.world.size > 1:  # what convs draw by themselves, such as attention dropout, differs between ranks
             torch.manual_seed(ops.derive_key(self.settings.seed, self.num_steps, self.world.rank))
-        with own_threads(self.job) if self.usual_loss else nullcontext():
+        with own_threads(self.job) if self.job.usual_loss else nullcontext():
             losses = [unit.forward_backward(total) for unit in units]
             loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) / total
             if self.world.size > 1:
@@ -349,24 +318,9 @@ class Trainer:
             unit.commit()
         return loss, total
 
-    def _train_epoch(self, epoch: int, run: Run, timers: trace.Timers, counters: trace.Counters) -> EpochEnd | None:
-        """Train an epoch, or the rest of it; None if an evaluation that came in has ended the run before."""
-        self._check_unchanged()
-        self.job.model.train()
-        self.model.train()
-        at, started = self.position, time.perf_counter() - self.position.seconds
-        with closing(self._groups(epoch)) as groups:
-            for group in groups:
-                loss, size = self.step(group)
-                at.loss_sum = torch.add(torch.as_tensor(at.loss_sum, dtype=torch.float64), loss, alpha=size)
-                at.seeds, at.units = at.seeds + size, at.units + len(group)
-                at.seconds = time.perf_counter() - started
-                self.num_steps += 1
-                self.call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
-                self.evaluations.arrive(between_steps=True)
-                if self.evaluations.ended_after is not None:
-                    return None
-                self.checkpoints.write_if_due(self, run, in_epoch=True)
+    def _end_epoch(self, epoch: int, started: float) -> EpochEnd:
+        """The epoch's loss over all ranks and what was timed, after all that it gave the device is done."""
+        at = self.position
         if not at.seeds:
             raise ValueError("the method gave no batches: make batch_size smaller or set drop_last=false")
         mean_loss = self.world.sum([float(at.loss_sum)])[0] / at.seeds
@@ -379,11 +333,10 @@ class Trainer:
                 f"the loss became {mean_loss} in epoch {epoch}: lower lr=, set clip_norm=, and check the features by "
                 "`hopline verify`"
             )
-        seconds, stages = time.perf_counter() - started, timers.this_epoch()
-        load = getattr(getattr(self.work, "loader", None), "load", None)  # of the threads that prepared batches
+        seconds, stages = time.perf_counter() - started, self._timers.this_epoch()
         work = {name: s for name, s in stages.items() if name in (*PREPARED, *TRAINED)}  # waiting is none
-        work |= {} if load is None else load.stages
-        counters.next_epoch()
+        work |= self.work.describe().prepare_s
+        self._counters.next_epoch()
         return EpochEnd(
             epoch=epoch,
             loss=mean_loss,
@@ -393,19 +346,8 @@ class Trainer:
             slowest_stage=max(work, key=lambda name: work[name], default=""),
             stages=stages,
             work=work,
-            counters=counters.last_epoch(),
+            counters=self._counters.last_epoch(),
         )
-
-    def _check_unchanged(self) -> None:
-        """Methods and GPUs have copies of the dataset: a change that only some of them see is refused."""
-        data = self._given()
-        found = self._versions if data is None else _versions_of(data)
-        changed = [name for name, version in found.items() if version != self._versions.get(name)]
-        if changed:
-            raise ValueError(
-                f"{changed[0]} of the dataset was changed in place after the Trainer was made, which has copies of it: "
-                "make a new Trainer after the change"
-            )
 
     # ---- evaluation
 
@@ -419,37 +361,121 @@ class Trainer:
         Raises:
             ValueError: There is no such split, or arrays of the dataset were changed since the Trainer was made.
         """
-        self._check_unchanged()
+        self._unchanged.check()
         if split not in self.data.splits:
             raise ValueError(f"the dataset has no split {split!r}: choose one of {', '.join(self.data.splits)}")
         options: dict[str, Any] = {"captured": self.captured_inferences, **self.chunks}
         measure = Measure(self.method, self.test_step, split, exact, self.settings.show, **options)
-        return measure(self.job, getattr(self.work, "keep_rows", None))  # of a method that has a use for hidden rows
+        return measure(self.job, self.work.keep_rows)
 
-    @property
-    def chunks(self) -> dict[str, Any]:
-        """How exact evaluation keeps to a plan."""
-        if self.plan is None:
-            return {"part_hops": self.part_hops}
-        on_disk = self.plan.hidden_at == "disk"
-        return {"part_hops": self.part_hops, "chunk_bytes": self.plan.chunk_bytes, "rows_on_disk": on_disk}
+    def evaluate_now(self, epoch: int, split: str, *, exact: bool) -> Evaluation:
+        """Evaluate the model as it is, in the first rank, or in all ranks together where each has a shard."""
+        started = time.perf_counter()
+        with trace.span("evaluate"):
+            together = isinstance(self.data, ShardedData)
+            found = self.evaluate(split, exact=exact) if self.world.rank == 0 or together else {}
+            found = self.world.broadcast_object(found)
+        return Evaluation(epoch=epoch, split=split, metrics=found, seconds=time.perf_counter() - started)
 
-    @property
-    def _evaluates_exactly(self) -> bool:
-        """Whether the run will compute outputs over every edge, if only for the test at its end."""
-        exact = self.settings.inference == "exact"
-        return self.test_step is None and (self.has("test") or (exact and self.has("valid")))
+    def act_on(self, results: Iterator[Result]) -> list[Evaluation]:
+        """Act on results one by one, as if training had waited for each; on none after the one that ends the run."""
+        done: list[Evaluation] = []
+        if self._ended_by is not None:
+            return done
+        for result in results:
+            self._act_on_one(result)
+            done.append(result.evaluation)
+            if self.stop_reason is not None and result.weights is not None:  # training has gone on since
+                self._ended_by = result
+                break
+        return done
 
-    def evaluated_weights(self) -> Mapping[str, Tensor]:
-        """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
-        return self.evaluations.weights or self.model.state_dict()
+    def _act_on_one(self, result: Result) -> None:
+        evaluation, later = result.evaluation, self.stop_reason
+        if not evaluation.metrics:
+            raise ValueError("evaluation gave no metric: let test_step return at least one, as {name: value}")
+        self.metric = next(iter(evaluation.metrics))
+        if evaluation.split == "valid":
+            self.score(evaluation.metrics)  # refuses a metric that may be better either way, before it is used
+        self.stop_reason, self._evaluated_weights = result.reason, result.weights
+        try:
+            self.call("on_evaluate_end", evaluation)
+        finally:
+            self._evaluated_weights = None
+        self.run.evaluations.append(evaluation)
+        if self.stop_reason is None and result.weights is not None:
+            self.stop_reason = later
 
-    def _checked_mode(self, mode: Mode | None) -> Mode | None:
-        if mode is not None and mode not in get_args(Mode):
-            raise ValueError(f"metric_mode must be 'max' or 'min', not {mode!r}")
-        if mode == "min" and self.test_step is None and type(self).evaluate is Trainer.evaluate:
-            raise ValueError("metric_mode='min' is for a metric of your own: give test_step=, or leave it out")
-        return mode
+    def _await_evaluations(self) -> None:
+        """Wait for all results; afterwards run and model are as the last epoch that counts has left them."""
+        waiting = self.evaluations.waiting.snapshots
+        has_waited = bool(waiting)
+        self.act_on(self.evaluations.rest())
+        if self._ended_by is not None:
+            waiting.clear()
+            self._drop_after(self._ended_by)
+        if has_waited or self._ended_by is not None:
+            self.checkpoints.write(self, self.run)
+
+    def _drop_after(self, result: Result) -> None:
+        """Leave model, run and folder as they were after the epoch that has ended the run."""
+        run, epoch = self.run, result.evaluation.epoch
+        assert result.weights is not None
+        self.model.load_state_dict(result.weights)
+        run.dropped = run.epochs + (self.position.units > 0) - epoch
+        if not run.dropped:
+            return
+        self.say(f"the run has ended with epoch {epoch}: what was trained while it was evaluated is dropped")
+        run.epochs = epoch
+        run.history = [ended for ended in run.history if ended.epoch <= epoch]
+        self.position = Position(epoch=epoch + 1)
+        self._keep.save_last(self)
+        if self._write_report is not None:
+            self._write_report.drop_after(epoch)
+
+    def _test(self) -> None:
+        """The best weights, tested."""
+        run = self.run
+        run.best_epoch = self._keep.restore(self, run.epochs)
+        at_best = [e for e in run.evaluations if e.epoch == run.best_epoch]
+        run.valid = at_best[-1].metrics[self.metric] if at_best else math.nan
+        if self.has("test"):
+            tested = self.evaluate_now(run.best_epoch, "test", exact=True)
+            self._act_on_one(Result(tested, None, self.stop_reason))
+            run.test = tested.metrics[self.metric]
+
+    # ---- for callbacks
+
+    def stop(self, reason: str) -> None:
+        """End training after the current epoch."""
+        self.stop_reason = reason
+
+    def say(self, text: str) -> None:
+        """Tell something through `logging`, and in the run's log."""
+        if self.world.rank == 0:
+            logger.info(text)
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        """Write a line into the run's log."""
+        if self._report is not None:
+            self._report.note(text)
+
+    def call(self, hook: str, *args: Any) -> None:
+        for callback in self.active:
+            getattr(callback, hook)(self, *args)
+
+    def has(self, split: str) -> bool:
+        return split in self.data.splits and self.data.splits[split].numel() > 0
+
+    def is_evaluated(self, epoch: int) -> bool:
+        """Whether the epoch that has just ended is one whose validation metrics will come."""
+        return self._is_due(epoch) and self.has("valid")
+
+    def _is_due(self, epoch: int) -> bool:
+        return (
+            epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self.stop_reason is not None
+        )
 
     @property
     def best_is(self) -> Mode:
@@ -467,34 +493,32 @@ class Trainer:
         value = metrics[self.metric]
         return value if self.best_is == "max" else -value
 
-    def _is_due(self, epoch: int) -> bool:
-        return (
-            epoch % self.settings.evaluate_every == 0 or epoch == self.settings.epochs or self.stop_reason is not None
-        )
+    def evaluated_weights(self) -> Mapping[str, Tensor]:
+        """The weights that the evaluation at hand is of: those of its epoch, however far training has gone on."""
+        return self._evaluated_weights or self.model.state_dict()
 
-    def is_evaluated(self, epoch: int) -> bool:
-        """Whether the epoch that has just ended is one whose validation metrics will come."""
-        return self._is_due(epoch) and self.has("valid")
+    # ---- before the loop: data, plan and work
 
-    def has(self, split: str) -> bool:
-        return split in self.data.splits and self.data.splits[split].numel() > 0
+    def _bound(self, placement: Placement) -> Work:
+        """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
+        if self.budget is None:
+            self._place(placement)
+            return bound(self.method, self.job)
+        beside = evaluates_here(self)
+        outline = Outline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
+        self.plan = plan_within(self.method, outline, self.budget)
+        self.method = self.plan.method
+        self._place(self.plan.placement or placement)
+        return keep_to(self.plan, self.budget, bound(self.method, self.job), self.job)
 
-    # ---- beginning and end
-
-    def stop(self, reason: str) -> None:
-        """End training after the current epoch."""
-        self.stop_reason = reason
-
-    def say(self, text: str) -> None:
-        """Tell something through `logging`, and in the run's log."""
-        if self.world.rank == 0:
-            logger.info(text)
-        self.note(text)
-
-    def note(self, text: str) -> None:
-        """Write a line into the run's log."""
-        if self._report is not None:
-            self._report.note(text)
+    def _place(self, placement: Placement) -> None:
+        """The data where the device reads it fastest; data that is on a GPU already stays as it is."""
+        data = self.data
+        stays = isinstance(data, ShardedData) or (placement == Placement() and data.graph.device.type == "cuda")
+        if self.device.type != "cuda" or stays:
+            return
+        self.data = self.method.place(data, placement, self.device)
+        self.job = replace(self.job, data=self.data)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         s, rest = self.settings, []
@@ -507,13 +531,28 @@ class Trainer:
             rest = self.job.model.rest_parameters()
         return make_optimizer(s.optimizer, split_decay(self.model, rest, s.weight_decay, s.weight_decay_rest), s.lr)
 
-    def _start(self, stack: ExitStack, timers: trace.Timers, counters: trace.Counters) -> KeepWeights:
-        """Open the report and set up the run's own callbacks."""
-        if type(as_walkable(self.model)) is not type(self.job.model):  # which is seen as layers, and no longer is
-            raise ValueError(
-                f"hooks were put on {type(self.model).__name__} after the Trainer was made: put them on before"
-            )
+    @property
+    def chunks(self) -> dict[str, Any]:
+        """How exact evaluation keeps to a plan."""
+        if self.plan is None:
+            return {"part_hops": self.part_hops}
+        on_disk = self.plan.hidden_at == "disk"
+        return {"part_hops": self.part_hops, "chunk_bytes": self.plan.chunk_bytes, "rows_on_disk": on_disk}
+
+    @property
+    def _evaluates_exactly(self) -> bool:
+        """Whether the run will compute outputs over every edge, if only for the test at its end."""
+        exact = self.settings.inference == "exact"
+        return self.test_step is None and (self.has("test") or (exact and self.has("valid")))
+
+    # ---- before the loop: report, callbacks and the checkpoint that a run goes on from
+
+    def _start(self, stack: ExitStack) -> dict[str, Any] | None:
+        """Open the report and set up the run's own callbacks; the checkpoint to go on from, if there is one."""
+        check_hooks(self.job)
         self.stop_reason, self.num_steps, self.position, self._earlier_s = None, 0, Position(), 0.0
+        self._ended_by = self._write_report = None
+        self._timers, self._counters = trace.Timers(), trace.Counters()
         self.active = [*self.callbacks]
         if self.settings.patience is not None:
             self.active.append(EarlyStop(self.settings.patience))
@@ -528,63 +567,39 @@ class Trainer:
                 )
         torch.manual_seed(self.settings.seed)  # for draws inside convs, such as attention dropout
         self._initialise()
-        self._found = self.checkpoints.find(self)
+        found = self.checkpoints.find(self)
         if self.out is not None and self.world.rank == 0:
             remove_unfinished(self.out)
-            if self._found is None or not (
-                checkpoint.is_over(self._found, self.settings.epochs) and is_complete(self.out)
+            if found is None or not (
+                checkpoint.is_over(found, self.settings.epochs) and is_complete(self.out)
             ):  # else it is only tested again, and its folder has everything
-                self._open_report(stack, self.out)
+                self._open_report(stack, self.out, found)
         self.active += [WatchBudget(self._report), WatchPipeline(self._report), WatchHistory(self._report)]
         if self.settings.show and self.world.rank == 0:
             self.active.append(ShowProgress())
-        keep = KeepWeights(self.out if self.world.rank == 0 else None)
-        self.active.append(keep)
-        stack.enter_context(trace.listen(timers))
-        stack.enter_context(trace.listen(counters))
-        return keep
+        self._keep = KeepWeights(self.out if self.world.rank == 0 else None)
+        self.active.append(self._keep)
+        stack.enter_context(trace.listen(self._timers))
+        stack.enter_context(trace.listen(self._counters))
+        kind = Blocking if self.settings.evaluate == "blocking" else Beside
+        self.evaluations: Evaluations = stack.enter_context(kind(self))
+        self.active.append(self.evaluations.waiting)
+        return found
 
-    def _open_report(self, stack: ExitStack, folder: Path) -> None:
+    def _open_report(self, stack: ExitStack, folder: Path, found: dict[str, Any] | None) -> None:
         """Begin the records of the run, or go on with those of what the checkpoint holds."""
-        found = self._found
         if found is None:
-            report = Report(folder, **self._stored_settings())
+            report = Report(folder, **stored_settings(self))
         else:
             is_kept = partial(checkpoint.was_recorded, state=found)
-            report = Report(folder, **self._stored_settings(), resume=True, is_kept=is_kept)
+            report = Report(folder, **stored_settings(self), resume=True, is_kept=is_kept)
         self._report = report
         stack.callback(setattr, self, "_report", None)
         stack.push(lambda kind, *_: report.discard() if kind and found is None and not self.num_steps else None)
         stack.enter_context(report)
         stack.enter_context(trace.listen(report))
-        self.active.append(WriteReport(report))
-
-    # ---- going on after an end that was not planned
-
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint of this run must agree with."""
-        described = self._describe()
-        return checkpoint.identity(
-            self.model, self.data, described["method"], described["train"], self.contents, self.structure
-        )
-
-    def _fingerprints(self, data: Dataset) -> tuple[dict[str, str], str]:
-        """(of the dataset, of the model), before training, in which a module may count something."""
-        contents = {"cut": data.shard.cut} if isinstance(data, ShardedData) else contents_of(data)
-        return contents, structure_of(self.model)
-
-    def _groups(self, epoch: int) -> Generator[list[Unit], None, None]:
-        """The units of the epoch that are not done yet, by steps."""
-        units = units_from(self.work, epoch, self.position.units, round(self.position.seeds))
-        return taken_together(in_groups(units, self.settings.accumulate), self.world)
-
-    def _test(self, run: Run, keep: KeepWeights) -> None:
-        """The best weights, tested."""
-        run.best_epoch = keep.restore(self, run.epochs)
-        at_best = [e for e in run.evaluations if e.epoch == run.best_epoch]
-        run.valid = at_best[-1].metrics[self.metric] if at_best else math.nan
-        if self.has("test"):
-            run.test = self.evaluations.evaluate_now(run.best_epoch, "test", exact=True).metrics[self.metric]
+        self._write_report = WriteReport(report)
+        self.active.append(self._write_report)
 
     def _initialise(self) -> None:
         """A forward pass gives lazily built layers their parameters; ranks begin with the first one's weights."""
@@ -596,40 +611,45 @@ class Trainer:
                 infer.exact(self.job.model, self.data, self.job.train_ids[:1], device=self.device)
         self.world.broadcast_tensors(self.model.state_dict().values())
 
-    def _place(self, placement: Placement) -> None:
-        """The data where the device reads it fastest; data that is on a GPU already stays as it is."""
-        data = self.data
-        stays = isinstance(data, ShardedData) or (placement == Placement() and data.graph.device.type == "cuda")
-        if self.device.type != "cuda" or stays:
-            return
-        drawn = {name: getattr(self.method, name) for name in ("fanouts", "batch_size") if hasattr(self.method, name)}
-        self.data = place(data, self.method.placement(placement), self.device, **drawn)
-        self.job = replace(self.job, data=self.data)
+    def _begin(self, found: dict[str, Any] | None) -> None:
+        """Make the optimizer, say what is trained, and go on from the checkpoint if one was found."""
+        self.optimizer = self.make_optimizer()
+        self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
+        self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
+        if self.device.type == "cuda" and not isinstance(self.data, ShardedData):
+            self.say(describe(self.data))
+        for line in [] if self.plan is None else self.plan.lines():
+            self.say(line)
+        for line in whole_lines(self.job, self.method, self.part_hops, evaluates=self._evaluates_exactly):
+            self.say(line)
+        self.call("on_fit_start")
+        if found is not None:
+            self.checkpoints.resume(self, self.run, found)
+        before = [*self.run.history, *self.run.evaluations]
+        self._earlier_s = self.position.seconds + sum(one.seconds for one in before)
+        self.act_on(self.evaluations.begin())
 
-    def _describe(self) -> dict[str, Any]:
-        method = {"kind": type(self.asked).__name__}  # not as a plan has it: what is learnt does not depend on that
-        try:
-            method |= to_dict(self.asked)
-        except (TypeError, ValueError):  # a user's own method need not be a dataclass
-            method["repr"] = repr(self.asked)
-        return {
-            "data": self.data.name,
-            "method": method,
-            "train": to_dict(self.settings),
-            "model": repr(self.model),
-        }
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint of this run must agree with."""
+        settings = settings_of(self)
+        return checkpoint.identity(
+            self.model, self.data, settings["method"], settings["train"], self.contents, self.structure
+        )
 
-    def _stored_settings(self) -> dict[str, Any]:
-        """What config.json keeps: all settings, and which of them were changed from their defaults."""
-        if self.config is not None:
-            return {"config": to_dict(self.config), "changed": changed_keys(self.config)}
-        described = self._describe()
-        changed = ["data", "model", *(f"train.{key}" for key in changed_keys(self.settings))]
-        if not isinstance(self.asked, Sampled) or "repr" in described["method"]:
-            changed.append("method.kind")
-        of_method = ["repr"] if "repr" in described["method"] else changed_keys(self.asked)
-        return {"config": described, "changed": [*changed, *(f"method.{key}" for key in of_method)]}
+    def take_over(
+        self,
+        *,
+        position: Position,
+        num_steps: int,
+        stop_reason: str | None,
+        metric: str,
+        history: list[EpochEnd],
+        evaluations: list[Evaluation],
+    ) -> None:
+        """Go on from where a checkpoint is. Model, optimizer, callbacks and work have their own states."""
+        self.position, self.num_steps, self.stop_reason, self.metric = position, num_steps, stop_reason, metric
+        self.run.history, self.run.evaluations, self.run.epochs = history, evaluations, len(history)
 
-    def call(self, hook: str, *args: Any) -> None:
-        for callback in self.active:
-            getattr(callback, hook)(self, *args)
+
+def _all_trained(num_epochs: int) -> str:
+    return f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"

@@ -64,7 +64,7 @@ class WatchHistory(Callback):
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         if not self.drifts:
             return
-        refreshes = getattr(trainer.method, "refresh_every", None) == 1
+        refreshes = trainer.work.describe().refreshes
         self.found = state_of(self.drifts, self.age_sum / max(1.0, self.num_rows), refreshes)
         if self.report is not None:
             self.report.log({"event": "history", **asdict(self.found)})

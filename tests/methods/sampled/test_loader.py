@@ -88,8 +88,8 @@ def test_workers_follow_the_cores():
 def test_threads_are_tuned_between_epochs_only_where_the_method_leaves_them_open(monkeypatch: pytest.MonkeyPatch):
     learnt: list[Load] = []
     monkeypatch.setattr(Tuning, "learn", lambda tuning, load: (learnt.append(load), setattr(tuning, "workers", 1)))
+    monkeypatch.setattr("hopline.distributed.world.num_cores", lambda: 3)
     open_to_it = hl.Sampled(fanouts=(3,), batch_size=4).loader(DATA)
-    open_to_it.num_cores = 3
     assert open_to_it.threads == (3, 6)
     first, second = list(open_to_it), list(open_to_it.epoch(1))
     assert [load.workers for load in learnt] == [3, 1], "the epoch that is over, and the next with what was learnt"
@@ -101,6 +101,22 @@ def test_threads_are_tuned_between_epochs_only_where_the_method_leaves_them_open
         assert len(list(loader)) == len(first)
         assert loader.threads == before
     assert len(learnt) == 2
+
+
+def test_a_loader_for_a_budget_is_another_loader_of_the_same_batches():
+    plain = hl.Sampled(fanouts=(3,), batch_size=4, workers=1).loader(DATA, seed=5)
+    divided: list[int] = []
+
+    def divide(batch: hl.Batch) -> hl.Batch:
+        divided.append(batch.num_seeds)
+        return batch
+
+    other = plain.with_budget(divide, waits_on_host=True)
+    for found, expected in zip(other.epoch(3), plain.epoch(3), strict=True):
+        assert torch.equal(found.input_ids, expected.input_ids)
+        assert torch.equal(found.seeds, expected.seeds)
+    assert sum(divided) == plain.ids.numel(), "by the new loader alone"
+    assert (plain.divide, plain.waits_on_host) == (None, False)
 
 
 def test_an_epoch_that_is_left_says_nothing_of_its_load():

@@ -106,8 +106,7 @@ def test_on_a_cpu_batches_are_where_they_are_needed():
 
 def test_a_loader_leaves_batches_that_wait_on_the_host(gpu_outline: Outline):
     data, job = gpu_outline.data, gpu_outline.job
-    loader = Loader(data, job.train_ids, METHOD, 0, job.device, job.model)
-    loader.waits_on_host = True
+    loader = Loader(data, job.train_ids, METHOD, 0, job.device, job.model, waits_on_host=True)
     on_cpu = Loader(data, job.train_ids, METHOD, 0, torch.device("cpu"), None)
     for batch, expected in zip(loader.epoch(1), on_cpu.epoch(1), strict=True):
         assert_same(batch, expected)

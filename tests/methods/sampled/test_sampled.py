@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import GCNConv, GraphNorm, SAGEConv
 
-from hopline.contract import Job, Method, Unit
+from hopline.contract import Job, Method, Unit, Work
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
 from hopline.distributed.world import Seat, World
@@ -241,11 +241,11 @@ class EveryNodeAlone(Method):
         return EveryNodeAlone.Work(job)
 
     @dataclass
-    class Work:
+    class Work(Work):
         job: Job
 
-        def units(self, epoch: int) -> Iterator[Unit]:
-            for node in reversed(self.job.train_ids.tolist()):
+        def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+            for node in self.job.train_ids.tolist()[::-1][done:]:
                 loader = Sampled(fanouts=(-1, -1), workers=0).loader(self.job.data, torch.tensor([node]))
                 yield BatchUnit(self.job, next(iter(loader)))
 

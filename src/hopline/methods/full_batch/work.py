@@ -95,7 +95,7 @@ def _edge_arrays(data: Dataset) -> Mapping[str, Tensor]:
     return data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
 
 
-class SweepWork:
+class SweepWork(Work):
     """Layer by layer over the parts, forward and then back, in the memory of a part and its neighbours.
 
     After the forward pass the tables hold every layer's rows, so that going back can compute each layer again.
@@ -143,7 +143,7 @@ class SweepUnit(Unit):
             return go_back(self.work, self.key, 1 / total, keep=False)
 
 
-class ShardedWork:
+class ShardedWork(Work):
     """All own rows of a layer at once; those of other shards come one shard at a time, or all together."""
 
     def __init__(

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.budget.guard import Guard
-from hopline.contract import Job, Unit
+from hopline.contract import Job, KeepRows, Unit, Work, WorkDescription
 from hopline.core.partition import Partition
-from hopline.inference import KeepRows
 from hopline.methods.historical.batches import HistoricalBatch, HistoricalBatches
 from hopline.methods.historical.groups import Groups
 from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes
@@ -59,7 +58,7 @@ class Commit:
         return cls(slabs, state["rows"], state["gradients"], state["step"])
 
 
-class HistoricalWork(PartsWork):
+class HistoricalWork(PartsWork, Work):
     """Historical training of one job. With several ranks, all take their turns together.
 
     At a turn every rank has a batch of its own, or none; what it commits is seen by all from the next turn on.
@@ -83,6 +82,9 @@ class HistoricalWork(PartsWork):
 
     def _new_batches(self) -> HistoricalBatches:
         return HistoricalBatches(self)
+
+    def describe(self) -> WorkDescription:
+        return WorkDescription(refreshes=self.method.refresh_every == 1)
 
     # ---- batches
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.contract import Job, Unit
+from hopline.contract import Job, Unit, Work, WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.tree_layout import TreeRows, TreeSampler
 from hopline.device.cuda_graph import Captured
@@ -75,7 +75,7 @@ class DeviceBatches:
         return Batch(seeds, blocks, x, self.loader.labels(seeds), rows, keys, total)
 
 
-class CapturedWork:
+class CapturedWork(Work):
     """Sampled training of one job on one GPU."""
 
     def __init__(self, job: Job, loader: Loader) -> None:
@@ -87,6 +87,9 @@ class CapturedWork:
         self.trained = self._trained_now()
         """Which parameters have gradients in these steps."""
         self.look_ahead = self._look_ahead()
+
+    def describe(self) -> WorkDescription:
+        return self.loader.describe()
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         loader = self.loader

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
+from hopline.contract import WorkDescription
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
 from hopline.core.sampler import NeighborSampler
@@ -24,15 +25,13 @@ from hopline.nn.whole_module import Whole
 from hopline.ops import Slots
 from hopline.pipeline.stages import Load, Pipeline, Stage
 from hopline.pipeline.transfer import Moved, Mover
-from hopline.pipeline.tuning import Tuning
+from hopline.pipeline.tuning import Threads
 from hopline.tables import Table
 from hopline.util import trace
 
 if TYPE_CHECKING:
     from hopline.methods.sampled.settings import Sampled
 
-MOST_WORKERS = 8
-"""Threads that prepare batches, until epochs show that training waits for more."""
 MOST_SLOTS = 1 << 24
 """Of a tree, where the graph has fewer nodes: above, a block that has each of them once is the smaller work."""
 
@@ -55,6 +54,9 @@ class Loader:
         device: Where batches come.
         model: Rows that its first layer reads itself are left to it; None makes `batch.x` a tensor.
         world: The ranks that share the seeds.
+        divide: Called in the threads with each prepared batch, as a budget's guard does, which then copes with batches
+            that a GPU has no room for.
+        waits_on_host: Leave batches for a GPU on the host, for a guard that moves what there is room for.
 
     Raises:
         ValueError: There are no seeds, or the method's fan-outs are "auto", or its layout does not fit the model.
@@ -75,6 +77,9 @@ class Loader:
         device: torch.device,
         model: GNN | Whole | None,
         world: World | None = None,
+        *,
+        divide: Callable[[Batch], Batch] | None = None,
+        waits_on_host: bool = False,
     ) -> None:
         if ids.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
@@ -91,15 +96,19 @@ class Loader:
         self.read_by_gpu = self._is_read_by_gpu()
         self.keeps_handle = self._keeps_handle(model)
         self.model = model
-        self.knows_ranks = world is not None
-        world = World.alone(device) if world is None else world
-        self.rank, self.size = world.rank, world.size  # of the ranks that share each step's seeds
-        self.num_cores = world.num_cores
-        self.divide: Callable[[Batch], Batch] | None = None  # a budget's part of the preparation
-        self.waits_on_host = False  # whether batches for a GPU stay here, for a guard that moves what there is room for
+        self.world = world
+        own_world = World.alone(device) if world is None else world
+        self.rank, self.size = own_world.rank, own_world.size  # of the ranks that share each step's seeds
+        self.num_cores = own_world.num_cores
+        self.divide, self.waits_on_host = divide, waits_on_host
         self.load: Load | None = None  # of the last epoch, if threads prepared it
-        self._tuning: Tuning | None = None
+        self._threads = Threads(method.workers, method.look_ahead, self.num_cores, by_gpu=self.on_gpu)
         self._next_epoch = 1
+
+    def with_budget(self, divide: Callable[[Batch], Batch] | None, *, waits_on_host: bool) -> Loader:
+        """A loader of the same batches, prepared for a budget's guard."""
+        given = self.data, self.ids, self.method, self.seed, self.device, self.model, self.world
+        return Loader(*given, divide=divide, waits_on_host=waits_on_host)
 
     def __len__(self) -> int:
         full, rest = divmod(self.ids.numel(), self.method.batch_size * self.size)
@@ -134,7 +143,7 @@ class Loader:
             for batch in batches:
                 yield batch if mover is None else self._moved(mover, batch)
         self.load = pipeline.load
-        self._tune()
+        self._threads.learn(self.load)
 
     @property
     def _stays(self) -> bool:
@@ -159,19 +168,20 @@ class Loader:
     @property
     def threads(self) -> tuple[int, int]:
         """(threads that prepare the next epoch, how many batches they may be ahead)."""
-        if self.on_gpu:
-            return 0, 1  # what a GPU prepares is prepared in its own order: threads would only take turns
-        if self._tuning is not None:
-            return self._tuning.threads
-        return resolve_workers(self.method, self.num_cores)
+        return self._threads.now
 
-    def _tune(self) -> None:
-        """After an epoch, where the method leaves it open how batches are prepared."""
-        if self.load is None or self.method.workers != "auto" or self.method.look_ahead != "auto":
-            return
-        if self._tuning is None:
-            self._tuning = Tuning(*self.threads, self.num_cores, 2 * MOST_WORKERS)
-        self._tuning.learn(self.load)
+    def describe(self) -> WorkDescription:
+        """How the batches of the last epoch were prepared; before the first one, how they will be."""
+        load = self.load
+        workers, look_ahead = self.threads if load is None else (load.workers, load.look_ahead)
+        return WorkDescription(
+            workers=workers,
+            look_ahead=look_ahead,
+            most_workers=0 if self.on_gpu else max(1, self.num_cores),
+            on_gpu=self.on_gpu,
+            is_sampled=True,
+            prepare_s={} if load is None else load.stages,
+        )
 
     def _sample(self, request: tuple[Tensor, int]) -> Batch:
         all_seeds, key = request
@@ -187,7 +197,7 @@ class Loader:
         if not self.on_gpu:
             trace.count("edges.sampled", sum(b.num_edges for b in blocks))
         # A loader that was told of no ranks may be one of several, each with seeds of its own.
-        total = all_seeds.numel() if self.knows_ranks else None
+        total = None if self.world is None else all_seeds.numel()
         return Batch(seeds, blocks, None, None, key=key, total_seeds=total)
 
     def _gather(self, batch: Batch) -> Batch:
@@ -270,7 +280,5 @@ def resolve_layout(
 
 
 def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:
-    """(workers, look_ahead) with "auto" replaced: preparing threads give way to training, so there is one per core."""
-    workers = min(MOST_WORKERS, num_cores) if method.workers == "auto" else method.workers
-    look_ahead = 2 * max(1, workers) if method.look_ahead == "auto" else method.look_ahead
-    return workers, look_ahead
+    """(workers, look_ahead) with "auto" replaced, as an epoch begins that was not tuned yet."""
+    return Threads(method.workers, method.look_ahead, num_cores).now

@@ -201,8 +201,8 @@ def _halved(count: int) -> Iterator[int]:
 def drawn(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]:
     """Batches as training would draw them, one after the other; on the host where that is where they are made."""
     alone = replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False)
-    loader = Loader(outline.data, outline.train_ids, alone, outline.job.seed, outline.device, outline.model)
-    loader.waits_on_host = True
+    given = outline.data, outline.train_ids, alone, outline.job.seed, outline.device, outline.model
+    loader = Loader(*given, waits_on_host=True)
     with closing(loader.epoch(1)) as batches:
         yield from batches
 

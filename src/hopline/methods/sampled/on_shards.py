@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
+from hopline.contract import WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.sampler import check_ids
 from hopline.core.seed_order import seed_batches, share_of
@@ -136,6 +137,10 @@ class CollectiveLoader:
         with closing(pipeline.run(self._requests(epoch, done, seeds_done))) as batches:
             for batch in batches:
                 yield mover.ready(batch)
+
+    def describe(self) -> WorkDescription:
+        """How batches are prepared: ranks prepare them together, by one thread each."""
+        return WorkDescription(workers=int(self.method.workers != 0), is_sampled=True)
 
     def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
         epoch_key, rank, size = ops.derive_key(self.seed, epoch), self.channel.rank, self.channel.size

@@ -34,11 +34,10 @@ from hopline.core.seed_order import seed_batches
 from hopline.data.dataset import Dataset
 from hopline.data.formats.pyg import split_masks
 from hopline.device.meter import numbered
-from hopline.methods.sampled.loader import MOST_WORKERS, resolve_workers
 from hopline.methods.sampled.settings import Sampled
-from hopline.pipeline.stages import Load, Pipeline, Stage
+from hopline.pipeline.stages import Pipeline, Stage
 from hopline.pipeline.transfer import Mover
-from hopline.pipeline.tuning import Tuning
+from hopline.pipeline.tuning import Threads
 from hopline.tables import Table, TensorTable
 from hopline.tables.build import check_cuda
 from hopline.util.config import nearest
@@ -163,7 +162,7 @@ class NeighborLoader:
             workers=num_workers,
         )
         self._sampler = NeighborSampler(graph, self.num_neighbors, replace=replace)
-        self._tuning: Tuning | None = None
+        self._threads = Threads(num_workers, "auto", num_cores(), by_gpu=graph.device.type != "cpu")
         self._num_epochs = 0
 
     def __repr__(self) -> str:
@@ -179,7 +178,7 @@ class NeighborLoader:
         return self._epoch(self._num_epochs)
 
     def _epoch(self, epoch: int) -> Iterator[Data]:
-        workers, look_ahead = self._threads
+        workers, look_ahead = self._threads.now
         cutter = _Cutter(self._columns(), self._edges, self.device)
         mover = Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", cutter.gather), Stage("move", mover.move)]
@@ -197,28 +196,13 @@ class NeighborLoader:
             for moved in prepared:
                 batch = cutter.finish(mover.ready(moved))
                 yield batch if self.transform is None else self.transform(batch)
-        self._tune(pipeline.load)
+        self._threads.learn(pipeline.load)
 
     def _sample(self, request: tuple[Tensor, int]) -> tuple[Tensor, Subgraph]:
         """(`input_id` of the seeds, the sample around them)."""
         chosen, key = request
         input_id = chosen if self._input_ids is None else self._input_ids[chosen]
         return input_id, self._sampler.sample_subgraph(self._seeds[chosen.to(self._seeds.device)], key)
-
-    @property
-    def _threads(self) -> tuple[int, int]:
-        """(threads that prepare the next epoch, how many batches they may be ahead)."""
-        if self._edges.graph.device.type != "cpu":
-            return 0, 1  # what a GPU prepares is prepared in its own order: threads would only take turns
-        return resolve_workers(self._method, num_cores()) if self._tuning is None else self._tuning.threads
-
-    def _tune(self, load: Load | None) -> None:
-        """After an epoch that threads prepared, if their number is left open."""
-        if load is None or self.num_workers != "auto":
-            return
-        if self._tuning is None:
-            self._tuning = Tuning(*self._threads, num_cores(), 2 * MOST_WORKERS)
-        self._tuning.learn(load)
 
     def _columns(self) -> Columns:
         """What the data has now."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from torch import Tensor, nn
 
     from hopline.data.dataset import Dataset
+    from hopline.data.placement_settings import Placement
     from hopline.distributed.world import World
     from hopline.methods.sampled.loader import Loader
     from hopline.methods.sampled.on_shards import CollectiveLoader
@@ -94,6 +95,13 @@ class Sampled(Method):
         from hopline.nn.whole_module import depth_of
 
         return replace(self, fanouts=usual_fanouts(depth_of(model)))
+
+    def place(self, data: Dataset, wanted: Placement, device: torch.device) -> Dataset:
+        """Rows that are read most often, at these fan-outs, are the first to be cached on a GPU."""
+        from hopline.data.placement import place
+
+        fanouts, batch_size = self.fanout_per_layer, self.batch_size
+        return place(data, self.placement(wanted), device, fanouts=fanouts, batch_size=batch_size)
 
     def inference_batches(self, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
         from hopline.methods.sampled.work import inference_batches

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Job, Unit, Work
+from hopline.contract import Job, Unit, Work, WorkDescription
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.methods.sampled.captured_step import CapturedWork
@@ -89,7 +89,7 @@ def make_loader(
 
 
 @dataclass
-class SampledWork:
+class SampledWork(Work):
     """Sampled training of one job."""
 
     job: Job
@@ -97,9 +97,17 @@ class SampledWork:
     guard: Guard | None = None
     """Keeps the steps within a budget, where there is one."""
 
+    def guarded(self, guard: Guard, *, waits_on_host: bool) -> SampledWork:
+        """The same work, whose steps the guard keeps within a budget. waits_on_host: as in `Loader`."""
+        loader = self.loader
+        if isinstance(loader, Loader):
+            loader = loader.with_budget(guard.prepare, waits_on_host=waits_on_host)
+        return replace(self, loader=loader, guard=guard)
+
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        if isinstance(self.loader, Loader):
-            self.loader.divide = None if self.guard is None else self.guard.prepare
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
                 yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)
+
+    def describe(self) -> WorkDescription:
+        return self.loader.describe()

@@ -1,0 +1,110 @@
+"""What a user gives a Trainer, checked: each refusal says what to write."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import get_args
+
+from torch import nn
+
+from hopline.contract import Job, Method, Work
+from hopline.data.dataset import Dataset
+from hopline.distributed.world import World
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.historical.settings import Historical
+from hopline.methods.sampled.settings import Sampled
+from hopline.metrics import Mode
+from hopline.nn.gnn import GNN
+from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrapped
+from hopline.shards.data import ShardedData
+from hopline.training.callbacks import Callback
+from hopline.util.config import kind_of
+
+
+def own_module(model: nn.Module, world: World | None) -> nn.Module:
+    """The user's module out of its wrapper, whose work the Trainer does itself over the ranks that it knows of."""
+    ranks = num_wrapped_ranks(model)
+    if ranks > 1 and (world is None or world.size != ranks):
+        raise ValueError(
+            f"the model is wrapped for {ranks} ranks, and the Trainer knows of {1 if world is None else world.size}: "
+            "give it the plain model and world=, as hopline.distributed.launch.run hands it out (docs/shards.md)"
+        )
+    model = unwrapped(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+    return model
+
+
+def check_hooks(job: Job) -> None:
+    """Refuse hooks that were put on a model since it was found to be made of layers, which do not go through them."""
+    if is_layered(job.module) != isinstance(job.model, GNN):
+        raise ValueError(
+            f"hooks were put on {type(job.module).__name__} after the Trainer was made: put them on before"
+        )
+
+
+def checked_method(method: Method | None) -> Method:
+    """The method, or the usual one; what is no method is refused with what to write."""
+    if isinstance(method, Method | None):
+        return method or Sampled()
+    known = {kind_of(kind): kind.__name__ for kind in (Sampled, Historical, FullBatch)}
+    meant = get_close_matches(kind_of(method) if isinstance(method, type) else str(method).lower(), known, n=1)
+    example = known[meant[0]] if meant else "Sampled"
+    kind = "the class" if isinstance(method, type) else "the string" if isinstance(method, str) else "the object"
+    raise ValueError(f"method must be a Method such as hl.{example}(), not {kind} {method!r}")
+
+
+def bound(method: Method, job: Job) -> Work:
+    """The method's work for a job."""
+    work = method.bind(job)
+    if not isinstance(work, Work):
+        raise ValueError(
+            f"{type(method).__name__}.bind returned a {type(work).__name__}: derive its class from hl.extend.Work, "
+            "with units(self, epoch, done=0, examples=0)"
+        )
+    return work
+
+
+def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+    if isinstance(callbacks, Callback):
+        raise ValueError(f"callbacks must be a list: write callbacks=[{type(callbacks).__name__}(...)]")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ValueError(f"callbacks must be objects of classes derived from hl.Callback, not {callback!r}")
+    return list(callbacks)
+
+
+def checked_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
+    """own_metric: whether the user's own code computes the metrics."""
+    if mode is not None and mode not in get_args(Mode):
+        raise ValueError(f"metric_mode must be 'max' or 'min', not {mode!r}")
+    if mode == "min" and not own_metric:
+        raise ValueError("metric_mode='min' is for a metric of your own: give test_step=, or leave it out")
+    return mode
+
+
+class Unchanged:
+    """Refuses a dataset that was changed in place: methods and GPUs have copies of it, which would not see that."""
+
+    def __init__(self, data: Dataset) -> None:
+        self._data = weakref.ref(data)  # weak: on a GPU the dataset as it was given is needed no more
+        self._versions = _versions_of(data)
+
+    def check(self) -> None:
+        data = self._data()
+        found = self._versions if data is None else _versions_of(data)
+        changed = [name for name, version in found.items() if version != self._versions.get(name)]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} of the dataset was changed in place after the Trainer was made, which has copies of it: "
+                "make a new Trainer after the change"
+            )
+
+
+def _versions_of(data: Dataset) -> dict[str, int | None]:
+    """By the names of a dataset's arrays, how often each was changed in place."""
+    if isinstance(data, ShardedData):
+        return {}
+    return {**data.graph.versions, **{f"table {name!r}": table.version for name, table in data.tables.items()}}

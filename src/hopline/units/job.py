@@ -1,0 +1,55 @@
+"""The one place where a `Job` is made: for a run, for its plan, and for a copy of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hopline.contract import Job, TrainStep
+from hopline.data.dataset import Dataset
+from hopline.distributed.world import World
+from hopline.nn.gnn import GNN
+from hopline.nn.whole_module import Whole, as_walkable
+from hopline.units.batch_unit import checked, supervised
+
+
+def make_job(
+    module: nn.Module,
+    data: Dataset,
+    *,
+    model: GNN | Whole | None = None,
+    train_step: TrainStep | None = None,
+    seed: int = 0,
+    device: torch.device | None = None,
+    bf16: bool = False,
+    world: World | None = None,
+    say: Callable[[str], None] = print,
+) -> Job:
+    """The job of a user's module on a dataset.
+
+    model: as the library runs the module, if it is known. train_step: None for the usual loss of the task.
+    """
+    step = supervised(data.task, data.num_classes) if train_step is None else checked(train_step)
+    device = torch.device("cpu") if device is None else device
+    return Job(
+        data=data,
+        model=as_walkable(module) if model is None else model,
+        module=module,
+        train_ids=data.train_ids,
+        train_step=step,
+        usual_loss=train_step is None,
+        seed=seed,
+        device=device,
+        bf16=bf16,
+        world=World.alone() if world is None else world,
+        say=say,
+    )
+
+
+def for_copy(job: Job, module: nn.Module, data: Dataset | None = None) -> Job:
+    """The same job for a copy of its module, which tells nobody what it does."""
+    data = job.data if data is None else data
+    return replace(job, model=as_walkable(module), module=module, data=data, say=lambda text: None)
