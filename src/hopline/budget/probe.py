@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hopline.budget.memory_plan import Item, Outline, Place, Plan, limits_of
-from hopline.budget.micro_batches import can_split
+from hopline.budget.micro_batches import can_split, fewest
 from hopline.budget.predictor import Predictor, Sizes
 from hopline.budget.settings import Budget
 from hopline.contract import Job, Method
@@ -168,11 +168,15 @@ def _full_batch(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
             covers="a graph in {} shards",
         )
 
+    def excess(plans: list[Plan]) -> float:
+        # Any excess doubles the shards: what a step takes for itself does not shrink with them.
+        return math.inf if plans[0].step_bytes > plans[0].limit_bytes else 0.0
+
     def best() -> Plan:
-        count, most = min(method.num_shards, data.num_nodes), min(data.num_nodes, MOST_SHARDS)
-        while (plan := form(count)).step_bytes > plan.limit_bytes and count < most:
-            count = min(2 * count, most)
-        return plan
+        first = min(method.num_shards, data.num_nodes)
+        most = max(first, min(data.num_nodes, MOST_SHARDS))
+        plans, _ = fewest(lambda num_shards: [form(num_shards)], excess, 1.0, first=first, most=most, grow=2)
+        return plans[0]
 
     return _surely(best, outline, model.num_layers)
 

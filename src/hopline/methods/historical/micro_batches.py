@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget.micro_batches import check_split, piece_of, sizes_of
+from hopline.budget.micro_batches import check_split, fewest, piece_of, sizes_of
 from hopline.budget.predictor import Predictor, Sizes, costs_of
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
@@ -82,18 +82,18 @@ def runs_to_fit(
     """(a block's destinations in few runs that take no more than `limit` bytes each, what the largest takes)."""
     alone, weight = _alone(block), block.part.indptr.cpu().diff() + 1
     num_pieces = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
-    while True:
-        num_pieces = min(num_pieces, block.num_dst)
-        runs = balanced(weight, ends, num_pieces)
-        worst = max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
-        if worst <= limit:
-            return runs, worst
-        if num_pieces == block.num_dst:
-            raise ValueError(
-                f"one node of a batch takes {format_size(worst)} and {format_size(max(0, limit))} are left beside the "
-                f"batch's own rows: give the budget {format_size(worst - limit)} more, or make parts_per_batch smaller"
-            )
-        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, MOST_GROWTH)))
+
+    def worst(runs: list[slice]) -> float:
+        return max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
+
+    cut = partial(balanced, weight, ends)
+    runs, taken = fewest(cut, worst, limit, first=num_pieces, most=block.num_dst, grow=MOST_GROWTH)
+    if taken <= limit:
+        return runs, taken
+    raise ValueError(
+        f"one node of a batch takes {format_size(taken)} and {format_size(max(0, limit))} are left beside the "
+        f"batch's own rows: give the budget {format_size(taken - limit)} more, or make parts_per_batch smaller"
+    )
 
 
 def _positions(run: slice) -> Tensor:
