@@ -33,7 +33,7 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 import hopline as hl
 from hopline.budget.guard import Guard
 from hopline.budget.predictor import Predictor
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.core.batch import Batch
 from hopline.data.synthetic import planted
 from hopline.methods.sampled.work import SampledWork

@@ -23,7 +23,7 @@ from torch_geometric.nn import GATConv, GCNConv
 
 import hopline as hl
 from hopline.budget.guard import Guard
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
 

@@ -27,8 +27,6 @@ DOORS = ("__init__", "__main__", "extend")
 
 WAITING = {
     "budget -> methods/sampled": "each method plans its own memory by `Method.plan`",
-    "budget -> methods/historical": "each method plans its own memory by `Method.plan`",
-    "budget -> methods/full_batch": "each method plans its own memory by `Method.plan`",
     "methods/partitioned -> methods/historical": "what of `HistoricalWork` belongs to parts moves to them",
     "inference -> methods/full_batch": "the layer-wise engine runs convs whose source rows are elsewhere",
 }

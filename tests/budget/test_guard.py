@@ -14,8 +14,7 @@ from hopline import infer, ops
 from hopline.budget import micro_batches
 from hopline.budget.guard import Guard, GuardedUnit
 from hopline.budget.predictor import ENOUGH, Predictor, Sizes
-from hopline.budget.settings import Budget
-from hopline.contract import Job, TrainStep
+from hopline.contract import Budget, Job, TrainStep
 from hopline.core.batch import Batch
 from hopline.core.sampler import NeighborSampler
 from hopline.methods.sampled.settings import Sampled

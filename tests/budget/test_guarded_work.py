@@ -12,9 +12,7 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 from hopline.budget.guard import Guard, Watch, WatchedWork, capped
-from hopline.budget.memory_plan import Plan
-from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, Stateful, Unit
+from hopline.contract import Budget, Job, Method, Plan, Stateful, Unit
 from hopline.data import planted
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import meter_of

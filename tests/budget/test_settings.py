@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.util.config import from_dict
 
 

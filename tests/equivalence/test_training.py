@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import hopline as hl
 from hopline.budget.guard import Guard
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.methods.historical import regularise
 from hopline.training.settings import Schedule
 from hopline.util import trace

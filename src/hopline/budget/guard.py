@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget.memory_plan import Plan
 from hopline.budget.micro_batches import (
     PieceBytes,
     check_split,
@@ -30,8 +29,7 @@ from hopline.budget.micro_batches import (
     with_rows,
 )
 from hopline.budget.predictor import Predictor, Sizes, costs_of
-from hopline.budget.settings import Budget
-from hopline.contract import Job, Unit, Work, units_from
+from hopline.contract import Budget, Job, Outline, Plan, Unit, Work, units_from
 from hopline.core.batch import Batch, Block
 from hopline.core.sampler import NeighborSampler
 from hopline.device.meter import NoMeter, meter_of, numbered
@@ -458,7 +456,7 @@ def _random_state(device: torch.device) -> Tensor:
 # ---- work that keeps to a plan
 
 
-def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
+def keep_to(plan: Plan, budget: Budget, work: Work, job: Job, outline: Outline) -> Work:
     """The same work, within what the plan leaves for a step."""
     if plan.limit_bytes == math.inf:
         return work
@@ -467,7 +465,7 @@ def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
         return WatchedWork(work, Watch(job.device, limit, plan.step_bytes))
     sampler = getattr(work.loader, "sampler", None) if isinstance(work, SampledWork) else None
     guard = Guard(job, budget, limit, sampler.sample if isinstance(sampler, NeighborSampler) else None)
-    guard.predictor = plan.predictor
+    guard.predictor = None if plan.num_blocks is None else outline.predictor(plan.num_blocks)
     work.guard = guard  # type: ignore[attr-defined]
     if isinstance(work, SampledWork) and isinstance(work.loader, Loader):
         work.loader.waits_on_host = guard.waits_on_host = plan.waits_on_host

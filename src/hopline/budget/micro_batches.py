@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.budget.predictor import Costs, Sizes
-from hopline.budget.settings import CutBy
+from hopline.contract import CutBy
 from hopline.core.batch import Batch, Block, Part
 from hopline.core.row_handles import Readable, ReducedRows, Rows
 from hopline.nn.whole_module import Whole

@@ -14,11 +14,9 @@ import torch
 from torch import nn
 
 from hopline.budget.guard import capped, keep_to
-from hopline.budget.memory_plan import PLACES, Outline, Plan
-from hopline.budget.plan_within import alternatives, checked_plan
-from hopline.budget.probe import job_of, learn
-from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, Unit, Work
+from hopline.budget.memory_plan import RunOutline
+from hopline.budget.probe import job_of
+from hopline.contract import PLACES, Budget, Job, Method, Plan, Unit, Work
 from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.placement import place
@@ -26,6 +24,7 @@ from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
+from hopline.methods.plan_within import alternatives, checked_plan, learn
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.whole_module import as_walkable
 from hopline.tables import TensorTable
@@ -41,7 +40,7 @@ MOST_EDGES = 1 << 23
 
 def outline_of_run(
     model: nn.Module, data: Dataset, settings: TrainSettings, placement: Placement | None = None
-) -> Outline:
+) -> RunOutline:
     """What a run with the usual loss is planned from."""
     job = Job(
         data=data,
@@ -55,7 +54,7 @@ def outline_of_run(
         bf16=settings.precision == "bf16",
     )
     beside = settings.evaluate == "async" and (settings.evaluate_on == "device" or job.device.type == "cpu")
-    return Outline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
+    return RunOutline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,14 +74,14 @@ class Candidate:
         return kind_of(type(self.method))
 
 
-def _planned(method: Method, outline: Outline, budget: Budget) -> Candidate:
+def _planned(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
     try:
         return Candidate(method=method, plan=checked_plan(method, outline, budget))
     except ValueError as error:  # it does not fit, or the model is not one for it
         return Candidate(method=method, refusal=str(error))
 
 
-def compare(method: Method | None, outline: Outline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
+def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
     """The method and all others: each as it fits, in memory if it can, with the seconds of an epoch if `probe`."""
     if probe:
         blocks = {len(method.fanout_per_layer)} if isinstance(method, Sampled) else set()
@@ -97,7 +96,7 @@ def compare(method: Method | None, outline: Outline, budget: Budget, *, probe: b
     return [_with_seconds(candidate, budget, outline) if probe else candidate for candidate in found.values()]
 
 
-def _with_seconds(candidate: Candidate, budget: Budget, outline: Outline) -> Candidate:
+def _with_seconds(candidate: Candidate, budget: Budget, outline: RunOutline) -> Candidate:
     if candidate.plan is None:
         return candidate
     try:
@@ -116,7 +115,7 @@ def recommended(candidates: Sequence[Candidate]) -> Candidate | None:
     return min((c for c in candidates if c.plan is not None), key=lasts, default=None)
 
 
-def choose(outline: Outline, budget: Budget) -> tuple[Method, str]:
+def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
     """What `method=auto` takes, and a line that says why."""
     found = compare(None, outline, budget)
     best = recommended(found)
@@ -131,7 +130,7 @@ def choose(outline: Outline, budget: Budget) -> tuple[Method, str]:
 # ---- seconds
 
 
-def _seconds(plan: Plan, budget: Budget, outline: Outline) -> float:
+def _seconds(plan: Plan, budget: Budget, outline: RunOutline) -> float:
     """Of an epoch, by some steps of a copy of the model."""
     outline, scale = _smaller(outline) if not isinstance(plan.method, Sampled) else (outline, 1.0)
     if outline.device.type == "cuda":
@@ -144,7 +143,7 @@ def _seconds(plan: Plan, budget: Budget, outline: Outline) -> float:
         if isinstance(method, Historical | FullBatch) and method.folder is not None:
             method = replace(method, folder=Path(folder))
         with capped(budget, job.device):
-            lasted = _timed(keep_to(plan, budget, method.bind(job), job), job)
+            lasted = _timed(keep_to(plan, budget, method.bind(job), job, outline), job)
     return scale * plan.steps * sum(lasted) / len(lasted)
 
 
@@ -174,7 +173,7 @@ def _closing(units: Iterator[Unit]) -> Iterator[Unit]:
             close()
 
 
-def _smaller(outline: Outline) -> tuple[Outline, float]:
+def _smaller(outline: RunOutline) -> tuple[RunOutline, float]:
     """The run on the first nodes of its graph, and by how much the whole of it is larger."""
     data = outline.data
     if data.num_edges <= MOST_EDGES:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline.budget.guard import Guard
-from hopline.budget.settings import Budget
-from hopline.contract import Job, Method
+from hopline.contract import Budget, Job, Method
 from hopline.data.dataset import Dataset
 from hopline.inference import KeepRows
 from hopline.inference import distributed as shard_infer

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from hopline.budget.memory_plan import Place
+    from hopline.contract import Place
     from hopline.training.trainer import Trainer
 
 MOST_POINTS = 300

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from hopline import inference as infer
 from hopline import ops
 from hopline.budget.guard import capped, keep_to
-from hopline.budget.memory_plan import Outline, Plan
-from hopline.budget.plan_within import plan_within
-from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, TrainStep, Unit, Work, in_groups, units_from
+from hopline.budget.memory_plan import RunOutline
+from hopline.contract import Budget, Job, Method, Plan, TrainStep, Unit, Work, in_groups, units_from
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import contents_of
@@ -33,6 +31,7 @@ from hopline.device.meter import find_device
 from hopline.distributed.world import World
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
+from hopline.methods.plan_within import plan_within
 from hopline.methods.sampled.settings import Sampled
 from hopline.metrics import Mode, mode_of
 from hopline.nn.gnn import GNN
@@ -232,11 +231,11 @@ class Trainer:
             self._place(placement)
             return self.method.bind(self.job)
         beside = evaluates_here(self)
-        outline = Outline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
+        outline = RunOutline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
         self.plan = plan_within(self.method, outline, self.budget)
         self.method = self.plan.method
         self._place(self.plan.placement or placement)
-        return keep_to(self.plan, self.budget, self.method.bind(self.job), self.job)
+        return keep_to(self.plan, self.budget, self.method.bind(self.job), self.job, outline)
 
     # ---- the loop
 

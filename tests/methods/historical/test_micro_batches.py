@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.budget.guard import Guard
 from hopline.budget.predictor import Sizes
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes, MicroBatches
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit
