@@ -26,11 +26,10 @@ DOORS = ("__init__", "__main__", "extend")
 """They name what users import, and stand above all."""
 
 WAITING = {
-    "budget -> methods/sampled": "each method plans its own memory by `Method.plan`",
     "methods/partitioned -> methods/historical": "what of `HistoricalWork` belongs to parts moves to them",
     "inference -> methods/full_batch": "the layer-wise engine runs convs whose source rows are elsewhere",
 }
-"""Imports that point upward until the contract between methods, budget and the layer-wise engine changes."""
+"""Imports that point upward until methods and the layer-wise engine change."""
 
 
 def folder_of(path: Path) -> str:

@@ -22,8 +22,10 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
     import torch
     from torch import Tensor, nn
 
-    from hopline.core.batch import Batch
+    from hopline.core.batch import Batch, Block
+    from hopline.core.sizes import Sizes
     from hopline.data.dataset import Dataset
+    from hopline.device.meter import Meter
     from hopline.distributed.world import World
     from hopline.nn.gnn import GNN
     from hopline.nn.whole_module import Whole
@@ -106,6 +108,13 @@ class Work(Protocol):
         done, examples: how many units, which trained how many examples over all ranks, had their turn already.
         """
         ...
+
+    def guarded(self, guard: Guard, plan: Plan) -> Work:
+        """The work whose steps keep to a plan: this one or another. Called once, before the first unit."""
+        raise ValueError(
+            f"{type(self).__name__} has no guarded(guard, plan), so it cannot keep to a budget: leave out budget=, or "
+            "define it"
+        )
 
 
 def units_from(work: Work, epoch: int, done: int, examples: int) -> Generator[Unit, None, None]:
@@ -515,3 +524,72 @@ def _written(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{math.ceil(100 * num_bytes / scale) / 100:g}{unit}"
     return str(num_bytes)
+
+
+# ---- memory while it runs: what a work asks of the guard of its steps
+
+Redraw: TypeAlias = "Callable[[Tensor, int], tuple[Block, ...]]"
+"""(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""
+
+
+class Cuttable(Protocol):
+    """A step that runs at once, or in pieces that need each other's rows."""
+
+    smaller: str
+    """The setting that makes such steps smaller."""
+
+    def sizes(self) -> Sizes:
+        """Of the step at once."""
+        ...
+
+    def bound_bytes(self) -> float:
+        """What it takes at once, by what pieces took."""
+        ...
+
+    def at_once(self) -> Tensor: ...
+
+    def in_pieces(self, meter: Meter, promise: Callable[[float], None]) -> Tensor:
+        """Cut it into pieces within `Guard.room_bytes`, call `promise` with what they take at most, and run them."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what an attempt that ran out of memory has left."""
+        ...
+
+
+class Guard(Protocol):
+    """Keeps steps within the bytes that a plan leaves for one; `hopline.budget.guard` has it.
+
+    `prepare` may be called in any thread, all else in the one that trains.
+    """
+
+    room_bytes: float
+    """What a step may take now: less for a while after memory ran out."""
+
+    def beside_bytes(self) -> int:
+        """What is there beside a step: gradients of steps before it, and buffers."""
+        ...
+
+    def unit(self, batch: Batch, redraw: Redraw | None = None) -> Unit:
+        """A batch whose seeds can be trained apart, as a unit that keeps to the room."""
+        ...
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch with its groups of seeds, if it will be split."""
+        ...
+
+    def step(self, step: Cuttable) -> Tensor:
+        """Run a step at once or in pieces, smaller ones after memory ran out."""
+        ...
+
+    def must_cut(self, step: Cuttable) -> bool:
+        """Whether a step has to go in pieces; an error where it may not."""
+        ...
+
+    def split(self, num_pieces: int) -> None:
+        """Note that a step goes in pieces."""
+        ...
+
+    def watch(self, run: Callable[[], Tensor], promised_bytes: float) -> Tensor:
+        """Run a step that cannot be cut, and note what it took of what was promised."""
+        ...

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.budget import micro_batches
-from hopline.budget.predictor import Costs, Sizes
+from hopline.budget.predictor import Costs
 from hopline.contract import CutBy
 from hopline.core.batch import Batch, Block, Part
 from hopline.core.row_handles import ReducedRows, Rows
+from hopline.core.sizes import Sizes
 from hopline.core.tree_layout import TreeSampler
 from hopline.device.meter import meter_of
 from hopline.nn import GNN

@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hopline.budget.guard import keep_to
+from hopline.budget.guard import guard_of
 from hopline.budget.memory_plan import RunOutline
-from hopline.budget.predictor import Sizes
 from hopline.contract import Budget, DoesNotFit, Job, Plan
+from hopline.core.sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.methods.plan_within import plan_of
 from hopline.methods.sampled.memory_plan import drawn
@@ -82,15 +82,17 @@ def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:
 def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
     """Whether an epoch keeps to the plan."""
     job = outline.job
-    work = keep_to(plan, budget, plan.method.bind(job), job, outline)
-    work.guard.measure_every = 1  # type: ignore[attr-defined]
+    guard = guard_of(plan, budget, job, outline)
+    assert guard is not None
+    guard.measure_every = 1
+    work = plan.method.bind(job).guarded(guard, plan)
     most, taken = 0, 0
     with own_threads(job), closing(work.units(1)) as units:  # type: ignore[type-var]
         for unit in units:
             taken = max(taken, unit.batch.num_bytes)
             unit.forward_backward(unit.total_size)
             job.module.zero_grad(set_to_none=True)
-    record = work.guard.take_record()  # type: ignore[attr-defined]
+    record = guard.take_record()
     most = plan.kept_bytes("host") + max(record["after"], default=0)
     prepared = next(item for item in plan.items if "prepared" in item.name).num_bytes
     limit = plan.limits["host"]

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hopline.budget.predictor import Predictor, Sizes
+from hopline.budget.predictor import Predictor
 from hopline.contract import Job, Outline
 from hopline.core.batch import Batch
+from hopline.core.sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.nn.whole_module import as_walkable

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from hopline.budget.guard import capped, keep_to
+from hopline.budget.guard import capped, guard_of
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.probe import job_of
 from hopline.contract import PLACES, Budget, Job, Method, Plan, Unit, Work
@@ -143,7 +143,8 @@ def _seconds(plan: Plan, budget: Budget, outline: RunOutline) -> float:
         if isinstance(method, Historical | FullBatch) and method.folder is not None:
             method = replace(method, folder=Path(folder))
         with capped(budget, job.device):
-            lasted = _timed(keep_to(plan, budget, method.bind(job), job, outline), job)
+            work, guard = method.bind(job), guard_of(plan, budget, job, outline)
+            lasted = _timed(work if guard is None else work.guarded(guard, plan), job)
     return scale * plan.steps * sum(lasted) / len(lasted)
 
 

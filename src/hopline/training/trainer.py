@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline import ops
-from hopline.budget.guard import capped, keep_to
+from hopline.budget.guard import Guard, capped, guard_of
 from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget, Job, Method, Plan, TrainStep, Unit, Work, in_groups, units_from
 from hopline.data.checks import check_training
@@ -198,6 +198,7 @@ class Trainer:
         check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
         self.budget = None if budget is None else Budget.of(budget)
         self.plan: Plan | None = None
+        self.guard: Guard | None = None
         self.work = self._bound(train_step, placement or Placement())
         self.part_hops = part_hops_of(self.job, self.method)
         if self._evaluates_exactly:
@@ -235,7 +236,9 @@ class Trainer:
         self.plan = plan_within(self.method, outline, self.budget)
         self.method = self.plan.method
         self._place(self.plan.placement or placement)
-        return keep_to(self.plan, self.budget, self.method.bind(self.job), self.job, outline)
+        self.guard = guard_of(self.plan, self.budget, self.job, outline)
+        work = self.method.bind(self.job)
+        return work if self.guard is None else work.guarded(self.guard, self.plan)
 
     # ---- the loop
 

@@ -8,9 +8,9 @@ import torch
 
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.micro_batches import PieceBytes
-from hopline.budget.predictor import Sizes
 from hopline.contract import Job, Place, Plan
 from hopline.core.batch import Batch
+from hopline.core.sizes import Sizes
 from hopline.data.placement_settings import Placement
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.memory_plan import SampledForms, drawn, largest_seed

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from hopline.budget.memory_plan import limits_of
 from hopline.budget.micro_batches import fewest
-from hopline.budget.predictor import Sizes
 from hopline.contract import Budget, Item, Outline, Plan
+from hopline.core.sizes import Sizes
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.memory_plan import (
     UNEVEN,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hopline.budget.memory_plan import limits_of
 from hopline.budget.micro_batches import can_split
-from hopline.budget.predictor import Sizes
 from hopline.contract import Budget, Item, Outline, Plan
+from hopline.core.sizes import Sizes
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import DTYPES
 from hopline.methods.partitioned.memory_plan import (

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.budget.guard import Guard
-from hopline.contract import Job, Unit
+from hopline.contract import Guard, Job, Plan, Unit
 from hopline.core.batch import Batch, Block
 from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
@@ -115,6 +114,11 @@ class HistoricalWork:
         text = {"device": "on the device", "pinned": "pinned on the host", "host": "on the host, behind pinned buffers"}
         self.job.say(f"history: {format_size(sizes * row * self.partition.num_nodes)} {text[where]}")
         return where
+
+    def guarded(self, guard: Guard, plan: Plan) -> HistoricalWork:
+        """This work, whose batches go in micro-batches where they would take too much."""
+        self.guard = guard
+        return self
 
     # ---- batches
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from hopline.budget.predictor import Sizes
 from hopline.contract import Item, Method, Outline, Place
 from hopline.core.graph import Graph
+from hopline.core.sizes import Sizes
 from hopline.nn.gnn import GNN, out_width
 
 UNEVEN = 1.1

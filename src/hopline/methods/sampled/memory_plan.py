@@ -15,10 +15,11 @@ from torch import Tensor
 from hopline import ops
 from hopline.budget.memory_plan import limits_of
 from hopline.budget.micro_batches import PieceBytes, can_split
-from hopline.budget.predictor import Predictor, Sizes
+from hopline.budget.predictor import Predictor
 from hopline.contract import Budget, Item, Outline, OverBudget, Place, Plan, with_evaluation
 from hopline.core.batch import Batch
 from hopline.core.graph import Graph
+from hopline.core.sizes import Sizes
 from hopline.data.placement import SHARE, DataBytes, make_layout
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import library_bytes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Job, Unit, Work
+from hopline.contract import Guard, Job, Plan, Redraw, Unit, Work
+from hopline.core.sampler import NeighborSampler
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.methods.sampled.captured_step import CapturedWork
@@ -22,9 +22,6 @@ from hopline.nn.whole_module_probe import check_batches
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 from hopline.units.batch_unit import BatchUnit
-
-if TYPE_CHECKING:  # the guard knows this work
-    from hopline.budget.guard import Guard
 
 
 def bind(method: Sampled, job: Job) -> Work:
@@ -97,9 +94,18 @@ class SampledWork:
     guard: Guard | None = None
     """Keeps the steps within a budget, where there is one."""
 
-    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+    def guarded(self, guard: Guard, plan: Plan) -> SampledWork:
+        """The same work, whose batches are split, drawn anew or cut where they would take too much."""
         if isinstance(self.loader, Loader):
-            self.loader.divide = None if self.guard is None else self.guard.prepare
+            self.loader.divide, self.loader.waits_on_host = guard.prepare, plan.waits_on_host
+        return replace(self, guard=guard)
+
+    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
-                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)
+                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch, self._redraw)
+
+    @property
+    def _redraw(self) -> Redraw | None:
+        sampler = self.loader.sampler if isinstance(self.loader, Loader) else None
+        return sampler.sample if isinstance(sampler, NeighborSampler) else None
