@@ -32,8 +32,9 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.budget.guard import Guard
+from hopline.budget.memory_plan import RunOutline
 from hopline.budget.predictor import Predictor
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.core.batch import Batch
 from hopline.data.synthetic import planted
 from hopline.methods.sampled.work import SampledWork
@@ -89,9 +90,8 @@ class Tally(hl.Callback):
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         self.seconds, self.cpu_s = self.seconds + epoch.seconds, time.process_time() - self.started
-        guard = getattr(trainer.work, "guard", None)
-        if guard is not None:
-            self.records.append(guard.take_record())
+        if trainer.guard is not None:
+            self.records.append(trainer.guard.take_record())
 
     def sum(self, name: str) -> int:
         return sum(record[name] for record in self.records)
@@ -129,11 +129,10 @@ def trained(
     trainer = hl.Trainer(model, data, method, callbacks=[tally], **settings)
     assert isinstance(trainer.work, SampledWork)
     if limit is not None:
-        trainer.work.guard = kind(trainer.job, Budget(), limit)
-        trainer.work.guard.predictor = predictor
-        trainer.work.guard.measure_every = measure_every
+        trainer.guard = kind(trainer.job, Budget(), limit, predictor=predictor, measure_every=measure_every)
+        trainer.work = trainer.work.guarded(trainer.guard, method.plan(RunOutline(job=trainer.job), Budget()))
     run = trainer.fit()
-    guard, test = trainer.work.guard, 100 * (run.test or 0.0)
+    guard, test = trainer.guard, 100 * (run.test or 0.0)
     return (
         Outcome(tally, test, None, 0) if guard is None else Outcome(tally, test, guard.predictor, guard.beside_bytes())
     )

@@ -23,8 +23,8 @@ from torch_geometric.nn import GATConv, GCNConv
 
 import hopline as hl
 from hopline.budget.guard import Guard
-from hopline.budget.settings import Budget
-from hopline.methods.historical.work import HistoricalWork
+from hopline.budget.memory_plan import RunOutline
+from hopline.contract import Budget
 from hopline.nn import GNN
 
 CONVS = {"gcn": GCNConv, "gat": lambda a, b: GATConv(a, b // 8, heads=8) if b % 8 == 0 else GATConv(a, b)}
@@ -53,14 +53,14 @@ class Way:
         method = hl.Historical(num_parts=4, parts_per_batch=2, groups="fixed")
         trainer = hl.Trainer(model, self.data, method, epochs=epochs, evaluate_every=epochs, show=False)
         if self.limit is not None:
-            assert isinstance(trainer.work, HistoricalWork)
             known = None if self.guard is None else self.guard.predictor
-            self.guard = trainer.work.guard = Guard(trainer.job, Budget(), self.limit)
-            self.guard.predictor = known
+            self.guard = trainer.guard = Guard(trainer.job, Budget(), self.limit, predictor=known)
+            plan = method.plan(RunOutline(job=trainer.job), Budget())
+            trainer.work = trainer.work.guarded(self.guard, plan)
         history = trainer.fit().history
         if self.guard is not None:
-            self.peak = max(self.peak, self.guard.peak_bytes)
-            self.promised = max(self.promised, int(self.guard.promised_bytes))
+            self.peak = max(self.peak, self.guard.ledger.peak_bytes)
+            self.promised = max(self.promised, int(self.guard.ledger.promised_bytes))
             self.over += sum(int(epoch.counters.get("budget.steps_over", 0)) for epoch in history)
         last: Any = history[-1].counters
         self.pieces, self.batches = int(last.get("budget.pieces", 0)), int(last.get("budget.batches_split", 0))

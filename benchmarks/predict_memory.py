@@ -32,9 +32,10 @@ from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
 
 from hopline import ops
 from hopline.budget.micro_batches import Piece, split_to_fit
-from hopline.budget.predictor import Predictor, Sizes, costs_of
+from hopline.budget.predictor import Predictor, costs_of
 from hopline.core.batch import Batch
 from hopline.core.row_handles import as_tensor
+from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
 from hopline.data.synthetic import planted
 from hopline.device.meter import meter_of

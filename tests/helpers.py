@@ -13,6 +13,8 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
+from hopline.budget.guard import Guard
+from hopline.contract import Method, Plan, Work
 from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
 from hopline.core.row_handles import Rows
@@ -332,3 +334,9 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def guarded(work: Work, method: Method, guard: Guard) -> Work:
+    """The work of a method, whose steps keep to the limit of a guard; its plan promises nothing."""
+    sizes = {"step_bytes": 0.0, "least_bytes": 0.0, "steps": 1, "count": 1, "covers": "steps of {}"}
+    return work.guarded(guard, Plan(method=method, items=(), limits={}, home="host", **sizes))

@@ -26,12 +26,9 @@ DOORS = ("__init__", "__main__", "extend")
 """They name what users import, and stand above all."""
 
 WAITING = {
-    "budget -> methods/sampled": "each method plans its own memory by `Method.plan`",
-    "budget -> methods/historical": "each method plans its own memory by `Method.plan`",
-    "budget -> methods/full_batch": "each method plans its own memory by `Method.plan`",
     "inference -> methods/full_batch": "the layer-wise engine runs convs whose source rows are elsewhere",
 }
-"""Imports that point upward until the contract between methods, budget and the layer-wise engine changes."""
+"""Imports that point upward until methods and the layer-wise engine change."""
 
 
 def folder_of(path: Path) -> str:

@@ -14,7 +14,7 @@ from hopline.util.lazy import on_first_use
 if TYPE_CHECKING:  # for type checkers and editors; at run time names are imported when they are first used
     from hopline import extend, interop, metrics, nn, shards
     from hopline import inference as infer
-    from hopline.budget.settings import Budget
+    from hopline.contract import Budget
     from hopline.core.batch import Batch
     from hopline.core.graph import Graph
     from hopline.data import (
@@ -52,7 +52,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.metrics": (),
         "hopline.nn": (),
         "hopline.shards": (),
-        "hopline.budget.settings": ("Budget",),
+        "hopline.contract": ("Budget",),
         "hopline.core.batch": ("Batch",),
         "hopline.core.graph": ("Graph",),
         "hopline.data": (

@@ -13,19 +13,18 @@ from torch_geometric.nn import TransformerConv
 from hopline import infer, ops
 from hopline.budget import micro_batches
 from hopline.budget.guard import Guard, GuardedUnit
-from hopline.budget.predictor import ENOUGH, Predictor, Sizes
-from hopline.budget.settings import Budget
-from hopline.contract import Job, TrainStep
+from hopline.budget.predictor import ENOUGH, Predictor
+from hopline.contract import Budget, Job, TrainStep
 from hopline.core.batch import Batch
 from hopline.core.sampler import NeighborSampler
+from hopline.core.sizes import Sizes
 from hopline.methods.sampled.settings import Sampled
-from hopline.methods.sampled.work import SampledWork
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.training.trainer import Trainer
 from hopline.units.batch_unit import BatchUnit, supervised
 from hopline.util import trace
-from tests.helpers import batch_of, dataset_of, gnn_of, gradients, randn, random_graph, stack_of
+from tests.helpers import batch_of, dataset_of, gnn_of, gradients, guarded, randn, random_graph, stack_of
 
 DATA = dataset_of(random_graph(2000, 16_000), randn(2000, 6))
 SAMPLED = Sampled(fanouts=(5, 5), batch_size=300, workers=0)
@@ -46,8 +45,26 @@ def job_of(model: torch.nn.Module, loss: TrainStep | None = None) -> Job:
     )
 
 
-def guard_of(model: torch.nn.Module, limit: int, loss: TrainStep | None = None, **settings: Any) -> Guard:
-    return Guard(job_of(model, loss), Budget(**settings), limit, NeighborSampler(DATA.graph, (5, 5)).sample)
+def guard_of(
+    model: torch.nn.Module,
+    limit: int,
+    loss: TrainStep | None = None,
+    predictor: Predictor | None = None,
+    waits_on_host: bool = False,
+    measure_every: int = 8,
+    **settings: Any,
+) -> Guard:
+    return Guard(
+        job_of(model, loss),
+        Budget(**settings),
+        limit,
+        predictor=predictor,
+        waits_on_host=waits_on_host,
+        measure_every=measure_every,
+    )
+
+
+REDRAW = NeighborSampler(DATA.graph, (5, 5)).sample
 
 
 def first_batch(model: GNN) -> Any:
@@ -59,7 +76,7 @@ def peak_of(model: GNN) -> int:
     guard = guard_of(model, 1 << 30)
     guard.unit(first_batch(model)).forward_backward(300)
     model.zero_grad(set_to_none=True)
-    return guard.peak_bytes
+    return guard.ledger.peak_bytes
 
 
 # ---- steps within a budget
@@ -95,7 +112,7 @@ def test_a_batch_in_pieces_has_the_gradients_of_the_whole_and_keeps_to_the_budge
     assert counted["budget.batches_split"] == 1
     assert counted["budget.pieces"] > 1
     assert "budget.steps_over" not in counted
-    assert 0 < guard.peak_bytes <= guard.promised_bytes <= limit
+    assert 0 < guard.ledger.peak_bytes <= guard.ledger.promised_bytes <= limit
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=0)
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-10)
@@ -157,8 +174,7 @@ def test_fewer_pieces_once_steps_were_measured():
 def test_once_steps_are_known_few_are_measured_and_the_largest_is_among_them():
     model, peaks, seen = model_of("gcn"), [], []
     for measure_every in (1, 8):
-        guard = guard_of(model, 1 << 30)
-        guard.measure_every = measure_every
+        guard = guard_of(model, 1 << 30, measure_every=measure_every)
         for batch in Sampled(fanouts=(5, 5), batch_size=30, workers=0).loader(DATA, model=model):
             guard.unit(batch).forward_backward(30)
         record = guard.take_record()
@@ -175,16 +191,10 @@ def trainer_with(share: float | None, method: Sampled, epochs: int) -> Trainer:
     """One whose steps may take a share of what the first batch of SAMPLED takes."""
     model = model_of("gcn")
     trainer = Trainer(model, DATA, method, epochs=epochs, show=False)
-    assert isinstance(trainer.work, SampledWork)
     if share is not None:
-        trainer.work.guard = guard_of(model, int(share * peak_of(model_of("gcn")) * method.batch_size / 300))
+        trainer.guard = guard_of(model, int(share * peak_of(model_of("gcn")) * method.batch_size / 300))
+        trainer.work = guarded(trainer.work, method, trainer.guard)
     return trainer
-
-
-def guard_in(trainer: Trainer) -> Guard:
-    assert isinstance(trainer.work, SampledWork)
-    assert trainer.work.guard is not None
-    return trainer.work.guard
 
 
 def test_batch_norms_are_refused_when_a_batch_would_be_split():
@@ -218,7 +228,7 @@ def test_cutting_keeps_to_the_budget_and_counts_the_edges(how: str):
     assert torch.equal(cut.seeds, batch.seeds)
     assert 0.85 * guard.limit_bytes < guard.promise(cut) <= guard.limit_bytes - cut.num_bytes
     guard.unit(batch).forward_backward(300)
-    assert cut.num_bytes < guard.peak_bytes <= guard.promised_bytes <= guard.limit_bytes
+    assert cut.num_bytes < guard.ledger.peak_bytes <= guard.ledger.promised_bytes <= guard.limit_bytes
 
 
 def test_a_batch_drawn_anew_is_another_sample_of_the_same_seeds():
@@ -227,8 +237,7 @@ def test_a_batch_drawn_anew_is_another_sample_of_the_same_seeds():
     whole = guard_of(model, 1 << 30).promise(batch)
     guard = guard_of(model, int(whole) - 1, over_budget="resample")
     sampler = NeighborSampler(DATA.graph, (3, 3))
-    guard.redraw = sampler.sample
-    found = guard.arrange(batch)
+    found = guard.arrange(batch, sampler.sample)
     assert guard.take_record()["resampled"] == 1
     assert guard.promise(found) < whole
     assert torch.equal(found.seeds, batch.seeds)
@@ -242,7 +251,7 @@ def test_where_no_other_sample_fits_the_batch_is_split():
     model = model_of()
     batch = replace(first_batch(model), x=DATA.x.read(first_batch(model).input_ids))
     guard = guard_of(model, int(0.5 * peak_of(model)), over_budget="resample")
-    found = guard.arrange(batch)
+    found = guard.arrange(batch, REDRAW)
     assert guard.take_record()["resampled"] == 10
     assert found.blocks is batch.blocks
     assert torch.equal(torch.cat(found.groups).sort().values, torch.arange(300))
@@ -266,15 +275,16 @@ def test_groups_are_found_by_the_threads_that_prepare():
         losses = [epoch.loss for epoch in trainer.fit().history]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(whole), rtol=1e-9, atol=0)
     assert sum(given) > len(given) // 2
-    assert 0 < guard_in(trainer).peak_bytes <= guard_in(trainer).promised_bytes <= guard_in(trainer).limit_bytes
+    guard = trainer.guard
+    assert guard is not None
+    assert 0 < guard.ledger.peak_bytes <= guard.ledger.promised_bytes <= guard.limit_bytes
 
 
 def test_what_happened_is_handed_out_once():
     model = model_of()
     batch = first_batch(model)
     predictor, peak = learnt(model, batch)
-    guard = guard_of(model, int(0.7 * peak))
-    guard.predictor = predictor
+    guard = guard_of(model, int(0.7 * peak), predictor=predictor)
     for some in (batch, batch, micro_batches.piece_of(batch, torch.arange(9)).batch()):
         guard.unit(some).forward_backward(300)
         model.zero_grad(set_to_none=True)
@@ -326,8 +336,7 @@ def test_what_is_prepared_ahead_leaves_gradients_alone(monkeypatch: pytest.Monke
 
     for module in ("budget.guard", "device.out_of_memory"):
         monkeypatch.setattr(f"hopline.{module}.gradient_bytes", seen)
-    guard = guard_of(model, limit)
-    guard.waits_on_host = waits_on_host
+    guard = guard_of(model, limit, waits_on_host=waits_on_host)
     for taken in (2 * limit, limit // 2):
         for _ in range(200):
             guard.observe_sizes(Sizes.of(batch), 0, taken)
@@ -400,8 +409,7 @@ def test_gradients_are_those_of_the_undisturbed_batch(conv: str, dtype: torch.dt
     scale = max(float(grad.abs().max()) for grad in expected.values())
     for number in range(8):
         limit = int((2.0, 0.7)[number % 2] * peak)
-        guard = guard_of(model, limit)
-        guard.predictor = predictor
+        guard = guard_of(model, limit, predictor=predictor)
         model.zero_grad(set_to_none=True)
         BatchUnit(guard.job, batch).forward_backward(600)  # gradients are there already
         left, step = failing_once(1 + ops.derive_key(number, num) % (num - 1))
@@ -424,7 +432,7 @@ def learnt(model: GNN, batch: Any) -> tuple[Predictor, int]:
         guard.unit(batch).forward_backward(300)
         model.zero_grad(set_to_none=True)
     assert guard.predictor is not None
-    return guard.predictor, guard.peak_bytes
+    return guard.predictor, guard.ledger.peak_bytes
 
 
 def test_a_run_in_which_memory_runs_out_now_and_then_ends_with_the_same_weights():
@@ -497,7 +505,7 @@ def test_sampled_inference_in_pieces_is_the_same(conv: str):
     expected = infer.sampled(model, method.loader(DATA, ids, model=model))
     generous = guard_of(model, 1 << 30)
     assert torch.equal(infer.sampled(model, method.loader(DATA, ids, model=model), guard=generous), expected)
-    whole = generous.inference.peak_bytes
+    whole = generous.inference.ledger.peak_bytes
     assert whole < 1.01 * peak_of(model_of(conv))  # nothing is kept for backward, though a norm came in
     guard = guard_of(model, int(0.5 * whole), over_budget="refuse")
     for _ in range(2):

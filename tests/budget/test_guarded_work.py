@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
-from hopline.budget.guard import Guard, Watch, WatchedWork, capped
-from hopline.budget.memory_plan import Plan
-from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, Unit, Work
+from hopline import contract
+from hopline.budget.guard import Guard, capped
+from hopline.budget.memory_plan import limits_of
+from hopline.contract import Budget, Job, Method, Outline, Plan, Unit, Work
 from hopline.data import planted
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import meter_of
@@ -27,8 +27,9 @@ from hopline.nn.whole_module import as_walkable
 from hopline.training.callbacks import Callback, Run, StepEnd
 from hopline.training.trainer import Trainer
 from hopline.units.batch_unit import BatchUnit, supervised
+from hopline.units.watched_unit import WatchedUnit
 from hopline.util import trace
-from tests.helpers import dataset_of, randn, random_graph, stack_of
+from tests.helpers import dataset_of, guarded, randn, random_graph, stack_of
 from tests.runs import records
 
 DATA = dataset_of(random_graph(1500, 12_000), randn(1500, 6))
@@ -67,20 +68,19 @@ def test_a_run_within_a_budget_is_the_run_without(method: Method, tmp_path: Path
 
 def test_what_cannot_be_cut_is_watched(tmp_path: Path):
     trainer = trainer_of(METHODS[2], budget="1GiB", out=tmp_path / "run")
-    assert isinstance(trainer.work, WatchedWork)
-    assert trainer.work.describe() == trainer.work.work.describe()
-    assert trainer.work.state_dict() == trainer.work.work.state_dict()
+    assert all(isinstance(unit, WatchedUnit) for unit in trainer.work.units(1))
     trainer.fit()
     found = records(tmp_path / "run", "budget")
     assert [record["epoch"] for record in found] == [1, 2]
     assert all(0 < record["peak_bytes"] <= record["promised_bytes"] for record in found)
-    assert trainer.work.guard.take_record()["after"] == []
+    assert trainer.guard is not None
+    assert trainer.guard.take_record()["after"] == []
 
 
 def test_a_budget_for_another_place_leaves_steps_alone():
     trainer = trainer_of(METHODS[0], budget={"disk": "1MiB"})
-    assert isinstance(trainer.work, SampledWork)
-    assert trainer.work.guard is None
+    assert trainer.guard is None
+    assert all(isinstance(unit, BatchUnit) for unit in trainer.work.units(1))
 
 
 def test_a_budget_that_is_too_small_names_one_that_would_do_and_a_method():
@@ -195,11 +195,13 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
     model = GNN(stack_of("sage-mean", 512, 128, 16)).float().cuda()
     device, ids, step = torch.device("cuda", 0), data.splits["train"], supervised("single", 16)
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
-    work = Sampled(fanouts=(10, 10), batch_size=4096, workers=2).bind(job)
+    method = Sampled(fanouts=(10, 10), batch_size=4096, workers=2)
+    work = method.bind(job)
     assert isinstance(work, SampledWork)
     expected = [unit.forward_backward(4096).item() for unit in work.units(1)]
     guard = Guard(job, Budget(), 1 << 40)
-    work = work.guarded(guard, waits_on_host=False)
+    work = guarded(work, method, guard)
+    assert isinstance(work, SampledWork)
     with closing(work.loader.epoch(1)) as batches:
         num_bytes = next(batches).num_bytes
     room = free_all() + num_bytes // 2
@@ -226,16 +228,60 @@ def test_what_a_process_had_on_a_gpu_before_counts():
 class Seven(Unit):
     size = 7
 
-    def forward_backward(self, total: int) -> Tensor:
-        return torch.zeros(())
+    def forward_backward(self, total: float) -> Tensor:
+        return torch.zeros(100 + int(total)).sum()
 
 
 class OwnWork(Work):
+    """One step that cannot be cut."""
+
+    def __init__(self) -> None:
+        self.watched: tuple[contract.Guard, Plan] | None = None
+
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        yield from (Seven(), Seven(), Seven())[done:]
+        assert self.watched is not None
+        guard, plan = self.watched
+        yield WatchedUnit(Seven(), guard, plan.step_bytes)
 
 
-def test_work_that_begins_in_the_middle_is_watched_too():
-    watched = WatchedWork(OwnWork(), Watch(torch.device("cpu"), 1 << 20, 0.0))
-    left = list(watched.units(1, done=2, examples=14))
-    assert [(unit.size, unit.total_size) for unit in left] == [(7, None)]
+class WatchedOwnWork(OwnWork):
+    def guarded(self, guard: contract.Guard, plan: Plan) -> WatchedOwnWork:
+        self.watched = guard, plan
+        return self
+
+
+class Own(Method):
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def bind(self, job: Job) -> Work:
+        return self.work
+
+    def plan(self, outline: Outline, budget: Budget) -> Plan:
+        return Plan(
+            method=self,
+            items=tuple(outline.kept()),
+            limits=limits_of(budget, outline),
+            home=outline.home,
+            step_bytes=500.0,
+            least_bytes=500.0,
+            steps=1,
+            count=7,
+            covers="steps of {} nodes",
+        )
+
+
+def test_a_method_of_ones_own_is_planned_and_watched():
+    trainer = trainer_of(Own(WatchedOwnWork()), budget="1GiB")
+    (unit,) = trainer.work.units(1)
+    assert (unit.size, unit.total_size) == (7, None)
+    unit.forward_backward(7)
+    assert trainer.guard is not None
+    record = trainer.guard.take_record()
+    assert (record["promised_bytes"], record["before"]) == (500, [500])
+    assert record["after"] == [record["peak_bytes"]] == [107 * 4 + 4]
+
+
+def test_work_that_cannot_keep_to_a_budget_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"OwnWork has no guarded\(guard, plan\).*leave out budget=, or define it"):
+        trainer_of(Own(OwnWork()), budget="1GiB")

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from hopline.budget.memory_plan import DoesNotFit, Item, Outline, Plan, limits_of
-from hopline.budget.settings import Budget
+from hopline.budget.memory_plan import RunOutline, limits_of
+from hopline.contract import Budget, DoesNotFit, Item, Plan
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.run.compare_methods import outline_of_run
@@ -34,7 +34,7 @@ def plan_of(**changed: object) -> Plan:
     return Plan(**{**given, **changed})  # type: ignore[arg-type]
 
 
-def outline_of(optimizer: str = "adam") -> Outline:
+def outline_of(optimizer: str = "adam") -> RunOutline:
     data = dataset_of(random_graph(100, 400), randn(100, 6))
     model = GNN(stack_of("sage-mean", 6, 8, 3)).double()
     return outline_of_run(model, data, TrainSettings(optimizer=optimizer))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 from dataclasses import replace
 from typing import get_args
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.budget import micro_batches
-from hopline.budget.predictor import Costs, Sizes
-from hopline.budget.settings import CutBy
+from hopline.budget.predictor import Costs
+from hopline.contract import CutBy
 from hopline.core.batch import Batch, Block, Part
 from hopline.core.row_handles import ReducedRows, Rows
+from hopline.core.sizes import Sizes
 from hopline.core.tree_layout import TreeSampler
 from hopline.device.meter import meter_of
 from hopline.nn import GNN
@@ -200,6 +202,32 @@ def communities(num: int = 8, size: int = 60) -> Batch:
     src = dst // size * size + torch.randint(0, size, dst.shape, generator=generator(5))
     seeds = ops.permutation(9, num * size)[: num * size // 2]
     return batch_of(graph_of(src, dst, num * size), None, (4, 4), seeds)
+
+
+@pytest.mark.parametrize(
+    ("limit", "first", "grow", "tried"),
+    [
+        (100.0, 1, 2, [1]),
+        (10.0, 1, 2, [1, 2, 4, 8, 10]),  # 13 are too many by less than a half
+        (10.0, 1, 1.5, [1, 2, 3, 4, 6, 9, 10]),
+        (30.0, 3, 2, [3, 4]),  # 34 are hardly more than 30, and yet another number is tried
+        (0.5, 40, 2, [40, 80, 100]),  # no more pieces than there are rows, whether these fit or not
+    ],
+)
+def test_pieces_grow_until_they_fit_or_cannot_be_cut(limit: float, first: int, grow: float, tried: list[int]):
+    numbers: list[int] = []
+
+    def cut(num_pieces: int) -> list[range]:
+        numbers.append(num_pieces)
+        return [range(100)[start::num_pieces] for start in range(num_pieces)]
+
+    pieces, taken = micro_batches.fewest(
+        cut, lambda pieces: float(max(map(len, pieces))), limit, first=first, most=100, grow=grow
+    )
+    assert numbers == tried
+    assert len(pieces) == tried[-1]
+    assert taken == math.ceil(100 / tried[-1])
+    assert (taken <= limit) == (limit > 1)
 
 
 def test_every_piece_fits():

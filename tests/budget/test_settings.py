@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hopline.budget.settings import Budget, renewed_budget
+from hopline.contract import Budget, renewed_budget
 from hopline.util.config import from_dict
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hopline.budget.guard import capped
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.device.meter import TensorMeter, free_bytes, meter_of
 from tests.helpers import batch_of, conv_of, randn, random_graph
 

@@ -10,13 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hopline.budget.guard import keep_to
-from hopline.budget.memory_plan import DoesNotFit, Outline, Plan
-from hopline.budget.predictor import Sizes
-from hopline.budget.probe import plan_of
-from hopline.budget.settings import Budget
-from hopline.contract import Job
+from hopline.budget.guard import guard_of
+from hopline.budget.memory_plan import RunOutline
+from hopline.contract import Budget, DoesNotFit, Job, Plan
+from hopline.core.sizes import Sizes
 from hopline.device.meter import meter_of
+from hopline.methods.plan_within import plan_of
 from hopline.methods.sampled.memory_plan import drawn
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
@@ -56,7 +55,7 @@ TRIPLES = st.builds(
 )
 
 
-def outline_of(triple: Triple) -> Outline:
+def outline_of(triple: Triple) -> RunOutline:
     graph = random_graph(triple.num_nodes, triple.mean_degree * triple.num_nodes, seed=triple.seed)
     data = dataset_of(graph, randn(triple.num_nodes, 7, dtype=torch.float32))
     torch.manual_seed(triple.seed)
@@ -64,10 +63,10 @@ def outline_of(triple: Triple) -> Outline:
     model = GNN(stack_of(triple.conv, *widths), dropout=0.5).float()
     train_step = supervised("single", 3)
     ids = data.splits["train"]
-    return Outline(job=Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=train_step))
+    return RunOutline(job=Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=train_step))
 
 
-def one_seed_bytes(outline: Outline, method: Sampled) -> int:
+def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:
     """What the dearest step of a single seed takes, found by trying the largest of all."""
     job, most = outline.job, 0
     batches = sorted(drawn(method, outline, 1), key=lambda batch: float(Sizes.of(batch).array.sum()))
@@ -80,18 +79,20 @@ def one_seed_bytes(outline: Outline, method: Sampled) -> int:
     return most
 
 
-def holds(plan: Plan, budget: Budget, outline: Outline) -> bool:
+def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
     """Whether an epoch keeps to the plan."""
     job = outline.job
-    work = keep_to(plan, budget, plan.method.bind(job), job)
-    work.guard.measure_every = 1  # type: ignore[attr-defined]
+    guard = guard_of(plan, budget, job, outline)
+    assert guard is not None
+    guard.measure_every = 1
+    work = plan.method.bind(job).guarded(guard, plan)
     most, taken = 0, 0
     with own_threads(job), closing(work.units(1)) as units:  # type: ignore[type-var]
         for unit in units:
             taken = max(taken, unit.batch.num_bytes)
             unit.forward_backward(unit.total_size)
             job.module.zero_grad(set_to_none=True)
-    record = work.guard.take_record()  # type: ignore[attr-defined]
+    record = guard.take_record()
     most = plan.kept_bytes("host") + max(record["after"], default=0)
     prepared = next(item for item in plan.items if "prepared" in item.name).num_bytes
     limit = plan.limits["host"]

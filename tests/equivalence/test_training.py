@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import hopline as hl
 from hopline.budget.guard import Guard
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.nn import smoothness
 from hopline.training.settings import Schedule
 from hopline.util import trace
@@ -50,7 +50,7 @@ from tests.equivalence.training_cases import (
     sage_gcn,
     trainer_of,
 )
-from tests.helpers import randn
+from tests.helpers import guarded, randn
 
 CELLS = [(name, way) for name, scenario in SCENARIOS.items() for way in WAYS if way not in scenario.without]
 
@@ -313,9 +313,7 @@ def test_batches_that_a_budget_splits(name: str, way: str) -> None:
     model, counters = make(scenario.model), trace.Counters()
     other = plain_twin(model)
     trainer = trainer_of(scenario, WAYS[way], model, callbacks=[steps])
-    work: Any = trainer.work
-    sample = work.loader.sampler.sample if isinstance(trainer.method, hl.Sampled) else None
-    work.guard = Guard(trainer.job, Budget(), SPLIT_BYTES[way], sample)
+    trainer.work = guarded(trainer.work, trainer.method, Guard(trainer.job, Budget(), SPLIT_BYTES[way]))
     with trace.listen(counters):
         trainer.fit()
     counters.next_epoch()

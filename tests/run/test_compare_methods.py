@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch_geometric.nn import SAGEConv
 
-from hopline.budget.memory_plan import DoesNotFit, Outline, Plan
-from hopline.budget.probe import learn, plan_of
-from hopline.budget.settings import Budget
+from hopline.budget.memory_plan import RunOutline
+from hopline.contract import Budget, DoesNotFit, Plan
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
+from hopline.methods.plan_within import learn, plan_of
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.nn import GNN
 from hopline.run import compare_methods as choosing
@@ -25,7 +25,7 @@ from tests.helpers import dataset_of, randn, random_graph, stack_of
 SAMPLED = Sampled(fanouts=(5, 5), batch_size=100)
 
 
-def outline_of(num_nodes: int = 600) -> Outline:
+def outline_of(num_nodes: int = 600) -> RunOutline:
     data = dataset_of(random_graph(num_nodes, 8 * num_nodes, attr=2), randn(num_nodes, 6))
     torch.manual_seed(0)
     return outline_of_run(GNN(stack_of("sage-mean", 6, 16, 3)).double(), data, TrainSettings())
@@ -150,7 +150,7 @@ def test_a_refusal_names_the_limit_that_was_given():
 def test_a_method_whose_steps_are_refused_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
     seconds = choosing._seconds
 
-    def refused(plan: Plan, budget: Budget, outline: Outline) -> float:
+    def refused(plan: Plan, budget: Budget, outline: RunOutline) -> float:
         if isinstance(plan.method, Sampled):
             raise ValueError("a batch may take more")
         return seconds(plan, budget, outline)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hopline as hl
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.data.registry import locate
 from hopline.run import train as run
 from hopline.run.infer import predict

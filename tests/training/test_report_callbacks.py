@@ -11,10 +11,11 @@ import pytest
 
 import hopline as hl
 from hopline.budget.guard import Guard
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.report.bottleneck import Explanation, Setup, explain
 from hopline.report.page import render
 from hopline.training.report_callbacks import MOST_POINTS, WatchBudget, setup_of
+from tests.helpers import guarded
 from tests.runs import fit, method, records, sage, small
 
 
@@ -37,7 +38,7 @@ class Guarded(hl.Callback):
         self.guard = guard
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
-        trainer.work.guard = self.guard  # type: ignore[attr-defined]
+        trainer.guard = self.guard  # type: ignore[assignment]
 
 
 def said(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
@@ -90,7 +91,7 @@ def test_ranks_are_put_together():
             self.record = record
 
     trainer: Any = type("T", (), {"world": Two(), "say": staticmethod(print)})()
-    trainer.work = type("W", (), {"guard": StandIn(split=3, pieces=7)})()
+    trainer.guard = StandIn(split=3, pieces=7)
     report: Any = Report()
     WatchBudget(report).on_epoch_end(
         trainer, hl.extend.EpochEnd(epoch=4, **dict.fromkeys(NUMBERS, 0.0), slowest_stage="")
@@ -108,7 +109,8 @@ def test_a_real_guard_through_a_run_that_is_resumed(tmp_path: Path):
 
     def trainer(epochs: int) -> hl.Trainer:
         found = hl.Trainer(sage(data), data, method(), epochs=epochs, out=tmp_path, resume=epochs > 1, show=False)
-        found.work.guard = Guard(found.job, Budget(device="8GiB"), 200_000)  # type: ignore[attr-defined]
+        found.guard = Guard(found.job, Budget(device="8GiB"), 200_000)
+        found.work = guarded(found.work, found.method, found.guard)
         return found
 
     trainer(1).fit()

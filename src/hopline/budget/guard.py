@@ -1,7 +1,12 @@
 """Steps that keep to a budget.
 
-Steps that can be cut are guarded: a `Guard` is asked before each one, measures it, and cuts a batch that would take too
-much. All other steps are watched: a `Watch` measures them beside what the plan promised. `keep_to` chooses.
+A `Guard` is asked before each step, measures it, and cuts one that would take too much. There are three kinds of steps:
+
+    run     a sampled batch    its pieces are independent: a piece that fails is made smaller, and tried alone
+    step    a `Cuttable`       its pieces need each other's rows: after out-of-memory all of it starts again
+    watch   any other          cannot be cut: it is measured against what the plan promised
+
+Promises, measurements and what is put back after out-of-memory are the same for the first two (`_attempt`).
 """
 
 from __future__ import annotations
@@ -9,17 +14,17 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget.memory_plan import Plan
+from hopline.budget.ledger import Ledger
 from hopline.budget.micro_batches import (
     PieceBytes,
     check_split,
@@ -29,50 +34,22 @@ from hopline.budget.micro_batches import (
     sizes_of,
     with_rows,
 )
-from hopline.budget.predictor import Predictor, Sizes, costs_of
-from hopline.budget.settings import CUTS, Budget
-from hopline.contract import Job, KeepRows, Unit, Work, WorkDescription, units_from
-from hopline.core.batch import Batch, Block
-from hopline.core.sampler import NeighborSampler
-from hopline.device.meter import NoMeter, meter_of, numbered
+from hopline.budget.predictor import Predictor, costs_of
+from hopline.contract import CUTS, Budget, Cuttable, Job, Outline, Plan, Redraw, Unit
+from hopline.core.batch import Batch
+from hopline.core.sizes import Sizes
+from hopline.device.meter import Meter, NoMeter, meter_of, numbered
 from hopline.device.out_of_memory import Before, attempt, gradient_bytes, state_bytes
-from hopline.methods.sampled.loader import Loader
-from hopline.methods.sampled.work import SampledWork
 from hopline.units.batch_unit import BatchUnit, autocast
 from hopline.units.loss_on_pieces import LossAt, batch_of_seeds, loss_at
 from hopline.util import trace
 from hopline.util.config import format_size, parse_size
 
-Redraw = Callable[[Tensor, int], tuple[Block, ...]]
-"""(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""
 Step = Callable[[Batch], Tensor]
 """What is done with a batch, or with a piece of one."""
 MOST_REDRAWS = 10
 SHRINK, RECOVER = 0.8, 1.02
 """What is aimed at after memory ran out, as a share of what was promised; and by how much more after each good step."""
-
-
-@dataclass
-class Record:
-    """What became of the batches of an epoch."""
-
-    promised_bytes: float = 0.0
-    """The largest promise made for a step that ran,"""
-    peak_bytes: int = 0
-    """and the most that one took."""
-    before: list[float] = field(default_factory=list)
-    """For each batch what it would have taken whole,"""
-    after: list[int] = field(default_factory=list)
-    """and what the largest of its pieces took; where it was not measured, what it was expected to."""
-    over: int = 0
-    """Pieces that took more than the limit."""
-    split: int = 0
-    pieces: int = 0
-    resampled: int = 0
-    cut: int = 0
-    edges_cut: int = 0
-    oom: int = 0
-    """Times that memory ran out, and the batch went on in smaller pieces."""
 
 
 @dataclass(eq=False)
@@ -86,22 +63,18 @@ class Guard:
     budget: Budget
     limit_bytes: int
     """What a step may take beyond all else that the run keeps: weights, optimizer, data, batches prepared ahead."""
-    redraw: Redraw | None = None
-    """How other edges are drawn for the same seeds, for over_budget=resample."""
-    forward_only: bool = False
-    """Whether steps are forward passes without gradients."""
+    predictor: Predictor | None = None
+    """What is known of steps; None: the bound by the model's widths, made with the first batch."""
     waits_on_host: bool = False
     """Whether batches come on the host, for a GPU, to which what runs of them is copied when its turn comes."""
+    forward_only: bool = False
+    """Whether steps are forward passes without gradients."""
     measure_every: int = 8
     """On a CPU, where it takes time, every so many-th whole batch is measured once steps are known; besides those that
     are expected to take more than any before them in an epoch, and all pieces."""
-    predictor: Predictor | None = field(default=None, init=False)
     room_bytes: float = field(init=False)
     """What pieces are made for: the limit, and less for a while after memory ran out."""
-    promised_bytes: float = field(default=0.0, init=False)
-    """The largest promise made for a step that ran,"""
-    peak_bytes: int = field(default=0, init=False)
-    """and the most that one took."""
+    ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:
@@ -109,8 +82,9 @@ class Guard:
                 f"the budget leaves {format_size(max(0, self.limit_bytes))} for a step: give more, or make the model "
                 "smaller"
             )
-        self.room_bytes, self._failed_alone = self.limit_bytes, 0
-        self._record, self._lock = Record(), threading.Lock()
+        self.room_bytes, self.ledger = self.limit_bytes, Ledger(self.limit_bytes)
+        self._lock = threading.Lock()
+        self._failed_alone, self._aside_bytes = 0, 0
         self._not_measured, self._most_measured = 0, 0.0
 
     @cached_property
@@ -119,14 +93,15 @@ class Guard:
         return Guard(self.job, replace(self.budget, over_budget="split"), self.limit_bytes, forward_only=True)
 
     def take_record(self) -> dict[str, Any]:
-        """What happened since the last call."""
-        record, self._record, self._most_measured = self._record, Record(), 0.0
-        return {"limit_bytes": self.limit_bytes, **asdict(record)}
+        """What happened since the last call. The largest batch of the next epoch is measured again."""
+        self._most_measured = 0.0
+        return self.ledger.take()
 
-    def unit(self, batch: Batch) -> Unit:
-        return GuardedUnit(self.job, batch, self)
+    # ---- a sampled batch
 
-    # ---- how a batch runs
+    def unit(self, batch: Batch, redraw: Redraw | None = None) -> Unit:
+        """A batch as a unit of work. redraw: how other edges are drawn for its seeds, for over_budget=resample."""
+        return GuardedUnit(self.job, batch, self, redraw)
 
     def prepare(self, batch: Batch) -> Batch:
         """The batch with its groups, if it will be split: for threads that prepare batches, so that training need not.
@@ -144,30 +119,26 @@ class Guard:
             batch = replace(batch, groups=tuple(self._groups(batch, copied=copied)))
         return batch
 
-    def arrange(self, batch: Batch) -> Batch:
+    def arrange(self, batch: Batch, redraw: Redraw | None = None) -> Batch:
         """The batch as it may run: whole, in groups of its seeds, drawn anew or with fewer edges."""
         needed = self._bytes_of(batch, in_pieces=False)(Sizes.of(batch))
         if needed <= self.room_bytes:
             return replace(batch, groups=()) if batch.groups else batch
         match self.budget.over_budget:
             case "refuse":
-                raise ValueError(
-                    f"a batch may take {format_size(needed)}, and {format_size(self.room_bytes)} are left for a step: "
-                    f"give the budget {format_size(needed - self.room_bytes)} more, make batch_size smaller, or set "
-                    "over_budget=split"
-                )
+                raise self._refusal(needed, "batch_size")
             case how if how in CUTS:
                 return self._cut(batch)
-            case "resample" if (found := self._resampled(batch)) is not None:
+            case "resample" if (found := self._resampled(batch, redraw)) is not None:
                 return found
         self._check_split()
         return batch if batch.groups else replace(batch, groups=tuple(self._groups(batch)))
 
-    def run(self, batch: Batch, step: Step) -> list[tuple[Tensor | None, Tensor]]:
+    def run(self, batch: Batch, step: Step, redraw: Redraw | None = None) -> list[tuple[Tensor | None, Tensor]]:
         """Give a batch to `step`, whole or in pieces within the limit: [(positions of seeds or None: all, result)]."""
         promised, given, done = self.promise(batch), batch, []
         with meter_of(self.job.device) as meter:
-            batch = self.arrange(batch)
+            batch = self.arrange(batch, redraw)
         largest, todo = meter.peak_bytes, deque[Tensor | None](batch.groups or (None,))
         by_bound = not self._predictor(Sizes.of(batch)).is_sure
         while todo:
@@ -184,8 +155,8 @@ class Guard:
                 by_bound, rest = False, torch.cat([group for group in todo if group is not None])
                 todo = deque[Tensor | None](self._groups(batch, rest))
         if len(done) > 1:
-            self.note_split(len(done))
-        self.note_step(promised, largest)
+            self.ledger.split(len(done))
+        self.ledger.batch(promised, largest)
         return done
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -202,34 +173,21 @@ class Guard:
         other_bytes: of the batch, where it is another one than was prepared.
         """
         bytes_of = self._bytes_of(batch, in_pieces=seed_idx is not None)
-        promised, sizes = self.room_bytes, None
-        measured = seed_idx is not None or self._is_measured(Sizes.of(batch))
 
-        def made_and_run() -> Tensor | None:
-            nonlocal promised, sizes
+        def made_and_run(this: Attempt) -> Tensor | None:
             piece = batch if seed_idx is None else piece_of(batch, seed_idx).batch()
-            sizes = Sizes.of(piece)
-            promised = bytes_of(sizes) + other_bytes
-            if promised > self.room_bytes and seed_idx is not None and seed_idx.numel() > 1:
+            this.sizes = Sizes.of(piece)
+            this.promised_bytes = bytes_of(this.sizes) + other_bytes
+            if this.promised_bytes > self.room_bytes and seed_idx is not None and seed_idx.numel() > 1:
                 return None  # more was learnt since it was found
             piece = piece.to(self.job.device)
-            meter.lap()
+            this.meter.lap()
             return step(piece)
 
-        with meter_of(self.job.device) if measured else NoMeter() as meter:
-            before = Before(self.job.module, self.job.device)
-            result, ran_out = attempt(before, made_and_run)
-        peak_bytes = before.gradient_bytes + other_bytes + meter.peak_bytes
-        if result is not None and sizes is not None:
-            if measured:
-                self.learn(sizes, meter.lap_bytes)
-            else:
-                peak_bytes += int(self._predictor(sizes).expected(sizes))
-            self.note_peak(promised, peak_bytes if measured else 0)
-            self.note_good()
+        measured = seed_idx is not None or self._is_measured(Sizes.of(batch))
+        result, peak_bytes = self._attempt(made_and_run, self.room_bytes, measured=measured, other_bytes=other_bytes)
+        if result is not None:
             self._failed_alone = 0
-        elif ran_out:
-            self.note_out_of_memory(promised)
         return result, peak_bytes
 
     def _is_measured(self, sizes: Sizes) -> bool:
@@ -274,12 +232,100 @@ class Guard:
     def _check_split(self) -> None:
         check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
 
+    # ---- a step whose pieces need each other's rows
+
+    def step(self, step: Cuttable) -> Tensor:
+        """Run it at once if it fits, else in pieces; after out-of-memory all of it again, in smaller ones."""
+        beside = self.beside_bytes()
+        needed, result, peak_bytes = self._needed_bytes(step) + beside, None, 0
+        while result is None:
+            if self._must_cut(needed, step):
+                result, peak_bytes = self._attempt(partial(_run_in_pieces, step), needed)
+            else:
+                result, peak_bytes = self._attempt(partial(_run_at_once, step), needed)
+            if result is None:
+                step.forget()
+        self.ledger.batch(needed, peak_bytes)
+        return result
+
+    def must_cut(self, step: Cuttable) -> bool:
+        """Whether a step has to go in pieces; an error where it may not."""
+        return self._must_cut(self._needed_bytes(step), step)
+
+    def _must_cut(self, needed: float, step: Cuttable) -> bool:
+        if needed <= self.room_bytes:
+            return False
+        if self.budget.over_budget != "split":
+            raise self._refusal(needed, step.smaller)
+        return True
+
+    def _needed_bytes(self, step: Cuttable) -> float:
+        """What a step takes at once: by steps like it, or by what its pieces took."""
+        return min(self.promise_sizes(step.sizes()), step.bound_bytes())
+
+    def split(self, num_pieces: int) -> None:
+        """Note that a step goes in pieces."""
+        self.ledger.split(num_pieces)
+
+    # ---- a step that cannot be cut
+
+    def watch(self, run: Callable[[], Tensor], promised_bytes: float) -> Tensor:
+        """Run a step, and note what it took of what was promised."""
+        with meter_of(self.job.device) as meter:
+            result = run()
+        self.ledger.peak(promised_bytes, meter.peak_bytes)
+        self.ledger.batch(promised_bytes, meter.peak_bytes)
+        return result
+
     # ---- promises, and what became of them
+
+    def _attempt(
+        self,
+        run: Callable[[Attempt], Tensor | None],
+        promised_bytes: float,
+        *,
+        measured: bool = True,
+        other_bytes: int = 0,
+    ) -> tuple[Tensor | None, int]:
+        """(result, peak) of a step or a piece; no result where it takes too much, and then nothing has changed.
+
+        promised_bytes: as far as is known before it is made; other_bytes: what it has already taken.
+        """
+        with meter_of(self.job.device) if measured else NoMeter() as meter:
+            before = Before(self.job.module, self.job.device)
+            self._aside_bytes = before.gradient_bytes
+            this = Attempt(meter, promised_bytes)
+            try:
+                result, ran_out = attempt(before, partial(run, this))
+            finally:
+                self._aside_bytes = 0
+        peak_bytes = before.gradient_bytes + other_bytes + meter.peak_bytes
+        if ran_out:
+            self.ledger.out_of_memory()
+            self.room_bytes = SHRINK * min(this.promised_bytes, self.room_bytes)
+        if result is None:
+            return None, peak_bytes
+        if this.sizes is not None and measured:
+            self.learn(this.sizes, meter.lap_bytes)
+        elif this.sizes is not None:
+            peak_bytes += int(self._predictor(this.sizes).expected(this.sizes))
+        self.ledger.peak(this.promised_bytes, peak_bytes if measured else 0)
+        self.room_bytes = min(self.limit_bytes, RECOVER * self.room_bytes)
+        return result, peak_bytes
+
+    def _refusal(self, needed: float, smaller: str) -> ValueError:
+        room, how = self.room_bytes, self.budget.over_budget
+        return ValueError(
+            f"a batch may take {format_size(needed)}, and {format_size(room)} are left for a step: give the budget "
+            f"{format_size(needed - room)} more, make {smaller} smaller, or set over_budget=split instead of {how}"
+        )
 
     def beside_bytes(self, in_pieces: bool = False) -> int:
         """What is there beside a step: gradients from before, which the first of several pieces leaves, and buffers."""
         gradients, buffers = state_bytes(self.job.module)
-        return buffers + (gradients if in_pieces and not self.forward_only else gradient_bytes(self.job.module))
+        if in_pieces and not self.forward_only:
+            return buffers + gradients
+        return buffers + gradient_bytes(self.job.module) + self._aside_bytes
 
     def _bytes_of(self, batch: Batch, in_pieces: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
         """What a step of so many nodes and edges takes: of the batch itself, or of rows and indices taken from it.
@@ -309,42 +355,11 @@ class Guard:
     def observe_sizes(self, sizes: Sizes, promised_bytes: float, peak_bytes: int) -> None:
         """Learn from a step of so many nodes and edges."""
         self.learn(sizes, peak_bytes)
-        self.note_peak(promised_bytes, peak_bytes)
+        self.ledger.peak(promised_bytes, peak_bytes)
 
     def learn(self, sizes: Sizes, peak_bytes: int) -> None:
         """What so many nodes and edges took, of a step or of a stretch of one."""
         self._predictor(sizes).observe(sizes, peak_bytes)
-
-    def note_peak(self, promised_bytes: float, peak_bytes: int) -> None:
-        """A step ran: what was promised, and what it took."""
-        for record in (self, self._record):
-            record.promised_bytes = max(record.promised_bytes, promised_bytes)
-            record.peak_bytes = max(record.peak_bytes, peak_bytes)
-        if peak_bytes > self.limit_bytes:
-            self._count("over", "budget.steps_over")
-
-    def note_good(self) -> None:
-        """A step ran: what was made smaller after memory ran out may grow again."""
-        self.room_bytes = min(self.limit_bytes, RECOVER * self.room_bytes)
-
-    def note_out_of_memory(self, promised_bytes: float) -> None:
-        """A step that was promised so much did not run: what comes instead is made smaller."""
-        self._count("oom", "budget.out_of_memory")
-        self.room_bytes = SHRINK * min(promised_bytes, self.room_bytes)
-
-    def note_split(self, num_pieces: int) -> None:
-        """A batch goes in pieces."""
-        self._count("split", "budget.batches_split")
-        self._count("pieces", "budget.pieces", num_pieces)
-
-    def note_step(self, before_bytes: float, after_bytes: int) -> None:
-        """A batch ran: what it would have taken whole, and what the largest of its pieces took."""
-        self._record.before.append(before_bytes)
-        self._record.after.append(after_bytes)
-
-    def _count(self, name: str, counter: str, number: int = 1) -> None:
-        setattr(self._record, name, getattr(self._record, name) + number)
-        trace.count(counter, number)
 
     def _predictor(self, sizes: Sizes) -> Predictor:
         with self._lock:
@@ -358,22 +373,45 @@ class Guard:
     def _cut(self, batch: Batch) -> Batch:
         key, bytes_of = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1), self._bytes_of(batch, in_pieces=True)
         found = cut_to_fit(batch, bytes_of, self.room_bytes, CUTS[self.budget.over_budget], key)
-        self._count("cut", "budget.batches_cut")
-        self._count("edges_cut", "budget.edges_cut", sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
+        self.ledger.cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
         return found
 
-    def _resampled(self, batch: Batch) -> Batch | None:
+    def _resampled(self, batch: Batch, redraw: Redraw | None) -> Batch | None:
         """The first of some other samples that fits beside the batch; None where none does."""
-        if self.redraw is None:
+        if redraw is None:
             raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
         bytes_of = self._bytes_of(batch, in_pieces=True)
         for number in range(MOST_REDRAWS):
             key = ops.derive_key(_key_of(batch), number)
-            blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in self.redraw(batch.seeds, key))
-            self._count("resampled", "budget.resampled")
+            blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
+            self.ledger.resampled()
             if bytes_of(Sizes.of_blocks(blocks)) <= self.room_bytes:
                 return with_rows(replace(batch, blocks=blocks, key=key), self.job.data.tables)
         return None
+
+
+@dataclass(eq=False)
+class Attempt:
+    """A step or a piece that is being tried: what it says of itself once it is made."""
+
+    meter: Meter
+    promised_bytes: float
+    """What it will not exceed."""
+    sizes: Sizes | None = None
+    """What is learnt from the bytes since the meter's last lap; None: nothing."""
+
+
+def _run_at_once(step: Cuttable, this: Attempt) -> Tensor:
+    this.sizes = step.sizes()
+    this.meter.lap()
+    return step.at_once()
+
+
+def _run_in_pieces(step: Cuttable, this: Attempt) -> Tensor:
+    def promise(num_bytes: float) -> None:
+        this.promised_bytes = num_bytes
+
+    return step.in_pieces(this.meter, promise)
 
 
 def _key_of(batch: Batch) -> int:
@@ -387,6 +425,7 @@ class GuardedUnit(Unit):
     job: Job
     batch: Batch
     guard: Guard
+    redraw: Redraw | None = None
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -401,12 +440,12 @@ class GuardedUnit(Unit):
             return BatchUnit(self.job, self.batch).forward_backward(total)
         if not self.job.usual_loss:
             return self._own_loss(total)
-        done = self.guard.run(self.batch, lambda piece: BatchUnit(self.job, piece).forward_backward(total))
+        done = self.guard.run(self.batch, lambda piece: BatchUnit(self.job, piece).forward_backward(total), self.redraw)
         return torch.stack([loss for _, loss in done]).sum()
 
     def _own_loss(self, total: float) -> Tensor:
         """The same, for a loss of the user's own, which is over all seeds of a batch that goes in pieces."""
-        job, batch = self.job, self.guard.arrange(self.batch)
+        job, batch = self.job, self.guard.arrange(self.batch, self.redraw)
         found = self._loss_at_once(batch, total) if batch.groups else None
         ordered = batch.seeds.sort()
 
@@ -423,7 +462,7 @@ class GuardedUnit(Unit):
                 (outputs * found.given[at.to(outputs.device)]).sum().backward()
             return torch.zeros_like(found.summed)
 
-        done = self.guard.run(batch, step)
+        done = self.guard.run(batch, step, self.redraw)
         if found is None:
             return done[0][1]
         found.add_to_parameters()
@@ -455,24 +494,15 @@ def _random_state(device: torch.device) -> Tensor:
     return on_host if device.type == "cpu" else torch.cat([on_host, torch.cuda.get_rng_state(device)])
 
 
-# ---- work that keeps to a plan
+# ---- a run within a budget
 
 
-def keep_to(plan: Plan, budget: Budget, work: Work, job: Job) -> Work:
-    """The same work, within what the plan leaves for a step."""
+def guard_of(plan: Plan, budget: Budget, job: Job, outline: Outline) -> Guard | None:
+    """The guard of a run, with what was learnt while it was planned; None where the plan leaves steps any bytes."""
     if plan.limit_bytes == math.inf:
-        return work
-    limit = int(plan.limit_bytes)
-    if not hasattr(work, "guard"):
-        return WatchedWork(work, Watch(job.device, limit, plan.step_bytes))
-    sampler = getattr(work.loader, "sampler", None) if isinstance(work, SampledWork) else None
-    guard = Guard(job, budget, limit, sampler.sample if isinstance(sampler, NeighborSampler) else None)
-    guard.predictor = plan.predictor
-    if isinstance(work, SampledWork):
-        guard.waits_on_host = plan.waits_on_host and isinstance(work.loader, Loader)
-        return work.guarded(guard, waits_on_host=guard.waits_on_host)
-    work.guard = guard  # type: ignore[attr-defined]
-    return work
+        return None
+    known = None if plan.num_blocks is None else outline.predictor(plan.num_blocks)
+    return Guard(job, budget, int(plan.limit_bytes), known, plan.waits_on_host)
 
 
 @contextmanager
@@ -489,85 +519,3 @@ def capped(budget: Budget | None, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
-
-
-# ---- steps that cannot be cut
-
-
-@dataclass(eq=False)
-class Watch:
-    """Measures steps that cannot be cut; what it finds is handed out as a guard does."""
-
-    device: torch.device
-    limit_bytes: int
-    promised_bytes: float
-    """What every step was planned to take at most."""
-
-    def __post_init__(self) -> None:
-        self._record = Record()
-
-    def take_record(self) -> dict[str, Any]:
-        """What happened since the last call."""
-        record, self._record = self._record, Record()
-        return {"limit_bytes": self.limit_bytes, **asdict(record)}
-
-    def observe(self, peak_bytes: int) -> None:
-        record = self._record
-        record.promised_bytes = self.promised_bytes
-        record.peak_bytes = max(record.peak_bytes, peak_bytes)
-        record.before.append(self.promised_bytes)
-        record.after.append(peak_bytes)
-        record.over += peak_bytes > self.limit_bytes
-
-
-class WatchedWork(Work):
-    """Work whose steps are measured; in all else it is the work itself."""
-
-    def __init__(self, work: Work, watch: Watch) -> None:
-        self.work, self.guard = work, watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.work, name)
-
-    def describe(self) -> WorkDescription:
-        return self.work.describe()
-
-    @property
-    def keep_rows(self) -> KeepRows | None:
-        return self.work.keep_rows
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.work.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.work.load_state_dict(state)
-
-    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        with closing(units_from(self.work, epoch, done, examples)) as units:
-            for unit in units:
-                yield WatchedUnit(unit, self.guard)
-
-
-@dataclass(eq=False)
-class WatchedUnit(Unit):
-    """A unit whose bytes are measured."""
-
-    unit: Unit
-    watch: Watch
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.unit.size
-
-    @property
-    def total_size(self) -> float | None:
-        return self.unit.total_size
-
-    def forward_backward(self, total: float) -> Tensor:
-        with meter_of(self.watch.device) as meter:
-            loss = self.unit.forward_backward(total)
-        self.watch.observe(meter.peak_bytes)
-        return loss
-
-    def commit(self) -> None:
-        self.unit.commit()

@@ -9,21 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget.predictor import Costs, Sizes
-from hopline.budget.settings import CutBy
+from hopline.budget.predictor import Costs
+from hopline.contract import CutBy
 from hopline.core.batch import Batch, Block, Part
 from hopline.core.row_handles import Readable, ReducedRows, Rows
+from hopline.core.sizes import Sizes
 from hopline.nn.whole_module import Whole
 from hopline.ops.cpu import cut_batches as cpu_cut_batches
 from hopline.util.config import format_size
 
+P = TypeVar("P")
 BytesOf = Callable[[Sizes], float]
 """What a batch of some sizes takes; never less for more nodes or edges."""
 ODDS = 1024
@@ -183,6 +185,30 @@ def by_balance(seed_cost: Tensor, num_pieces: int) -> list[Tensor]:
     return [order[owner == number].sort().values for number in range(num_pieces) if bool((owner == number).any())]
 
 
+def fewest(
+    cut: Callable[[int], list[P]],
+    worst: Callable[[list[P]], float],
+    limit: float,
+    *,
+    first: int,
+    most: int,
+    grow: float,
+) -> tuple[list[P], float]:
+    """(as few pieces as fit below `limit` bytes, what the worst of them takes); or `most` pieces, which may not fit.
+
+    cut: makes a number of pieces; worst: what the largest of some takes; first: how many are tried first; grow: how
+    many times as many are tried next, at most.
+    """
+    num_pieces = first
+    while True:
+        num_pieces = min(num_pieces, most)
+        pieces = cut(num_pieces)
+        taken = worst(pieces)
+        if taken <= limit or num_pieces == most:
+            return pieces, taken
+        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(taken / limit, grow)))
+
+
 def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs) -> list[Piece]:
     """A batch in as few pieces as fit, each below `limit` bytes."""
     return [piece_of(batch, group) for group in groups_to_fit(batch, bytes_of, limit, costs)]
@@ -206,24 +232,25 @@ def groups_to_fit(
     """
     seed_cost = seed_costs(batch, costs)
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
-    num_groups = math.ceil(bytes_of(sizes_of(batch, [seeds])[0]) / limit) if first is None else max(1, first)
-    while True:
-        num_groups = min(num_groups, seeds.numel())
+
+    def cut(num_groups: int) -> list[Tensor]:
         groups = [seeds[group] for group in by_balance(seed_cost[seeds], num_groups)]
-        groups.sort(key=lambda group: -float(seed_cost[group].sum()))
-        sizes = sizes_of(batch, groups)
-        worst = max(map(bytes_of, sizes))
-        if worst <= limit:
-            return _first_filled(batch, bytes_of, limit, groups, seed_cost)
-        if num_groups == seeds.numel():
-            most, worst = limit if most_bytes is None else most_bytes, max(map(least_of or bytes_of, sizes))
-            if worst <= most:
-                return groups
-            raise ValueError(
-                f"one seed takes {format_size(worst)} and {format_size(most)} are left for a step: give the budget "
-                f"{format_size(worst - most)} more, make the fan-outs smaller, or set over_budget=cut"
-            )
-        num_groups = max(num_groups + 1, math.floor(num_groups * min(worst / limit, 1.5)))
+        return sorted(groups, key=lambda group: -float(seed_cost[group].sum()))
+
+    def worst(groups: list[Tensor], bytes_of: BytesOf = bytes_of) -> float:
+        return max(map(bytes_of, sizes_of(batch, groups)))
+
+    num_groups = math.ceil(worst([seeds]) / limit) if first is None else max(1, first)
+    groups, taken = fewest(cut, worst, limit, first=num_groups, most=seeds.numel(), grow=1.5)
+    if taken <= limit:
+        return _first_filled(batch, bytes_of, limit, groups, seed_cost)
+    least, most = worst(groups, least_of or bytes_of), limit if most_bytes is None else most_bytes
+    if least <= most:
+        return groups
+    raise ValueError(
+        f"one seed takes {format_size(least)} and {format_size(most)} are left for a step: give the budget "
+        f"{format_size(least - most)} more, make the fan-outs smaller, or set over_budget=cut"
+    )
 
 
 def _first_filled(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,8 +17,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
+from hopline.core.sizes import Sizes
 from hopline.nn.fused import NORMALISED, is_fused
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import Whole
@@ -45,35 +44,6 @@ BEYOND = 0.3
 """Share of the bound added for what goes beyond the largest step seen: another moment may then be the step's peak."""
 UNLIKE = 1.2
 """Share added for proportions outside those seen, by the logarithm of how far outside: for the same reason."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How many rows and edges a batch has, layer by layer."""
-
-    nodes: tuple[int, ...]
-    """Sources of each block in the order of computation, and the destinations of the last."""
-    edges: tuple[int, ...]
-    """Of each block."""
-
-    @classmethod
-    def of(cls, batch: Batch) -> Sizes:
-        return cls.of_blocks(batch.blocks)
-
-    @classmethod
-    def of_blocks(cls, blocks: Sequence[Block]) -> Sizes:
-        return cls((*[b.num_src for b in blocks], blocks[-1].num_dst), tuple([b.num_edges for b in blocks]))
-
-    @cached_property
-    def array(self) -> np.ndarray:
-        """All of them, and a one for what every step takes."""
-        return np.array((*self.nodes, *self.edges, 1), dtype=np.float64)
-
-    @cached_property
-    def shape(self) -> np.ndarray:
-        """The logarithms of their proportions: the same for a batch and for one that has twice of all."""
-        logarithms = np.log1p(self.array[:-1])
-        return logarithms - np.add.reduce(logarithms) / logarithms.size
 
 
 @dataclass(frozen=True, eq=False)

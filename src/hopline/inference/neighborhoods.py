@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.budget.predictor import Sizes, costs_of
+from hopline.budget.predictor import costs_of
 from hopline.core.batch import Block, Part
 from hopline.core.neighborhood import neighborhood
+from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of, numbered
 from hopline.inference.layerwise_chunks import MARGIN, WORTH_ALL, edges_at_once, read_on

@@ -13,12 +13,10 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from hopline.budget.guard import capped, keep_to
-from hopline.budget.memory_plan import PLACES, Outline, Plan
-from hopline.budget.plan_within import alternatives, checked_plan
-from hopline.budget.probe import job_of, learn
-from hopline.budget.settings import Budget
-from hopline.contract import Job, Method, Work, units_from
+from hopline.budget.guard import capped, guard_of
+from hopline.budget.memory_plan import RunOutline
+from hopline.budget.probe import job_of
+from hopline.contract import PLACES, Budget, Job, Method, Plan, Work, units_from
 from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.placement import place
@@ -27,6 +25,7 @@ from hopline.device.meter import find_device
 from hopline.device.snapshots import draws_restored
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
+from hopline.methods.plan_within import alternatives, checked_plan, learn
 from hopline.methods.sampled.settings import Sampled
 from hopline.tables import TensorTable
 from hopline.training.settings import TrainSettings
@@ -42,12 +41,12 @@ MOST_EDGES = 1 << 23
 
 def outline_of_run(
     model: nn.Module, data: Dataset, settings: TrainSettings, placement: Placement | None = None
-) -> Outline:
+) -> RunOutline:
     """What a run with the usual loss is planned from."""
     device = find_device(settings.device)
     job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
     beside = settings.evaluate == "async" or (settings.evaluate == "async_cpu" and job.device.type == "cpu")
-    return Outline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
+    return RunOutline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,14 +66,14 @@ class Candidate:
         return kind_of(type(self.method))
 
 
-def _planned(method: Method, outline: Outline, budget: Budget) -> Candidate:
+def _planned(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
     try:
         return Candidate(method=method, plan=checked_plan(method, outline, budget))
     except ValueError as error:  # it does not fit, or the model is not one for it
         return Candidate(method=method, refusal=str(error))
 
 
-def compare(method: Method | None, outline: Outline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
+def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe: bool = True) -> list[Candidate]:
     """The method and all others: each as it fits, in memory if it can, with the seconds of an epoch if `probe`."""
     if probe:
         blocks = {len(method.fanout_per_layer)} if isinstance(method, Sampled) else set()
@@ -89,7 +88,7 @@ def compare(method: Method | None, outline: Outline, budget: Budget, *, probe: b
     return [_with_seconds(candidate, budget, outline) if probe else candidate for candidate in found.values()]
 
 
-def _with_seconds(candidate: Candidate, budget: Budget, outline: Outline) -> Candidate:
+def _with_seconds(candidate: Candidate, budget: Budget, outline: RunOutline) -> Candidate:
     if candidate.plan is None:
         return candidate
     try:
@@ -108,7 +107,7 @@ def recommended(candidates: Sequence[Candidate]) -> Candidate | None:
     return min((c for c in candidates if c.plan is not None), key=lasts, default=None)
 
 
-def choose(outline: Outline, budget: Budget) -> tuple[Method, str]:
+def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
     """What `method=auto` takes, and a line that says why."""
     found = compare(None, outline, budget)
     best = recommended(found)
@@ -123,7 +122,7 @@ def choose(outline: Outline, budget: Budget) -> tuple[Method, str]:
 # ---- seconds
 
 
-def _seconds(plan: Plan, budget: Budget, outline: Outline) -> float:
+def _seconds(plan: Plan, budget: Budget, outline: RunOutline) -> float:
     """Of an epoch, by some steps of a copy of the model."""
     outline, scale = _smaller(outline) if not isinstance(plan.method, Sampled) else (outline, 1.0)
     if outline.device.type == "cuda":
@@ -136,7 +135,8 @@ def _seconds(plan: Plan, budget: Budget, outline: Outline) -> float:
         if isinstance(method, Historical | FullBatch) and method.folder is not None:
             method = replace(method, folder=Path(folder))
         with capped(budget, job.device):
-            lasted = _timed(keep_to(plan, budget, method.bind(job), job), job)
+            work, guard = method.bind(job), guard_of(plan, budget, job, outline)
+            lasted = _timed(work if guard is None else work.guarded(guard, plan), job)
     return scale * plan.steps * sum(lasted) / len(lasted)
 
 
@@ -157,7 +157,7 @@ def _timed(work: Work, job: Job) -> list[float]:
     return lasted[1:] or lasted
 
 
-def _smaller(outline: Outline) -> tuple[Outline, float]:
+def _smaller(outline: RunOutline) -> tuple[RunOutline, float]:
     """The run on the first nodes of its graph, and by how much the whole of it is larger."""
     data = outline.data
     if data.num_edges <= MOST_EDGES:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hopline.budget.settings import Budget, renewed_budget
+from hopline.contract import Budget, renewed_budget
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import is_dataset
 from hopline.data.placement_settings import Placement

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
 from hopline.data.dataset import Dataset
 from hopline.data.registry import locate, open_dataset
 from hopline.data.shared import share

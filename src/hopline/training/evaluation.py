@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline.budget.guard import Guard
-from hopline.budget.settings import Budget
-from hopline.contract import Job, KeepRows, Method
+from hopline.contract import Budget, Job, KeepRows, Method
 from hopline.data.dataset import Dataset
 from hopline.inference import distributed as shard_infer
 from hopline.inference.captured_forward import CapturedInferences, Replayed

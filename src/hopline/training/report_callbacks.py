@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from hopline.budget.memory_plan import Place
+    from hopline.contract import Place
     from hopline.training.trainer import Trainer
 
 MOST_POINTS = 300
@@ -54,10 +54,9 @@ class WatchBudget(Callback):
         self.report.log({"event": "plan", "items": list(map(vars, items)), "totals": totals})
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
-        guard = getattr(trainer.work, "guard", None)
-        if guard is None:
+        if trainer.guard is None:
             return
-        record = _over_ranks(guard.take_record(), trainer)
+        record = _over_ranks(trainer.guard.take_record(), trainer)
         before, after = record["before"], record["after"]
         record["num_steps"] = len(after)
         record["before"], _ = thinned(before, MOST_POINTS)

@@ -24,11 +24,9 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline import ops
-from hopline.budget.guard import capped, keep_to
-from hopline.budget.memory_plan import Outline, Plan
-from hopline.budget.plan_within import plan_within
-from hopline.budget.settings import Budget
-from hopline.contract import Method, TrainStep, Unit, Work, in_groups, units_from
+from hopline.budget.guard import Guard, capped, guard_of
+from hopline.budget.memory_plan import RunOutline
+from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups, units_from
 from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.data.placement import describe
@@ -37,6 +35,7 @@ from hopline.device.meter import find_device
 from hopline.device.snapshots import all_draws_restored, modes_restored
 from hopline.distributed.world import World
 from hopline.inference.captured_forward import CapturedInferences
+from hopline.methods.plan_within import plan_within
 from hopline.metrics import Mode, mode_of
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole, as_walkable
@@ -164,6 +163,7 @@ class Trainer:
         check_training(data, [*["train"] * (train_step is None), *["valid", "test"] * (test_step is None)])
         self.budget = None if budget is None else Budget.of(budget)
         self.plan: Plan | None = None
+        self.guard: Guard | None = None
         self.job = make_job(
             self.model,
             data,
@@ -505,11 +505,13 @@ class Trainer:
             self._place(placement)
             return bound(self.method, self.job)
         beside = evaluates_here(self)
-        outline = Outline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
+        outline = RunOutline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
         self.plan = plan_within(self.method, outline, self.budget)
         self.method = self.plan.method
         self._place(self.plan.placement or placement)
-        return keep_to(self.plan, self.budget, bound(self.method, self.job), self.job)
+        self.guard = guard_of(self.plan, self.budget, self.job, outline)
+        work = bound(self.method, self.job)
+        return work if self.guard is None else work.guarded(self.guard, self.plan)
 
     def _place(self, placement: Placement) -> None:
         """The data where the device reads it fastest; data that is on a GPU already stays as it is."""

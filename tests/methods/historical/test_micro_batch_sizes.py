@@ -10,8 +10,8 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from hopline.budget.predictor import Sizes
 from hopline.contract import Job
+from hopline.core.sizes import Sizes
 from hopline.methods.historical.micro_batches import (
     LayerBytes,
     MicroBatch,

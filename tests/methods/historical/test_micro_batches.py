@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.budget.guard import Guard
-from hopline.budget.predictor import Sizes
-from hopline.budget.settings import Budget
+from hopline.contract import Budget
+from hopline.core.sizes import Sizes
 from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes, MicroBatches
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
 from tests.equivalence.test_5_historical import DATA, MODELS, work_of
-from tests.helpers import dataset_of, graph_of, randint, randn
+from tests.helpers import dataset_of, graph_of, guarded, randint, randn
 
 UNIT = 1e6
 """What a node or an edge takes in these tests: far more than rows do, so that only their number counts."""
@@ -43,9 +43,12 @@ class ByLayers(Guard):
         return math.inf
 
 
-def guard_of(work: HistoricalWork, most: int, **settings: Any) -> Guard:
+def guard(work: HistoricalWork, most: int, **settings: Any) -> Guard:
+    """The guard that keeps the work's steps to so many nodes and edges from now on."""
     work.layer_bytes = Counting(work.model, None)
-    return ByLayers(work.job, Budget(**settings), int(UNIT * most))
+    found = ByLayers(work.job, Budget(**settings), int(UNIT * most))
+    guarded(work, work.method, found)
+    return found
 
 
 def step_of(work: HistoricalWork, total: int = 50) -> tuple[Tensor, list[Any], dict[int, Tensor], dict[int, Tensor]]:
@@ -63,9 +66,9 @@ def assert_pieces_are_the_batch(
 ) -> None:
     work.refresh()
     whole = step_of(work)
-    work.guard = guard_of(work, most, **settings)
+    keeper = guard(work, most, **settings)
     found = step_of(work)
-    record = work.guard.take_record()
+    record = keeper.take_record()
     assert record["split"] == 1
     assert record["pieces"] > 1
     torch.testing.assert_close(found, whole, rtol=tolerance, atol=tolerance)
@@ -102,7 +105,7 @@ def test_what_convs_draw_by_themselves_is_drawn_again_on_the_way_back():
         nn.init.normal_(conv.bias)  # a row without messages is not at a kink of the attention
     work = work_of(model)
     work.refresh()
-    work.guard = guard_of(work, 110)
+    guard(work, 110)
     loss, gradients, *_ = step_of(work, 1)
     assert step_of(work, 1)[0] == loss
     directions = [torch.randn_like(p) for p in model.parameters()]
@@ -139,55 +142,71 @@ def test_a_batch_without_seeds(few_seeds: None):
         return float(loss), [p.grad for p in work.model.parameters()], unit.pushed
 
     whole = step()
-    work.guard = guard_of(work, 110)
+    guard(work, 110)
     torch.testing.assert_close(step(), whole, rtol=1e-10, atol=1e-10)
 
     plain = work_of(MODELS["gcn"](6, 3).double())
-    plain.guard = guard_of(plain, 110)
+    keeper = guard(plain, 110)
     unit = plain.unit(plain.batch(group, 7))
     assert float(unit.forward_backward(10)) == 0
     unit.commit()
     assert all(p.grad is None for p in plain.model.parameters())
     assert all(plain.histories.tables[0][slab].any() for slab in plain.parts.slabs_of(group))
-    assert plain.guard.take_record()["split"] == 1
+    assert keeper.take_record()["split"] == 1
+
+
+def test_gradients_of_earlier_batches_are_in_the_promise():
+    work = work_of(MODELS["gcn"](6, 3).double())
+    work.refresh()
+    keeper, found = guard(work, 110), []
+    for accumulates in (False, True):
+        work.job.module.zero_grad(set_to_none=True)
+        for p in work.job.module.parameters() if accumulates else ():
+            p.grad = torch.ones_like(p)
+        work.unit(work.batch((0, 3), 7)).forward_backward(50)
+        record = keeper.take_record()
+        assert record["split"] == 1
+        found.append(record["promised_bytes"])
+    assert found[1] - found[0] == sum(p.nbytes for p in work.job.module.parameters())
 
 
 def test_what_cannot_be_done_is_refused():
     work = work_of(GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 3)], norm="batch").double())
-    work.guard = guard_of(work, 110)
+    guard(work, 110)
     with pytest.raises(ValueError, match=r"BatchNorm1d.*parts_per_batch"):
         step_of(work)
     for how in ("refuse", "cut", "cut_by_degree", "resample"):
         work = work_of(MODELS["gcn"](6, 3).double())
-        work.guard = guard_of(work, 110, over_budget=how)
+        guard(work, 110, over_budget=how)
         with pytest.raises(ValueError, match=f"set over_budget=split instead of {how}"):
             step_of(work)
 
 
-def trained(data: hl.Dataset, limit: int | None, epochs: int = 4) -> tuple[hl.Trainer, Guard | None, list[Any]]:
+def trained(data: hl.Dataset, limit: int | None, **settings: Any) -> tuple[hl.Trainer, Guard | None, list[Any]]:
     torch.manual_seed(0)
     model = GNN([pyg.GCNConv(8, 32), pyg.GCNConv(32, 32), pyg.GCNConv(32, 3)], dropout=0.3).double()
     method = Historical(num_parts=8, parts_per_batch=4, partition="random", compensate=True)
-    trainer = hl.Trainer(model, data, method, epochs=epochs, lr=0.01, show=False)
-    work: Any = trainer.work
-    guard = None if limit is None else Guard(trainer.job, Budget(), limit)
-    work.guard = guard
-    return trainer, guard, [epoch.counters for epoch in trainer.fit().history]
+    trainer = hl.Trainer(model, data, method, epochs=4, lr=0.01, show=False, **settings)
+    if limit is not None:
+        trainer.guard = Guard(trainer.job, Budget(), limit)
+        trainer.work = guarded(trainer.work, method, trainer.guard)
+    return trainer, trainer.guard, [epoch.counters for epoch in trainer.fit().history]
 
 
-def test_a_run_within_a_budget_has_the_same_weights_and_keeps_to_it():
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_within_a_budget_has_the_same_weights_and_keeps_to_it(accumulate: int):
     graph = graph_of(randint(0, 1200, 6000, 1), randint(0, 1200, 6000, 2), 1200)
     data = dataset_of(graph, randn(1200, 8))
-    free, _, _ = trained(data, None)
-    _, measured, counters = trained(data, 1 << 30)
+    free, _, _ = trained(data, None, accumulate=accumulate)
+    _, measured, counters = trained(data, 1 << 30, accumulate=accumulate)
     assert measured is not None
     assert not any("budget.batches_split" in epoch for epoch in counters)
-    limit = int(0.7 * measured.peak_bytes)
-    tight, guard, counters = trained(data, limit)
-    assert guard is not None
+    limit = int(0.7 * measured.ledger.peak_bytes)
+    tight, keeper, counters = trained(data, limit, accumulate=accumulate)
+    assert keeper is not None
     for p, q in zip(free.model.parameters(), tight.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
-    assert 0 < guard.peak_bytes <= guard.promised_bytes <= limit
+    assert 0 < keeper.ledger.peak_bytes <= keeper.ledger.promised_bytes <= limit
     assert all(epoch["budget.batches_split"] == 2 for epoch in counters)
     assert not any("budget.steps_over" in epoch for epoch in counters)
     assert all(2 < epoch["budget.pieces"] < 50 for epoch in counters)
@@ -225,9 +244,10 @@ def test_memory_that_runs_out_leaves_no_trace(name: str, settings: dict[str, Any
         fails_in = ["HistoricalUnit", "MicroBatches"]
     expected = step_of(work)
     buffers = [b.clone() for b in work.job.module.buffers()]
-    work.guard = Guard(work.job, Budget(), int(UNIT * 10_000))
+    known: Any = Fixed(UNIT * 1000)
+    keeper = Guard(work.job, Budget(), int(UNIT * 10_000), predictor=known)
+    guarded(work, work.method, keeper)
     work.layer_bytes = Counting(work.model, None)
-    work.guard.predictor = Fixed(UNIT * 1000)  # type: ignore[assignment]
     for p in work.job.module.parameters():
         p.grad = torch.ones_like(p)
     fails += fails_in
@@ -241,10 +261,10 @@ def test_memory_that_runs_out_leaves_no_trace(name: str, settings: dict[str, Any
         return
     found = step_of(work)
     assert not fails
-    record = work.guard.take_record()
+    record = keeper.take_record()
     assert record["oom"] == 2
     assert record["pieces"] > 2
-    assert work.guard.room_bytes < work.guard.limit_bytes
+    assert keeper.room_bytes < keeper.limit_bytes
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 

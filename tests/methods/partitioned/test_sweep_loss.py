@@ -12,12 +12,12 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.budget.guard import WatchedUnit
 from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.core.row_handles import as_tensor
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
+from hopline.units.watched_unit import WatchedUnit
 from tests.equivalence.test_5_historical import MODELS
 from tests.helpers import GNN_OPTIONS, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import model_of
@@ -174,7 +174,8 @@ def test_a_plan_knows_of_the_outputs_of_all_training_nodes():
     (unit,) = trainer.work.units(1)
     assert isinstance(unit, WatchedUnit)
     unit.forward_backward(unit.size)
-    record = unit.watch.take_record()
+    assert trainer.guard is not None
+    record = trainer.guard.take_record()
     outputs = unit.size * 128 * 4
     assert outputs < record["peak_bytes"] <= record["promised_bytes"]
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from hopline.budget.memory_plan import Outline, Place, Plan
+from hopline.budget.memory_plan import RunOutline
 from hopline.budget.micro_batches import PieceBytes
-from hopline.budget.predictor import Sizes
-from hopline.contract import Job
+from hopline.contract import Job, Place, Plan
 from hopline.core.batch import Batch
+from hopline.core.sizes import Sizes
 from hopline.data.placement_settings import Placement
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.memory_plan import SampledForms, drawn, largest_seed
@@ -23,25 +23,25 @@ from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
 METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)
 
 
-def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> Outline:
+def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> RunOutline:
     data = dataset_of(random_graph(num_nodes, num_edges), randn(num_nodes, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3)).double()
     step, ids = supervised("single", 3), data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step)
-    return Outline(job=job, **options)
+    return RunOutline(job=job, **options)
 
 
 @pytest.fixture
-def gpu_outline(monkeypatch: pytest.MonkeyPatch) -> Outline:
+def gpu_outline(monkeypatch: pytest.MonkeyPatch) -> RunOutline:
     """Of a run on a GPU: nothing of its plan needs one, but for what CUDA takes for itself."""
     for module in ("budget.memory_plan", "methods.sampled.memory_plan"):
         monkeypatch.setattr(f"hopline.{module}.library_bytes", lambda device: 0)
-    monkeypatch.setattr(Outline, "_there_before", 0)
+    monkeypatch.setattr(RunOutline, "_there_before", 0)
     outline = outline_of()
     return replace(outline, job=replace(outline.job, device=torch.device("cuda", 0)))
 
 
-def forms(outline: Outline, limits: dict[Place, int | None] | None = None, method: Sampled = METHOD) -> SampledForms:
+def forms(outline: RunOutline, limits: dict[Place, int | None] | None = None, method: Sampled = METHOD) -> SampledForms:
     free: dict[Place, int | None] = {"device": None, "host": None, "disk": None}
     return SampledForms(method, outline, free | (limits or {}))
 
@@ -52,7 +52,7 @@ def described(plan: Plan) -> tuple[bool, int, bool]:
     return plan.waits_on_host, plan.method.look_ahead * plan.method.workers, plan.step_bytes <= plan.limit_bytes  # type: ignore[operator]
 
 
-def test_batches_are_drawn_on_the_host_for_a_gpu_too(gpu_outline: Outline):
+def test_batches_are_drawn_on_the_host_for_a_gpu_too(gpu_outline: RunOutline):
     found, expected = list(drawn(METHOD, gpu_outline, 300)), list(drawn(METHOD, outline_of(), 300))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.input_ids, other.input_ids)
@@ -60,7 +60,7 @@ def test_batches_are_drawn_on_the_host_for_a_gpu_too(gpu_outline: Outline):
         assert torch.equal(one.x, gpu_outline.data.x.read(one.input_ids))
 
 
-def test_with_less_and_less_of_a_gpu_batches_wait_on_the_host_and_then_go_in_pieces(gpu_outline: Outline):
+def test_with_less_and_less_of_a_gpu_batches_wait_on_the_host_and_then_go_in_pieces(gpu_outline: RunOutline):
     gpu_outline = replace(gpu_outline, placement=Placement(graph="host", features="host"))
     there, here = (forms(gpu_outline).plan(2, 4, waits) for waits in (False, True))
     batches = {item.place: item.num_bytes for item in there.items if item.name == "5 prepared batches"}
@@ -75,7 +75,7 @@ def test_with_less_and_less_of_a_gpu_batches_wait_on_the_host_and_then_go_in_pie
     assert not forms(gpu_outline, {"device": ends[-1] - 1}).best().fits
 
 
-def test_what_waits_on_the_host_keeps_to_the_hosts_limit(gpu_outline: Outline):
+def test_what_waits_on_the_host_keeps_to_the_hosts_limit(gpu_outline: RunOutline):
     device = forms(gpu_outline).plan(2, 4, True).smallest_bytes("device")
     for look_ahead, workers in ((4, 2), (2, 2), (1, 2), (1, 0)):
         smallest = forms(gpu_outline).plan(workers, look_ahead, True)
@@ -94,7 +94,7 @@ def test_what_waits_on_the_host_keeps_to_the_hosts_limit(gpu_outline: Outline):
         (Placement(), "tree"),
     ],
 )
-def test_batches_that_a_gpu_makes_do_not_wait(gpu_outline: Outline, placement: Placement, layout: Any):
+def test_batches_that_a_gpu_makes_do_not_wait(gpu_outline: RunOutline, placement: Placement, layout: Any):
     made = forms(replace(gpu_outline, placement=placement), method=replace(METHOD, layout=layout))
     assert not any(plan.waits_on_host for plan in made.plans())
     assert forms(gpu_outline).best().placement is not None
@@ -104,7 +104,7 @@ def test_on_a_cpu_batches_are_where_they_are_needed():
     assert not any(plan.waits_on_host for plan in forms(outline_of()).plans())
 
 
-def test_a_loader_leaves_batches_that_wait_on_the_host(gpu_outline: Outline):
+def test_a_loader_leaves_batches_that_wait_on_the_host(gpu_outline: RunOutline):
     data, job = gpu_outline.data, gpu_outline.job
     loader = Loader(data, job.train_ids, METHOD, 0, job.device, job.model, waits_on_host=True)
     on_cpu = Loader(data, job.train_ids, METHOD, 0, torch.device("cpu"), None)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from hopline.contract import Job, Method, Work
+from hopline.contract import Budget, Job, Method, Outline, Plan, Work
 from hopline.data.placement_settings import Placement, with_graph_on_host
 from hopline.util.config import Removed, check_fields, settings
 
@@ -79,6 +79,11 @@ class FullBatch(Method):
 
     def placement(self, wanted: Placement) -> Placement:
         return with_graph_on_host(wanted, "method=full_batch cuts the graph on the host")
+
+    def plan(self, outline: Outline, budget: Budget) -> Plan:
+        from hopline.methods.full_batch.memory_plan import plan
+
+        return plan(self, outline, budget)
 
     def bind(self, job: Job) -> Work:
         from hopline.methods.full_batch.work import bind

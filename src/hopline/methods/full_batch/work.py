@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.contract import Job, Unit, Work
+from hopline.contract import Guard, Job, Plan, Unit, Work
 from hopline.core.batch import Batch
 from hopline.core.partition import Partition
 from hopline.core.row_handles import Rows
@@ -34,6 +34,7 @@ from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
 from hopline.tables import Table
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_on_pieces import batch_of_seeds, loss_at
+from hopline.units.watched_unit import WatchedUnit
 from hopline.util import trace
 
 
@@ -107,10 +108,18 @@ class SweepWork(Work):
         )
         self.job, self.work = job, PartsWork(job, model, spec)
         self.needed = NeededRows(self.work) if method.trim else None
+        self.guard: Guard | None = None
+        self.step_bytes = 0.0  # what a plan promised of a step
+
+    def guarded(self, guard: Guard, plan: Plan) -> SweepWork:
+        """This work, whose step is measured; the plan has chosen as many shards as it takes to fit."""
+        self.guard, self.step_bytes = guard, plan.step_bytes
+        return self
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         if not done:
-            yield SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0), self.needed)
+            unit = SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0), self.needed)
+            yield unit if self.guard is None else WatchedUnit(unit, self.guard, self.step_bytes)
 
 
 @dataclass(eq=False)
@@ -169,6 +178,13 @@ class ShardedWork(Work):
         self.seeds = ids[self.output_idx]
         self.total = job.train_ids.numel()
         self.agreed = False
+        self.guard: Guard | None = None
+        self.step_bytes = 0.0  # what a plan promised of a step
+
+    def guarded(self, guard: Guard, plan: Plan) -> ShardedWork:
+        """This work, whose step is measured; the plan has chosen as many shards as it takes to fit."""
+        self.guard, self.step_bytes = guard, plan.step_bytes
+        return self
 
     def _opened(self, method: FullBatch) -> tuple[dict[str, Table], Transport, Tensor, Tensor | None]:
         """(tables, transport, the own nodes' ids, their labels)."""
@@ -201,7 +217,8 @@ class ShardedWork(Work):
             self.agree()
             self.agreed = True
         if not done:
-            yield ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
+            unit = ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
+            yield unit if self.guard is None else WatchedUnit(unit, self.guard, self.step_bytes)
 
     def batch(self, key: int | None) -> Batch:
         """All own nodes; the seeds are those that train."""

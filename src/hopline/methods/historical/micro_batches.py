@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget.micro_batches import check_split, piece_of, sizes_of
-from hopline.budget.predictor import Predictor, Sizes, costs_of
+from hopline.budget.micro_batches import check_split, fewest, piece_of, sizes_of
+from hopline.budget.predictor import Predictor, costs_of
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
+from hopline.core.sizes import Sizes
 from hopline.device.meter import Meter, meter_of
-from hopline.device.out_of_memory import Before, attempt
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.compensation import messages_back
@@ -40,7 +40,7 @@ from hopline.util import trace
 from hopline.util.config import format_size
 
 if TYPE_CHECKING:
-    from hopline.budget.guard import Guard
+    from hopline.contract import Guard
     from hopline.methods.historical.work import HistoricalWork
 
 
@@ -83,18 +83,18 @@ def runs_to_fit(
     """(a block's destinations in few runs that take no more than `limit` bytes each, what the largest takes)."""
     alone, weight = _alone(block), block.part.indptr.cpu().diff() + 1
     num_pieces = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
-    while True:
-        num_pieces = min(num_pieces, block.num_dst)
-        runs = balanced(weight, ends, num_pieces)
-        worst = max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
-        if worst <= limit:
-            return runs, worst
-        if num_pieces == block.num_dst:
-            raise ValueError(
-                f"one node of a batch takes {format_size(worst)} and {format_size(max(0, limit))} are left beside the "
-                f"batch's own rows: give the budget {format_size(worst - limit)} more, or make parts_per_batch smaller"
-            )
-        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(worst / limit, MOST_GROWTH)))
+
+    def worst(runs: list[slice]) -> float:
+        return max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
+
+    cut = partial(balanced, weight, ends)
+    runs, taken = fewest(cut, worst, limit, first=num_pieces, most=block.num_dst, grow=MOST_GROWTH)
+    if taken <= limit:
+        return runs, taken
+    raise ValueError(
+        f"one node of a batch takes {format_size(taken)} and {format_size(max(0, limit))} are left beside the "
+        f"batch's own rows: give the budget {format_size(taken - limit)} more, or make parts_per_batch smaller"
+    )
 
 
 def _positions(run: slice) -> Tensor:
@@ -518,76 +518,62 @@ class GuardedHistoricalUnit(HistoricalUnit):
     """One batch within the guard's limit: at once where it fits, else in pieces."""
 
     def forward_backward(self, total: float) -> Tensor:
-        guard, made, loss = self._guard, self.made, None
-        if made is None or not self.learns:
+        if self.made is None or not self.learns:
             return super().forward_backward(total)
-        job, needed = self.work.job, self._needed_bytes(made) + guard.beside_bytes()
-        while loss is None:
-            with meter_of(job.device) as meter:
-                before, promised = Before(job.module, job.device), list[float]()
-                step = self._at_once if needed <= guard.room_bytes else self._by_pieces
-                loss, ran_out = attempt(before, partial(step, total, meter, promised))
-            if ran_out:
-                guard.note_out_of_memory(promised[-1] if promised else needed)
-                made.halo.forget()
-        guard.note_good()
-        peak_bytes = before.gradient_bytes + meter.peak_bytes
-        guard.note_peak(promised[-1], peak_bytes)
-        guard.note_step(needed, peak_bytes)
-        return loss
-
-    def _at_once(self, total: float, meter: Meter, promised: list[float]) -> Tensor:
-        assert self.made is not None
-        promised.append(self._needed_bytes(self.made) + self._guard.beside_bytes())
-        meter.lap()
-        loss = super().forward_backward(total)
-        self._guard.learn(whole_sizes(self.made), meter.lap_bytes)
-        return loss
-
-    def _by_pieces(self, total: float, meter: Meter, promised: list[float]) -> Tensor:
-        made = self.made
-        assert made is not None
-        micro_batches = self._in_pieces(made, self._needed_bytes(made))
-        promised.append(micro_batches.promised_bytes)
-        ages = made.stored.ages(made.halo.places)
-        report_ages(ages)
-        self.work.drift.saw(ages)
-        micro_batches.meter = meter
-        micro_batches.forward()
-        loss = micro_batches.backward(total)
-        micro_batches.meter = None
-        for l, (peak_bytes, of_piece) in micro_batches.taken.items():
-            self.work.layer_bytes.learn(l, of_piece, peak_bytes)
-        if self.work.method.compensate:
-            self.pushed = {l: rows.mul_(total) for l, rows in sorted(micro_batches.totals.items())}
-        return loss
+        return self.guard.step(HistoricalStep(self, self.made, total))
 
     def _forward_only(self) -> None:
-        made, guard = self.made, self._guard
-        if made is None or (needed := self._needed_bytes(made)) <= guard.room_bytes:
-            super()._forward_only()
+        if self.made is not None and self.guard.must_cut(step := HistoricalStep(self, self.made, total=1)):
+            step.cut().forward()
         else:
-            self._in_pieces(made, needed).forward()
+            super()._forward_only()
 
     @property
-    def _guard(self) -> Guard:
+    def guard(self) -> Guard:
         assert self.work.guard is not None
         return self.work.guard
 
-    def _needed_bytes(self, made: HistoricalBatch) -> float:
-        """By what batches took at once, or by what their layers took one at a time."""
-        sizes = whole_sizes(made)
-        return min(self._guard.promise_sizes(sizes), self.work.layer_bytes.together(sizes))
 
-    def _in_pieces(self, made: HistoricalBatch, needed_bytes: float) -> MicroBatches:
-        guard = self._guard
-        if (how := guard.budget.over_budget) != "split":
-            raise ValueError(
-                f"a batch may take {format_size(needed_bytes)}, and {format_size(guard.room_bytes)} are left for a "
-                f"step: give the budget {format_size(needed_bytes - guard.room_bytes)} more, make parts_per_batch "
-                f"smaller, or set over_budget=split instead of {how}"
-            )
-        check_pieces(self.work.model)
-        micro_batches = MicroBatches(self.work, made, guard)
-        guard.note_split(len(micro_batches.all))
+@dataclass(eq=False)
+class HistoricalStep:
+    """The step of one batch, for a guard: a `Cuttable`."""
+
+    unit: GuardedHistoricalUnit
+    made: HistoricalBatch
+    total: float
+    smaller: str = "parts_per_batch"
+
+    def sizes(self) -> Sizes:
+        return whole_sizes(self.made)
+
+    def bound_bytes(self) -> float:
+        return self.unit.work.layer_bytes.together(self.sizes())
+
+    def at_once(self) -> Tensor:
+        return HistoricalUnit.forward_backward(self.unit, self.total)
+
+    def cut(self) -> MicroBatches:
+        work, guard = self.unit.work, self.unit.guard
+        check_pieces(work.model)
+        micro_batches = MicroBatches(work, self.made, guard)
+        guard.split(len(micro_batches.all))
         return micro_batches
+
+    def in_pieces(self, meter: Meter, promise: Callable[[float], None]) -> Tensor:
+        work, made, micro_batches = self.unit.work, self.made, self.cut()
+        promise(micro_batches.promised_bytes)
+        ages = made.stored.ages(made.halo.places)
+        report_ages(ages)
+        work.drift.saw(ages)
+        micro_batches.meter = meter
+        micro_batches.forward()
+        loss = micro_batches.backward(self.total)
+        micro_batches.meter = None
+        for l, (peak_bytes, of_piece) in micro_batches.taken.items():
+            work.layer_bytes.learn(l, of_piece, peak_bytes)
+        if work.method.compensate:
+            self.unit.pushed = {l: rows.mul_(self.total) for l, rows in sorted(micro_batches.totals.items())}
+        return loss
+
+    def forget(self) -> None:
+        self.made.halo.forget()

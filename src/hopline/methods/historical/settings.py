@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from hopline.contract import Job, Method
+from hopline.contract import Budget, Job, Method, Outline, Plan
 from hopline.data.placement_settings import Placement, with_graph_on_host
 from hopline.util.config import Removed, check_fields, settings
 
@@ -116,6 +116,11 @@ class Historical(Method):
 
     def placement(self, wanted: Placement) -> Placement:
         return with_graph_on_host(wanted, "method=historical makes its batches on the host")
+
+    def plan(self, outline: Outline, budget: Budget) -> Plan:
+        from hopline.methods.historical.memory_plan import plan
+
+        return plan(self, outline, budget)
 
     def bind(self, job: Job) -> HistoricalWork:
         from hopline.methods.historical.work import HistoricalWork

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.budget.guard import Guard
-from hopline.contract import Job, KeepRows, Unit, Work, WorkDescription
+from hopline.contract import Guard, Job, KeepRows, Plan, Unit, Work, WorkDescription
 from hopline.core.partition import Partition
 from hopline.methods.historical.batches import HistoricalBatch, HistoricalBatches
 from hopline.methods.historical.groups import Groups
@@ -85,6 +84,11 @@ class HistoricalWork(PartsWork, Work):
 
     def describe(self) -> WorkDescription:
         return WorkDescription(refreshes=self.method.refresh_every == 1)
+
+    def guarded(self, guard: Guard, plan: Plan) -> HistoricalWork:
+        """This work, whose batches go in micro-batches where they would take too much."""
+        self.guard = guard
+        return self
 
     # ---- batches
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.contract import Job, Unit, Work, WorkDescription
+from hopline.contract import Guard, Job, Plan, Unit, Work, WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.tree_layout import TreeRows, TreeSampler
 from hopline.device.cuda_graph import Captured
@@ -24,6 +24,7 @@ from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
 from hopline.ops.tree_slots import Slots
 from hopline.units.batch_unit import BatchUnit, autocast
+from hopline.units.watched_unit import WatchedUnit
 from hopline.util import trace
 
 WARM_UP_STEPS = 3
@@ -87,11 +88,22 @@ class CapturedWork(Work):
         self.trained = self._trained_now()
         """Which parameters have gradients in these steps."""
         self.look_ahead = self._look_ahead()
+        self.guard: Guard | None = None
+        self.step_bytes = 0.0  # what a plan promised of a step
+
+    def guarded(self, guard: Guard, plan: Plan) -> CapturedWork:
+        """This work, whose steps are measured: their shapes never change, so there is nothing to cut."""
+        self.guard, self.step_bytes = guard, plan.step_bytes
+        return self
 
     def describe(self) -> WorkDescription:
         return self.loader.describe()
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
+        for unit in self._units(epoch, done, examples):
+            yield unit if self.guard is None else WatchedUnit(unit, self.guard, self.step_bytes)
+
+    def _units(self, epoch: int, done: int, examples: int) -> Iterator[Unit]:
         loader = self.loader
         size = loader.method.batch_size
         per_step, left = size * loader.size, loader.ids.numel() - examples

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.budget.memory_plan import Item, Outline, Place, Plan, with_evaluation
+from hopline.budget.memory_plan import limits_of
 from hopline.budget.micro_batches import PieceBytes, can_split
-from hopline.budget.predictor import Predictor, Sizes
-from hopline.budget.settings import CUTS, OverBudget
+from hopline.budget.predictor import Predictor
+from hopline.contract import CUTS, Budget, Item, Outline, OverBudget, Place, Plan, with_evaluation
 from hopline.core.batch import Batch
 from hopline.core.graph import Graph
+from hopline.core.sizes import Sizes
 from hopline.data.placement import SHARE, DataBytes, make_layout
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import library_bytes
@@ -35,6 +36,11 @@ SWING = 1.1
 RECORDED = "workspace of the recorded step"
 MOST_NODES = 1 << 24
 """Nodes of the largest graph in which the seed with most around it is looked for."""
+
+
+def plan(method: Sampled, outline: Outline, budget: Budget) -> Plan:
+    """As many batches ahead as leave room for a whole one; where there is none, a batch goes in pieces."""
+    return SampledForms(method, outline, limits_of(budget, outline), budget.over_budget).best()
 
 
 @dataclass(eq=False)
@@ -171,7 +177,7 @@ class SampledForms:
             covers="batches of {} seeds",
             placement=placement,
             waits_on_host=waits_on_host,
-            predictor=self.predictor,
+            num_blocks=len(self.method.fanout_per_layer),
         )
 
 

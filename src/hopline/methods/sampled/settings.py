@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, overload
 
-from hopline.contract import Job, Method, Work
+from hopline.contract import Budget, Job, Method, Outline, Plan, Work
 from hopline.util.config import check_fanouts, check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
@@ -107,6 +107,11 @@ class Sampled(Method):
         from hopline.methods.sampled.work import inference_batches
 
         return inference_batches(self, job, ids)
+
+    def plan(self, outline: Outline, budget: Budget) -> Plan:
+        from hopline.methods.sampled.memory_plan import plan
+
+        return plan(self, outline, budget)
 
     def bind(self, job: Job) -> Work:
         from hopline.methods.sampled.work import bind

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Job, Unit, Work, WorkDescription
+from hopline.contract import Guard, Job, Plan, Redraw, Unit, Work, WorkDescription
+from hopline.core.sampler import NeighborSampler
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.methods.sampled.captured_step import CapturedWork
@@ -22,9 +22,6 @@ from hopline.nn.whole_module_probe import check_batches
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 from hopline.units.batch_unit import BatchUnit
-
-if TYPE_CHECKING:  # the guard knows this work
-    from hopline.budget.guard import Guard
 
 
 def bind(method: Sampled, job: Job) -> Work:
@@ -97,17 +94,22 @@ class SampledWork(Work):
     guard: Guard | None = None
     """Keeps the steps within a budget, where there is one."""
 
-    def guarded(self, guard: Guard, *, waits_on_host: bool) -> SampledWork:
-        """The same work, whose steps the guard keeps within a budget. waits_on_host: as in `Loader`."""
+    def guarded(self, guard: Guard, plan: Plan) -> SampledWork:
+        """The same work, whose batches are split, drawn anew or cut where they would take too much."""
         loader = self.loader
         if isinstance(loader, Loader):
-            loader = loader.with_budget(guard.prepare, waits_on_host=waits_on_host)
+            loader = loader.with_budget(guard.prepare, waits_on_host=plan.waits_on_host)
         return replace(self, loader=loader, guard=guard)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         with closing(self.loader.epoch(epoch, done, examples)) as batches:
             for batch in batches:
-                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch)
+                yield BatchUnit(self.job, batch) if self.guard is None else self.guard.unit(batch, self._redraw)
+
+    @property
+    def _redraw(self) -> Redraw | None:
+        sampler = self.loader.sampler if isinstance(self.loader, Loader) else None
+        return sampler.sample if isinstance(sampler, NeighborSampler) else None
 
     def describe(self) -> WorkDescription:
         return self.loader.describe()

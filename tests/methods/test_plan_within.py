@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch_geometric.nn import GCNConv
 
-from hopline.budget.memory_plan import DoesNotFit, Outline
-from hopline.budget.probe import _table_items, learn, plan_of
-from hopline.budget.settings import Budget, OverBudget
-from hopline.contract import Job, Method
+from hopline.budget.memory_plan import RunOutline
+from hopline.contract import Budget, DoesNotFit, Job, Method, OverBudget
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
+from hopline.methods.partitioned.memory_plan import table_items
+from hopline.methods.plan_within import learn, plan_of
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
@@ -29,12 +29,12 @@ METHODS: list[Method] = [
 ]
 
 
-def outline_of(**options: Any) -> Outline:
+def outline_of(**options: Any) -> RunOutline:
     data = dataset_of(random_graph(1000, 8000), randn(1000, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3), **options).double()
     step = supervised("single", 3)
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=data.splits["train"], train_step=step)
-    return Outline(job=job)
+    return RunOutline(job=job)
 
 
 def test_learning_leaves_no_trace():
@@ -112,14 +112,14 @@ def test_a_method_of_ones_own_is_asked_for_a_plan():
     class Mine(Method):
         def bind(self, job: Job) -> Any: ...
 
-    with pytest.raises(ValueError, match="Mine has no plan"):
+    with pytest.raises(ValueError, match=r"Mine has no plan.*define Mine\.plan\(outline, budget\)"):
         plan_of(Mine(), outline_of(), Budget())
 
 
 def test_a_model_without_layers_has_no_parts():
     outline = outline_of()
     module = GCNConv(6, 3).double()
-    whole = Outline(job=Job(**{**vars(outline.job), "model": as_walkable(module), "module": module}))
+    whole = RunOutline(job=Job(**{**vars(outline.job), "model": as_walkable(module), "module": module}))
     with pytest.raises(ValueError, match="made of layers, and GCNConv is not"):
         plan_of(METHODS[1], whole, Budget())
     assert plan_of(METHODS[0], whole, Budget()).check().hidden_bytes == 0
@@ -152,8 +152,8 @@ def test_pinned_buffers_of_tables_that_a_gpu_cannot_read_are_in_the_plan(
     device: str, method: Historical | FullBatch, expected: dict[str, str]
 ):
     outline = outline_of()
-    on_device = Outline(job=replace(outline.job, device=torch.device(device)))
-    items = _table_items("history", method, 1000, on_device, pools=2)
+    on_device = RunOutline(job=replace(outline.job, device=torch.device(device)))
+    items = table_items("history", method.folder, 1000, on_device, method.tables, pools=2)
     assert {item.name: item.place for item in items} == expected
     assert sum(item.num_bytes for item in items) == 1000 + (2 * (128 << 20) if len(items) > 1 else 0)
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hopline.budget.memory_plan import PLACES, DoesNotFit, Outline, Place, Plan
-from hopline.budget.probe import learn, plan_of
-from hopline.budget.settings import Budget
-from hopline.contract import Method
+from hopline.budget.memory_plan import RunOutline
+from hopline.budget.predictor import Predictor
+from hopline.budget.probe import teach
+from hopline.contract import PLACES, Budget, DoesNotFit, Method, Place, Plan
+from hopline.core.batch import Batch
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
+from hopline.methods.sampled.memory_plan import drawn
 from hopline.methods.sampled.settings import Sampled, usual_fanouts
 from hopline.nn.gnn import GNN
 from hopline.util.config import kind_of, parse_size
 
+PROBED_FANOUT = 10
+"""Fan-out of the batches by whose steps a model is learnt."""
 MOST_TRIED = 5
 """Budgets that are tried before one is named."""
 
@@ -25,7 +30,7 @@ FOLDER = Path("tables")
 """Where tables that do not fit in memory would be kept."""
 
 
-def plan_within(method: Method, outline: Outline, budget: Budget) -> Plan:
+def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     """The method's plan; if it does not fit, an error that names a method that would."""
     try:
         return checked_plan(method, outline, budget)
@@ -35,7 +40,7 @@ def plan_within(method: Method, outline: Outline, budget: Budget) -> Plan:
         raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
 
 
-def checked_plan(method: Method, outline: Outline, budget: Budget) -> Plan:
+def checked_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     """The method's plan; if it does not fit, an error with a budget that was tried and does."""
     plan = _best_known(method, outline, budget)
     if plan.fits:
@@ -46,8 +51,37 @@ def checked_plan(method: Method, outline: Outline, budget: Budget) -> Plan:
     raise plan.refusal(smallest, "budget.host" if by_host else "budget")
 
 
+def plan_of(method: Method, outline: RunOutline, budget: Budget) -> Plan:
+    """The method's plan by what is known; where that is a bound only and does not fit, a few steps are measured first.
+
+    It need not fit: `Plan.check` raises `DoesNotFit` then.
+    """
+    plan = method.plan(outline, budget)
+    if plan.step_bytes > plan.limit_bytes > 0 and not _is_sure(plan, outline):
+        learn(outline, plan.num_blocks, plan.limit_bytes)
+        plan = method.plan(outline, budget)
+    return plan
+
+
+def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) -> Predictor:
+    """The predictor of steps over so many blocks, taught by sampled batches."""
+    assert num_blocks is not None
+    predictor, method = outline.predictor(num_blocks), Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
+
+    def draw(num_seeds: int) -> Batch:
+        return next(drawn(method, outline, num_seeds))
+
+    teach(predictor, outline, draw, limit)
+    return predictor
+
+
+def _is_sure(plan: Plan, outline: RunOutline) -> bool:
+    """Whether measured steps would not tell more."""
+    return plan.num_blocks is None or outline.predictor(plan.num_blocks).is_sure
+
+
 def _smallest_that_does(
-    method: Method, outline: Outline, budget: Budget, smallest: dict[Place, int]
+    method: Method, outline: RunOutline, budget: Budget, smallest: dict[Place, int]
 ) -> dict[Place, int]:
     """Limits by which the method fits, from those that it seems to need: tried as one who types them would find it, who
     knows nothing of the steps measured here."""
@@ -61,29 +95,24 @@ def _smallest_that_does(
             smallest = {place: max(smallest.get(place, 0), tried.missing.get(place, 0)) for place in PLACES}
             smallest = {place: size for place, size in smallest.items() if size}
             continue
-        if not anew.predictor(_num_blocks(method, anew)).is_sure:
-            learn(anew, _num_blocks(method, anew), tried.limit_bytes)
+        if not _is_sure(tried, anew):
+            learn(anew, tried.num_blocks, tried.limit_bytes)
         found, smallest = smallest, plan_of(method, anew, budget).missing  # which may be less, by what was learnt
         if not any(size < found.get(place, 0) for place, size in smallest.items()):
             break
     return smallest if found is None else found
 
 
-def _best_known(method: Method, outline: Outline, budget: Budget) -> Plan:
+def _best_known(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     """The plan, for which steps were measured if it does not fit by the bound: within what would fit by that."""
     plan = plan_of(method, outline, budget)
-    num_blocks = _num_blocks(method, outline)
-    if plan.fits or outline.predictor(num_blocks).is_sure:
+    if plan.fits or _is_sure(plan, outline):
         return plan
-    learn(outline, num_blocks, plan_of(method, outline, _raised(budget, plan.missing, outline)).limit_bytes)
+    learn(outline, plan.num_blocks, plan_of(method, outline, _raised(budget, plan.missing, outline)).limit_bytes)
     return plan_of(method, outline, budget)
 
 
-def _num_blocks(method: Method, outline: Outline) -> int:
-    return len(method.fanout_per_layer) if isinstance(method, Sampled) else getattr(outline.model, "num_layers", 3)
-
-
-def _raised(budget: Budget, smallest: Mapping[Place, int], outline: Outline) -> Budget:
+def _raised(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
     """The budget with limits that are at least these; on a CPU the device's is the host's."""
     found = {place: str(size) for place, size in smallest.items()}
     if "host" in found and outline.home == "host":
@@ -91,14 +120,14 @@ def _raised(budget: Budget, smallest: Mapping[Place, int], outline: Outline) -> 
     return replace(budget, **found)
 
 
-def _fits(method: Method, outline: Outline, budget: Budget) -> bool:
+def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
     try:
         return plan_of(method, outline, budget).fits
     except ValueError:  # the model is not one for it
         return False
 
 
-def alternatives(method: Method | None, outline: Outline) -> list[Method]:
+def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
     """The library's other methods, each with its usual settings."""
     found: list[Method] = []
     num_nodes, layers = outline.data.num_nodes, getattr(outline.model, "num_layers", 3)

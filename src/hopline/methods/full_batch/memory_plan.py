@@ -1,0 +1,75 @@
+"""The memory plan of `FullBatch`: tables of all nodes, and as few shards as fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hopline.budget.memory_plan import limits_of
+from hopline.budget.micro_batches import fewest
+from hopline.contract import Budget, Item, Outline, Plan
+from hopline.core.sizes import Sizes
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.partitioned.memory_plan import (
+    UNEVEN,
+    block_bytes,
+    layers_of,
+    part_sizes,
+    row_widths,
+    table_items,
+)
+from hopline.nn.gnn import GNN
+from hopline.units.loss_on_pieces import LOSS_COPIES
+
+MOST_SHARDS = 1 << 14
+
+
+def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
+    """As few shards as fit, and no fewer than were asked for: the gradients are those of one."""
+    model, data = layers_of(outline, method), outline.data
+    widths, limits = row_widths(model, data.num_features), limits_of(budget, outline)
+    rows = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # those of a sweep, and their gradients
+    fixed = [*outline.kept(), *outline.data_on_host()]
+    fixed += table_items("rows and gradients", method.folder, rows, outline, method.tables, pools=1)
+    loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
+
+    def form(num_shards: int) -> Plan:
+        sizes = part_sizes(data.graph, min(1.0, UNEVEN / num_shards), model.num_layers)
+        step = max(map(outline.predictor(model.num_layers).promise, _by_layer(sizes))) + loss_bytes
+        return Plan(
+            method=replace(method, num_shards=num_shards),
+            items=(*fixed, Item("prepared shard", "host", block_bytes(data.graph, sizes.edges[0]))),
+            limits=limits,
+            home=outline.home,
+            beside=outline.beside,
+            hidden_bytes=outline.hidden_bytes(),
+            step_bytes=step,
+            least_bytes=step,
+            steps=1,
+            count=num_shards,
+            covers="a graph in {} shards",
+            num_blocks=model.num_layers,
+        )
+
+    def excess(plans: list[Plan]) -> float:
+        # Any excess doubles the shards: what a step takes for itself does not shrink with them.
+        return math.inf if plans[0].step_bytes > plans[0].limit_bytes else 0.0
+
+    first = min(method.num_shards, data.num_nodes)
+    most = max(first, min(data.num_nodes, MOST_SHARDS))
+    plans, _ = fewest(lambda num_shards: [form(num_shards)], excess, 1.0, first=first, most=most, grow=2)
+    return plans[0]
+
+
+def _output_bytes(outline: Outline, model: GNN) -> int:
+    """Of all training nodes, whose outputs are there at once for a loss of the user's own."""
+    width = max(row_widths(model, outline.data.num_features)[-1], outline.data.num_classes)
+    return outline.train_ids.numel() * width * outline.dtype.itemsize
+
+
+def _by_layer(sizes: Sizes) -> Iterator[Sizes]:
+    """What a sweep has at once: one layer."""
+    for l, edges in enumerate(sizes.edges):
+        nodes = [n if l <= i <= l + 1 else 0 for i, n in enumerate(sizes.nodes)]
+        yield Sizes(tuple(nodes), tuple(edges if i == l else 0 for i in range(len(sizes.edges))))

@@ -1,0 +1,51 @@
+"""The memory plan of `Historical`: tables of all nodes, and a batch of parts at once or in micro-batches."""
+
+from __future__ import annotations
+
+from hopline.budget.memory_plan import limits_of
+from hopline.budget.micro_batches import can_split
+from hopline.contract import Budget, Item, Outline, Plan
+from hopline.core.sizes import Sizes
+from hopline.methods.historical.settings import Historical
+from hopline.methods.partitioned.memory_plan import (
+    UNEVEN,
+    block_bytes,
+    layers_of,
+    part_sizes,
+    row_widths,
+    table_items,
+)
+from hopline.tables.history import DTYPES
+
+
+def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
+    """The parts as they are; a batch that takes too much goes in pieces over one snapshot of the tables."""
+    model, data = layers_of(outline, method), outline.data
+    storage, widths = DTYPES[method.storage] or outline.dtype, row_widths(model, data.num_features)
+    rows = sum(widths[1:-1]) + (sum(widths[1:]) if method.compensate else 0)
+    limits = limits_of(budget, outline)
+    share = min(1.0, UNEVEN * method.parts_per_batch / method.num_parts)
+    sizes = part_sizes(data.graph, share, model.num_layers)
+    own, hub = sizes.nodes[-1], int(data.graph.in_degrees().max()) if data.num_nodes else 0
+    between = 2 * own * sum(widths[1:]) * outline.dtype.itemsize
+    one = Sizes((*[1 + hub] * model.num_layers, 1), (hub,) * model.num_layers)
+    prepared = block_bytes(data.graph, data.graph.num_edges if method.groups == "fixed" else sizes.edges[0])
+    fixed = [*outline.kept(), *outline.data_on_host(), Item("prepared batch", "host", prepared)]
+    num_bytes, pools = rows * data.num_nodes * storage.itemsize, 1 + method.compensate
+    tables = table_items("history", method.folder, num_bytes, outline, method.tables, pools=pools)
+    cuts = budget.over_budget == "split" and can_split(model)
+    predictor = outline.predictor(model.num_layers)
+    return Plan(
+        method=method,
+        items=(*fixed, *tables),
+        limits=limits,
+        home=outline.home,
+        beside=outline.beside,
+        hidden_bytes=outline.hidden_bytes(),
+        step_bytes=predictor.promise(sizes),
+        least_bytes=predictor.promise(one) + between if cuts else predictor.promise(sizes),
+        steps=-(-method.num_parts // method.parts_per_batch),
+        count=method.parts_per_batch,
+        covers=f"batches of {{}} of {method.num_parts} parts",
+        num_blocks=model.num_layers,
+    )

@@ -1,0 +1,34 @@
+"""A unit whose step cannot be cut, measured against what its plan promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from hopline.contract import Guard, Unit
+
+
+@dataclass(eq=False)
+class WatchedUnit(Unit):
+    """A unit that a guard measures."""
+
+    unit: Unit
+    guard: Guard
+    promised_bytes: float
+    """What the plan has for a step: `Plan.step_bytes`."""
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.unit.size
+
+    @property
+    def total_size(self) -> float | None:
+        return self.unit.total_size
+
+    def forward_backward(self, total: float) -> Tensor:
+        return self.guard.watch(partial(self.unit.forward_backward, total), self.promised_bytes)
+
+    def commit(self) -> None:
+        self.unit.commit()

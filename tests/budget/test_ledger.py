@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from hopline.budget.ledger import Ledger
+from hopline.util import trace
+
+
+def test_an_epochs_record_is_taken_once_and_the_largest_bytes_stay():
+    ledger = Ledger(100)
+    ledger.peak(90.0, 80)
+    ledger.peak(70.0, 60)
+    ledger.batch(150.0, 80)
+    record = ledger.take()
+    assert (record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]) == (100, 90.0, 80)
+    assert (record["before"], record["after"], record["over"]) == ([150.0], [80], 0)
+    ledger.peak(50.0, 40)
+    assert ledger.take()["peak_bytes"] == 40
+    assert (ledger.promised_bytes, ledger.peak_bytes) == (90.0, 80)
+
+
+def test_what_happens_is_counted_in_the_trace_too():
+    ledger, counters = Ledger(100), trace.Counters()
+    with trace.listen(counters):
+        ledger.peak(90.0, 101)
+        ledger.split(3)
+        ledger.split(4)
+        ledger.resampled()
+        ledger.cut(500)
+        ledger.out_of_memory()
+    counters.next_epoch()
+    record = ledger.take()
+    names = ("over", "split", "pieces", "resampled", "cut", "edges_cut", "oom")
+    assert [record[name] for name in names] == [1, 2, 7, 1, 1, 500, 1]
+    assert counters.last_epoch() == {
+        "budget.steps_over": 1,
+        "budget.batches_split": 2,
+        "budget.pieces": 7,
+        "budget.resampled": 1,
+        "budget.batches_cut": 1,
+        "budget.edges_cut": 500,
+        "budget.out_of_memory": 1,
+    }
