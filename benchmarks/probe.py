@@ -19,7 +19,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 from hopline.core.batch import Block
-from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
+from hopline.methods.full_batch.convs.runner import ShardConvs, run_conv
 from hopline.nn import GNN
 from hopline.nn.conv_adapter import way_of
 from hopline.nn.probe import PlainTree, probe_graph
@@ -48,9 +48,9 @@ def on_blocks(model: GNN, layout: type[Block]) -> None:
 
 def on_shards(model: GNN) -> None:
     graph = probe_graph({})
-    block = ShardBlock.of(slab_layout(graph, torch.tensor([0, graph.num_nodes])))
+    convs = ShardConvs.of(slab_layout(graph, torch.tensor([0, graph.num_nodes])))
     for conv, width in zip(model.convs, WIDTHS, strict=False):
-        run_conv(conv, torch.randn(graph.num_nodes, width), block)
+        run_conv(conv, torch.randn(graph.num_nodes, width), convs)
 
 
 PLACES: dict[str, Callable[[GNN], None]] = {

@@ -68,6 +68,9 @@ class TreeBlock(Block):
     hop: int
     in_graph_order = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
+
     def to(self, device: torch.device, non_blocking: bool = False) -> TreeBlock:
         return type(self)(self.tree.to(device, non_blocking), self.hop, self.graph, self.key, self.scale_sums)
 

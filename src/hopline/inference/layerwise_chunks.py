@@ -18,8 +18,8 @@ from hopline.device import pinned
 from hopline.device.meter import free_bytes, meter_of, numbered
 from hopline.inference.cache import Kept, kept_of
 from hopline.inference.resumable import LayerFiles
-from hopline.methods.full_batch.convs.block import ShardBlock
 from hopline.methods.full_batch.convs.messages import CannotSplit
+from hopline.methods.full_batch.convs.runner import ShardConvs
 from hopline.nn.conv_adapter import SeesMore, way_of
 from hopline.nn.gnn import GNN, State
 from hopline.pipeline.stages import Pipeline, Stage
@@ -267,9 +267,10 @@ class Layerwise:
             state = State(*found)  # type: ignore[arg-type]
             with trace.span("infer.layer", self.device):
                 try:
-                    after = self.model.layer(l, state, ShardBlock.of(layout).to(self.device))
+                    after = self.model.layer(l, state, ShardConvs.of(layout).to(self.device).block())
                 except CannotSplit:
-                    after = self.model.layer(l, state, ShardBlock.of(layout, mode="one_shot").to(self.device))
+                    convs = ShardConvs.of(layout, mode="one_shot")
+                    after = self.model.layer(l, state, convs.to(self.device).block())
                 if l == self.model.num_layers - 1:
                     after = State(self.model.decode(after))
             if self.keep is not None and l < self.model.num_layers - 1:

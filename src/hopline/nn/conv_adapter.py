@@ -12,7 +12,6 @@ import functools
 import inspect
 import itertools
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -53,14 +52,6 @@ EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "ty
 """Argument of a PyG conv -> name of the graph's edge array."""
 
 
-class RunsConvs(Block, ABC):
-    """A block that runs convs itself, since its source rows are not all here."""
-
-    @abstractmethod
-    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
-        """The conv's output for the block's destinations."""
-
-
 class SeesMore(ValueError):
     """A conv whose output at a node depends on more than the node and its in-edges: no block has all that it needs."""
 
@@ -87,8 +78,8 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
     h: source rows [num_src, ...] or the handle to them; x0: initial rows, whose first num_dst are the destinations'.
     layer: which of the model's it is, for draws of the conv's own.
     """
-    if isinstance(block, RunsConvs):
-        return block.convolve(conv, h, x0)
+    if block.convs is not None:
+        return block.convs.run(conv, h, x0)
     layout = layout_of(conv, block)
     names = block.edge if block.graph is None else block.graph.edge
     way = _known_way(conv, layout, names)
