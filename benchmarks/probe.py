@@ -18,11 +18,10 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from hopline.core.batch import Block
 from hopline.methods.full_batch.convs.runner import ShardConvs, run_conv
 from hopline.nn import GNN
-from hopline.nn.conv_adapter import way_of
-from hopline.nn.probe import PlainTree, probe_graph
+from hopline.nn.conv_adapter import Layout, way_of
+from hopline.nn.probe import probe_graph
 from hopline.shards.layout import slab_layout
 
 WIDTHS = (100, 256, 256, 47)
@@ -40,7 +39,7 @@ CONVS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-def on_blocks(model: GNN, layout: type[Block]) -> None:
+def on_blocks(model: GNN, layout: Layout) -> None:
     model.check_blocks(WIDTHS[0], {})
     for conv, width in zip(model.convs, WIDTHS, strict=False):
         way_of(conv, width, {}, layout)
@@ -54,8 +53,8 @@ def on_shards(model: GNN) -> None:
 
 
 PLACES: dict[str, Callable[[GNN], None]] = {
-    "blocks": lambda model: on_blocks(model, Block),
-    "trees": lambda model: on_blocks(model, PlainTree),
+    "blocks": lambda model: on_blocks(model, "block"),
+    "trees": lambda model: on_blocks(model, "tree"),
     "shards": on_shards,
 }
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.core.row_handles import Handle, ReducedRows, Rows, _lies_on
+from hopline.core.row_handles import Handle, Readable, ReducedRows, Rows, _lies_on
 
 if TYPE_CHECKING:
     from hopline.core.graph import Graph
@@ -165,8 +164,11 @@ class Block:
             return f"{type(self).__name__}({self.num_dst:,} nodes)"
         return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Block:
-        """The same block on a device; its graph stays where it is."""
+    def to(self, device: torch.device, non_blocking: bool = False, moved: dict[int, Any] | None = None) -> Block:
+        """The same block on a device; its graph stays where it is.
+
+        moved: by `id`, what was moved with other blocks of a batch and is shared with them.
+        """
         if all(tensor is None or _lies_on(tensor, device) for tensor in self.tensors()):
             return self  # with what was found out about its edges
         if self.convs is not None:
@@ -181,15 +183,13 @@ class Block:
             found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
         return found
 
-    def with_key(self, key: int | Tensor | None) -> Self:
-        """The same block, with what was found out about its edges, for other draws."""
-        block = copy.copy(self)
-        object.__setattr__(block, "key", key)
-        return block
-
     def scaling_sums(self, wanted: bool) -> Block:
         """The same block, with or without sums scaled up."""
-        return replace(self, scale_sums=wanted)
+        return self if self.scale_sums == wanted else replace(self, scale_sums=wanted)
+
+    def handle(self, table: Readable) -> Rows:
+        """A handle to the rows of its sources."""
+        return Rows(table, self.src_ids)
 
     @property
     def num_src(self) -> int:
@@ -203,6 +203,15 @@ class Block:
     def src_keys(self) -> Tensor:
         """[num_src] int64: what the random draws at each source are keyed by, beside `key`."""
         return self.src_ids
+
+    @property
+    def present(self) -> Tensor | None:
+        """[num_src] bool: which sources are nodes, where some are empty slots of a tree; None where all are."""
+        return None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.src_ids.is_cuda
 
     @property
     def num_edges(self) -> int:
@@ -332,10 +341,11 @@ class Batch:
         def move(value: Any) -> Any:
             return value.to(target, non_blocking=non_blocking) if isinstance(value, Tensor) else value
 
+        moved: dict[int, Any] = {}
         return replace(
             self,
             seeds=move(self.seeds),
-            blocks=each_once(self.blocks, lambda block: block.to(target, non_blocking)),
+            blocks=each_once(self.blocks, lambda block: block.to(target, non_blocking, moved)),
             x=move(self.x),
             y=move(self.y),
             tables={name: move(rows) for name, rows in self.tables.items()},
@@ -351,7 +361,7 @@ class Batch:
         if self.key is None:
             return self
         key = ops.another_key(self.key, number)
-        return replace(self, key=key, blocks=each_once(self.blocks, lambda block: block.with_key(key)))
+        return replace(self, key=key, blocks=each_once(self.blocks, lambda block: replace(block, key=key)))
 
     def union(self) -> Block:
         """All sampled edges as one square block over `input_ids`, for models that are not walked layer by layer.
