@@ -29,9 +29,9 @@ from hopline.core.partition import Partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.runner import ShardConvs, run_conv
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport
+from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import shard_layouts, slab_layout
+from hopline.shards.transports import LocalTransport, P2PTransport
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "GAT": lambda width: pyg.GATConv(width, width),

@@ -29,10 +29,10 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
-from hopline.methods.full_batch.convs.runner import ShardConvs
-from hopline.methods.full_batch.convs.trimming import trimmed_convs
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.layout import ShardLayout, shard_layouts
+from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 
 MODELS: dict[str, Any] = {"GAT": pyg.GATConv, "SAGE-mean": pyg.SAGEConv}
 KINDS = ("forward", "refetch", "gradient")

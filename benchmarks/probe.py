@@ -18,10 +18,10 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from hopline.methods.full_batch.convs.runner import ShardConvs, run_conv
 from hopline.nn import GNN
 from hopline.nn.conv_adapter import Layout, way_of
 from hopline.nn.probe import probe_graph
+from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import slab_layout
 
 WIDTHS = (100, 256, 256, 47)

@@ -343,10 +343,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="gradient of a norm stays on its rank",
         area="norms over ranks",
-        file="src/hopline/methods/full_batch/convs/norm.py",
+        file="src/hopline/shards/convs/norm.py",
         old="return _sum(grad, ctx.world), None",
         new="return grad.clone(), None",
-        tests=("tests/methods/full_batch/convs/test_norm.py",),
+        tests=("tests/shards/convs/test_norm.py",),
     ),
     Fault(
         name="jumping knowledge in the wrong order",
@@ -393,18 +393,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="ties of a smaller maximum are still counted",
         area="sharded aggregation",
-        file="src/hopline/methods/full_batch/convs/accumulate.py",
+        file="src/hopline/shards/convs/accumulate.py",
         old="ties *= total == most",
         new="ties *= 1",
-        tests=("tests/methods/full_batch/convs/test_accumulate.py",),
+        tests=("tests/shards/convs/test_accumulate.py",),
     ),
     Fault(
         name="rows are read before they have arrived",
         area="sharded aggregation",
-        file="src/hopline/methods/full_batch/transports.py",
+        file="src/hopline/shards/transports.py",
         old="                work.wait()",
         new="                pass",
-        tests=("tests/methods/full_batch/test_transports.py",),
+        tests=("tests/shards/test_transports.py",),
     ),
     Fault(
         name="answers come back in the order of their owners",

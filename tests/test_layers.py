@@ -29,7 +29,6 @@ WAITING = {
     "budget -> methods/sampled": "each method plans its own memory by `Method.plan`",
     "budget -> methods/historical": "each method plans its own memory by `Method.plan`",
     "budget -> methods/full_batch": "each method plans its own memory by `Method.plan`",
-    "inference -> methods/full_batch": "the layer-wise engine runs convs whose source rows are elsewhere",
 }
 """Imports that point upward until the contract between methods, budget and the layer-wise engine changes."""
 

@@ -10,10 +10,10 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.methods.full_batch.convs.runner import ShardConvs, run_conv
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import probe_graph
 from hopline.nn.row_wise import check_row_wise, described, mixing_in_training, mixing_module
+from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import slab_layout
 from tests.helpers import mlp, randn
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from hopline.core.graph import Graph
 from hopline.core.partition import make_partition
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.runner import ShardConvs, run_conv
-from hopline.methods.full_batch.transports import P2PTransport, Transport
 from hopline.nn.conv_adapter import edge_arguments
+from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import ShardLayout, shard_layouts
+from hopline.shards.transports import P2PTransport, Transport
 from tests.helpers import CONVS, graph_of, mlp, randint, randn, random_graph
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12

@@ -18,11 +18,11 @@ from hopline.device import pinned
 from hopline.device.meter import free_bytes, meter_of, numbered
 from hopline.inference.cache import Kept, kept_of
 from hopline.inference.resumable import LayerFiles
-from hopline.methods.full_batch.convs.messages import CannotSplit
-from hopline.methods.full_batch.convs.runner import ShardConvs
 from hopline.nn.conv_adapter import SeesMore, way_of
 from hopline.nn.gnn import GNN, State
 from hopline.pipeline.stages import Pipeline, Stage
+from hopline.shards.convs.messages import CannotSplit
+from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.layout import slab_layout
 from hopline.tables import TensorTable
 from hopline.util import trace

@@ -18,19 +18,19 @@ from hopline.data.dataset import Dataset
 from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
 from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
-from hopline.methods.full_batch.convs.norm import over_all_ranks
-from hopline.methods.full_batch.convs.runner import ShardConvs
-from hopline.methods.full_batch.convs.trimming import trimmed_convs
 from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
 from hopline.methods.partitioned.sweep import fill, go_back
 from hopline.methods.partitioned.trimming import NeededRows
 from hopline.methods.partitioned.work import PartsSpec, PartsWork, partition_together
 from hopline.nn.gnn import GNN
 from hopline.nn.row_wise import described, mixing_in_training
 from hopline.nn.whole_module import Whole
+from hopline.shards.convs.norm import over_all_ranks
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.data import ShardedData
 from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
+from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from hopline.tables import Table
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_on_pieces import batch_of_seeds, loss_at

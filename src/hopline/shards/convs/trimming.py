@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from hopline.core.batch import Part
 from hopline.core.row_handles import Handle
-from hopline.methods.full_batch.convs.edges import Edges, to_keep
-from hopline.methods.full_batch.convs.runner import ShardConvs, find_rule, run_by_rule
-from hopline.methods.full_batch.transports import Transport
 from hopline.nn.conv_adapter import initialise, takes_x0
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
+from hopline.shards.convs.edges import Edges, to_keep
+from hopline.shards.convs.runner import ShardConvs, find_rule, run_by_rule
 from hopline.shards.layout import ShardLayout, slab_layout
+from hopline.shards.transports import Transport
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

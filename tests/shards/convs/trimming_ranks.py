@@ -12,10 +12,10 @@ from hopline.core.batch import Batch
 from hopline.core.graph import Graph
 from hopline.core.partition import make_partition
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.runner import ShardConvs
-from hopline.methods.full_batch.convs.trimming import trimmed_convs
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.layout import ShardLayout, shard_layouts
+from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from tests.helpers import CONVS, plain_gnn, randn, random_graph
 
 NAMES = ("sage-mean", "sage-max", "gcn", "gin", "gat", "gat-edges", "transformer", "transformer-edges")

@@ -13,15 +13,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopline.core.partition import make_partition
-from hopline.methods.full_batch.convs import sequential_aggregation
-from hopline.methods.full_batch.convs.edges import Edges
-from hopline.methods.full_batch.convs.messages import Inputs, plan
-from hopline.methods.full_batch.convs.runner import ShardConvs, run_conv
-from hopline.methods.full_batch.convs.sequential_aggregation import aggregate, look
-from hopline.methods.full_batch.transports import LocalTransport
+from hopline.shards.convs import sequential_aggregation
+from hopline.shards.convs.edges import Edges
+from hopline.shards.convs.messages import Inputs, plan
+from hopline.shards.convs.runner import ShardConvs, run_conv
+from hopline.shards.convs.sequential_aggregation import aggregate, look
 from hopline.shards.layout import shard_layouts, slab_layout
+from hopline.shards.transports import LocalTransport
 from tests.helpers import mlp, randn, random_graph
-from tests.methods.full_batch.test_transports import Wires
+from tests.shards.test_transports import Wires
 
 GRAPH = random_graph(30, 150)
 LAYOUT = slab_layout(GRAPH, torch.tensor([0, 9, 20, 30]))

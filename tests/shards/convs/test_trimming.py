@@ -11,12 +11,12 @@ from hopline.core.partition import make_partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.runner import ShardConvs
-from hopline.methods.full_batch.convs.trimming import trimmed_convs
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.layout import virtual_layout
 from tests.grids import parametrize_pairwise
 from tests.helpers import randn
-from tests.methods.full_batch.convs.trimming_ranks import NAMES, SEEDS, case, compare, on_ranks
+from tests.shards.convs.trimming_ranks import NAMES, SEEDS, case, compare, on_ranks
 
 
 @parametrize_pairwise(name=[*NAMES], mode=["sequential", "stored", "one_shot"], num_shards=[1, 3])

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from hopline.core.batch import Block, ConvRunner
 from hopline.core.graph import Graph
 from hopline.core.row_handles import Handle, typed
-from hopline.methods.full_batch.convs.edges import Edges, gcn_edges, loop_attributes, to_keep
-from hopline.methods.full_batch.convs.messages import CannotSplit
-from hopline.methods.full_batch.convs.patch_message_passing import Mode, on_shard
-from hopline.methods.full_batch.transports import LocalTransport, Transport
 from hopline.nn.conv_adapter import edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.fused import dtype_of
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of, without_caches
+from hopline.shards.convs.edges import Edges, gcn_edges, loop_attributes, to_keep
+from hopline.shards.convs.messages import CannotSplit
+from hopline.shards.convs.patch_message_passing import Mode, on_shard
 from hopline.shards.layout import ShardLayout, slab_layout
+from hopline.shards.transports import LocalTransport, Transport
 
 Rule = Literal["plain", "loops", "gcn"]
 DEPTH = 1

@@ -19,8 +19,8 @@ from hopline.core.partition import make_partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.runner import ShardConvs, find_rule, run_conv
 from hopline.nn.conv_adapter import convolve
+from hopline.shards.convs.runner import ShardConvs, find_rule, run_conv
 from hopline.shards.layout import slab_layout, virtual_layout
 from tests.helpers import batch_of, mlp, pna, randn, random_graph
 from tests.shards.cases import SUITE, TIES, case, error, model, on_ranks, plain, sharded
