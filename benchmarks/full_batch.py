@@ -29,9 +29,9 @@ from hopline.core.partition import Partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport
+from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import shard_layouts, slab_layout
+from hopline.shards.transports import LocalTransport, P2PTransport
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "GAT": lambda width: pyg.GATConv(width, width),
@@ -107,8 +107,8 @@ def compare(name: str, graph: Graph, width: int, shards: list[int], repeats: int
     rows = [{"model": name, "shards": "plain PyG", "seconds": seconds, "peak_bytes": peak, "difference": 0.0}]
     for num_shards in shards:
         ptr = torch.linspace(0, graph.num_nodes, num_shards + 1).long()
-        block = ShardBlock.of(slab_layout(graph, ptr))
-        s, b = measured(lambda: trained(convs, x, lambda conv, h: run_conv(conv, h, block)), repeats)  # noqa: B023
+        over = ShardConvs.of(slab_layout(graph, ptr))
+        s, b = measured(lambda: trained(convs, x, lambda conv, h: run_conv(conv, h, over)), repeats)  # noqa: B023
         found = [p.grad for p in convs.parameters() if p.grad is not None]
         worst = max(float((a - e).norm() / e.norm()) for a, e in zip(found, expected, strict=True))
         rows.append({"model": name, "shards": num_shards, "seconds": s, "peak_bytes": b, "difference": worst})
@@ -126,11 +126,11 @@ def on_rank(world: World, name: str, num_nodes: int, num_edges: int, width: int,
     convs = nn.ModuleList([MODELS[name](width), MODELS[name](width)])
     x = torch.randn(num_nodes, width)[layout.own_ids]
     transport = LocalTransport(layout) if world.size == 1 else P2PTransport(layout)
-    block = ShardBlock.of(layout, transport)
+    over = ShardConvs.of(layout, transport)
     del graph
-    seconds, peak = measured(lambda: trained(convs, x, lambda conv, h: run_conv(conv, h, block)), repeats)
+    seconds, peak = measured(lambda: trained(convs, x, lambda conv, h: run_conv(conv, h, over)), repeats)
     transport.traffic.clear()
-    trained(convs, x, lambda conv, h: run_conv(conv, h, block))
+    trained(convs, x, lambda conv, h: run_conv(conv, h, over))
     sent = {kind: world.sum([transport.traffic[kind]])[0] for kind in ("forward", "refetch", "gradient")}
     seconds, peak = world.most([seconds, float(peak)])
     return {"model": name, "shards": f"{world.size} ranks", "seconds": seconds, "peak_bytes": peak, "sent_bytes": sent}

@@ -29,10 +29,10 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
-from hopline.methods.full_batch.convs.block import ShardBlock
-from hopline.methods.full_batch.convs.trimming import trimmed_blocks
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.layout import ShardLayout, shard_layouts
+from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 
 MODELS: dict[str, Any] = {"GAT": pyg.GATConv, "SAGE-mean": pyg.SAGEConv}
 KINDS = ("forward", "refetch", "gradient")
@@ -66,14 +66,15 @@ def measured(world: World, model: hl.nn.GNN, layout: ShardLayout, x: Tensor, way
     """The largest peak of any rank, and the bytes that all receive in a step."""
     transport = transport_of(world, layout, way.get("compress", "none"))
     options = {"mode": way["mode"], "depth": way.get("depth", 1)}
-    block = ShardBlock.of(layout, transport, **options)
+    whole = ShardConvs.of(layout, transport, **options)
     seeds = torch.arange(layout.num_own)
-    blocks: tuple[ShardBlock, ...] = (block,) * model.num_layers
+    blocks = (whole.block(),) * model.num_layers
     if way.get("trim"):
         seeds = seeds[: int(LABELLED * seeds.numel())]
         is_needed = torch.zeros(layout.num_own, dtype=torch.bool)
         is_needed[seeds] = True
-        blocks = trimmed_blocks(block, is_needed, model.num_layers, **options)
+        trimmed = trimmed_convs(whole, is_needed, model.num_layers, **options)
+        blocks = tuple(convs.block() for convs in trimmed)
     batch = Batch(layout.own_ids[seeds], blocks, x, None, output_idx=seeds)
 
     def step() -> None:

@@ -18,11 +18,10 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from hopline.core.batch import Block
-from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
 from hopline.nn import GNN
-from hopline.nn.conv_adapter import way_of
-from hopline.nn.probe import PlainTree, probe_graph
+from hopline.nn.conv_adapter import Layout, way_of
+from hopline.nn.probe import probe_graph
+from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import slab_layout
 
 WIDTHS = (100, 256, 256, 47)
@@ -40,7 +39,7 @@ CONVS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-def on_blocks(model: GNN, layout: type[Block]) -> None:
+def on_blocks(model: GNN, layout: Layout) -> None:
     model.check_blocks(WIDTHS[0], {})
     for conv, width in zip(model.convs, WIDTHS, strict=False):
         way_of(conv, width, {}, layout)
@@ -48,14 +47,14 @@ def on_blocks(model: GNN, layout: type[Block]) -> None:
 
 def on_shards(model: GNN) -> None:
     graph = probe_graph({})
-    block = ShardBlock.of(slab_layout(graph, torch.tensor([0, graph.num_nodes])))
+    convs = ShardConvs.of(slab_layout(graph, torch.tensor([0, graph.num_nodes])))
     for conv, width in zip(model.convs, WIDTHS, strict=False):
-        run_conv(conv, torch.randn(graph.num_nodes, width), block)
+        run_conv(conv, torch.randn(graph.num_nodes, width), convs)
 
 
 PLACES: dict[str, Callable[[GNN], None]] = {
-    "blocks": lambda model: on_blocks(model, Block),
-    "trees": lambda model: on_blocks(model, PlainTree),
+    "blocks": lambda model: on_blocks(model, "block"),
+    "trees": lambda model: on_blocks(model, "tree"),
     "shards": on_shards,
 }
 

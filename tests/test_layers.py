@@ -25,11 +25,6 @@ ROWS = (
 DOORS = ("__init__", "__main__", "extend")
 """They name what users import, and stand above all."""
 
-WAITING = {
-    "inference -> methods/full_batch": "the layer-wise engine runs convs whose source rows are elsewhere",
-}
-"""Imports that point upward until methods and the layer-wise engine change."""
-
 
 def folder_of(path: Path) -> str:
     """The folder of a file, of `methods/` each method's; for a file at the top its name."""
@@ -91,15 +86,9 @@ def test_every_folder_has_its_row():
 def test_a_folder_imports_only_from_below():
     allowed, wrong = may_import(), []
     for here, there, place in imports():
-        if there not in allowed[here] and f"{here} -> {there}" not in WAITING:
+        if there not in allowed[here]:
             wrong.append(f"{place}: {here} stands below {there}. Move what both need to {here} or lower")
     assert not wrong, "\n".join(wrong)
-
-
-def test_what_waits_is_still_needed():
-    needed = {f"{here} -> {there}" for here, there, _ in imports()}
-    ended = sorted(set(WAITING) - needed)
-    assert not ended, f"nothing imports upward by {', '.join(ended)} any more: take it out of WAITING"
 
 
 def test_every_folder_opens_with_a_paragraph():

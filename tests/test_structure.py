@@ -20,7 +20,7 @@ ONLY_IN = {
     "numba": ("ops/cpu/",),
     "llvmlite": ("ops/cpu/",),
     "triton": ("ops/gpu/",),
-    "torch_geometric": ("nn/", "data/", "methods/full_batch/convs/", "methods/sampled/pyg_loader.py", "run/models.py"),
+    "torch_geometric": ("nn/", "data/", "shards/convs/", "methods/sampled/pyg_loader.py", "run/models.py"),
     "typer": ("cli.py",),
     "pickle": (),
 }

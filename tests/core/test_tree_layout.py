@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,35 @@ def test_pieces_of_a_batch_have_the_gradient_of_the_whole_with_dropout():
         nn.functional.cross_entropy(copy(piece), piece.labels, reduction="sum").backward()
     for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_a_batch_that_moves_moves_its_tree_once():
+    batch = tree_batch(random_graph())
+    assert len({id(block.tree) for block in batch.blocks}) == 1  # type: ignore[attr-defined]
+    moved = batch.to("meta")
+    assert len({id(block.tree) for block in moved.blocks}) == 1  # type: ignore[attr-defined]
+    assert all(tensor is None or tensor.is_meta for block in moved.blocks for tensor in block.tensors())
+    assert batch.blocks[0].to(CPU) is batch.blocks[0]
+
+
+def test_a_copy_of_a_block_has_all_but_what_was_changed():
+    outer, inner = TreeSampler(random_graph(weight=True), (8, 3)).sample(torch.arange(12), 5)
+    other = replace(inner, key=6, scale_sums=True)
+    assert (other.key, other.scale_sums, other.tree, other.hop) == (6, True, outer.tree, inner.hop)
+    assert (other.num_src, other.num_dst, other.num_edges) == (inner.num_src, 12, inner.num_edges)
+    assert torch.equal(other.src_ids, inner.src_ids)
+    assert torch.equal(other.edge_index, inner.edge_index)
+
+
+def test_ids_and_edges_are_made_when_they_are_asked_for():
+    """A captured step on a GPU would have a kernel for each, and wait for the device."""
+    batch = tree_batch(random_graph())
+    block, rows = batch.blocks[0], batch.x
+    assert isinstance(rows, TreeRows)
+    assert rows.shape == (block.num_src, 6)
+    assert block.scaling_sums(True).num_dst == block.num_dst
+    assert not vars(block).keys() & {"src_ids", "_compact", "padded", "child_edges"}
+    assert rows.ids is block.src_ids
 
 
 def test_a_tree_trains_through_the_trainer():

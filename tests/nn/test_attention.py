@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,9 +65,15 @@ def block_of() -> Block:
     return batch_of(random_graph(loops=True), None, (5,), SEEDS).blocks[0].to(DEVICE)
 
 
-def tree_of() -> TreeBlock:
+def tree_of() -> Block:
     """Two hops of sources, some slots being empty."""
     return TreeSampler(random_graph(loops=True), (4, 3)).sample(SEEDS, 5)[0].to(DEVICE)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter CPU tensors stand for a GPU's."""
+    monkeypatch.setattr(Block, "on_gpu", True)
+    monkeypatch.setattr(TreeBlock, "on_gpu", True)
 
 
 def on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
@@ -83,7 +90,7 @@ def on_slots(conv: nn.Module, x: Tensor, block: Block) -> Tensor:
 
 def backward(out: Tensor, block: Block) -> None:
     """Gradients of a random projection of the outputs that are there."""
-    there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else torch.ones(block.num_dst, 1) > 0
+    there = torch.ones(block.num_dst, 1) > 0 if block.present is None else block.present[: block.num_dst]
     projection = randn(*out.shape, seed=7).to(out)
     (out * projection * there.view(-1, 1).to(out)).sum().backward()
 
@@ -93,7 +100,7 @@ def assert_equals_stock(name: str, block: Block, dtype: torch.dtype, tolerance: 
     other = twin(conv)
     ours, theirs = (randn(block.num_src, WIDTH, seed=3).to(dtype).to(DEVICE).requires_grad_() for _ in range(2))
     found, expected = attention(conv, ours, block), on_slots(other, theirs, block)
-    there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else slice(None)
+    there = slice(None) if block.present is None else block.present[: block.num_dst]
     assert_close(found[there], expected[there], tolerance)
     backward(found, block)
     backward(expected, block)
@@ -133,7 +140,7 @@ def test_autocast_is_near_by_relative_norm(name: str, layout: str):
     assert found.dtype == torch.bfloat16
     backward(found.float(), block)
     backward(expected, block)
-    there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else slice(None)
+    there = slice(None) if block.present is None else block.present[: block.num_dst]
     assert (found - expected)[there].norm() < 1e-2 * expected[there].norm()
     ours, theirs = (torch.cat([g.flatten() for g in gradients(c).values()]) for c in (conv, other))
     assert (ours - theirs).norm() < 1e-2 * theirs.norm()
@@ -150,7 +157,7 @@ def test_nothing_has_a_row_per_edge():
 @pytest.mark.parametrize("layout", ["block", "tree"])
 def test_convolve_takes_the_kernels_where_the_block_is_on_a_gpu(layout: str, monkeypatch: pytest.MonkeyPatch):
     block, conv, calls = block_of() if layout == "block" else tree_of(), conv_of("gat"), []
-    monkeypatch.setattr(conv_adapter, "is_on_gpu", lambda block: True)
+    as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(conv_adapter, "attention", lambda *given: calls.append(given) or attention(*given))
     x = randn(50, WIDTH).to(DEVICE)
     found = convolve(conv, Rows(TensorTable(x), block.src_ids), block, None, 2)
@@ -181,12 +188,6 @@ def test_what_is_not_fused():
         assert is_fused_attention(conv)
 
 
-def with_key(block: Block, key: Any) -> Block:
-    if isinstance(block, TreeBlock):
-        return TreeBlock(block.tree, block.hop, block.graph, key)
-    return Block(block.src_ids, block.num_dst, block.parts, block.graph, key)
-
-
 @parametrize_kernel([("block",)], layout=LAYOUTS)
 def test_dropout_of_the_weights(layout: str):
     """Drawn by key and layer, from torch's generator where there is no key, and not at all in evaluation."""
@@ -195,18 +196,18 @@ def test_dropout_of_the_weights(layout: str):
     x = randn(block.num_src, WIDTH).to(DEVICE)
     keys = torch.arange(100, 133, device=DEVICE)
     for key in (7, keys):
-        one = attention(conv, x, with_key(block, key), 0)
-        assert torch.equal(one, attention(conv, x, with_key(block, key), 0))
-        assert not torch.equal(one, attention(conv, x, with_key(block, key), 1))
+        one = attention(conv, x, replace(block, key=key), 0)
+        assert torch.equal(one, attention(conv, x, replace(block, key=key), 0))
+        assert not torch.equal(one, attention(conv, x, replace(block, key=key), 1))
     unkeyed = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        unkeyed.append(attention(conv, x, with_key(block, None)))
+        unkeyed.append(attention(conv, x, replace(block, key=None)))
     assert torch.equal(unkeyed[0], unkeyed[1])
     assert not torch.equal(unkeyed[0], unkeyed[2])
     conv.eval()
-    there = block.present[: block.num_dst] if isinstance(block, TreeBlock) else slice(None)
-    assert_close(attention(conv, x, with_key(block, 7))[there], on_slots(conv, x, block)[there])
+    there = slice(None) if block.present is None else block.present[: block.num_dst]
+    assert_close(attention(conv, x, replace(block, key=7))[there], on_slots(conv, x, block)[there])
 
 
 @parametrize_kernel([("tree",)], layout=LAYOUTS)
@@ -221,9 +222,10 @@ def test_a_model_of_several_layers(layout: str, monkeypatch: pytest.MonkeyPatch)
     else:
         blocks = TreeSampler(graph, (4, 3, 2)).sample(SEEDS, 5)
     blocks = [block.to(DEVICE) for block in blocks]
+    as_on_a_gpu(monkeypatch)
     for this, fused in ((model, True), (other, False)):
         assert isinstance(this, GNN)
-        monkeypatch.setattr(conv_adapter, "is_on_gpu", lambda block, fused=fused: fused)
+        monkeypatch.setattr(conv_adapter, "is_fused_attention", lambda conv, fused=fused: fused)
         state = this.encode(x[blocks[0].src_ids], blocks[0].src_keys, None)
         for l, block in enumerate(blocks):
             state = this.layer(l, state, block)

@@ -13,9 +13,8 @@ from torch_geometric.utils import add_self_loops
 
 from hopline.core.graph import Graph
 from hopline.core.row_handles import Rows
-from hopline.core.tree_layout import TreeBlock
-from hopline.nn.conv_adapter import SeesMore, convolve, edge_arguments, takes_x0, way_of
-from hopline.nn.probe import BATCHES, PaddedTree, block_of, probe_graph, tree_of
+from hopline.nn.conv_adapter import Layout, SeesMore, convolve, edge_arguments, takes_x0, way_of
+from hopline.nn.probe import BATCHES, block_of, probe_graph, tree_of
 from hopline.tables import TensorTable
 from tests.grids import parametrize_pairwise
 from tests.helpers import (
@@ -326,8 +325,8 @@ def test_a_node_without_in_edges_has_the_output_that_it_has_in_the_whole_graph(m
         assert_close(convolve(conv, x[block.src_ids], block), expected[torch.tensor(nodes)])
 
 
-@pytest.mark.parametrize("layout", [TreeBlock, PaddedTree])
-def test_trees_keep_the_loops_of_convs_that_add_none(layout: type[TreeBlock]) -> None:
+@pytest.mark.parametrize("layout", ["tree", "padded tree"])
+def test_trees_keep_the_loops_of_convs_that_add_none(layout: Layout) -> None:
     edge = {"weight": torch.rand(3), "attr": torch.rand(3, 2)}
     adds = pyg.GATConv(4, 3)
     assert way_of(adds, 4, edge, layout).without_loops

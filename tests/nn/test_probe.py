@@ -10,7 +10,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.nn.conv_adapter import SeesMore, way_of
-from hopline.nn.probe import Findings, PlainTree, block_of, options_of, probe_graph, reordered, tree_of, trial_of
+from hopline.nn.probe import Findings, block_of, options_of, probe_graph, reordered, tree_of, trial_of
 from tests.helpers import randn
 
 
@@ -28,7 +28,7 @@ def test_it_is_ugly() -> None:
 
 def test_a_block_and_a_tree_have_the_edges_of_their_nodes() -> None:
     graph, nodes = probe_graph({"type": torch.arange(7)}), (3, 0, 11, 8)
-    for block in (block_of(graph, nodes), tree_of(graph, nodes, PlainTree)):
+    for block in (block_of(graph, nodes), tree_of(graph, nodes)):
         src, dst = block.edge_index
         for i, node in enumerate(nodes):
             first, stop = int(graph.indptr[node]), int(graph.indptr[node + 1])
@@ -86,9 +86,9 @@ def test_a_module_with_computed_weights_can_be_copied() -> None:
 
 def test_what_was_found_out_is_forgotten_when_a_setting_changes() -> None:
     conv = pyg.GATConv(4, 3)
-    assert way_of(conv, 4, {}, PlainTree).without_loops
+    assert way_of(conv, 4, {}, "tree").without_loops
     conv.add_self_loops = False
-    assert not way_of(conv, 4, {}, PlainTree).without_loops
+    assert not way_of(conv, 4, {}, "tree").without_loops
     assert ("add_self_loops", False) in options_of(conv)
 
 

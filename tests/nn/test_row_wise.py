@@ -10,10 +10,10 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import probe_graph
 from hopline.nn.row_wise import check_row_wise, described, mixing_in_training, mixing_module
+from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import slab_layout
 from tests.helpers import mlp, randn
 
@@ -166,6 +166,6 @@ def test_a_module_that_changes_its_buffers_needs_all_rows_at_once() -> None:
     graph = probe_graph({})
     layout = slab_layout(graph, torch.tensor([0, 5, 12]))
     with pytest.raises(ValueError, match=r"Observed cannot run over shards.*changes its buffers in each call"):
-        run_conv(Observed(4, 3).double().train(), randn(12, 4), ShardBlock.of(layout))
-    at_once = ShardBlock.of(layout, mode="one_shot")
+        run_conv(Observed(4, 3).double().train(), randn(12, 4), ShardConvs.of(layout))
+    at_once = ShardConvs.of(layout, mode="one_shot")
     assert run_conv(Observed(4, 3).double().train(), randn(12, 4), at_once).shape == (12, 3)

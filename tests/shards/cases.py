@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from hopline.core.graph import Graph
 from hopline.core.partition import make_partition
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
-from hopline.methods.full_batch.transports import P2PTransport, Transport
 from hopline.nn.conv_adapter import edge_arguments
+from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import ShardLayout, shard_layouts
+from hopline.shards.transports import P2PTransport, Transport
 from tests.helpers import CONVS, graph_of, mlp, randint, randn, random_graph
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12
@@ -80,8 +80,8 @@ def sharded(
 ) -> dict[str, Tensor]:
     """The same for the nodes and edges of a layout."""
     edge = {name: rows[layout.edge_ids].requires_grad_() for name, rows in graph.edge.items()}
-    block = ShardBlock.of(layout, transport, edge_rows=edge, **{"chunk_bytes": CHUNK_BYTES, **options})
-    return _run(conv, x[layout.own_ids], edge, lambda h: run_conv(conv, h, block), layout.own_ids)
+    convs = ShardConvs.of(layout, transport, edge_rows=edge, **{"chunk_bytes": CHUNK_BYTES, **options})
+    return _run(conv, x[layout.own_ids], edge, lambda h: run_conv(conv, h, convs), layout.own_ids)
 
 
 def _run(
@@ -156,8 +156,8 @@ def _traffic(world: World) -> dict[str, dict[str, float]]:
         graph, x = case(name)
         layout = shard_layouts(graph, make_partition(graph, world.size, "random", seed=2))[world.rank]
         transport = P2PTransport(layout)
-        block = ShardBlock.of(layout, transport, mode=mode)
-        run_conv(model(name), x[layout.own_ids].requires_grad_(), block).sum().backward()
+        convs = ShardConvs.of(layout, transport, mode=mode)
+        run_conv(model(name), x[layout.own_ids].requires_grad_(), convs).sum().backward()
         kinds = ("forward", "refetch", "gradient")
         found[f"{name} {mode}"] = dict(zip(kinds, world.sum([transport.traffic[k] for k in kinds]), strict=True))
     rows = shard_layouts(graph, make_partition(graph, world.size, "random", seed=2))[world.rank].halos

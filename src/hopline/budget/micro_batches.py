@@ -363,7 +363,7 @@ def with_rows(batch: Batch, tables: Mapping[str, Readable]) -> Batch:
 
 
 def _splittable(block: Block) -> Block:
-    if type(block) is not Block:
+    if not block.is_divisible:
         raise ValueError(
             f"a {type(block).__name__} cannot be split or cut: set layout=block, or make batch_size smaller"
         )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Hashable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hopline import ops
-from hopline.core.row_handles import Handle, ReducedRows, Rows, _lies_on
+from hopline.core.row_handles import Handle, Readable, ReducedRows, Rows, _lies_on
 
 if TYPE_CHECKING:
     from hopline.core.graph import Graph
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 PYG_NAMES = ("edge_index", "edge_attr", "batch_size", "n_id", "e_id", "input_id", "num_sampled_nodes", "num_nodes")
 """What a batch of PyG's NeighborLoader has, and a `Batch` has not."""
+NO_EDGES = (
+    "train_step asked for the edges of its batch, and here the outputs are computed part by part before the loss: use "
+    "the batch's seeds, labels and tables, or with hl.FullBatch set aggregation=sequential, with other methods leave "
+    "out budget="
+)
+"""What a block without parts answers: it stands for seeds whose outputs are known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +109,25 @@ class Between:
         return h
 
 
+class ConvRunner(ABC):
+    """Runs convs on blocks whose source rows are not all here.
+
+    A block refers to it, and many blocks may refer to one. It keeps what it has found out about the edges, so copies of
+    a block share that.
+    """
+
+    @abstractmethod
+    def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+        """The conv's output for the block's destinations.
+
+        h: the rows that are here; x0: initial rows, whose first num_dst are the destinations'.
+        """
+
+    @abstractmethod
+    def moved(self, block: Block, device: torch.device) -> Block:
+        """The block on a device, with all that convs need there."""
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """One layer's bipartite edges. Its destinations are the first `num_dst` of its sources.
@@ -120,6 +145,7 @@ class Block:
     """[num_src] int64 global node ids."""
     num_dst: int
     parts: tuple[Part, ...]
+    """Empty where the block stands for seeds whose outputs are known."""
     graph: Graph | None = None
     """The graph the edges are from: a conv that normalises by degree takes the degrees from there."""
     key: int | Tensor | None = None
@@ -130,14 +156,23 @@ class Block:
     """Whether a destination's edges come in the graph's order; sampled ones do not."""
     between: Between | None = None
     """Adds rows of other nodes between two layers, or records rows; None in a block that owns all its sources."""
+    convs: ConvRunner | None = None
+    """Runs convs on this block, where source rows are on other shards; None: `nn.conv_adapter` does."""
 
     def __repr__(self) -> str:
+        if not self.parts:
+            return f"{type(self).__name__}({self.num_dst:,} nodes)"
         return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Block:
-        """The same block on a device; its graph stays where it is."""
+    def to(self, device: torch.device, non_blocking: bool = False, moved: dict[int, Any] | None = None) -> Block:
+        """The same block on a device; its graph stays where it is.
+
+        moved: by `id`, what was moved with other blocks of a batch and is shared with them.
+        """
         if all(tensor is None or _lies_on(tensor, device) for tensor in self.tensors()):
             return self  # with what was found out about its edges
+        if self.convs is not None:
+            return self.convs.moved(self, device)
         parts = tuple(part.to(device, non_blocking) for part in self.parts)
         return replace(self, src_ids=self.src_ids.to(device, non_blocking=non_blocking), parts=parts)
 
@@ -150,13 +185,11 @@ class Block:
 
     def scaling_sums(self, wanted: bool) -> Block:
         """The same block, with or without sums scaled up."""
-        return replace(self, scale_sums=wanted)
+        return self if self.scale_sums == wanted else replace(self, scale_sums=wanted)
 
-    def with_key(self, key: int | Tensor | None) -> Self:
-        """The same block, with what was found out about its edges, for other draws."""
-        block = copy.copy(self)
-        object.__setattr__(block, "key", key)
-        return block
+    def handle(self, table: Readable) -> Rows:
+        """A handle to the rows of its sources."""
+        return Rows(table, self.src_ids)
 
     @property
     def num_src(self) -> int:
@@ -172,14 +205,32 @@ class Block:
         return self.src_ids
 
     @property
+    def present(self) -> Tensor | None:
+        """[num_src] bool: which sources are nodes, where some are empty slots of a tree; None where all are."""
+        return None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.src_ids.is_cuda
+
+    @property
     def num_edges(self) -> int:
+        if not self.parts:
+            raise ValueError(NO_EDGES)
         return sum(part.num_edges for part in self.parts)
 
     @property
     def part(self) -> Part:
         """The one part of a block whose source rows are all the batch's own."""
+        if not self.parts:
+            raise ValueError(NO_EDGES)
         (part,) = self.parts
         return part
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether some of its destinations, with their edges and sources, make a block of their own."""
+        return len(self.parts) == 1 and self.convs is None
 
     @property
     def edge_index(self) -> Tensor:
@@ -290,11 +341,11 @@ class Batch:
         def move(value: Any) -> Any:
             return value.to(target, non_blocking=non_blocking) if isinstance(value, Tensor) else value
 
-        moved = {id(block): block.to(target, non_blocking) for block in _distinct(self.blocks)}
+        moved: dict[int, Any] = {}
         return replace(
             self,
             seeds=move(self.seeds),
-            blocks=tuple(moved[id(block)] for block in self.blocks),
+            blocks=each_once(self.blocks, lambda block: block.to(target, non_blocking, moved)),
             x=move(self.x),
             y=move(self.y),
             tables={name: move(rows) for name, rows in self.tables.items()},
@@ -310,7 +361,7 @@ class Batch:
         if self.key is None:
             return self
         key = ops.another_key(self.key, number)
-        return replace(self, key=key, blocks=tuple(block.with_key(key) for block in self.blocks))
+        return replace(self, key=key, blocks=each_once(self.blocks, lambda block: replace(block, key=key)))
 
     def union(self) -> Block:
         """All sampled edges as one square block over `input_ids`, for models that are not walked layer by layer.
@@ -339,6 +390,13 @@ def _shown(rows: Handle | Tensor | None) -> str:
     kind = str(rows.dtype).removeprefix("torch.") if isinstance(rows, Tensor) else "not read yet"
     where = f" on {rows.device}" if isinstance(rows, Tensor) and rows.device.type != "cpu" else ""
     return f"{list(rows.shape)} {kind}{where}"
+
+
+def each_once(blocks: Iterable[Block], changed: Callable[[Block], Block]) -> tuple[Block, ...]:
+    """All blocks changed, each once: layers that have one block in common have one afterwards."""
+    blocks = tuple(blocks)
+    found = {id(block): changed(block) for block in _distinct(blocks)}
+    return tuple(found[id(block)] for block in blocks)
 
 
 def _distinct(blocks: Iterable[Block]) -> Iterable[Block]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,45 +35,52 @@ class Tree:
     def to(self, device: torch.device, non_blocking: bool = False) -> Tree:
         if self.nodes.device == device:
             return self
-        known = self.__dict__.setdefault("_moved", {})  # the blocks of a batch share one tree
-        if device not in known:
-            known[device] = Tree(
-                self.slots,
-                self.nodes.to(device, non_blocking=non_blocking),
-                self.counts.to(device, non_blocking=non_blocking),
-                None if self.edge_ids is None else self.edge_ids.to(device, non_blocking=non_blocking),
-            )
-        return known[device]
+        return Tree(
+            self.slots,
+            self.nodes.to(device, non_blocking=non_blocking),
+            self.counts.to(device, non_blocking=non_blocking),
+            None if self.edge_ids is None else self.edge_ids.to(device, non_blocking=non_blocking),
+        )
 
 
+def _when_asked(compute: Callable[[Any], Any]) -> Any:
+    """The default of a field that is no argument: it is computed when it is first asked for, and kept."""
+    return cached_property(compute)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class TreeBlock(Block):
     """One layer's edges in the tree layout: the destinations are hops 0 .. `hop`, the sources reach one hop further.
 
-    Every source but the seeds is the child of one destination. No edge leads out of an empty slot.
+    Every source but the seeds is the child of one destination. No edge leads out of an empty slot. It is a class of its
+    own since its ids and edges are computed when they are asked for: a step on a GPU needs few of them, and counting
+    edges there waits for the device.
     """
 
-    def __init__(
-        self,
-        tree: Tree,
-        hop: int,
-        graph: Graph | None = None,
-        key: int | Tensor | None = None,
-        scale_sums: bool = False,
-    ) -> None:
-        fields = {"tree": tree, "hop": hop, "graph": graph, "key": key, "scale_sums": scale_sums, "parts": ()}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "num_dst", tree.slots.up_to(hop))
+    src_ids: Tensor = field(init=False, default=_when_asked(lambda block: block._node_ids()))
+    """[num_src] int64 global node ids; 0 at empty slots, so that rows can be read for them."""
+    num_dst: int = field(init=False, default=_when_asked(lambda block: block.tree.slots.up_to(block.hop)))
+    parts: tuple[Part, ...] = field(init=False, default=())
+    in_graph_order: bool = field(init=False, default=False)
+    tree: Tree = field(kw_only=True)
+    """The slots of all layers of a batch."""
+    hop: int = field(kw_only=True)
 
-    tree: Tree
-    hop: int
-    in_graph_order = False
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> TreeBlock:
-        return type(self)(self.tree.to(device, non_blocking), self.hop, self.graph, self.key, self.scale_sums)
+    def to(self, device: torch.device, non_blocking: bool = False, moved: dict[int, Any] | None = None) -> TreeBlock:
+        moved = {} if moved is None else moved
+        if id(self.tree) not in moved:  # the blocks of a batch share one tree
+            moved[id(self.tree)] = self.tree.to(device, non_blocking)
+        tree = moved[id(self.tree)]
+        return self if tree is self.tree else replace(self, tree=tree)
 
-    def scaling_sums(self, wanted: bool) -> TreeBlock:
-        return type(self)(self.tree, self.hop, self.graph, self.key, wanted)
+    def handle(self, table: Readable) -> Rows:
+        return TreeRows(table, self)
+
+    def _node_ids(self) -> Tensor:
+        return self.tree.nodes[: self.num_src].long().clamp(min=0)
 
     @property
     def num_src(self) -> int:
@@ -88,11 +96,6 @@ class TreeBlock(Block):
         """[num_src] bool: which slots are not empty."""
         return self.tree.nodes[: self.num_src] >= 0
 
-    @cached_property
-    def src_ids(self) -> Tensor:  # type: ignore[override]
-        """[num_src] int64 global node ids; 0 at empty slots, so that rows can be read for them."""
-        return self.tree.nodes[: self.num_src].long().clamp(min=0)
-
     @property
     def src_keys(self) -> Tensor:
         return self.tree.slots.ids(self.tree.nodes.device)[: self.num_src]
@@ -102,7 +105,7 @@ class TreeBlock(Block):
         return int(self.counts.sum())
 
     def tensors(self) -> list[Tensor | None]:
-        return [self.tree.nodes, self.tree.counts, self.tree.edge_ids] if self.hop == 0 else []  # all share one tree
+        return [self.tree.nodes, self.tree.counts, self.tree.edge_ids]
 
     @property
     def on_gpu(self) -> bool:
@@ -163,18 +166,12 @@ class TreeBlock(Block):
         return {n: ops.gather_rows(rows, edge_ids.to(rows.device)).to(device) for n, rows in self.graph.edge.items()}
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TreeRows(Rows):
     """A handle to the rows of all slots of a block in the tree layout."""
 
-    def __init__(self, table: Readable, block: TreeBlock) -> None:
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "block", block)
-
+    ids: Tensor = field(init=False, default=_when_asked(lambda rows: rows.block.src_ids))
     block: TreeBlock
-
-    @cached_property
-    def ids(self) -> Tensor:  # type: ignore[override]
-        return self.block.src_ids
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -207,4 +204,4 @@ class TreeSampler:
         graph, slots = self.graph, Slots(seeds.numel(), self.fanouts, first_seed)
         drawn = ops.sample_tree(graph.indptr, graph.indices, seeds, slots, key, self.replace, self.with_edges)
         tree = Tree(slots, *drawn)
-        return tuple(TreeBlock(tree, hop, graph, key) for hop in reversed(range(len(self.fanouts))))
+        return tuple(TreeBlock(tree=tree, hop=hop, graph=graph, key=key) for hop in reversed(range(len(self.fanouts))))

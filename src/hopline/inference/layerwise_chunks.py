@@ -18,10 +18,10 @@ from hopline.device.meter import free_bytes, meter_of, numbered
 from hopline.inference.cache import Kept, kept_of
 from hopline.inference.resumable import LayerFiles
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece, layer_rows
-from hopline.methods.full_batch.convs.block import ShardBlock
-from hopline.methods.full_batch.convs.messages import CannotSplit
 from hopline.nn.conv_adapter import SeesMore, way_of
 from hopline.nn.gnn import GNN, State
+from hopline.shards.convs.messages import CannotSplit
+from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.layout import slab_layout
 from hopline.tables import TensorTable
 from hopline.tables.allocators import Allocator, DeviceThenPinned
@@ -280,7 +280,7 @@ class Chunks(LayerPlan[Tensor]):
         """All edges as in full batch: messages in chunks, or of mode "one_shot" all at once."""
         graph = self.data.graph.to("cpu")
         layout = slab_layout(graph, torch.tensor([0, graph.num_nodes]))
-        return ShardBlock.of(layout, **options).to(self.device)
+        return ShardConvs.of(layout, **options).to(self.device).block()
 
     # ---- the plan
 

@@ -17,8 +17,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from hopline import ops
 from hopline.core.batch import Block
 from hopline.core.row_handles import Handle, typed
-from hopline.core.tree_layout import TreeBlock
-from hopline.nn.tree_layers import compute_dtype
+from hopline.nn.tree_layers import compute_dtype, edges_to_attend
 from hopline.ops.random import PLACES
 
 MOST_CHANNELS = 512
@@ -34,10 +33,6 @@ def is_fused_attention(conv: Any) -> bool:
     return not heard and type(conv.aggr_module) is SumAggregation and conv.flow == "source_to_target"
 
 
-def is_on_gpu(block: Block) -> bool:
-    return block.on_gpu if isinstance(block, TreeBlock) else block.src_ids.is_cuda
-
-
 def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Tensor:
     """A conv with `is_fused_attention` on a block: [num_dst, ...]. layer: which of the model's the draws are for.
 
@@ -47,7 +42,7 @@ def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Te
     num_dst, heads, p = block.num_dst, conv.heads, conv.dropout if conv.training else 0.0
     x, own, att, att_own = _projected(conv, rows, num_dst)
     out = ops.gpu_kernels("attention").attend(
-        x, own, att[0], None if att_own is None else att_own[0], _edges(block),
+        x, own, att[0], None if att_own is None else att_own[0], edges_to_attend(block),
         slope=conv.negative_slope, loops=conv.add_self_loops, p=p, key=_key(block, layer, rows.device) if p else None,
     )  # fmt: skip
     if not conv.concat:
@@ -65,14 +60,6 @@ def _projected(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | 
     if conv.lin is not None:
         return conv.lin(rows), None, conv.att_src, conv.att_dst
     return conv.lin_src(rows), conv.lin_dst(rows[:num_dst]), conv.att_src, conv.att_dst
-
-
-def _edges(block: Block) -> Any:
-    if isinstance(block, TreeBlock):
-        tree = block.tree
-        return ops.gpu_kernels("attention").tree_edges(tree.slots, block.hop, tree.nodes, tree.counts)
-    part = block.part
-    return ops.gpu_kernels("attention").block_edges(part.indptr, part.src_idx, block.num_src, block.src_keys)
 
 
 def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:

@@ -12,7 +12,6 @@ import functools
 import inspect
 import itertools
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,12 +27,10 @@ from hopline.core.graph import Graph
 from hopline.core.row_handles import Handle, typed
 from hopline.core.tree_layout import TreeBlock
 from hopline.device.snapshots import eval_mode
-from hopline.nn.attention import attention, is_fused_attention, is_on_gpu
+from hopline.nn.attention import attention, is_fused_attention
 from hopline.nn.fused import NORMALISED, dtype_of, fused, is_fused
 from hopline.nn.probe import (
     BATCHES,
-    PaddedTree,
-    PlainTree,
     block_of,
     findings,
     has_cache,
@@ -47,19 +44,14 @@ from hopline.nn.probe import (
 )
 
 Convention = Literal["fused", "pair", "square"]
+Layout = Literal["block", "tree", "padded tree"]
+"""What a conv's edges look like. On a tree every edge has a source of its own; on a padded one, as a GPU has it, there
+is an edge out of every slot, also the empty ones."""
 
 CALLS: tuple[Convention, ...] = ("pair", "square")
 """Those in which the conv's own code runs."""
 EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type"}
 """Argument of a PyG conv -> name of the graph's edge array."""
-
-
-class RunsConvs(Block, ABC):
-    """A block that runs convs itself, since its source rows are not all here."""
-
-    @abstractmethod
-    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
-        """The conv's output for the block's destinations."""
 
 
 class SeesMore(ValueError):
@@ -80,6 +72,8 @@ class Way:
     """Whether its output depends on the order of a node's in-edges."""
     has_cache: bool = False
     """Whether it was built with cached=True."""
+    padded: bool = False
+    """Whether it is given the edges out of empty slots of a tree, which lead to a row behind the destinations."""
 
 
 def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
@@ -88,8 +82,8 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
     h: source rows [num_src, ...] or the handle to them; x0: initial rows, whose first num_dst are the destinations'.
     layer: which of the model's it is, for draws of the conv's own.
     """
-    if isinstance(block, RunsConvs):
-        return block.convolve(conv, h, x0)
+    if block.convs is not None:
+        return block.convs.run(conv, h, x0)
     layout = layout_of(conv, block)
     names = block.edge if block.graph is None else block.graph.edge
     way = _known_way(conv, layout, names)
@@ -105,7 +99,7 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
             f"the output of {_name(conv)} depends on the order of a node's in-edges, which sampling does not keep: "
             "set fanouts to -1 at every layer, or use an aggregation such as mean or max"
         )
-    if is_fused_attention(conv) and is_on_gpu(block):
+    if is_fused_attention(conv) and block.on_gpu:
         return attention(conv, h, block, layer)
     with without_caches(conv) if way.has_cache else nullcontext():
         return _call(conv, way, h, block, x0)
@@ -115,7 +109,7 @@ def way_of(
     conv: nn.Module,
     width: int,
     edge: Mapping[str, Tensor],
-    layout: type[Block] = Block,
+    layout: Layout = "block",
     initial_width: int | None = None,
 ) -> Way:
     """How the conv is called on blocks of a layout, found out when it is first asked for.
@@ -129,7 +123,7 @@ def way_of(
     return way
 
 
-def _known_way(conv: nn.Module, layout: type[Block], edge: Mapping[str, Tensor]) -> Way | None:
+def _known_way(conv: nn.Module, layout: Layout, edge: Mapping[str, Tensor]) -> Way | None:
     return findings.get(conv, ("way", layout), _about(conv, edge))
 
 
@@ -138,11 +132,11 @@ def _about(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
     return options_of(conv), is_fused(conv), frozenset(edge)
 
 
-def layout_of(conv: nn.Module, block: Block) -> type[Block]:
-    """The class of the blocks that it is tried on. Kernels of fused convs know the empty slots of a GPU's trees."""
+def layout_of(conv: nn.Module, block: Block) -> Layout:
+    """The layout in which the conv is tried. Kernels of fused convs know the empty slots of a GPU's trees."""
     if not isinstance(block, TreeBlock):
-        return Block
-    return PaddedTree if block.on_gpu and not is_fused(conv) else PlainTree
+        return "block"
+    return "padded tree" if block.on_gpu and not is_fused(conv) else "tree"
 
 
 def _call(conv: nn.Module, way: Way, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
@@ -150,11 +144,11 @@ def _call(conv: nn.Module, way: Way, h: Handle | Tensor, block: Block, x0: Tenso
         return fused(conv, h, block, x0 if takes_x0(conv) else None)
     dtype = dtype_of(conv, h)
     rows, num_dst = typed(h, dtype), block.num_dst
-    edge_index, edge = _edges_of(block, way.without_loops)
+    edge_index, edge = _edges_of(block, way)
     edges = edge_arguments(conv, edge, dtype)
     first = (_padded(x0, rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
     own = rows[:num_dst]
-    if way.convention == "pair" and _is_padded(block):  # edges out of empty slots lead to one row more
+    if way.convention == "pair" and way.padded:  # edges out of empty slots lead to one row more
         own = torch.cat([own, rows[:1]])
     if way.with_edges:
         edges = {name: torch.cat([_two_rows(values), values]) for name, values in edges.items()}
@@ -173,20 +167,16 @@ def _two_rows(like: Tensor) -> Tensor:
     return like.new_full((2, *like.shape[1:]), int(like.is_floating_point()))
 
 
-def _is_padded(block: Block) -> bool:
-    return isinstance(block, TreeBlock) and block.on_gpu
-
-
-def _edges_of(block: Block, without_loops: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
+def _edges_of(block: Block, way: Way) -> tuple[Tensor, Mapping[str, Tensor]]:
     """(edge_index, edge arrays). In a tree a conv does not see which edges come from the node itself."""
     if not isinstance(block, TreeBlock):
         return block.edge_index, block.edge
-    edge_index, edge = block.padded if block.on_gpu else (block.edge_index, block.edge)
-    if not without_loops or block.graph is None or not block.graph.self_loops.numel():
+    edge_index, edge = block.padded if way.padded else (block.part.edge_index, block.part.edge)
+    if not way.without_loops or block.graph is None or not block.graph.self_loops.numel():
         return edge_index, edge
     src, dst = edge_index
     loops = block.src_ids[src] == block.src_ids[dst.clamp(max=block.num_dst - 1)]
-    if block.on_gpu:
+    if way.padded:
         return torch.stack([src, torch.where(loops, block.num_dst, dst)]), edge
     return edge_index[:, ~loops], {name: rows[~loops] for name, rows in edge.items()}
 
@@ -229,9 +219,7 @@ def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
     return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
 
 
-def find_way(
-    conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: type[Block], initial_width: int | None
-) -> Way:
+def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: Layout, initial_width: int | None) -> Way:
     """The first way of calling that equals the conv on a whole graph, for blocks that differ in what else they have."""
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
@@ -241,11 +229,11 @@ def find_way(
     start = None if initial_width is None else random_rows(graph.num_nodes, initial_width)
     expected = whole_output(conv, x, graph, start)
     trial = trial_of(conv)  # one for all blocks: what it keeps from one shows on the next
-    is_tree = issubclass(layout, TreeBlock)
+    is_tree, padded = layout != "block", layout == "padded tree"
 
     def output(trial: nn.Module, way: Way, graph: Graph, nodes: Sequence[int]) -> Tensor | None:
         """None where this is not a way in which the conv can be called."""
-        block = tree_of(graph, nodes, layout) if issubclass(layout, TreeBlock) else block_of(graph, nodes)
+        block = tree_of(graph, nodes) if is_tree else block_of(graph, nodes)
         try:
             with without_caches(trial):
                 return _call(trial, way, x[block.src_ids], block, None if start is None else start[block.dst_ids])
@@ -273,7 +261,10 @@ def find_way(
         ways = [Way("fused", has_cache=cached)]
     else:
         choices = itertools.product((False, True), CALLS, (False, True) if is_tree else (False,))
-        ways = [Way(call, without_loops, with_edges, has_cache=cached) for with_edges, call, without_loops in choices]
+        ways = [
+            Way(call, without_loops, with_edges, has_cache=cached, padded=padded)
+            for with_edges, call, without_loops in choices
+        ]
     with torch.no_grad():
         for way in ways:
             if is_right(way, graph) and (way.convention == "fused" or trains(way)):
@@ -287,7 +278,7 @@ def find_way(
             "compute that anew in each call"
         )
     if is_tree:
-        way_of(conv, width, edge, Block, initial_width)  # refused there if it cannot run on blocks either
+        way_of(conv, width, edge, "block", initial_width)  # refused there if it cannot run on blocks either
         raise ValueError(
             f"{_name(conv)} cannot run on trees, in which every edge has a source of its own: set layout=block"
         )

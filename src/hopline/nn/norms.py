@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import norm as pyg_norm
 
 from hopline.core.batch import Block
-from hopline.core.tree_layout import TreeBlock
 
 
 def make_norm(name: str, width: int) -> nn.Module:
@@ -43,9 +42,8 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
 def empty_rows_left_out(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
     """Batch norms, also those inside convs, take their statistics from a tree's slots that are not empty."""
     norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
-    if not isinstance(block, TreeBlock) or next(norms, None) is None:
-        return nullcontext()
-    return OwnStatistics(partial(_of_present, block.present))
+    present = None if next(norms, None) is None else block.present
+    return nullcontext() if present is None else OwnStatistics(partial(_of_present, present))
 
 
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -119,19 +119,7 @@ def reordered(graph: Graph) -> Graph:
     return Graph(graph.indptr, graph.indices[order], {name: rows[order] for name, rows in graph.edge.items()})
 
 
-class PlainTree(TreeBlock):
-    """A tree as convs see it on the host: without edges out of empty slots."""
-
-    on_gpu = False  # type: ignore[assignment]
-
-
-class PaddedTree(TreeBlock):
-    """A tree as convs see it on a GPU: with an edge out of every slot, also the empty ones."""
-
-    on_gpu = True  # type: ignore[assignment]
-
-
-def tree_of(graph: Graph, nodes: Sequence[int], kind: type[TreeBlock] = PlainTree) -> TreeBlock:
+def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
     """All in-edges of some nodes in the tree layout, in which every edge has a source of its own."""
     fanout = int(graph.in_degrees().max())
     slots = torch.full((len(nodes), fanout), -1)
@@ -145,7 +133,7 @@ def tree_of(graph: Graph, nodes: Sequence[int], kind: type[TreeBlock] = PlainTre
     tree = Tree(
         Slots(len(nodes), (fanout,)), torch.cat([torch.tensor(nodes), slots.view(-1)]), counts, edge_ids.view(-1)
     )
-    return kind(tree, 0, graph)
+    return TreeBlock(tree=tree, hop=0, graph=graph)
 
 
 def trial_of(module: Module) -> Module:

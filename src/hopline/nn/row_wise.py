@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from hopline.core.batch import Block, ConvRunner
 from hopline.core.row_handles import Handle
-from hopline.nn.conv_adapter import RunsConvs, SeesMore, convolve, edge_arguments, takes_x0, whole_output
+from hopline.nn.conv_adapter import SeesMore, convolve, edge_arguments, takes_x0, whole_output
 from hopline.nn.norms import OwnStatistics
 from hopline.nn.probe import BATCHES, block_of, probe_graph, random_rows, trial_of
 
@@ -128,14 +129,17 @@ def _is_known(module: Any, known: tuple[type, ...]) -> bool:
     return type(module) in known
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Given(RunsConvs):
-    """A block whose conv has run: what is left of a layer is what comes between this conv and the next."""
+@dataclass(frozen=True, eq=False)
+class _Known(ConvRunner):
+    """A conv has run: what is left of a layer is what comes between this conv and the next."""
 
     output: Tensor
 
-    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+    def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
         return self.output
+
+    def moved(self, block: Block, device: torch.device) -> Block:
+        return replace(block, src_ids=block.src_ids.to(device), convs=_Known(self.output.to(device)))
 
 
 def _found(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
@@ -157,8 +161,8 @@ def _found(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module 
             is_norm = type(trial.norms[l]) is not nn.Identity
             suspect: Any = trial.norms[l] if is_norm else trial.act
             try:
-                state = trial.layer(l, before, _Given(ids, ids.numel(), (), output=out))
-                of_some = trial.layer(l, _some(before), _Given(SOME, SOME.numel(), (), output=out[SOME]))
+                state = trial.layer(l, before, Block(ids, ids.numel(), (), convs=_Known(out)))
+                of_some = trial.layer(l, _some(before), Block(SOME, SOME.numel(), (), convs=_Known(out[SOME])))
             except Exception as error:
                 raise ValueError(f"layer {l} cannot run with {described(suspect)}: {error}") from error
             if not _same(state, of_some):

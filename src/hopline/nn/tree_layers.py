@@ -59,6 +59,14 @@ def reduce_on_tree(
     )
 
 
+def edges_to_attend(block: Block) -> Any:
+    """The edges of a block on a GPU, as the kernels of attention take them."""
+    kernels = ops.gpu_kernels("attention")
+    if isinstance(block, TreeBlock):
+        return kernels.tree_edges(block.tree.slots, block.hop, block.tree.nodes, block.tree.counts)
+    return kernels.block_edges(block.part.indptr, block.part.src_idx, block.num_src, block.src_keys)
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision that a product of float32 parameters runs in."""
     autocast = torch.is_autocast_enabled("cuda") and dtype == torch.float32

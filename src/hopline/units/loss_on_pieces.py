@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hopline.core.batch import Batch, Block, Part
+from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Rows
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def answering(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[None]
 def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor | None) -> Batch:
     """What a training step finds of all seeds at once: ids, labels and their rows of all tables, but no edges."""
     rows = {name: SeedRows(table, seeds) for name, table in job.data.tables.items()}
-    x, block = rows.pop("x", None), SeedBlock(seeds, seeds.numel(), (), key=key)
+    x, block = rows.pop("x", None), Block(seeds, seeds.numel(), (), key=key)
     everything = torch.arange(seeds.numel(), device=seeds.device)
     return Batch(seeds, (block,), x, y, dict(rows), key, seeds.numel(), everything)
 
@@ -95,22 +95,3 @@ class SeedRows(Rows):
     def read(self) -> Tensor:
         near = self.table.tiers(self.ids.device) is not None
         return self.table.read(self.ids if near else self.ids.cpu()).to(self.ids.device)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class SeedBlock(Block):
-    """Seeds whose outputs are known: there are no edges to compute them from."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.num_dst:,} nodes)"
-
-    @property
-    def part(self) -> Part:
-        raise ValueError(
-            "train_step asked for the edges of its batch, and here the outputs are computed part by part before the "
-            f"loss: use the batch's seeds, labels and tables, or {SEQUENTIAL}"
-        )
-
-    @property
-    def num_edges(self) -> int:
-        return self.part.num_edges

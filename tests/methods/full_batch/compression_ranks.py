@@ -12,8 +12,8 @@ from torch import Tensor
 from hopline.core.partition import make_partition
 from hopline.distributed.world import World
 from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
-from hopline.methods.full_batch.transports import P2PTransport, Transport
 from hopline.shards.layout import ShardLayout, shard_layouts
+from hopline.shards.transports import P2PTransport, Transport
 from hopline.util import trace
 from tests.helpers import randn
 from tests.shards.cases import case, model, sharded

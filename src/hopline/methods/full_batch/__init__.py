@@ -1,5 +1,5 @@
 """Full batch over shards: one step over all nodes, by a sweep or shard by shard.
 
-Read `settings` and `work`. `transports` moves rows between shards, within a process or between ranks, `compression`
-makes messages smaller, `convs/` runs PyG's convs over shards.
+Read `settings` and `work`. `compression` makes messages between ranks smaller. Rows move between shards by
+`shards/transports`, and PyG's convs run over shards by `shards/convs/`, which inference uses too.
 """

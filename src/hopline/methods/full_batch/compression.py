@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hopline.methods.full_batch.transports import FORWARD, GRADIENT, REFETCH, P2PTransport
+from hopline.shards.transports import FORWARD, GRADIENT, REFETCH, P2PTransport
 from hopline.util import trace
 
 if TYPE_CHECKING:

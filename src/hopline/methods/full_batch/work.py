@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,26 +11,26 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.contract import Guard, Job, Plan, Unit, Work
-from hopline.core.batch import Batch
+from hopline.core.batch import Batch, each_once
 from hopline.core.partition import Partition
 from hopline.core.row_handles import Rows
 from hopline.data.dataset import Dataset
 from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
 from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
-from hopline.methods.full_batch.convs.block import ShardBlock
-from hopline.methods.full_batch.convs.norm import over_all_ranks
-from hopline.methods.full_batch.convs.trimming import trimmed_blocks
 from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
 from hopline.methods.partitioned.sweep import fill, go_back
 from hopline.methods.partitioned.trimming import NeededRows
 from hopline.methods.partitioned.work import PartsSpec, PartsWork, partition_together
 from hopline.nn.gnn import GNN
 from hopline.nn.row_wise import described, mixing_in_training
 from hopline.nn.whole_module import Whole
+from hopline.shards.convs.norm import over_all_ranks
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.data import ShardedData
 from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
+from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from hopline.tables import Table
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_on_pieces import batch_of_seeds, loss_at
@@ -169,12 +169,12 @@ class ShardedWork(Work):
         is_training[job.train_ids.cpu()] = True
         self.output_idx = is_training[ids].nonzero().view(-1)
         self.transport = transport
-        whole = ShardBlock.of(transport.layout, transport, mode=mode)
-        self.blocks = (
-            trimmed_blocks(whole, is_training[ids], model.num_layers, device, mode=mode)
-            if method.trim
-            else (whole.to(device),) * model.num_layers
-        )
+        whole = ShardConvs.of(transport.layout, transport, mode=mode)
+        if method.trim:
+            trimmed = trimmed_convs(whole, is_training[ids], model.num_layers, device, mode=mode)
+            self.blocks = tuple(convs.block() for convs in trimmed)
+        else:
+            self.blocks = (whole.to(device).block(),) * model.num_layers
         self.seeds = ids[self.output_idx]
         self.total = job.train_ids.numel()
         self.agreed = False
@@ -223,7 +223,7 @@ class ShardedWork(Work):
     def batch(self, key: int | None) -> Batch:
         """All own nodes; the seeds are those that train."""
         device = self.job.device
-        self.blocks = _with_key(self.blocks, key)
+        blocks = each_once(self.blocks, lambda block: replace(block, key=key))
 
         def rows_of(table: Table) -> Rows | Tensor:
             if device.type == "cpu":
@@ -235,7 +235,7 @@ class ShardedWork(Work):
         y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)
         x = found.pop("x", None)
         seeds, output_idx = self.seeds.to(device), self.output_idx.to(device)
-        return Batch(seeds, self.blocks, x, y, found, key, self.total, output_idx)
+        return Batch(seeds, blocks, x, y, found, key, self.total, output_idx)
 
 
 @dataclass(eq=False)
@@ -306,12 +306,6 @@ def _common(job: Job, model: GNN, method: FullBatch) -> bytes:
     if not isinstance(data, ShardedData):  # else the cuts were compared
         found += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
     return repr(found).encode()
-
-
-def _with_key(blocks: Sequence[ShardBlock], key: int | None) -> tuple[ShardBlock, ...]:
-    """Blocks for the draws of another step; those that are one block stay one."""
-    copies = {id(block): block.with_key(key) for block in blocks}
-    return tuple(copies[id(block)] for block in blocks)
 
 
 def _cut(job: Job, method: FullBatch, num_shards: int) -> Partition:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.contract import Guard, Job, Plan, Unit, Work, WorkDescription
 from hopline.core.batch import Batch
-from hopline.core.tree_layout import TreeRows, TreeSampler
+from hopline.core.row_handles import Rows
+from hopline.core.tree_layout import TreeSampler
 from hopline.device.cuda_graph import Captured
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
@@ -69,8 +70,8 @@ class DeviceBatches:
         blocks = self.sampler.sample(seeds, keys, first)
         if self.loader.method.scale_sums:
             blocks = tuple(block.scaling_sums(True) for block in blocks)
-        rows = {name: TreeRows(table, blocks[0]) for name, table in self.loader.data.tables.items()}
-        x: TreeRows | Tensor | None = rows.pop("x", None)
+        rows = {name: blocks[0].handle(table) for name, table in self.loader.data.tables.items()}
+        x: Rows | Tensor | None = rows.pop("x", None)
         if x is not None and not self.loader.keeps_handle:
             x = x.table.read(x.ids.cpu()).to(self.loader.device)
         return Batch(seeds, blocks, x, self.loader.labels(seeds), rows, keys, total)

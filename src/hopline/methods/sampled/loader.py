@@ -16,7 +16,7 @@ from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
 from hopline.core.sampler import NeighborSampler
 from hopline.core.seed_order import seed_batches, share_of
-from hopline.core.tree_layout import TreeBlock, TreeRows, TreeSampler
+from hopline.core.tree_layout import TreeSampler
 from hopline.data.dataset import Dataset
 from hopline.device.out_of_memory import free_memory
 from hopline.distributed.world import World
@@ -26,7 +26,6 @@ from hopline.ops import Slots
 from hopline.pipeline.stages import Load, Pipeline, Stage
 from hopline.pipeline.transfer import Moved, Mover
 from hopline.pipeline.tuning import Threads
-from hopline.tables import Table
 from hopline.util import trace
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ class Loader:
         return Batch(seeds, blocks, None, None, key=key, total_seeds=total)
 
     def _gather(self, batch: Batch) -> Batch:
-        handles = {name: self._handle(table, batch) for name, table in self.data.tables.items()}
+        handles = {name: batch.blocks[0].handle(table) for name, table in self.data.tables.items()}
         x: Rows | Tensor | None = handles.pop("x", None)
         if self.read_by_gpu and not self._stays:
             x = None  # until the ids are there
@@ -217,7 +216,7 @@ class Loader:
         """The batch with rows that the GPU reads itself, of ids that came from the host."""
         if not self.read_by_gpu:
             return batch
-        x = self._handle(self.data.tables["x"], batch)
+        x = batch.blocks[0].handle(self.data.tables["x"])
         if self.keeps_handle:
             return replace(batch, x=x)
         try:
@@ -229,10 +228,6 @@ class Loader:
     def labels(self, seeds: Tensor) -> Tensor | None:
         y = self.data.y
         return None if y is None else ops.gather_rows(y, seeds.to(y.device))
-
-    def _handle(self, table: Table, batch: Batch) -> Rows:
-        block = batch.blocks[0]
-        return TreeRows(table, block) if isinstance(block, TreeBlock) else Rows(table, batch.input_ids)
 
     def _is_near(self, table: Readable) -> bool:
         """Whether ids are where the table's kernels are."""

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from hopline.core.batch import Part
 from hopline.core.row_handles import Handle
-from hopline.methods.full_batch.convs.block import ShardBlock, find_rule, run_by_rule
-from hopline.methods.full_batch.convs.edges import Edges, to_keep
-from hopline.methods.full_batch.transports import Transport
 from hopline.nn.conv_adapter import initialise, takes_x0
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
+from hopline.shards.convs.edges import Edges, to_keep
+from hopline.shards.convs.runner import ShardConvs, find_rule, run_by_rule
 from hopline.shards.layout import ShardLayout, slab_layout
+from hopline.shards.transports import Transport
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TrimmedBlock(ShardBlock):
-    """The in-edges of some of a shard's nodes. Norms by degree are those of all edges."""
+class TrimmedConvs(ShardConvs):
+    """Runs convs on the in-edges of some of a shard's nodes. Norms by degree are those of all edges."""
 
-    whole: ShardBlock
+    whole: ShardConvs
     is_needed: Tensor
     """[num_own] bool: the nodes that have their edges."""
 
@@ -45,35 +45,35 @@ class TrimmedBlock(ShardBlock):
             self._norms[key] = norm
         return self._norms[key]
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> ShardBlock:
-        whole = self.whole if self.whole.src_ids.device == device else self.whole.to(device)
-        return replace(super().to(device, non_blocking), whole=whole, is_needed=self.is_needed.to(device))
+    def to(self, device: torch.device) -> Self:
+        whole = self.whole if self.whole.layout.degrees.device == device else self.whole.to(device)
+        return replace(super().to(device), whole=whole, is_needed=self.is_needed.to(device))
 
-    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+    def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
         if not findings.get(conv, "looks one hop far", options_of(conv)):
-            initialise(conv, h.shape[1], self.edge, None if x0 is None else x0.size(1))
+            initialise(conv, h.shape[1], self.edge_rows, None if x0 is None else x0.size(1))
             with torch.inference_mode(False):
                 check_one_hop(conv, h.shape[1], self, x0)
             findings.put(conv, "looks one hop far", options_of(conv), True)
-        return super().convolve(conv, h, x0)
+        return super().run(conv, h, x0)
 
 
-def trimmed_blocks(
-    whole: ShardBlock, is_needed: Tensor, num_layers: int, device: torch.device | str = "cpu", **options: Any
-) -> tuple[ShardBlock, ...]:
-    """A block per layer, in the order of computation. All ranks must ask at once, with the same number of layers.
+def trimmed_convs(
+    whole: ShardConvs, is_needed: Tensor, num_layers: int, device: torch.device | str = "cpu", **options: Any
+) -> tuple[TrimmedConvs, ...]:
+    """A runner per layer, in the order of computation. All ranks must ask at once, with the same number of layers.
 
-    whole: on the host. is_needed: [num_own] bool, the own nodes whose outputs are looked at. device: for the blocks.
+    whole: on the host. is_needed: [num_own] bool, the own nodes whose outputs are looked at. device: for the runners.
     """
-    blocks, target = list[ShardBlock](), torch.device(device)
+    found, target = list[TrimmedConvs](), torch.device(device)
     placed = whole.to(target)
     for _ in range(num_layers):
         layout, is_read = _trimmed(whole.layout, is_needed, whole.transport)
         transport = whole.transport.on(layout)
-        block = TrimmedBlock.of(layout, transport, whole=placed, is_needed=is_needed, **options)
-        blocks.insert(0, block.to(target))
+        convs = TrimmedConvs.of(layout, transport, whole=placed, is_needed=is_needed, **options)
+        found.insert(0, convs.to(target))
         is_needed = is_needed | is_read
-    return tuple(blocks)
+    return tuple(found)
 
 
 def _trimmed(layout: ShardLayout, is_needed: Tensor, transport: Transport) -> tuple[ShardLayout, Tensor]:
@@ -130,15 +130,15 @@ def _leading_to(is_needed: Tensor, edges: Edges) -> Edges:
     return replace(edges, parts=parts, degrees=edges.degrees * is_needed, takes=takes)
 
 
-def check_one_hop(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None) -> None:
+def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None) -> None:
     """Refuse a conv whose output at a node depends on edges of other nodes, or on rows that nobody needs."""
-    rule = find_rule(conv, width, block, x0)
-    trial, graph = trial_of(conv), probe_graph(block.edge)
+    rule = find_rule(conv, width, convs, x0)
+    trial, graph = trial_of(conv), probe_graph(convs.edge_rows)
     x = random_rows(graph.num_nodes, width)
     start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
-    whole = ShardBlock.of(slab_layout(graph, torch.tensor([0, 5, 8, 12])), mode=block.mode)
+    whole = ShardConvs.of(slab_layout(graph, torch.tensor([0, 5, 8, 12])), mode=convs.mode)
     is_needed = torch.arange(graph.num_nodes) % 3 == 0
-    (trimmed,) = trimmed_blocks(whole, is_needed, 1, mode=block.mode)
+    (trimmed,) = trimmed_convs(whole, is_needed, 1, mode=convs.mode)
     is_read = is_needed.clone()
     is_read[graph.indices[is_needed.repeat_interleave(graph.in_degrees())]] = True
     unread = torch.where(is_read[:, None], x, 1 + x)  # what the layer before leaves at nodes that nobody needs

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import Aggregation, MultiAggregation
 
-from hopline.methods.full_batch.convs.edges import Chunk
+from hopline.shards.convs.edges import Chunk
 
 Role = str
 """What an input is to an edge: "source", "destination", "edge" or "constant"."""

@@ -9,8 +9,8 @@ import torch_geometric.utils as pyg_utils
 from torch import Tensor
 from torch_geometric.nn.aggr import DegreeScalerAggregation, MultiAggregation, SoftmaxAggregation
 
-from hopline.methods.full_batch.convs.edges import Chunk
-from hopline.methods.full_batch.convs.messages import CannotSplit, Deferred, Inputs, aligned, finish, plan, replay
+from hopline.shards.convs.edges import Chunk
+from hopline.shards.convs.messages import CannotSplit, Deferred, Inputs, aligned, finish, plan, replay
 from tests.helpers import randn
 
 CHUNK = Chunk(slice(0, 5), slice(0, 3), torch.tensor([0, 1, 2, 1, 0]), torch.tensor([0, 0, 1, 1, 2]))

@@ -12,10 +12,10 @@ from hopline.core.batch import Batch
 from hopline.core.graph import Graph
 from hopline.core.partition import make_partition
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.block import ShardBlock
-from hopline.methods.full_batch.convs.trimming import trimmed_blocks
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.layout import ShardLayout, shard_layouts
+from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from tests.helpers import CONVS, plain_gnn, randn, random_graph
 
 NAMES = ("sage-mean", "sage-max", "gcn", "gin", "gat", "gat-edges", "transformer", "transformer-edges")
@@ -48,8 +48,9 @@ def found(
     """(own seeds among all, their outputs, the gradient of the own input rows)."""
     model.zero_grad()
     is_needed = torch.isin(layout.own_ids, SEEDS)
-    whole = ShardBlock.of(layout, transport, **options)
-    blocks = trimmed_blocks(whole, is_needed, 3, **options) if trim else (whole,) * 3
+    whole = ShardConvs.of(layout, transport, **options)
+    convs = trimmed_convs(whole, is_needed, 3, **options) if trim else (whole,) * 3
+    blocks = tuple(each.block() for each in convs)
     own, h = is_needed.nonzero().view(-1), x[layout.own_ids].requires_grad_()
     seeds = layout.own_ids[own]
     out = model(Batch(seeds, blocks, h, None, output_idx=own))

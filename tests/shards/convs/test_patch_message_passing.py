@@ -7,11 +7,11 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.methods.full_batch.convs.edges import Edges
-from hopline.methods.full_batch.convs.messages import CannotSplit
-from hopline.methods.full_batch.convs.patch_message_passing import Mode, on_shard
-from hopline.methods.full_batch.transports import LocalTransport
+from hopline.shards.convs.edges import Edges
+from hopline.shards.convs.messages import CannotSplit
+from hopline.shards.convs.patch_message_passing import Mode, on_shard
 from hopline.shards.layout import slab_layout
+from hopline.shards.transports import LocalTransport
 from tests.helpers import randn, random_graph
 
 GRAPH = random_graph(30, 150)

@@ -13,22 +13,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopline.core.partition import make_partition
-from hopline.methods.full_batch.convs import sequential_aggregation
-from hopline.methods.full_batch.convs.block import ShardBlock, run_conv
-from hopline.methods.full_batch.convs.edges import Edges
-from hopline.methods.full_batch.convs.messages import Inputs, plan
-from hopline.methods.full_batch.convs.sequential_aggregation import aggregate, look
-from hopline.methods.full_batch.transports import LocalTransport
+from hopline.shards.convs import sequential_aggregation
+from hopline.shards.convs.edges import Edges
+from hopline.shards.convs.messages import Inputs, plan
+from hopline.shards.convs.runner import ShardConvs, run_conv
+from hopline.shards.convs.sequential_aggregation import aggregate, look
 from hopline.shards.layout import shard_layouts, slab_layout
+from hopline.shards.transports import LocalTransport
 from tests.helpers import mlp, randn, random_graph
-from tests.methods.full_batch.test_transports import Wires
+from tests.shards.test_transports import Wires
 
 GRAPH = random_graph(30, 150)
 LAYOUT = slab_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
 
 
-def block(**options: Any) -> ShardBlock:
-    return ShardBlock.of(LAYOUT, **{"chunk_bytes": 2000, **options})
+def convs(**options: Any) -> ShardConvs:
+    return ShardConvs.of(LAYOUT, **{"chunk_bytes": 2000, **options})
 
 
 NO_REFETCH = {
@@ -49,7 +49,7 @@ NO_REFETCH = {
 def test_rows_are_fetched_again_only_where_gradients_depend_on_them(name: str) -> None:
     make, never = NO_REFETCH[name]
     edge_rows = {"attr": randn(150, 4)} if name == "gine" else {}
-    b = block(edge_rows=edge_rows)
+    b = convs(edge_rows=edge_rows)
     run_conv(make().double(), randn(30, 4).requires_grad_(), b).sum().backward()
     traffic = b.transport.traffic
     assert traffic["forward"] == traffic["gradient"] > 0
@@ -58,7 +58,7 @@ def test_rows_are_fetched_again_only_where_gradients_depend_on_them(name: str) -
 
 def test_a_weight_with_a_gradient_needs_the_rows() -> None:
     for needs in (False, True):
-        b = block(edge_rows={"weight": torch.ones(150, dtype=torch.float64).requires_grad_(needs)})
+        b = convs(edge_rows={"weight": torch.ones(150, dtype=torch.float64).requires_grad_(needs)})
         run_conv(pyg.GraphConv(4, 4).double(), randn(30, 4).requires_grad_(), b).sum().backward()
         assert (b.transport.traffic["refetch"] > 0) == needs
 
@@ -71,7 +71,7 @@ class Masked(pyg.SAGEConv):
 
 
 def test_a_mask_made_of_the_rows_is_seen() -> None:
-    b, conv = block(), Masked(4, 4).double()
+    b, conv = convs(), Masked(4, 4).double()
     x, other = (randn(30, 4).requires_grad_() for _ in range(2))
     run_conv(conv, x, b).square().sum().backward()
     conv(other, GRAPH.edge_index()).square().sum().backward()
@@ -80,7 +80,7 @@ def test_a_mask_made_of_the_rows_is_seen() -> None:
 
 
 def test_a_frozen_layer_sends_no_gradients() -> None:
-    b = block()
+    b = convs()
     conv = pyg.EdgeConv(mlp(8, 4, 4)).double()
     run_conv(conv, randn(30, 4), b).sum().backward()  # the rows have no gradient, the parameters have
     assert b.transport.traffic["gradient"] == 0
@@ -109,7 +109,7 @@ def test_nothing_with_a_row_per_edge_is_kept(make: Callable[[], Any]) -> None:
     x, sizes = randn(30, 4).requires_grad_(), []
     for num_edges in (300, 3000):
         graph = random_graph(30, num_edges)
-        b = ShardBlock.of(slab_layout(graph, torch.tensor([0, 9, 20, 30])), chunk_bytes=2000)
+        b = ShardConvs.of(slab_layout(graph, torch.tensor([0, 9, 20, 30])), chunk_bytes=2000)
         conv = make().double()
         run_conv(conv, x, b)
         sizes.append((kept(lambda: run_conv(conv, x, b)), kept(lambda: conv(x, graph.edge_index()))))  # noqa: B023
@@ -133,7 +133,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("aggr", ["mean", "max", "std", "softmax"])
 def test_no_matrix_with_a_row_per_edge_of_a_part_is_made(aggr: str) -> None:
     graph = random_graph(30, 3000)
-    b = ShardBlock.of(slab_layout(graph, torch.tensor([0, 15, 30])), chunk_bytes=8000)
+    b = ShardConvs.of(slab_layout(graph, torch.tensor([0, 15, 30])), chunk_bytes=8000)
     conv, x = pyg.SAGEConv(4, 8, aggr=aggr, project=True).double(), randn(30, 4).requires_grad_()
     run_conv(conv, x, b)
     with Largest() as largest:
@@ -146,7 +146,7 @@ def test_no_matrix_with_a_row_per_edge_of_a_part_is_made(aggr: str) -> None:
 
 def test_dropout_draws_what_plain_pyg_draws() -> None:
     """With one part and one chunk the edges are in plain PyG's order."""
-    b = ShardBlock.of(slab_layout(GRAPH, torch.tensor([0, 30])))
+    b = ShardConvs.of(slab_layout(GRAPH, torch.tensor([0, 30])))
     for conv in (pyg.GATConv(4, 3, dropout=0.5, add_self_loops=False), pyg.TransformerConv(4, 3, dropout=0.5)):
         conv, found = conv.double(), []
         for run in (lambda x: run_conv(conv, x, b), lambda x: conv(x, GRAPH.edge_index())):  # noqa: B023
@@ -171,12 +171,12 @@ def test_dropout_is_the_same_in_backward_for_many_chunks() -> None:
         conv.att_src.zero_()
         conv.att_dst.zero_()
     x, w = randn(30, 4).requires_grad_(), randn(30, 3, seed=1)
-    total = (run_conv(conv, x, block(chunk_bytes=700)) * w).sum()
+    total = (run_conv(conv, x, convs(chunk_bytes=700)) * w).sum()
     before = torch.get_rng_state()
     total.backward()
     assert torch.equal(torch.get_rng_state(), before)
     torch.testing.assert_close((x.grad * x).sum(), total.detach())  # type: ignore[operator]
-    other = (run_conv(conv, x, block()) * w).sum()
+    other = (run_conv(conv, x, convs()) * w).sum()
     assert not torch.allclose(other, total)  # drawn anew each time
 
 
@@ -189,7 +189,7 @@ def test_backward_is_that_of_the_mode_of_forward() -> None:
                 p.fill_(0.5)
         x = randn(30, 4).requires_grad_()
         torch.manual_seed(2)
-        out = run_conv(conv, x, block())
+        out = run_conv(conv, x, convs())
         conv.train(mode)
         out.sum().backward()
         assert conv.nn[1].training == mode  # type: ignore[index]
@@ -202,7 +202,7 @@ def test_backward_is_that_of_the_mode_of_forward() -> None:
 def test_no_result_depends_on_chunks_or_depth(depth: int, chunk_bytes: int) -> None:
     x, results = randn(30, 4), []
     conv = pyg.GATv2Conv(4, 3).double()
-    for b in (block(), block(depth=depth, chunk_bytes=chunk_bytes)):
+    for b in (convs(), convs(depth=depth, chunk_bytes=chunk_bytes)):
         h = x.clone().requires_grad_()
         out = run_conv(conv, h, b)
         out.square().sum().backward()
@@ -227,7 +227,7 @@ def test_messages_in_half_precision_are_drawn_again_in_it() -> None:
     conv = pyg.EdgeConv(torch.nn.Linear(8, 4))
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        out = run_conv(conv, x, block())
+        out = run_conv(conv, x, convs())
         plain = conv(x, GRAPH.edge_index())
     assert out.dtype == plain.dtype == torch.bfloat16
     assert torch.equal(out, plain)
@@ -245,7 +245,7 @@ def test_aggregate_is_what_propagate_computes() -> None:
 def test_rows_are_asked_for_when_the_gradients_before_have_arrived(depth: int):
     layout = shard_layouts(GRAPH, make_partition(GRAPH, 5, "random", seed=1))[1]
     transport = Wires(layout)
-    of_shard = ShardBlock.of(layout, transport, chunk_bytes=1000, depth=depth)
+    of_shard = ShardConvs.of(layout, transport, chunk_bytes=1000, depth=depth)
     out = run_conv(pyg.GATConv(4, 4).double(), randn(layout.num_own, 4).requires_grad_(), of_shard)
     out.sum().backward()
     assert not transport.under_way.total()
@@ -268,6 +268,6 @@ def test_chunks_shrink_with_the_shard(monkeypatch: pytest.MonkeyPatch):
     for least in (1 << 20, 100):
         monkeypatch.setattr(sequential_aggregation, "LEAST_CHUNK_BYTES", least)
         for chunk_bytes in (200, 10000, 1 << 22):
-            run_conv(pyg.SAGEConv(4, 4).double(), randn(30, 4), block(chunk_bytes=chunk_bytes))
+            run_conv(pyg.SAGEConv(4, 4).double(), randn(30, 4), convs(chunk_bytes=chunk_bytes))
     of_edge = 10000 // seen[1]
     assert seen == [most // of_edge for most in (200, 10000, 1 << 20, 200, 480, 480)]

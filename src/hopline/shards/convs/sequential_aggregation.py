@@ -22,10 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing
 
-from hopline.methods.full_batch.convs.accumulate import Accumulators, Kind, gradient_of_rows
-from hopline.methods.full_batch.convs.edges import Chunk, Edges
-from hopline.methods.full_batch.convs.messages import Call, CannotSplit, Inputs, Replayed, Role, finish, plan, replay
-from hopline.methods.full_batch.transports import FORWARD, REFETCH, Transport
+from hopline.shards.convs.accumulate import Accumulators, Kind, gradient_of_rows
+from hopline.shards.convs.edges import Chunk, Edges
+from hopline.shards.convs.messages import Call, CannotSplit, Inputs, Replayed, Role, finish, plan, replay
+from hopline.shards.transports import FORWARD, REFETCH, Transport
 
 ROLES: tuple[Role, ...] = ("source", "destination", "edge", "constant")
 TRIED_EDGES = 5

@@ -11,12 +11,12 @@ from hopline.core.partition import make_partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.block import ShardBlock
-from hopline.methods.full_batch.convs.trimming import trimmed_blocks
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.layout import virtual_layout
 from tests.grids import parametrize_pairwise
 from tests.helpers import randn
-from tests.methods.full_batch.convs.trimming_ranks import NAMES, SEEDS, case, compare, on_ranks
+from tests.shards.convs.trimming_ranks import NAMES, SEEDS, case, compare, on_ranks
 
 
 @parametrize_pairwise(name=[*NAMES], mode=["sequential", "stored", "one_shot"], num_shards=[1, 3])
@@ -37,39 +37,39 @@ def test_ranks_equal_plain_pyg() -> None:
 def test_layers_have_the_edges_that_lead_to_the_seeds() -> None:
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
-    blocks = trimmed_blocks(ShardBlock.of(layout), torch.isin(layout.own_ids, SEEDS), 3)
+    runners = trimmed_convs(ShardConvs.of(layout), torch.isin(layout.own_ids, SEEDS), 3)
     needed, (src, dst) = set(SEEDS.tolist()), graph.edge_index()
-    for block in reversed(blocks):
+    for convs in reversed(runners):
         mask = torch.isin(dst, torch.tensor(sorted(needed)))
-        assert torch.equal(block.layout.edge_ids.sort().values, mask.nonzero().view(-1))
+        assert torch.equal(convs.layout.edge_ids.sort().values, mask.nonzero().view(-1))
         needed |= set(src[mask].tolist())
 
 
 def test_nobody_needs_anything() -> None:
     _, graph, x = case("gat")
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
-    (block,) = trimmed_blocks(ShardBlock.of(layout), torch.zeros(60, dtype=torch.bool), 1)
-    assert block.num_edges == 0
-    assert block.convolve(pyg.GATConv(4, 3).double(), x).shape == (60, 3)
+    (convs,) = trimmed_convs(ShardConvs.of(layout), torch.zeros(60, dtype=torch.bool), 1)
+    assert convs.block().num_edges == 0
+    assert convs.run(pyg.GATConv(4, 3).double(), x).shape == (60, 3)
 
 
 def test_a_conv_of_several_hops_is_refused_by_name() -> None:
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 2, "random"))
-    (block,) = trimmed_blocks(ShardBlock.of(layout), torch.isin(layout.own_ids, SEEDS), 1)
+    (convs,) = trimmed_convs(ShardConvs.of(layout), torch.isin(layout.own_ids, SEEDS), 1)
     with pytest.raises(ValueError, match=r"TAGConv looks further than a node.s in-edges.*trim=false"):
-        block.convolve(pyg.TAGConv(4, 3, K=2).double(), randn(60, 4))
-    assert block.convolve(pyg.TAGConv(4, 3, K=1).double(), randn(60, 4)).shape == (60, 3)
+        convs.run(pyg.TAGConv(4, 3, K=2).double(), randn(60, 4))
+    assert convs.run(pyg.TAGConv(4, 3, K=1).double(), randn(60, 4)).shape == (60, 3)
 
 
-def test_blocks_go_to_a_device_with_one_whole_graph() -> None:
+def test_runners_go_to_a_device_with_one_whole_graph() -> None:
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 2, "random"))
-    blocks = trimmed_blocks(ShardBlock.of(layout), torch.isin(layout.own_ids, SEEDS), 2)
-    moved = blocks[0].to(torch.device("meta"))
+    first, second = trimmed_convs(ShardConvs.of(layout), torch.isin(layout.own_ids, SEEDS), 2)
+    moved = first.to(torch.device("meta"))
     assert moved.transport.layout is moved.layout
     assert moved.layout.degrees.device.type == "meta"
-    assert blocks[0].whole is blocks[1].whole  # type: ignore[attr-defined]
+    assert first.whole is second.whole
 
 
 def test_a_conv_with_a_mean_over_all_nodes_is_refused_by_name() -> None:
@@ -79,6 +79,6 @@ def test_a_conv_with_a_mean_over_all_nodes_is_refused_by_name() -> None:
 
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 2, "random"))
-    (block,) = trimmed_blocks(ShardBlock.of(layout), torch.isin(layout.own_ids, SEEDS), 1)
+    (convs,) = trimmed_convs(ShardConvs.of(layout), torch.isin(layout.own_ids, SEEDS), 1)
     with pytest.raises(ValueError, match=r"Centred looks further .*a mean over all nodes.*trim=false"):
-        block.convolve(Centred(4, 3).double(), randn(layout.num_own, 4))
+        convs.run(Centred(4, 3).double(), randn(layout.num_own, 4))

@@ -1,4 +1,4 @@
-"""`ShardBlock`: a shard's in-edges, handed to a conv where it expects `edge_index`.
+"""`ShardConvs`: a shard's in-edges, handed to a conv where it expects `edge_index`.
 
 What a conv does to its edges before it sends messages (nothing, self-loops, the degree norm of GCN) is found by a
 probe on a tiny graph: the first way whose outputs and gradients equal the conv's own on plain PyG. A conv that equals
@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
+from hopline.core.batch import Block, ConvRunner
 from hopline.core.graph import Graph
 from hopline.core.row_handles import Handle, typed
-from hopline.methods.full_batch.convs.edges import Edges, gcn_edges, loop_attributes, to_keep
-from hopline.methods.full_batch.convs.messages import CannotSplit
-from hopline.methods.full_batch.convs.patch_message_passing import Mode, on_shard
-from hopline.methods.full_batch.transports import LocalTransport, Transport
-from hopline.nn.conv_adapter import RunsConvs, edge_arguments, initialise, takes_x0, whole_output
+from hopline.nn.conv_adapter import edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.fused import dtype_of
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of, without_caches
+from hopline.shards.convs.edges import Edges, gcn_edges, loop_attributes, to_keep
+from hopline.shards.convs.messages import CannotSplit
+from hopline.shards.convs.patch_message_passing import Mode, on_shard
 from hopline.shards.layout import ShardLayout, slab_layout
+from hopline.shards.transports import LocalTransport, Transport
 
 Rule = Literal["plain", "loops", "gcn"]
 DEPTH = 1
@@ -39,8 +40,10 @@ RUN = (
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ShardBlock(RunsConvs):
-    """All in-edges of a shard's nodes. Its sources and its destinations are these nodes; others' rows are fetched."""
+class ShardConvs(ConvRunner):
+    """Runs convs on all in-edges of a shard's nodes. Its blocks' sources and destinations are these nodes; rows of
+    other shards are fetched.
+    """
 
     layout: ShardLayout
     transport: Transport
@@ -55,13 +58,13 @@ class ShardBlock(RunsConvs):
     """About what the messages of a chunk of edges take."""
 
     @classmethod
-    def of(cls, layout: ShardLayout, transport: Transport | None = None, **options: Any) -> ShardBlock:
-        """transport: by default that of virtual shards in one process. options: mode, depth, chunk_bytes, key, ..."""
+    def of(cls, layout: ShardLayout, transport: Transport | None = None, **options: Any) -> Self:
+        """transport: by default that of virtual shards in one process. options: mode, depth, chunk_bytes, ..."""
         if transport is None:
             transport = LocalTransport(layout)
         names = layout.parts[0].edge
         options.setdefault("edge_rows", {n: torch.cat([part.edge[n] for part in layout.parts]) for n in names})
-        return cls(layout.own_ids, layout.num_own, layout.parts, layout=layout, transport=transport, **options)
+        return cls(layout=layout, transport=transport, **options)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -69,17 +72,20 @@ class ShardBlock(RunsConvs):
         if self.depth < 0 or self.chunk_bytes < 1:
             raise ValueError(f"depth={self.depth}, chunk_bytes={self.chunk_bytes}: give 0 or more, and at least 1")
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> ShardBlock:
+    def block(self, key: int | None = None) -> Block:
+        """The shard's nodes and their in-edges, for a layer of a model."""
+        layout = self.layout
+        src_ids = layout.own_ids.to(layout.degrees.device)
+        return Block(src_ids, layout.num_own, layout.parts, key=key, convs=self)
+
+    def to(self, device: torch.device) -> Self:
         layout = self.layout.to(device)
         edge_rows = {name: rows.to(device) for name, rows in self.edge_rows.items()}
-        src_ids, transport = self.src_ids.to(device), self.transport.on(layout)
-        return replace(
-            self, src_ids=src_ids, parts=layout.parts, layout=layout, transport=transport, edge_rows=edge_rows
-        )
+        return replace(self, layout=layout, transport=self.transport.on(layout), edge_rows=edge_rows)
 
-    @property
-    def edge(self) -> Mapping[str, Tensor]:
-        return self.edge_rows
+    def moved(self, block: Block, device: torch.device) -> Block:
+        convs = self.to(device)
+        return replace(block, src_ids=block.src_ids.to(device), parts=convs.layout.parts, convs=convs)
 
     @cached_property
     def edges(self) -> Edges:
@@ -94,7 +100,7 @@ class ShardBlock(RunsConvs):
     def _norms(self) -> dict[Any, Tensor]:
         return {}
 
-    def convolve(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
+    def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
         return run_conv(conv, h, self, x0)
 
     def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
@@ -109,62 +115,62 @@ class ShardBlock(RunsConvs):
         return self._norms[key]
 
 
-def run_conv(conv: nn.Module, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
+def run_conv(conv: nn.Module, h: Handle | Tensor, convs: ShardConvs, x0: Tensor | None = None) -> Tensor:
     """A PyG conv on a shard: the output of its own nodes, [num_own, ...], differentiable. h: their rows.
 
     Every rank must call it, and backward, in the same order.
     """
-    question = ("rule", block.mode, conv.training)
-    settings = (options_of(conv), frozenset(block.edge_rows))
+    question = ("rule", convs.mode, conv.training)
+    settings = (options_of(conv), frozenset(convs.edge_rows))
     rule: Rule | None = findings.get(conv, question, settings)
     if rule is None:
-        initialise(conv, h.shape[1], block.edge, None if x0 is None else x0.size(1))
+        initialise(conv, h.shape[1], convs.edge_rows, None if x0 is None else x0.size(1))
         with torch.inference_mode(False):  # the probe takes gradients
-            rule = find_rule(conv, h.shape[1], block, x0)
+            rule = find_rule(conv, h.shape[1], convs, x0)
         findings.put(conv, question, settings, rule)
-    return run_by_rule(conv, rule, h, block, x0)
+    return run_by_rule(conv, rule, h, convs, x0)
 
 
-def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, block: ShardBlock, x0: Tensor | None = None) -> Tensor:
+def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, convs: ShardConvs, x0: Tensor | None = None) -> Tensor:
     rows = typed(h, dtype_of(conv, h))
     dtype = rows.dtype
-    edges, arguments = block.edges, edge_arguments(conv, block.edge_rows, dtype)
+    edges, arguments = convs.edges, edge_arguments(conv, convs.edge_rows, dtype)
     if rule == "loops":
-        edges = block.looped
+        edges = convs.looped
         fill = getattr(conv, "fill_value", 1.0)
         arguments = {
-            name: edges.values(values, loop_attributes(block.edges, values, fill)) for name, values in arguments.items()
+            name: edges.values(values, loop_attributes(convs.edges, values, fill)) for name, values in arguments.items()
         }
     elif rule == "gcn":
         add_loops = bool(getattr(conv, "add_self_loops", False))
-        edges = block.looped if add_loops else block.edges
-        arguments = {"edge_weight": block.norm(add_loops, bool(getattr(conv, "improved", False)), dtype)}
+        edges = convs.looped if add_loops else convs.edges
+        arguments = {"edge_weight": convs.norm(add_loops, bool(getattr(conv, "improved", False)), dtype)}
     first = (x0,) if takes_x0(conv) else ()
     with (
         without_caches(conv),
-        on_shard(conv, edges, block.transport, block.mode, block.depth, block.chunk_bytes),
+        on_shard(conv, edges, convs.transport, convs.mode, convs.depth, convs.chunk_bytes),
     ):
-        return conv(rows, *first, block, **arguments)
+        return conv(rows, *first, convs, **arguments)
 
 
-def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None) -> Rule:
+def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None) -> Rule:
     """How the conv's edges are made, by comparing it with plain PyG on a tiny graph, outputs and gradients."""
     trial = trial_of(conv)
-    graph = probe_graph(block.edge)
+    graph = probe_graph(convs.edge_rows)
     x = random_rows(graph.num_nodes, width)
     start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
     whole_output(conv, x, graph, *(start or (None,)))  # refuses what plain PyG cannot run either
     arguments = edge_arguments(trial, graph.edge, torch.float64)
     with without_caches(trial):
         expected = _tried(trial, x, lambda h: trial(h, *start, graph.edge_index(), **arguments))
-    small = _small_block(graph, block.mode)
+    small = _small_convs(graph, convs.mode)
     reason = "it does something to its edges that is neither self-loops nor the norm of GCNConv"
     for rule in get_args(Rule):
         try:
             found = _tried(trial, x, lambda h, rule=rule: run_by_rule(trial, rule, h, small, *start))
             if _is_same(found, expected):
-                if not isinstance(block.transport, LocalTransport):
-                    _check_row_wise(trial, rule, graph, block.mode, x, *start)
+                if not isinstance(convs.transport, LocalTransport):
+                    _check_row_wise(trial, rule, graph, convs.mode, x, *start)
                 with torch.random.fork_rng([]):  # what it does in training may be more than in evaluation
                     run_by_rule(trial.train(conv.training), rule, x, small, *start)
                     plain = trial_of(conv).train(conv.training)
@@ -180,17 +186,17 @@ def find_rule(conv: nn.Module, width: int, block: ShardBlock, x0: Tensor | None)
         except Exception as error:  # not a way in which this conv can run
             if rule == "plain":
                 reason = f"it works on edge_index itself, which no shard has whole ({type(error).__name__}: {error})"
-    raise CannotSplit(f"{_name(conv)} cannot run over shards in mode {block.mode}: {reason}. {RUN}")
+    raise CannotSplit(f"{_name(conv)} cannot run over shards in mode {convs.mode}: {reason}. {RUN}")
 
 
 class MixesRows(CannotSplit):
     """A conv looks at rows of other nodes outside of its messages, and a rank has only its own."""
 
 
-def _small_block(graph: Graph, mode: Mode) -> ShardBlock:
+def _small_convs(graph: Graph, mode: Mode) -> ShardConvs:
     """Three virtual shards."""
     ptr = torch.tensor([0, 5, 8, graph.num_nodes])
-    return ShardBlock.of(slab_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
+    return ShardConvs.of(slab_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
 
 
 def _check_row_wise(
@@ -200,8 +206,8 @@ def _check_row_wise(
     longer = Graph(nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges), graph.indices, graph.edge)
     more_x, more_x0 = torch.cat([x, 1 + x[:3]]), None if x0 is None else torch.cat([x0, 1 + x0[:3]])
     with torch.no_grad():
-        expected = run_by_rule(trial, rule, x, _small_block(graph, mode), x0)
-        found = run_by_rule(trial, rule, more_x, _small_block(longer, mode), more_x0)[: x.size(0)]
+        expected = run_by_rule(trial, rule, x, _small_convs(graph, mode), x0)
+        found = run_by_rule(trial, rule, more_x, _small_convs(longer, mode), more_x0)[: x.size(0)]
     if not torch.allclose(found, expected, 1e-7, 1e-9, equal_nan=True):
         raise MixesRows("its output at a node depends on rows of nodes that send it nothing, and a rank has its own")
 

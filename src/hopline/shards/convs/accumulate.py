@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hopline.methods.full_batch.convs.edges import Chunk
-from hopline.methods.full_batch.convs.messages import Record, Replayed, aligned
+from hopline.shards.convs.edges import Chunk
+from hopline.shards.convs.messages import Record, Replayed, aligned
 
 
 @dataclass(frozen=True)

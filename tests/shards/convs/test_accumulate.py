@@ -6,9 +6,9 @@ from torch import Tensor
 from torch_geometric.utils import scatter, softmax
 
 from hopline.core.partition import make_partition
-from hopline.methods.full_batch.convs.accumulate import Accumulators, Kind, gradient_of_rows
-from hopline.methods.full_batch.convs.edges import Edges
-from hopline.methods.full_batch.convs.messages import Record, Replayed
+from hopline.shards.convs.accumulate import Accumulators, Kind, gradient_of_rows
+from hopline.shards.convs.edges import Edges
+from hopline.shards.convs.messages import Record, Replayed
 from hopline.shards.layout import virtual_layout
 from tests.helpers import randint, randn, random_graph
 

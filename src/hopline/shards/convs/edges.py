@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from hopline.core.batch import Part
-from hopline.methods.full_batch.transports import DEGREES, Transport
 from hopline.shards.layout import ShardLayout
+from hopline.shards.transports import DEGREES, Transport
 
 
 @dataclass(frozen=True, eq=False)

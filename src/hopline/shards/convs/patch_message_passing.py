@@ -9,10 +9,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from hopline.methods.full_batch.convs.edges import Edges, all_gathered
-from hopline.methods.full_batch.convs.messages import CannotSplit, Deferred, Inputs, arguments_of, plan, run
-from hopline.methods.full_batch.convs.sequential_aggregation import aggregate, lifted
-from hopline.methods.full_batch.transports import FORWARD, Transport
+from hopline.shards.convs.edges import Edges, all_gathered
+from hopline.shards.convs.messages import CannotSplit, Deferred, Inputs, arguments_of, plan, run
+from hopline.shards.convs.sequential_aggregation import aggregate, lifted
+from hopline.shards.transports import FORWARD, Transport
 
 Mode = Literal["sequential", "stored", "one_shot"]
 HOOKS = (

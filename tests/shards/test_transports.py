@@ -13,8 +13,8 @@ from torch import Tensor
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition, make_partition
 from hopline.distributed.world import Seat, World, serve
-from hopline.methods.full_batch.transports import LocalTransport, P2PTransport, Transport
 from hopline.shards.layout import shard_layouts, virtual_layout
+from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from hopline.util import trace
 from tests.helpers import randn, random_graph
 

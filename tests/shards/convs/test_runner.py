@@ -19,7 +19,8 @@ from hopline.core.partition import make_partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.full_batch.convs.block import ShardBlock, find_rule, run_conv
+from hopline.nn.conv_adapter import convolve
+from hopline.shards.convs.runner import ShardConvs, find_rule, run_conv
 from hopline.shards.layout import slab_layout, virtual_layout
 from tests.helpers import batch_of, mlp, pna, randn, random_graph
 from tests.shards.cases import SUITE, TIES, case, error, model, on_ranks, plain, sharded
@@ -59,10 +60,10 @@ def test_ranks_equal_plain_pyg(size: int) -> None:
     assert traffic["gat stored"] == traffic["gat one_shot"] == {"forward": twice, "refetch": 0, "gradient": twice}
 
 
-def small(**options: Any) -> tuple[ShardBlock, Graph]:
+def small(**options: Any) -> tuple[ShardConvs, Graph]:
     graph = random_graph(40, 220, loops=True)
     layout = slab_layout(graph, torch.tensor([0, 11, 30, 40]))
-    return ShardBlock.of(layout, **{"chunk_bytes": 4000, **options}), graph
+    return ShardConvs.of(layout, **{"chunk_bytes": 4000, **options}), graph
 
 
 @pytest.mark.parametrize("edges", [0, 1, 2500])
@@ -74,7 +75,7 @@ def test_a_graph_like_those_of_sars_tests(edges: int) -> None:
     for conv in (pyg.GraphConv(10, 10).double(), pyg.GATConv(10, 10).double(), pyg.SAGEConv(10, 4, "max").double()):
         for num_shards in (1, 2, 4):
             layout = virtual_layout(graph, make_partition(graph, num_shards, "metis"))
-            found = run_conv(conv, x[layout.own_ids], ShardBlock.of(layout))
+            found = run_conv(conv, x[layout.own_ids], ShardConvs.of(layout))
             torch.testing.assert_close(found, conv(x, graph.edge_index())[layout.own_ids], rtol=1e-10, atol=1e-12)
 
 
@@ -82,9 +83,9 @@ def test_the_rule_is_found_not_listed() -> None:
     class Renamed(pyg.GCNConv):
         pass
 
-    block, _ = small()
+    convs, _ = small()
     rules = {
-        name: find_rule(conv, 4, block, None)
+        name: find_rule(conv, 4, convs, None)
         for name, conv in {
             "sage": pyg.SAGEConv(4, 3),
             "gat": pyg.GATConv(4, 3),
@@ -118,9 +119,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_conv_that_cannot_run_is_refused_by_name_with_those_that_can(name: str) -> None:
     make, reason = REFUSED[name]
-    block, _ = small()
+    convs, _ = small()
     with pytest.raises(ValueError, match=f"^{name} cannot run over shards in mode sequential: .*{reason}.*PNAConv"):
-        run_conv(make(), torch.randn(40, 4), block)
+        run_conv(make(), torch.randn(40, 4), convs)
 
 
 def test_no_conv_at_all_is_refused() -> None:
@@ -130,34 +131,34 @@ def test_no_conv_at_all_is_refused() -> None:
 
 @pytest.mark.parametrize("aggr", ["lstm", "median", "mul"])
 def test_any_aggregation_runs_in_one_shot(aggr: str) -> None:
-    block, graph = small(mode="one_shot")
+    convs, graph = small(mode="one_shot")
     conv, x = pyg.SAGEConv(4, 3, aggr=aggr).double(), randn(40, 4)
-    torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
 def test_a_batch_norm_in_messages_runs_in_evaluation() -> None:
-    block, graph = small()
+    convs, graph = small()
     conv = pyg.EdgeConv(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))).double().eval()
     x = randn(40, 4)
-    torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
 def test_a_batch_norm_after_the_aggregation_runs_in_training() -> None:
-    block, graph = small()
+    convs, graph = small()
     norm = nn.BatchNorm1d(5)
     conv = pyg.GINConv(nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3))).double()
     other, x = copy.deepcopy(conv), randn(40, 4)
-    found = run_conv(conv, x, block)
+    found = run_conv(conv, x, convs)
     torch.testing.assert_close(found, other(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
     assert torch.allclose(norm.running_mean, other.state_dict()["nn.1.running_mean"])  # type: ignore[arg-type]
 
 
 def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
-    block, _ = small()
+    convs, _ = small()
     for conv in (pyg.TransformerConv(4, 3).double(), pyg.GCNConv(4, 3).double(), pna(4, 3).double()):
         names, state = set(conv.__dict__), torch.get_rng_state()
         weights = {k: v.clone() for k, v in conv.state_dict().items()}
-        run_conv(conv, randn(40, 4).requires_grad_(), block).sum().backward()
+        run_conv(conv, randn(40, 4).requires_grad_(), convs).sum().backward()
         assert set(conv.__dict__) == names
         assert torch.equal(torch.get_rng_state(), state)
         assert all(torch.equal(weights[k], v) for k, v in conv.state_dict().items())
@@ -167,21 +168,21 @@ def test_the_conv_and_the_random_numbers_are_left_as_they_were() -> None:
 @pytest.mark.parametrize("make", [pyg.GATConv, pyg.GCNConv])
 @pytest.mark.parametrize("mode", ["sequential", "one_shot"])
 def test_training_goes_on_with_what_inference_has_kept(make: Any, mode: str) -> None:
-    block, graph = small(mode=mode)
+    convs, graph = small(mode=mode)
     conv, x = make(4, 3).double(), randn(40, 4)
     with torch.inference_mode():
-        torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()), rtol=1e-10, atol=1e-12)
     h = x.clone().requires_grad_()
-    run_conv(conv, h, block).sum().backward()
+    run_conv(conv, h, convs).sum().backward()
     torch.testing.assert_close(h.grad, torch.autograd.grad(conv(h, graph.edge_index()).sum(), h)[0])
 
 
 def test_a_weights_gradient_is_there_after_an_evaluation_without() -> None:
     weight = torch.rand(226, dtype=torch.float64, requires_grad=True)
-    block, conv = small(edge_rows={"weight": weight})[0], pyg.GCNConv(4, 3).double()
+    convs, conv = small(edge_rows={"weight": weight})[0], pyg.GCNConv(4, 3).double()
     with torch.no_grad():
-        run_conv(conv, randn(40, 4), block)
-    run_conv(conv, randn(40, 4), block).square().sum().backward()
+        run_conv(conv, randn(40, 4), convs)
+    run_conv(conv, randn(40, 4), convs).square().sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().sum() > 0
 
@@ -194,12 +195,12 @@ def test_weights_that_are_no_numbers_any_more_are_not_the_convs_fault() -> None:
 
 
 def test_degrees_are_exchanged_once_where_they_have_no_gradient() -> None:
-    block, _ = small()
+    convs, _ = small()
     conv = pyg.GCNConv(4, 4).double()
     for _ in range(3):
-        run_conv(conv, randn(40, 4).requires_grad_(), block).sum().backward()
-    assert block.transport.traffic["degrees"] == 40 * 8
-    assert block.transport.traffic["refetch"] == 0
+        run_conv(conv, randn(40, 4).requires_grad_(), convs).sum().backward()
+    assert convs.transport.traffic["degrees"] == 40 * 8
+    assert convs.transport.traffic["refetch"] == 0
 
 
 def test_a_gnn_takes_the_block_like_any_other() -> None:
@@ -210,7 +211,7 @@ def test_a_gnn_takes_the_block_like_any_other() -> None:
     whole = batch_of(graph, x, (-1, -1, -1), key=5)
     expected = _gradients(gnn, whole)
     layout = virtual_layout(graph, make_partition(graph, 3, "random"))
-    block = ShardBlock.of(layout, key=5, chunk_bytes=4000)
+    block = ShardConvs.of(layout, chunk_bytes=4000).block(key=5)
     found = _gradients(gnn, Batch(layout.own_ids, (block,) * 3, x[layout.own_ids], None, key=5))
     torch.testing.assert_close(found[0], expected[0][layout.own_ids], rtol=1e-10, atol=1e-12)
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
@@ -225,16 +226,16 @@ def _gradients(gnn: nn.Module, batch: Batch) -> list[Tensor]:
 
 
 def test_a_conv_that_takes_initial_rows() -> None:
-    block, graph = small()
+    convs, graph = small()
     conv, x, x0 = pyg.GCN2Conv(4, 0.2).double(), randn(40, 4), randn(40, 4, seed=1)
-    found = run_conv(conv, x, block, x0)
+    found = run_conv(conv, x, convs, x0)
     torch.testing.assert_close(found, conv(x, x0, graph.edge_index()), rtol=1e-10, atol=1e-12)
 
 
 def test_a_conv_without_its_input_width_gets_it_from_the_rows() -> None:
-    block, graph = small()
+    convs, graph = small()
     conv, x = pyg.SAGEConv(-1, 3), randn(40, 4, dtype=torch.float32)
-    torch.testing.assert_close(run_conv(conv, x, block), conv(x, graph.edge_index()))
+    torch.testing.assert_close(run_conv(conv, x, convs), conv(x, graph.edge_index()))
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
@@ -245,6 +246,20 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 
 def test_a_block_goes_to_a_device_with_its_layout() -> None:
-    block, _ = small()
-    moved = replace(block, edge_rows={"weight": torch.ones(226)}).to(torch.device("meta"))
-    assert moved.edge["weight"].device.type == moved.layout.degrees.device.type == "meta"
+    convs, _ = small(edge_rows={"weight": torch.ones(226)})
+    block = convs.block(key=3)
+    meta = torch.device("meta")
+    assert block.to(torch.device("cpu")) is block
+    moved = block.to(meta)
+    assert isinstance(moved.convs, ShardConvs)
+    assert moved.convs.edge_rows["weight"].device == moved.convs.layout.degrees.device == moved.src_ids.device == meta
+    assert moved.parts is moved.convs.layout.parts
+    assert moved.key == 3
+
+
+def test_blocks_of_other_draws_share_what_was_found_out_about_the_edges() -> None:
+    convs, _ = small()
+    first, second = convs.block(key=1), replace(convs.block(key=1), key=2)
+    convolve(pyg.GCNConv(4, 4).double(), randn(40, 4), first)
+    convolve(pyg.GCNConv(4, 4).double(), randn(40, 4), second)
+    assert convs.transport.traffic["degrees"] == 40 * 8

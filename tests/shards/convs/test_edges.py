@@ -9,9 +9,9 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm as plain_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from hopline.core.partition import make_partition
-from hopline.methods.full_batch.convs.edges import Edges, all_gathered, gathered, gcn_edges, loop_attributes
-from hopline.methods.full_batch.transports import LocalTransport
+from hopline.shards.convs.edges import Edges, all_gathered, gathered, gcn_edges, loop_attributes
 from hopline.shards.layout import shard_layouts, virtual_layout
+from hopline.shards.transports import LocalTransport
 from tests.helpers import randn, random_graph
 
 GRAPH = random_graph(30, 150, weight=True, attr=2, loops=True)
