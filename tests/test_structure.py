@@ -1,4 +1,4 @@
-"""Two rules of the code's shape: no import cycle at run time, and libraries only where they belong."""
+"""Rules of the code: no import cycle at run time, libraries where they belong, nobody writes into objects of others."""
 
 from __future__ import annotations
 
@@ -80,3 +80,57 @@ def test_nothing_is_unpickled():
     forbidden = ("allow_pickle=True", "weights_only=False")
 
     assert [name for name, text in texts.items() if any(word in text for word in forbidden)] == []
+
+
+WRITES_INTO_OTHERS = {
+    "shards/convs/": "PyG's convs run with another `propagate` while they run over shards",
+    "nn/probe.py": "caches of PyG's convs are emptied for a call, and come back after it",
+    "units/loss_on_pieces.py": "a train_step must get the model itself, which answers with outputs that are known",
+    "device/pinned.py": "a tensor holds what keeps its memory registered, for as long as it lives",
+    "util/lazy.py": "a package keeps the names that were imported on first use",
+}
+"""Files that write into objects of others, and why. Everywhere else an object is complete when it is constructed."""
+
+
+def writes_into_others(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, code) of writes by `__dict__`, `vars`, `setattr` or `__setattr__` into anything but self or cls."""
+    changing = {"update", "setdefault", "pop", "clear"}
+
+    def is_another(node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return not (isinstance(node, ast.Name) and node.id in ("self", "cls", "_own"))
+
+    def of(node: ast.AST) -> ast.expr | None:
+        """The object whose dict this is."""
+        if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+            return node.value
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "vars" and node.args:
+            return node.args[0]
+        return None
+
+    for node in ast.walk(ast.parse(path.read_text())):
+        written: ast.expr | None = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in changing:
+            written = of(node.func.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
+            written = node.args[0]
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            written = of(node.value)
+        if written is not None and is_another(written):
+            yield node.lineno, ast.unparse(node)
+
+
+def test_nobody_writes_into_an_object_of_others():
+    wrong, excused = [], set()
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = str(path.relative_to(SOURCE))
+        excuse = next((start for start in WRITES_INTO_OTHERS if name.startswith(start)), None)
+        for line, code in writes_into_others(path):
+            if excuse is None:
+                wrong.append(f"{name}:{line}: {code}. Give the object what it needs when it is constructed")
+            else:
+                excused.add(excuse)
+
+    assert not wrong, "\n".join(wrong)
+    assert excused == set(WRITES_INTO_OTHERS), "take out of WRITES_INTO_OTHERS what writes nothing any more"

@@ -18,7 +18,6 @@ from hopline.tables.base import Table
 from hopline.tables.cache import CachedTable
 from hopline.tables.hot_rows import access_probability, hottest, out_degrees
 from hopline.tables.memory import TensorTable
-from hopline.tables.shared import send
 from hopline.tables.tiered import TieredTable
 from hopline.util.config import parse_size
 
@@ -75,7 +74,7 @@ def table(
     if host_cache == "all":
         below = TensorTable(_in_memory(below))
     if devices is not None and len(devices) > 1 and isinstance(below, TensorTable):
-        send(below, "rows")  # now: pinned memory cannot move
+        below.share_arrays("rows")  # now: pinned memory cannot move
     num_rows, row_bytes = len(below), _row_bytes(below)
     num_device = _num_rows("device_cache", device_cache, num_rows, row_bytes)
     num_host = 0 if host_cache in (None, "all") else _num_rows("host_cache", host_cache, num_rows, row_bytes)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.tables.base import Table
-from hopline.tables.shared import receive, send
+from hopline.tables.shared import Shareable
 from hopline.util import trace
 
 
-class CachedTable(Table):
+class CachedTable(Shareable, Table):
     """Copies of chosen rows of `below`, read in its place; all other rows come from `below`.
 
     Args:
@@ -68,4 +68,4 @@ class CachedTable(Table):
     def __reduce__(self) -> tuple[object, ...]:
         """To other processes goes a handle: they read the same cache, and the same rows below."""
         others = {"below": self.below, "counter": self.counter}
-        return receive, (CachedTable, send(self, "hot", "slot"), others)
+        return CachedTable.from_shared, (self.share_arrays("hot", "slot"), others)

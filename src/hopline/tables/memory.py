@@ -8,10 +8,10 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.graph import version_of
 from hopline.tables.base import Table, Tiers
-from hopline.tables.shared import receive, send
+from hopline.tables.shared import Shareable
 
 
-class TensorTable(Table):
+class TensorTable(Shareable, Table):
     """Rows of a dense tensor [num_rows, ...]; a memory-mapped one is read page by page as it is touched.
 
     Args:
@@ -67,4 +67,4 @@ class TensorTable(Table):
         """To other processes goes a handle: they read the same memory."""
         if self.rows.device.type != "cpu":
             return TensorTable, (self.rows,), {"read_only": self.read_only}
-        return receive, (type(self), send(self, "rows"), {"read_only": self.read_only})
+        return type(self).from_shared, (self.share_arrays("rows"), {"read_only": self.read_only})

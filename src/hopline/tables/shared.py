@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from torch import Tensor
 
 from hopline.device.pinned import is_registered
 from hopline.distributed import shared_memory
 from hopline.distributed.shared_memory import SharedArray, mapped_file
-
-T = TypeVar("T")
 
 
 def share(tensor: Tensor) -> SharedArray:
@@ -24,21 +22,26 @@ def share(tensor: Tensor) -> SharedArray:
     return shared_memory.share(tensor)
 
 
-def send(table: object, *names: str) -> dict[str, SharedArray]:
-    """Handles of a table's tensors of these names. From then on it reads them from the shared memory itself."""
-    sent: dict[str, SharedArray] = table.__dict__.setdefault("_sent", {})
-    for name in names:
-        tensor = getattr(table, name)
-        if name not in sent or sent[name].tensor is not tensor:
-            sent[name] = share(tensor)
-            setattr(table, name, sent[name].tensor)
-    return {name: sent[name] for name in names}
+class Shareable:
+    """A table whose tensors other processes of the host read in shared memory."""
 
+    def share_arrays(self, *names: str) -> dict[str, SharedArray]:
+        """Handles of its tensors of these names. From now on it reads them from the shared memory itself."""
+        sent: dict[str, SharedArray] = self.__dict__.setdefault("_sent", {})
+        for name in names:
+            tensor = getattr(self, name)
+            if name not in sent or sent[name].tensor is not tensor:
+                sent[name] = share(tensor)
+                setattr(self, name, sent[name].tensor)
+        return {name: sent[name] for name in names}
 
-def receive(kind: type[T], arrays: Mapping[str, SharedArray], others: Mapping[str, Any]) -> T:
-    """A table of that kind with the tensors behind these handles, and other attributes as they were."""
-    table = kind.__new__(kind)
-    table.__dict__.update(others, _sent=dict(arrays))
-    for name, array in arrays.items():
-        setattr(table, name, array.tensor)
-    return table
+    @classmethod
+    def from_shared(cls, arrays: Mapping[str, SharedArray], others: Mapping[str, Any]) -> Self:
+        """A table with the tensors behind these handles, and other attributes as they were."""
+        table = cls.__new__(cls)
+        table._receive(arrays, others)
+        return table
+
+    def _receive(self, arrays: Mapping[str, SharedArray], others: Mapping[str, Any]) -> None:
+        tensors = {name: array.tensor for name, array in arrays.items()}
+        self.__dict__.update(others, **tensors, _sent=dict(arrays))

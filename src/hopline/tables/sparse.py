@@ -8,10 +8,10 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.graph import version_of
 from hopline.tables.base import Table
-from hopline.tables.shared import receive, send
+from hopline.tables.shared import Shareable
 
 
-class SparseTable(Table):
+class SparseTable(Shareable, Table):
     """Rows [num_rows, num_columns] of which only the non-zero entries are kept.
 
     Args:
@@ -79,5 +79,5 @@ class SparseTable(Table):
 
     def __reduce__(self) -> tuple[object, ...]:
         """To other processes goes a handle: they read the same memory."""
-        arrays = send(self, "indptr", "columns", "values")
-        return receive, (SparseTable, arrays, {"num_columns": self.num_columns})
+        arrays = self.share_arrays("indptr", "columns", "values")
+        return SparseTable.from_shared, (arrays, {"num_columns": self.num_columns})

@@ -17,7 +17,7 @@ from hopline.distributed.shared_memory import SharedArray
 from hopline.ops.gather_tiers import count_ids, gather_tiers, new_counts, slot_of
 from hopline.tables.base import Table, Tiers
 from hopline.tables.hot_rows import hottest
-from hopline.tables.shared import send
+from hopline.tables.shared import Shareable
 from hopline.util import trace
 
 PIECE_BYTES = 1 << 26
@@ -55,7 +55,7 @@ class _Placed:
         return hits, direct + staged, direct + int(self.fetched)
 
 
-class TieredTable(Table):
+class TieredTable(Shareable, Table):
     """Copies of the rows `hot_ids` of `below` on the device that asks; the rest are read below. `hl.table` makes one.
 
     Each device of each process gets its copies at its first read. On CUDA the rows below are pinned where they lie and
@@ -273,7 +273,7 @@ class TieredTable(Table):
 
     def __reduce__(self) -> tuple[object, ...]:
         """To other processes goes a handle: the rows below are the same memory, and each fills a cache of its own."""
-        hot_ids = None if self.hot_ids is None else send(self, "hot_ids")["hot_ids"]
+        hot_ids = None if self.hot_ids is None else self.share_arrays("hot_ids")["hot_ids"]
         kind = self.device.type if self.device.type == "cuda" else str(self.device)
         return _open, (self.below, hot_ids, kind, self.observing)
 
