@@ -62,6 +62,23 @@ def test_own_method_trains_by_its_own_steps(graph: str, monkeypatch: pytest.Monk
     assert losses(run)[1] < losses(run)[0]
 
 
+def test_own_conv_reads_blocks_and_equals_itself_on_the_whole_graph(graph: str, monkeypatch: pytest.MonkeyPatch):
+    module = example("own_conv", monkeypatch)
+    run = module.main(graph, epochs=2)
+    assert losses(run)[1] < losses(run)[0]
+    data, conv = hl.open(graph), module.DegreeSum()
+    expected = conv(data.x[torch.arange(data.num_nodes)].double(), data.graph.edge_index())
+    found = hl.infer.exact(hl.nn.GNN([conv]), data, chunk_edges=500)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+    class Wrong(module.DegreeSum):
+        def on_block(self, x: Tensor, block: hl.extend.Block) -> Tensor:
+            return self.forward(x, block.edge_index)[: block.num_dst]
+
+    with pytest.raises(ValueError, match=r"Wrong.on_block does not put out at a node what Wrong.forward puts out"):
+        hl.infer.exact(hl.nn.GNN([Wrong()]), data)
+
+
 def test_own_layerwise_computation_is_personalised_pagerank(graph: str, monkeypatch: pytest.MonkeyPatch):
     data = hl.open(graph)
     train, start = data.splits["train"], torch.zeros(data.num_nodes, data.num_classes, dtype=torch.float64)

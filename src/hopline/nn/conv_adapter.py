@@ -1,7 +1,8 @@
 """Any PyG conv on a block, by one adapter.
 
 A conv is called in the first of these ways that a probe on a tiny graph shows to be equal to the conv on the whole
-graph: fused; with a pair (source rows, destination rows); square, with the output cut to the destinations. A conv
+graph: fused; by the conv's own `on_block(rows, block)`, where an author has written one; with a pair (source rows,
+destination rows); square, with the output cut to the destinations. A conv
 that equals itself in none of them (several hops in one layer, a norm over the nodes present, padding to the largest
 degree present) is refused by name.
 """
@@ -43,7 +44,7 @@ from hopline.nn.probe import (
     without_caches,
 )
 
-Convention = Literal["fused", "pair", "square"]
+Convention = Literal["fused", "block", "pair", "square"]
 Layout = Literal["block", "tree", "padded tree"]
 """What a conv's edges look like. On a tree every edge has a source of its own; on a padded one, as a GPU has it, there
 is an edge out of every slot, also the empty ones."""
@@ -129,7 +130,7 @@ def _known_way(conv: nn.Module, layout: Layout, edge: Mapping[str, Tensor]) -> W
 
 def _about(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
     """What the way of a conv depends on and may change; hooks decide whether it is fused."""
-    return options_of(conv), is_fused(conv), frozenset(edge)
+    return options_of(conv), is_fused(conv), reads_blocks(conv), frozenset(edge)
 
 
 def layout_of(conv: nn.Module, block: Block) -> Layout:
@@ -144,6 +145,8 @@ def _call(conv: nn.Module, way: Way, h: Handle | Tensor, block: Block, x0: Tenso
         return fused(conv, h, block, x0 if takes_x0(conv) else None)
     dtype = dtype_of(conv, h)
     rows, num_dst = typed(h, dtype), block.num_dst
+    if way.convention == "block":
+        return conv.on_block(rows, block)  # type: ignore[operator]
     edge_index, edge = _edges_of(block, way)
     edges = edge_arguments(conv, edge, dtype)
     first = (_padded(x0, rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
@@ -185,6 +188,11 @@ def _padded(x0: Tensor, num_rows: int) -> Tensor:
     """A square call wants a row per source; only the destinations' are used."""
     missing = num_rows - x0.size(0)
     return x0 if missing <= 0 else torch.cat([x0, x0.new_zeros(missing, *x0.shape[1:])])
+
+
+def reads_blocks(conv: nn.Module) -> bool:
+    """Whether a conv of a user's own computes on blocks itself, by `on_block(rows, block)`. Hooks need its forward."""
+    return callable(getattr(conv, "on_block", None)) and not conv._forward_hooks and not conv._forward_pre_hooks
 
 
 def takes_x0(conv: nn.Module) -> bool:
@@ -259,6 +267,8 @@ def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: La
     cached = has_cache(conv)
     if is_fused(conv):
         ways = [Way("fused", has_cache=cached)]
+    elif reads_blocks(conv):
+        ways = [Way("block", has_cache=cached)]
     else:
         choices = itertools.product((False, True), CALLS, (False, True) if is_tree else (False,))
         ways = [
@@ -276,6 +286,11 @@ def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: La
         raise ValueError(
             f"{_name(conv)} keeps something of its first call, such as the edges, and every block has others: let it "
             "compute that anew in each call"
+        )
+    if reads_blocks(conv):
+        raise ValueError(
+            f"{_name(conv)}.on_block does not put out at a node what {_name(conv)}.forward puts out on a whole graph: "
+            "let it read degrees from block.graph and edges from block.edge_index, or leave on_block out"
         )
     if is_tree:
         way_of(conv, width, edge, "block", initial_width)  # refused there if it cannot run on blocks either
