@@ -68,7 +68,7 @@ CASES = [
     train("model.hidden must be at least 1", "model.hidden=0"),
     train("Did you mean 'sage'?", "model.name=sage2"),
     train("has no split 3", "split=3"),
-    train("expected 3 numbers", "split=0.5,0.5"),
+    train("an integer or 3 numbers separated by commas", "split=0.5,0.5"),
     train("RANK is 'x', which is not a whole number", RANK="x", WORLD_SIZE="2", MASTER_ADDR="localhost"),
     train("LOCAL_WORLD_SIZE is missing", RANK="5", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost"),
     train("", "out=first", HOME="/nonexistent"),

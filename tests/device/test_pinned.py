@@ -75,6 +75,39 @@ def test_a_refusal_gives_its_reason() -> None:
     assert pinned.register(randn(3, 4), driver) == "CUDA error 1"
 
 
+def test_a_tensor_that_begins_on_a_page_of_another_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver says that its first byte is, since it locks whole pages."""
+    page = pinned.PAGE
+    memory = torch.zeros(8 * page, dtype=torch.uint8)
+    first = -memory.data_ptr() % page
+    left, across, within, beyond = (
+        memory[first + start : first + stop]
+        for start, stop in ((0, page + 100), (page + 100, 3 * page), (page + 200, page + 300), (4 * page, 5 * page))
+    )
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    assert all(pinned.is_readable(tensor) for tensor in (left, across, within, beyond))  # as torch's own memory is
+    assert pinned.register(left, Driver()) is None
+    assert pinned.is_readable(left)
+    assert not pinned.is_readable(across)
+    assert pinned.is_readable(within)
+    assert pinned.is_readable(beyond)
+    del left
+    gc.collect()
+    assert pinned.is_readable(across)
+
+
+def test_new_memory_has_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = []
+    monkeypatch.setattr(pinned, "register", registered.append)
+    rows = pinned.zeros((3, 5), torch.float64)
+    assert not rows.any()
+    assert rows.data_ptr() % pinned.PAGE == 0
+    assert registered[0] is rows
+    room = rows.untyped_storage()
+    assert room.data_ptr() + room.nbytes() >= rows.data_ptr() + pinned.PAGE  # nobody else is on the last page
+    assert pinned.zeros((0, 5), torch.float32).shape == (0, 5)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_without_a_gpu_that_is_said() -> None:
     with pytest.raises(ValueError, match="no CUDA device"):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+PAGE = mmap.PAGESIZE
+"""The driver locks whole pages, on which memory of other tensors may begin or end."""
 MAPPED, READ_ONLY = 1 | 2, 8
 """cudaHostRegister's flags: readable by the kernels of every device; and where we ourselves may only read."""
 _REGISTERED = "_hopline_registered"
@@ -47,7 +51,7 @@ class _Registrations:
             known = self._by_span.get(span)
             if known is None:
                 if cudart is None:
-                    if tensor.is_pinned():
+                    if tensor.is_pinned() and self._holds_all(span):
                         return None
                     cudart = torch.cuda.cudart()
                 reason = _try(cudart, *span)
@@ -55,6 +59,21 @@ class _Registrations:
                     return reason
                 self._by_span[span] = known = Registration(tensor, cudart)
             return known
+
+    def hold_all(self, tensor: Tensor) -> bool:
+        """Whether all of a tensor whose first page is locked may be read, and not only that page."""
+        with self._lock:
+            return self._holds_all(_span(tensor))
+
+    def _holds_all(self, span: tuple[int, int]) -> bool:
+        start, stop = span[0], sum(span)
+        shares = False
+        for first, num_bytes in list(self._by_span):
+            low, high = first // PAGE * PAGE, -(-(first + num_bytes) // PAGE) * PAGE
+            if low <= start and stop <= high:
+                return True
+            shares = shares or (low < stop and start < high)
+        return not shares  # else others have locked it, and all of it: torch's `pin_memory` does
 
 
 _registrations = _Registrations()
@@ -80,11 +99,19 @@ def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
             f"this memory cannot be pinned where it is ({reason}), as is usual for a file that is mapped into memory: "
             "pass host_cache='all' to copy it into pinned memory, or host_cache='2G' to keep its hottest rows in RAM"
         )
-    ours = torch.empty_like(tensor)  # torch's pin_memory() would round the size up to a power of two
-    ours.copy_(tensor)
-    reason = register(ours)
+    return zeros(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """New memory on pages of its own, registered, so that no other tensor keeps the driver from locking it."""
+    # torch's pin_memory() would round the size up to a power of two.
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    room = torch.zeros(num_bytes + 2 * PAGE, dtype=torch.uint8)
+    first = -room.data_ptr() % PAGE
+    ours = room[first : first + num_bytes].view(dtype).view(shape)
+    reason = register(ours) if num_bytes else None
     if reason is not None:
-        raise ValueError(f"the system refuses to pin {ours.nbytes} bytes ({reason}): raise `ulimit -l`, or pin less")
+        raise ValueError(f"the system refuses to pin {num_bytes} bytes ({reason}): raise `ulimit -l`, or pin less")
     return ours
 
 
@@ -100,6 +127,15 @@ def register(tensor: Tensor, cudart: Any = None) -> str | None:
 def is_registered(tensor: Tensor) -> bool:
     """Whether `tensor` was registered here, and so must stay at its address."""
     return getattr(tensor, _REGISTERED, None) is not None
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether kernels read all of a host tensor in place, and copies of it can be under way while the host goes on.
+
+    `tensor.is_pinned()` asks about the first byte alone. That may lie on a page which the driver has locked for another
+    tensor, and then a copy of the rest fails.
+    """
+    return is_registered(tensor) or (tensor.is_pinned() and _registrations.hold_all(tensor))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hopline.device import pinned
 from hopline.device.out_of_memory import free_memory
 from hopline.device.streams import stream_for
 from hopline.util import trace
@@ -177,7 +178,7 @@ class _Staged(TorchFunctionMode):
 
     def _through_buffer(self, tensor: Tensor) -> Tensor:
         start, stop = self.used, self.used + tensor.nbytes
-        if tensor.is_pinned():
+        if pinned.is_readable(tensor):
             moved = self.copies.copy(tensor)
         elif stop > self.buffer.numel():
             moved = tensor.to(self.device)  # waits; the batch has more tensors than it counts

@@ -45,7 +45,7 @@ class PinnedMemory(Allocator):
     """Host memory that a GPU reads and writes itself."""
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return pinned.pin(torch.zeros(shape, dtype=dtype))
+        return pinned.zeros(shape, dtype)
 
 
 class DeviceThenPinned(Allocator):

@@ -187,7 +187,7 @@ class DeviceHistories(Histories):
             return super().sums(l, shape, dtype)
         kept = self._sums.get(l)
         if kept is None or kept.shape != tuple(shape) or kept.dtype != dtype:
-            self._sums[l] = kept = pinned.pin(torch.zeros(shape, dtype=dtype))  # which takes longer than to clear it
+            self._sums[l] = kept = pinned.zeros(shape, dtype)  # which takes longer than to clear it
         else:
             torch.cuda.synchronize(self.device)
             kept.zero_()
@@ -219,7 +219,7 @@ class DeviceHistories(Histories):
             return places
         if self._asked is not None and self._asked[0] is places:  # by the layer before
             return self._asked[1]
-        at = (places if places.is_pinned() else places.pin_memory()).to(self.device, non_blocking=True)
+        at = (places if pinned.is_readable(places) else places.pin_memory()).to(self.device, non_blocking=True)
         if self.stream is None:  # two streams must not share it
             self._asked = places, at
         return at

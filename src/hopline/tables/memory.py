@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.graph import version_of
+from hopline.device import pinned
 from hopline.tables.base import Table, Tiers
 from hopline.tables.shared import Shareable
 
@@ -60,7 +61,9 @@ class TensorTable(Shareable, Table):
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
         target = self.rows.device if device is None else torch.device(device)
         # A kernel reads pinned memory of the host as it reads its own.
-        readable = self.rows.device.type == target.type or (self.rows.device.type == "cpu" and self.rows.is_pinned())
+        readable = self.rows.device.type == target.type or (
+            self.rows.device.type == "cpu" and pinned.is_readable(self.rows)
+        )
         return Tiers(self.rows, None, None) if readable and self.rows.is_contiguous() else None
 
     def __reduce__(self) -> tuple[object, ...]:
