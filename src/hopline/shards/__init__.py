@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hopline.shards.data import ShardedData
     from hopline.shards.data import open_sharded as open
     from hopline.shards.shard import Shard, open_shard
+    from hopline.shards.write import cut_into as cut
 
 __getattr__, __dir__ = on_first_use(
     __name__,
@@ -22,7 +23,8 @@ __getattr__, __dir__ = on_first_use(
         "hopline.shards.collective_sampler": ("CollectiveSampler",),
         "hopline.shards.data": ("ShardedData", "open=open_sharded"),
         "hopline.shards.shard": ("Shard", "open_shard"),
+        "hopline.shards.write": ("cut=cut_into",),
     },
 )
 
-__all__ = ["CollectiveSampler", "Shard", "ShardedData", "open", "open_shard"]
+__all__ = ["CollectiveSampler", "Shard", "ShardedData", "cut", "open", "open_shard"]

@@ -53,11 +53,9 @@ class CollectiveSampler:
         ValueError: A fan-out is not allowed, or shards and ranks do not fit together.
 
     Example:
-        >>> from hopline.core.partition import make_partition
         >>> from hopline.distributed.all_to_all import Channel
-        >>> from hopline.shards.write import cut
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
-        >>> cut(data, make_partition(data.graph, 1, "range"), "shards")  # as `hopline partition`
+        >>> hl.shards.cut(data, "shards", 1, how="range")
         >>> sampler = hl.shards.CollectiveSampler(hl.shards.open_shard("shards", rank=0), Channel(), [2, 2])
         >>> blocks, _, _ = sampler.sample(torch.tensor([1]), key=0)
         >>> blocks

@@ -25,10 +25,8 @@ class ShardedData(Dataset):
         ValueError: Shards and ranks do not fit together, or the shards are of several cuts.
 
     Example:
-        >>> from hopline.core.partition import make_partition
-        >>> from hopline.shards.write import cut
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), splits={"train": [3, 1]})
-        >>> cut(data, make_partition(data.graph, 1, "range"), "shards")  # as `hopline partition`
+        >>> hl.shards.cut(data, "shards", 1, how="range")
         >>> data = hl.shards.ShardedData(hl.shards.open_shard("shards", rank=0))
         >>> data.num_nodes, data.splits["train"].tolist()
         (4, [1, 3])
@@ -89,10 +87,8 @@ def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, 
         ValueError: There is no shard for this rank, or shards and ranks do not fit together.
 
     Example:
-        >>> from hopline.core.partition import make_partition
-        >>> from hopline.shards.write import cut
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
-        >>> cut(data, make_partition(data.graph, 1, "range"), "shards")  # as `hopline partition`
+        >>> hl.shards.cut(data, "shards", 1, how="range")
         >>> hl.shards.open("shards").num_features
         2
     """

@@ -50,10 +50,8 @@ class Shard:
     other: shard s has the places ptr[s] .. ptr[s + 1] - 1, its nodes in ascending order.
 
     Example:
-        >>> from hopline.core.partition import make_partition
-        >>> from hopline.shards.write import cut
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
-        >>> cut(data, make_partition(data.graph, 2, "range"), "shards")  # as `hopline partition`
+        >>> hl.shards.cut(data, "shards", 2, how="range")
         >>> shard = hl.shards.open_shard("shards", rank=1)
         >>> shard
         Shard(1 of 2 of 'graph', 2 of 4 nodes, 2 of 4 edges, 1 nodes of others)
@@ -214,10 +212,8 @@ def open_shard(folder: str | os.PathLike[str], rank: int, *, split: int = 0) -> 
         ValueError: There is no such shard or split, or its arrays are damaged or of another version.
 
     Example:
-        >>> from hopline.core.partition import make_partition
-        >>> from hopline.shards.write import cut
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
-        >>> cut(data, make_partition(data.graph, 2, "range"), "shards")  # as `hopline partition`
+        >>> hl.shards.cut(data, "shards", 2, how="range")
         >>> hl.shards.open_shard("shards", rank=0).nodes.tolist()
         [0, 1]
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.graph import Graph
-from hopline.core.partition import Partition, check_edges
+from hopline.core.partition import Partition, check_edges, make_partition
 from hopline.data.arrays import PIECE_BYTES, as_bytes
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
@@ -32,6 +32,43 @@ from hopline.util.progress import Progress, progress
 
 CHUNK = 1 << 22
 """Nodes or edges handled at a time; a node with more in-edges is a chunk of its own."""
+
+
+def cut_into(
+    data: Dataset,
+    folder: str | os.PathLike[str],
+    num_shards: int,
+    *,
+    how: str = "metis",
+    labels: Tensor | None = None,
+    seed: int = 0,
+    show: bool = False,
+) -> None:
+    """Cut a dataset into shards, one folder each, as `hopline partition` does.
+
+    Memory grows with the nodes, and with `how="metis"` with the edges. Shards that are in the folder already are
+    replaced in one step.
+
+    Args:
+        data: The dataset.
+        folder: For the shards.
+        num_shards: One for each rank that will train.
+        how: "metis" cuts fewest edges, "streaming" takes a graph of any size, "random" and "range" (by node id) do not
+            look at the edges.
+        labels: [num_nodes] a community per node, in place of `how`.
+        seed: Of "metis", "streaming" and "random".
+        show: Show progress.
+
+    Raises:
+        ValueError: There are fewer nodes than shards, `how` is not known, or METIS is not installed.
+
+    Example:
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> hl.shards.cut(data, "shards", 2, how="range")
+        >>> hl.shards.open_shard("shards", rank=1).num_own
+        2
+    """
+    cut(data, make_partition(data.graph, num_shards, how, labels, seed, show=show), folder, show=show)
 
 
 def cut(data: Dataset, partition: Partition, folder: str | os.PathLike[str], *, show: bool = False) -> None:

@@ -65,12 +65,10 @@ class CollectiveLoader:
             ranks do not fit together.
 
     Example:
-        >>> from hopline.core.partition import make_partition
-        >>> from hopline.shards.write import cut
         >>> data = hl.from_edges(
         ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2), splits={"train": torch.arange(4)}
         ... )
-        >>> cut(data, make_partition(data.graph, 1, "range"), "shards")  # as `hopline partition data shards shards=1`
+        >>> hl.shards.cut(data, "shards", 1, how="range")  # as `hopline partition data shards shards=1`
         >>> loader = hl.Sampled(fanouts=(2, 2), batch_size=2).loader(hl.shards.open_shard("shards", rank=0))
         >>> [batch.num_seeds for batch in loader]
         [2, 2]
