@@ -396,6 +396,10 @@ class Outline(ABC):
         """Of the weights."""
 
     @abstractmethod
+    def limits(self, budget: Budget) -> dict[Place, int | None]:
+        """Bytes that a budget leaves at each place, None where nothing was said. On a CPU the device is the host."""
+
+    @abstractmethod
     def kept(self) -> list[Item]:
         """Weights, and what the optimizer remembers of them; their gradients belong to a step."""
 
@@ -423,7 +427,35 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """How a method keeps to a budget."""
+    """How a method keeps to a budget: what `Method.plan` returns.
+
+    Example:
+        >>> class Own(hl.extend.Method):
+        ...     def bind(self, job):
+        ...         return OwnWork(job)
+        ...     def plan(self, outline, budget):
+        ...         features = outline.data.x.num_bytes
+        ...         return hl.extend.Plan(
+        ...             method=self, items=(*outline.kept(), *outline.data_on_host()), limits=outline.limits(budget),
+        ...             home=outline.home, step_bytes=4 * features, least_bytes=4 * features, steps=1,
+        ...             count=outline.data.num_nodes, covers="steps of {} nodes",
+        ...         )
+        >>> class OwnWork(hl.extend.Work):
+        ...     def __init__(self, job, watched=None):
+        ...         self.job, self.watched = job, watched
+        ...     def guarded(self, guard, plan):
+        ...         return OwnWork(self.job, lambda unit: hl.extend.WatchedUnit(unit, guard, plan.step_bytes))
+        ...     def units(self, epoch, done=0, examples=0):
+        ...         for batch in hl.Sampled(fanouts=(-1,)).loader(self.job.data):
+        ...             yield self.watched(hl.extend.BatchUnit(self.job, batch))
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1, 2]},
+        ... )
+        >>> hl.Trainer(hl.nn.GNN([SAGEConv(4, 2)]), data, Own(), budget="1MiB", epochs=1, show=False).fit().finished
+        True
+    """
 
     method: Method
     """With as much look-ahead, or as few shards, as fit; what is learnt does not depend on these."""

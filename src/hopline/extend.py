@@ -1,7 +1,8 @@
 """Names for authors of methods, tables, convs and callbacks.
 
 A method is a `Method` whose `bind(job)` returns `Work`, which yields a `Unit` per step; `BatchUnit` is the unit of one
-batch. A table implements `Table`. `Block` and `Part` are what a conv gets in place of `edge_index`, `Rows` a handle to
+batch. `Method.plan` returns a `Plan` from an `Outline` of the run, and `Work.guarded` a work whose units keep to it.
+A table implements `Table`. `Block` and `Part` are what a conv gets in place of `edge_index`, `Rows` a handle to
 rows of a table. `Layers` computes a model layer by layer over the pieces of a `LayerPlan`, from and into the tables of
 `Boundaries`. `StepEnd`, `EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters`
 listen to a run. `keep_freed_memory` makes loops of your own as fast as `Trainer.fit` where batches are large.
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from hopline.util.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from hopline.contract import Job, Method, Unit, Work, WorkDescription
+    from hopline.contract import Guard, Item, Job, Method, Outline, Plan, Unit, Work, WorkDescription
     from hopline.core.batch import Block, Part
     from hopline.core.row_handles import Rows
     from hopline.core.sampler import NeighborSampler
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from hopline.training.callbacks import EpochEnd, Evaluation, StepEnd
     from hopline.training.settings import TrainSettings
     from hopline.units.batch_unit import BatchUnit
+    from hopline.units.watched_unit import WatchedUnit
     from hopline.util.host import keep_freed_memory
     from hopline.util.trace import Counters, Timers
 
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "hopline.contract": ("Job", "Method", "Unit", "Work", "WorkDescription"),
+        "hopline.contract": ("Guard", "Item", "Job", "Method", "Outline", "Plan", "Unit", "Work", "WorkDescription"),
         "hopline.core.batch": ("Block", "Part"),
         "hopline.core.row_handles": ("Rows",),
         "hopline.core.sampler": ("NeighborSampler",),
@@ -40,6 +42,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
         "hopline.training.settings": ("TrainSettings",),
         "hopline.units.batch_unit": ("BatchUnit",),
+        "hopline.units.watched_unit": ("WatchedUnit",),
         "hopline.util.host": ("keep_freed_memory",),
         "hopline.util.trace": ("Counters", "Timers"),
     },
@@ -53,14 +56,18 @@ __all__ = [
     "Counters",
     "EpochEnd",
     "Evaluation",
+    "Guard",
+    "Item",
     "Job",
     "LayerPlan",
     "LayerTables",
     "Layers",
     "Method",
     "NeighborSampler",
+    "Outline",
     "Part",
     "Piece",
+    "Plan",
     "Rows",
     "SparseTable",
     "StepEnd",
@@ -70,6 +77,7 @@ __all__ = [
     "Timers",
     "TrainSettings",
     "Unit",
+    "WatchedUnit",
     "Work",
     "WorkDescription",
     "World",

@@ -13,7 +13,6 @@ from torch_geometric.nn import SAGEConv
 
 from hopline import contract
 from hopline.budget.guard import Guard, capped
-from hopline.budget.memory_plan import limits_of
 from hopline.contract import Budget, Job, Method, Outline, Plan, Unit, Work
 from hopline.data import planted
 from hopline.data.placement_settings import Placement
@@ -261,7 +260,7 @@ class Own(Method):
         return Plan(
             method=self,
             items=tuple(outline.kept()),
-            limits=limits_of(budget, outline),
+            limits=outline.limits(budget),
             home=outline.home,
             step_bytes=500.0,
             least_bytes=500.0,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hopline.budget.memory_plan import RunOutline, limits_of
+from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget, DoesNotFit, Item, Plan
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
@@ -90,9 +90,9 @@ def test_evaluation_beside_the_steps_has_a_part_of_what_is_left():
 
 
 def test_a_cpu_is_the_host():
-    limits = limits_of(Budget(device="2GiB", host="1GiB", disk="3GiB"), outline_of())
+    limits = outline_of().limits(Budget(device="2GiB", host="1GiB", disk="3GiB"))
     assert limits == {"device": None, "host": GIB, "disk": 3 * GIB}
-    assert limits_of(Budget(), outline_of()) == {"device": None, "host": None, "disk": None}
+    assert outline_of().limits(Budget()) == {"device": None, "host": None, "disk": None}
 
 
 def test_an_outline_counts_weights_optimizer_and_data():

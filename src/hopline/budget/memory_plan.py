@@ -14,7 +14,7 @@ from hopline.contract import PLACES, Budget, Item, Outline, Place
 from hopline.core.row_handles import Rows
 from hopline.device.meter import free_bytes, library_bytes
 from hopline.device.out_of_memory import free_memory
-from hopline.nn.gnn import GNN, out_width
+from hopline.nn.gnn import GNN, row_widths
 from hopline.tables import TieredTable
 from hopline.util.config import parse_size
 
@@ -63,10 +63,21 @@ class RunOutline(Outline):
         run = library_bytes(self.device) + sum(t.nbytes for t in own if not is_lazy(t) and t.is_cuda)
         return max(0, torch.cuda.memory_allocated(self.device) - run)
 
+    def limits(self, budget: Budget) -> dict[Place, int | None]:
+        found: dict[Place, int | None] = {}
+        for place in PLACES:
+            size = getattr(budget, place)
+            found[place] = None if size is None else parse_size(size)
+        if self.home == "host":
+            return {**found, "device": None, "host": budget.bytes_on(self.device)}
+        if found["device"] is None:
+            found["device"] = free_bytes(self.device) + torch.cuda.memory_allocated(self.device)
+        return found
+
     def hidden_bytes(self) -> int:
         if not isinstance(self.model, GNN):
             return 0
-        widest = max(map(out_width, self.model.convs), default=0)
+        widest = max(row_widths(self.model, self.data.num_features)[1:])
         tables = 2 + 2 * self.model.encodes + 2 * self.model.num_layers * self.model.keeps_jk
         return tables * widest * self.data.num_nodes * self.dtype.itemsize
 
@@ -81,16 +92,3 @@ class RunOutline(Outline):
 
 def _title(table: str) -> str:
     return "features" if table == "x" else f"table {table}"
-
-
-def limits_of(budget: Budget, outline: Outline) -> dict[Place, int | None]:
-    """What a budget leaves at each place. On a CPU the device is the host."""
-    found: dict[Place, int | None] = {}
-    for place in PLACES:
-        size = getattr(budget, place)
-        found[place] = None if size is None else parse_size(size)
-    if outline.home == "host":
-        return {**found, "device": None, "host": budget.bytes_on(outline.device)}
-    if found["device"] is None:
-        found["device"] = free_bytes(outline.device) + torch.cuda.memory_allocated(outline.device)
-    return found

@@ -422,3 +422,11 @@ def out_width(conv: Any) -> int:
             raise ValueError(f"{type(conv).__name__} does not tell its width: pass norm and jk as modules")
         width = linears[-1].out_features
     return width * getattr(conv, "heads", 1) if getattr(conv, "concat", False) else width
+
+
+def row_widths(model: GNN, num_features: int) -> list[int]:
+    """Of the rows before the first layer, and after each."""
+    widths = [num_features if model.encoder is None else out_width(model.encoder)]
+    for conv in model.convs:
+        widths.append(out_width(conv) if any(True for _ in conv.parameters()) else widths[-1])
+    return widths

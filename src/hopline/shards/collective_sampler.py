@@ -53,10 +53,10 @@ class CollectiveSampler:
         ValueError: A fan-out is not allowed, or shards and ranks do not fit together.
 
     Example:
-        >>> from hopline.distributed.all_to_all import Channel
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
         >>> hl.shards.cut(data, "shards", 1, how="range")
-        >>> sampler = hl.shards.CollectiveSampler(hl.shards.open_shard("shards", rank=0), Channel(), [2, 2])
+        >>> data = hl.shards.open("shards")
+        >>> sampler = hl.shards.CollectiveSampler(data.shard, data.channel, [2, 2])
         >>> blocks, _, _ = sampler.sample(torch.tensor([1]), key=0)
         >>> blocks
         (Block(3 -> 2 nodes, 2 edges), Block(2 -> 1 nodes, 1 edges))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hopline.budget.memory_plan import limits_of
 from hopline.budget.micro_batches import fewest
 from hopline.contract import Budget, Item, Outline, Plan
 from hopline.core.sizes import Sizes
@@ -16,10 +15,9 @@ from hopline.methods.partitioned.memory_plan import (
     block_bytes,
     layers_of,
     part_sizes,
-    row_widths,
     table_items,
 )
-from hopline.nn.gnn import GNN
+from hopline.nn.gnn import GNN, row_widths
 from hopline.units.loss_on_pieces import LOSS_COPIES
 
 MOST_SHARDS = 1 << 14
@@ -28,7 +26,7 @@ MOST_SHARDS = 1 << 14
 def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     """As few shards as fit, and no fewer than were asked for: the gradients are those of one."""
     model, data = layers_of(outline, method), outline.data
-    widths, limits = row_widths(model, data.num_features), limits_of(budget, outline)
+    widths, limits = row_widths(model, data.num_features), outline.limits(budget)
     rows = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # those of a sweep, and their gradients
     fixed = [*outline.kept(), *outline.data_on_host()]
     fixed += table_items("rows and gradients", method.folder, rows, outline, method.tables, pools=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hopline.budget.memory_plan import limits_of
 from hopline.budget.micro_batches import can_split
 from hopline.contract import Budget, Item, Outline, Plan
 from hopline.core.sizes import Sizes
@@ -12,9 +11,9 @@ from hopline.methods.partitioned.memory_plan import (
     block_bytes,
     layers_of,
     part_sizes,
-    row_widths,
     table_items,
 )
+from hopline.nn.gnn import row_widths
 from hopline.tables.history import DTYPES
 
 
@@ -23,7 +22,7 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
     model, data = layers_of(outline, method), outline.data
     storage, widths = DTYPES[method.storage] or outline.dtype, row_widths(model, data.num_features)
     rows = sum(widths[1:-1]) + (sum(widths[1:]) if method.compensate else 0)
-    limits = limits_of(budget, outline)
+    limits = outline.limits(budget)
     share = min(1.0, UNEVEN * method.parts_per_batch / method.num_parts)
     sizes = part_sizes(data.graph, share, model.num_layers)
     own, hub = sizes.nodes[-1], int(data.graph.in_degrees().max()) if data.num_nodes else 0

@@ -111,8 +111,8 @@ def usual_run(made: HistoricalBatch, count: int, with_seeds: bool) -> slice:
 
 
 def _alone(block: Block) -> Batch:
-    """A block as a batch of all its destinations, without rows."""
-    return Batch(block.dst_ids, (block.scaling_sums(block.scale_sums),), None, None)
+    """A block as a batch of all its destinations, without rows, and without the halo that completes these."""
+    return Batch(block.dst_ids, (replace(block, between=None),), None, None)
 
 
 def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:

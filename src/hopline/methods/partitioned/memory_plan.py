@@ -7,7 +7,7 @@ import math
 from hopline.contract import Item, Method, Outline, Place
 from hopline.core.graph import Graph
 from hopline.core.sizes import Sizes
-from hopline.nn.gnn import GNN, out_width
+from hopline.nn.gnn import GNN
 from hopline.tables.history_gpu import BUFFER_BYTES, POOL_SIZE
 
 UNEVEN = 1.1
@@ -21,14 +21,6 @@ def layers_of(outline: Outline, method: Method) -> GNN:
             "use hl.nn.GNN, or a PyG model such as GCN"
         )
     return outline.model
-
-
-def row_widths(model: GNN, num_features: int) -> list[int]:
-    """Of the rows before the first layer, and after each."""
-    widths = [num_features if model.encoder is None else out_width(model.encoder)]
-    for conv in model.convs:
-        widths.append(out_width(conv) if any(True for _ in conv.parameters()) else widths[-1])
-    return widths
 
 
 def part_sizes(graph: Graph, share: float, num_layers: int) -> Sizes:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.budget.memory_plan import limits_of
 from hopline.budget.micro_batches import PieceBytes, can_split
 from hopline.budget.predictor import Predictor
 from hopline.contract import CUTS, Budget, Item, Outline, OverBudget, Place, Plan, with_evaluation
@@ -40,7 +39,7 @@ MOST_NODES = 1 << 24
 
 def plan(method: Sampled, outline: Outline, budget: Budget) -> Plan:
     """As many batches ahead as leave room for a whole one; where there is none, a batch goes in pieces."""
-    return SampledForms(method, outline, limits_of(budget, outline), budget.over_budget).best()
+    return SampledForms(method, outline, outline.limits(budget), budget.over_budget).best()
 
 
 @dataclass(eq=False)
