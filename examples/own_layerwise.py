@@ -27,7 +27,7 @@ class Ranges(hl.extend.LayerPlan[Tensor]):
         return self.rows[ids]
 
 
-def main(name: str = "demo", steps: int = 10, teleport: float = 0.1, size: int = 1000) -> Tensor:
+def main(name: str = "demo", steps: int = 10, teleport: float = 0.1, size: int = 10_000) -> Tensor:
     data = hl.open(name)
     rows = torch.zeros(data.num_nodes, data.num_classes)
     train = data.splits["train"]

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 from hopline.data.placement_settings import Placement
@@ -325,10 +325,9 @@ class Budget:
             for name in given:
                 if name in cls.REMOVED:
                     raise ValueError(cls.REMOVED[name].refusal(f"budget.{name}"))
-                if name not in cls.__dataclass_fields__:
-                    known = ", ".join(cls.__dataclass_fields__)
+                if name not in (known := [one.name for one in fields(cls)]):
                     raise ValueError(
-                        f"a budget has no {name!r}: give some of {known}.{nearest(name, known.split(', '))}"
+                        f"a budget has no {name!r}: give some of {', '.join(known)}.{nearest(name, known)}"
                     )
             return cls.of(cls(**given))  # type: ignore[arg-type]
         parse_size(given)

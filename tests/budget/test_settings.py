@@ -60,3 +60,8 @@ def test_cut_by_was_removed_and_is_read_where_it_had_its_default():
 def test_a_stored_cut_by_is_read_as_a_part_of_over_budget(over_budget: str, cut_by: str, meant: str):
     stored = {"device": "1GiB", "over_budget": over_budget, "cut_by": cut_by}
     assert from_dict(Budget, renewed_budget(stored)) == Budget(device="1GiB", over_budget=meant)  # type: ignore[arg-type]
+
+
+def test_a_name_that_a_budget_has_not_is_refused_with_those_that_it_has():
+    with pytest.raises(ValueError, match=r"has no 'devices': give some of device, host, disk, over_budget\."):
+        Budget.of({"devices": "1GiB"})

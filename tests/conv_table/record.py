@@ -91,7 +91,7 @@ def _short(name: str, verdict: Verdict) -> str:
         return verdict.why
     text = re.split(r"[;.] ([Cc]onvs|Use convs) such as", verdict.why)[0]
     text = re.sub(r" \(\w+Error: .*\)", "", text)
-    text = re.sub(r" in mode \w+", "", text)
+    text = re.sub(r" with aggregation=\w+", "", text)
     text = re.sub(r": (the aggregate of )?\w+ needs all edges", ": its aggregation needs all edges", text)
     kind = name.split("(")[0]
     names = [kind, *(own.__name__ for own in (*OWN_CONVS, *OWN_MODULES))]

@@ -18,7 +18,7 @@ from hopline.distributed.world import World
 from hopline.shards.write import cut
 from hopline.util.config import from_dict
 from hopline.util.errors import RankError
-from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, gnn_of, plain_gnn
+from tests.helpers import GNN_OPTIONS, KERNEL_DEVICE, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import DATA, differences, model_of, train, train_all, train_until_death
 
 WAYS = ("sweep", "sequential", "stored", "one_shot")
@@ -276,3 +276,10 @@ def test_a_gpu_trains_as_the_cpu_does(kind: str, aggregation: str, _: int):
     found = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4, device=KERNEL_DEVICE)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-8)
     assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-8)
+
+
+def test_more_shards_than_nodes_are_refused_by_the_name_of_the_setting():
+    graph = random_graph(num_nodes=20, num_edges=60)
+    data = dataset_of(graph, randn(20, 6))
+    with pytest.raises(ValueError, match="num_shards=1000 is more than the 20 nodes: make it 20 or less"):
+        hl.Trainer(gnn_of("plain"), data, hl.FullBatch(num_shards=1000), epochs=1, show=False)

@@ -306,3 +306,7 @@ def test_a_whole_epoch_is_its_parts():
     for (seeds, key), (expected, expected_key) in zip(parts, whole[2:], strict=True):
         assert torch.equal(seeds, expected)
         assert key == expected_key
+
+
+def test_fan_outs_may_be_a_list_as_pygs_are():
+    assert Sampled(fanouts=[10, 5]) == Sampled(fanouts=(10, 5))  # type: ignore[arg-type]

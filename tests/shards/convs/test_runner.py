@@ -120,7 +120,9 @@ REFUSED = {
 def test_a_conv_that_cannot_run_is_refused_by_name_with_those_that_can(name: str) -> None:
     make, reason = REFUSED[name]
     convs, _ = small()
-    with pytest.raises(ValueError, match=f"^{name} cannot run over shards in mode sequential: .*{reason}.*PNAConv"):
+    with pytest.raises(
+        ValueError, match=f"^{name} cannot run over shards with aggregation=sequential: .*{reason}.*PNAConv"
+    ):
         run_conv(make(), torch.randn(40, 4), convs)
 
 

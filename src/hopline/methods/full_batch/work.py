@@ -48,6 +48,11 @@ def bind(method: FullBatch, job: Job) -> Work:
         )
     about = (job.data.num_features, _edge_arrays(job.data))
     model.check_blocks(*about)
+    if job.world.size == 1 and method.num_shards > job.data.num_nodes:
+        raise ValueError(
+            f"num_shards={method.num_shards} is more than the {job.data.num_nodes} nodes: make it {job.data.num_nodes} "
+            "or less"
+        )
     if method.compress != "none" and job.world.size == 1:
         raise ValueError("compress= is about rows that travel between ranks: set devices=2 or more, or leave it out")
     if job.world.size > 1 and (found := mixing_in_training(model, *about, over_ranks=True)) is not None:

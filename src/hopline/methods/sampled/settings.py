@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hopline.contract import Budget, Job, Method, Outline, Plan, Work
 from hopline.util.config import check_fanouts, check_fields, settings
@@ -68,8 +68,11 @@ class Sampled(Method):
     """Batches prepared before they are needed."""
 
     def __post_init__(self) -> None:
-        if self.fanouts != "auto":
-            check_fanouts(self.fanouts, self.replace)
+        fanouts: Any = self.fanouts
+        if isinstance(fanouts, list):  # as PyG's loaders take them
+            object.__setattr__(self, "fanouts", tuple(fanouts))
+        if fanouts != "auto":
+            check_fanouts(fanouts, self.replace)
         check_fields(self)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")

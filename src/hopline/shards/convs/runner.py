@@ -35,7 +35,7 @@ CHUNK_BYTES = 4 << 20
 RUN = (
     "Convs such as SAGEConv, GCNConv, GINConv, GINEConv, GraphConv, GATConv, GATv2Conv, PNAConv, NNConv, EdgeConv, "
     "ResGatedGraphConv, TAGConv, SGConv and TransformerConv can, with aggregations put together from sum, mean, max, "
-    "min, var, std, softmax and powermean; mode='one_shot' takes any other aggregation"
+    "min, var, std, softmax and powermean; aggregation=one_shot takes any other one"
 )
 
 
@@ -186,7 +186,7 @@ def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None)
         except Exception as error:  # not a way in which this conv can run
             if rule == "plain":
                 reason = f"it works on edge_index itself, which no shard has whole ({type(error).__name__}: {error})"
-    raise CannotSplit(f"{_name(conv)} cannot run over shards in mode {convs.mode}: {reason}. {RUN}")
+    raise CannotSplit(f"{_name(conv)} cannot run over shards with aggregation={convs.mode}: {reason}. {RUN}")
 
 
 class MixesRows(CannotSplit):
