@@ -51,7 +51,7 @@ class _Registrations:
             known = self._by_span.get(span)
             if known is None:
                 if cudart is None:
-                    if tensor.is_pinned() and self._holds_all(span):
+                    if tensor.is_pinned():
                         return None
                     cudart = torch.cuda.cudart()
                 reason = _try(cudart, *span)
@@ -62,13 +62,11 @@ class _Registrations:
 
     def hold_all(self, tensor: Tensor) -> bool:
         """Whether all of a tensor whose first page is locked may be read, and not only that page."""
+        start, num_bytes = _span(tensor)
+        stop, shares = start + num_bytes, False
         with self._lock:
-            return self._holds_all(_span(tensor))
-
-    def _holds_all(self, span: tuple[int, int]) -> bool:
-        start, stop = span[0], sum(span)
-        shares = False
-        for first, num_bytes in list(self._by_span):
+            known = list(self._by_span)
+        for first, num_bytes in known:
             low, high = first // PAGE * PAGE, -(-(first + num_bytes) // PAGE) * PAGE
             if low <= start and stop <= high:
                 return True
