@@ -108,7 +108,7 @@ def test_a_number_of_parts_that_was_given_is_followed_or_refused():
     data = small(num_nodes=20, num_edges=60, num_train=5, num_valid=4)
     with pytest.raises(ValueError, match="num_parts is 30: 20 nodes make from 1 to 20 parts"):
         fit(data, how=hl.Historical(num_parts=30))
-    with pytest.raises(ValueError, match="num_parts is 30"):
+    with pytest.raises(ValueError, match="num_shards=30 is more than the 20 nodes"):
         fit(data, how=hl.FullBatch(num_shards=30))
 
 
