@@ -15,6 +15,7 @@ batch in pieces does the same with the whole model, and ranks that each have a s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -39,7 +40,7 @@ def objective_of(job: Job, scale: float, key: int | None, whole_batch: WholeBatc
     return LossAtOnce(job, scale, whole_batch or (lambda seeds, y: batch_of_seeds(job, seeds, y, key)))
 
 
-class SweepLoss:
+class SweepLoss(ABC):
     """The loss over the pieces of a sweep. `summed` is the loss so far, summed over the seeds."""
 
     def __init__(self, job: Job, scale: float) -> None:
@@ -47,12 +48,12 @@ class SweepLoss:
         dtype = next(p.dtype for p in job.module.parameters())
         self.summed = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=job.device)
 
-    def begin(self, layers: Layers[Any]) -> None:
+    def begin(self, layers: Layers[Any]) -> None:  # noqa: B027 - a loss by piece has nothing to prepare
         """All rows before the last layer can be read."""
 
+    @abstractmethod
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         """A scalar whose gradient is the share of a piece: its batch, and the outputs at its seeds."""
-        raise NotImplementedError
 
 
 class LossByPiece(SweepLoss):
