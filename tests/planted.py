@@ -557,10 +557,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="rows are written before they are computed",
         area="history on a GPU",
-        file="src/hopline/tables/history_gpu.py",
-        old="self.stream.wait_event(mark or self.mark())",
+        file="src/hopline/device/row_mover.py",
+        old="self.stream.wait_event(computed or self.now())",
         new="pass",
-        tests=("tests/tables/test_history_gpu.py",),
+        tests=("tests/tables/test_history_on_gpu.py",),
         gpu=True,
     ),
 )

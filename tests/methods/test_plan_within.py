@@ -153,9 +153,9 @@ def test_pinned_buffers_of_tables_that_a_gpu_cannot_read_are_in_the_plan(
 ):
     outline = outline_of()
     on_device = RunOutline(job=replace(outline.job, device=torch.device(device)))
-    items = table_items("history", method.folder, 1000, on_device, method.tables, pools=2)
+    items = table_items("history", method.folder, 1000, on_device, method.tables)
     assert {item.name: item.place for item in items} == expected
-    assert sum(item.num_bytes for item in items) == 1000 + (2 * (128 << 20) if len(items) > 1 else 0)
+    assert sum(item.num_bytes for item in items) == 1000 + ((128 << 20) if len(items) > 1 else 0)
 
 
 def test_the_smallest_step_is_that_of_the_seeds_alone_whichever_edges_are_cut():

@@ -62,6 +62,20 @@ class Rows(Handle):
     def read(self) -> Tensor:
         return self.table.read(self.ids)
 
+    def is_near(self, device: torch.device) -> bool:
+        """Whether the device reads the table itself: in its own memory, or in pinned memory of the host."""
+        storage = self.table.storage()
+        return (storage is not None and storage.device.type != "cpu") or self.table.tiers(device) is not None
+
+    def read_on(self, device: torch.device) -> Tensor:
+        """The rows on a device. It reads them itself if it can, else the host reads them for it."""
+        storage = self.table.storage()
+        if storage is not None and storage.device.type != "cpu":
+            return self.table.read(self.ids.to(storage.device)).to(device)
+        if device.type != "cpu" and self.table.tiers(device) is not None:
+            return self.table.read(self.ids.to(device))
+        return self.table.read(self.ids.cpu()).to(device)
+
     def read_csr(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """(indptr, columns, values), where they are stored that way."""
         return self.table.read_csr(self.ids)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +24,12 @@ from hopline import metrics
 from hopline.budget.guard import Guard
 from hopline.contract import KeepRows
 from hopline.core.batch import Batch
+from hopline.core.row_handles import Rows
 from hopline.core.sampler import check_ids
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import checksum_of, contents_of
 from hopline.device.snapshots import eval_mode
-from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, Chunks, read_on
+from hopline.inference.layerwise_chunks import CHUNK_EDGES, CPU, Chunks
 from hopline.inference.neighborhoods import LocalInference, run_whole, whole_bytes
 from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import structure_of
@@ -165,7 +165,8 @@ def exact_rows(
                 raise ValueError("rows that are in folder= already would not come to keep=: give one of them")
             files = LayerFiles(Path(folder), identity(model, contents_of(data), ids, chunk_edges, most))
         work = Chunks(walk, data, chunk_edges, torch.device(device), keep, chunk_bytes=most, files=files)
-        return partial(read_on, CPU, work.outputs(ids, show))
+        outputs = work.outputs(ids, show)
+        return lambda asked: Rows(outputs, asked).read_on(CPU)
 
 
 def check_wanted(ids: Tensor | None, num_nodes: int) -> None:

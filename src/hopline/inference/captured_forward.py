@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline.contract import Job
+from hopline.core.row_handles import Rows
 from hopline.device.cuda_graph import Captured, Declined
 from hopline.device.meter import free_bytes
 from hopline.inference.cache import Kept
-from hopline.inference.layerwise_chunks import CPU, Chunks, read_on
+from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.nn.attention import is_fused_attention
 from hopline.nn.fused import is_fused
 from hopline.nn.gnn import GNN
@@ -117,7 +118,7 @@ class Replayed:
             work, ids = Chunks(model, self.data, None, device), self.ids.to(device)
             for _ in range(2):  # as a rehearsal: what is asked for twice is kept
                 if not work.is_known:
-                    read_on(device, work.outputs(self.ids, show=False), ids)
+                    Rows(work.outputs(self.ids, show=False), ids).read_on(device)
             kept = work.kept
             if not work.is_known or kept is None or (model.encodes and kept.needed[0].device.type == "cpu"):
                 raise Declined
@@ -130,7 +131,7 @@ class Replayed:
             room, before = min(total // SHARE, free_bytes(device) // 4), torch.cuda.memory_reserved(device)
 
             def run() -> _Recorded:
-                rows = read_on(device, work.outputs(self.ids, show=False), ids)
+                rows = Rows(work.outputs(self.ids, show=False), ids).read_on(device)
                 return _Recorded(rows, kept, reads_features, addresses, (work, ids))
 
             yield run

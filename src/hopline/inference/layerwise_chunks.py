@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -48,8 +50,17 @@ ENCODED = -1
 """The layer number of rows after the encoder."""
 CPU = torch.device("cpu")
 
-Ahead = Rows | Tensor | None
-"""Rows that were read ahead, or a handle where the layer or the GPU reads them; None where there are none."""
+
+@dataclass(frozen=True, eq=False)
+class LayerInput:
+    """What a layer reads at a chunk: rows that a thread has read, or handles where the layer or the GPU reads them."""
+
+    h: Rows | Tensor
+    """Of all sources."""
+    x0: Rows | Tensor | None
+    """Encoded rows of the destinations, for models whose layers use them again."""
+    jk: Sequence[Rows | Tensor]
+    """Of the destinations, after each layer before the last one, for jumping knowledge."""
 
 
 def edges_at_once(device: torch.device, data: Dataset, *, fused: bool = False) -> int:
@@ -63,16 +74,6 @@ def edges_at_once(device: torch.device, data: Dataset, *, fused: bool = False) -
     numbers = math.prod(data.x.shape[1:]) if "x" in data.tables else 0
     per_edge = max(per_edge, 8 * numbers * 4)  # a source of its own, a few times, at worst
     return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), most)
-
-
-def read_on(device: torch.device, table: Readable, ids: Tensor) -> Tensor:
-    """Rows on a device, read where the table's memory can be read from."""
-    storage = table.storage()
-    if storage is not None and storage.device.type != "cpu":
-        return table.read(ids.to(storage.device)).to(device)
-    if device.type != "cpu" and table.tiers(device) is not None:
-        return table.read(ids.to(device))
-    return table.read(ids.cpu()).to(device)
 
 
 class InferenceTables(LayerTables):
@@ -148,7 +149,8 @@ class Chunks(LayerPlan[Tensor]):
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
         """The output rows of `ids`, or of all nodes."""
-        return read_on(CPU, self.outputs(ids, show), torch.arange(self.data.num_nodes) if ids is None else ids)
+        ids_or_all = torch.arange(self.data.num_nodes) if ids is None else ids
+        return Rows(self.outputs(ids, show), ids_or_all).read_on(CPU)
 
     def outputs(self, ids: Tensor | None, show: bool) -> Readable:
         """The output rows by node id, as they were kept; those of nodes that were not asked for are undefined."""
@@ -302,43 +304,43 @@ class Chunks(LayerPlan[Tensor]):
         return Piece(block, block.src_ids, chunk, chunk=chunk)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
-        return Rows(self.data.x, ids) if self.device.type == "cpu" else read_on(self.device, self.data.x, ids)
+        rows = Rows(self.data.x, ids)
+        return rows if self.device.type == "cpu" else rows.read_on(self.device)
 
     def read_ahead(self, l: int, piece: Piece, rows: Boundaries | None = None) -> None:
         """What a layer needs, as far as a thread of the host can read it: the hidden rows of all sources, and other
         rows of the destinations. On the CPU a layer may read the first itself."""
         sums = None if self.kept is None or l else self.kept.sums.get(id(piece.chunk))
         if sums is not None:
-            piece.ahead = [ReducedRows(self.data.x, piece.block.src_ids, *sums)]
+            piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
             return
-        block, whole = piece.block, self._is_whole(piece.block)
-        own = [Rows(table, block.dst_ids) if table is not None else None for table in self._own_sources(l)]
-        if self.device.type == "cpu":
-            read = [None if one is None else self._read(one, CPU, whole) for one in own]
-            piece.ahead = [Rows(self._source(l), block.src_ids), *read]
-            return
-        handles = [Rows(self._source(l), block.src_ids), *own]
-        piece.ahead = [
-            one if one is None or self._is_near(one.table) else self._read(one, CPU, whole) for one in handles
-        ]
+        block = piece.block
+        whole = self._is_whole(block)
+        on_cpu = self.device.type == "cpu"
+
+        def read(rows: Rows) -> Rows | Tensor:
+            return rows if not on_cpu and rows.is_near(self.device) else self._read(rows, CPU, whole)
+
+        h = Rows(self._source(l), block.src_ids)
+        x0 = Rows(self.tables.of(ENCODED), block.dst_ids) if self.model.keeps_x0 else None
+        jumped = range(-1 if self.model.jk_encoder else 0, l) if l == self.last and self.model.keeps_jk else range(0)
+        piece.ahead = LayerInput(
+            h if on_cpu else read(h),
+            None if x0 is None else read(x0),
+            [read(Rows(self.tables.of(k), block.dst_ids)) for k in jumped],
+        )
 
     def _source(self, l: int) -> Readable:
         """The table of the rows that layer `l` reads at its sources."""
         return self.data.x if l == 0 and not self.model.encodes else self.tables.of(l - 1)
-
-    def _own_sources(self, l: int) -> list[Readable | None]:
-        """Those of which it reads rows of its destinations: of x0, and at the last layer of jumping knowledge."""
-        found: list[Readable | None] = [self.tables.of(ENCODED) if self.model.keeps_x0 else None]
-        if l == self.last and self.model.keeps_jk:
-            found += [self.tables.of(k) for k in range(-1 if self.model.jk_encoder else 0, l)]
-        return found
 
     def state(self, l: int, piece: Piece) -> State:
         """What was read ahead, on the device. What of the first layer needs no parameter is done."""
         if self._over_graph is not None:
             return self._state(piece.ahead, whole=True)
         piece.block = block = self._moved(piece.block)
-        state = self._state(piece.ahead, self._is_whole(block))
+        ahead = piece.ahead
+        state = State(ahead) if isinstance(ahead, ReducedRows) else self._state(ahead, self._is_whole(block))
         if l == 0 and not isinstance(state.h, ReducedRows):
             reduced = self.model.reduced_input(state.h, block)
             if reduced is not None:
@@ -353,18 +355,15 @@ class Chunks(LayerPlan[Tensor]):
     def written(self, l: int, piece: Piece) -> None:
         self.bar.advance(piece.block.num_dst)
 
-    def _is_near(self, table: Readable) -> bool:
-        """Whether the GPU reads the table itself."""
-        storage = table.storage()
-        return (storage is not None and storage.device.type != "cpu") or table.tiers(self.device) is not None
-
-    def _state(self, ahead: list[Ahead], whole: bool) -> State:
+    def _state(self, read: LayerInput, whole: bool) -> State:
         """What was read ahead, on the device."""
-        if self.device.type != "cpu":
-            ahead = [self._read(rows, self.device, whole) if type(rows) is Rows else rows for rows in ahead]
-            ahead = [rows.to(self.device) if isinstance(rows, Tensor) else rows for rows in ahead]
-        h, x0, *jk = ahead if len(ahead) > 1 else [*ahead, None]
-        return State(h, x0, torch.cat(jk, dim=1) if jk else None)  # type: ignore[arg-type]
+
+        def on_device(rows: Rows | Tensor) -> Tensor:
+            return self._read(rows, self.device, whole) if isinstance(rows, Rows) else rows.to(self.device)
+
+        h = read.h if self.device.type == "cpu" else on_device(read.h)
+        jk = [on_device(rows) for rows in read.jk]
+        return State(h, None if read.x0 is None else on_device(read.x0), torch.cat(jk, dim=1) if jk else None)
 
     def _is_whole(self, block: Block) -> bool:
         """Whether its rows are those of all nodes in their order; as sources all may also come in another."""
@@ -373,7 +372,7 @@ class Chunks(LayerPlan[Tensor]):
     def _read(self, rows: Rows, device: torch.device, whole: bool) -> Tensor:
         """On a device; where the whole table lies there, it is not copied."""
         stored = rows.table.storage() if whole else None
-        return stored if stored is not None and stored.device == device else read_on(device, rows.table, rows.ids)
+        return stored if stored is not None and stored.device == device else rows.read_on(device)
 
     def _encode(self, nodes: Tensor) -> None:
         """Rows after the encoder: in evaluation they are also the initial rows, and those that jump ahead."""

@@ -21,10 +21,11 @@ from hopline import ops
 from hopline.budget.predictor import costs_of
 from hopline.core.batch import Block, Part
 from hopline.core.neighborhood import neighborhood
+from hopline.core.row_handles import Rows
 from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of, numbered
-from hopline.inference.layerwise_chunks import MARGIN, WORTH_ALL, edges_at_once, read_on
+from hopline.inference.layerwise_chunks import MARGIN, WORTH_ALL, edges_at_once
 from hopline.nn.whole_module import Whole
 from hopline.util.progress import progress
 
@@ -45,7 +46,7 @@ def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
     graph = data.graph
     part = Part(graph.indptr, graph.indices, graph.edge).to(device)
     block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (part,), graph)
-    return walk.on_block(read_on(device, data.x, block.src_ids), block).cpu()
+    return walk.on_block(Rows(data.x, block.src_ids).read_on(device), block).cpu()
 
 
 class LocalInference:
@@ -118,9 +119,9 @@ class LocalInference:
     def _compute(self, block: Block) -> Tensor:
         """The outputs of a part; where chunks have a limit in bytes, what it took sets the size of the next ones."""
         if self.chunk_bytes is None:
-            return self.walk.on_block(read_on(self.device, self.data.x, block.src_ids), block.to(self.device))
+            return self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
         with meter_of(self.device) as meter:
-            out = self.walk.on_block(read_on(self.device, self.data.x, block.src_ids), block.to(self.device))
+            out = self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
         self._most_bytes = max(self._most_bytes, meter.peak_bytes / _size(block))
         self.limit = max(1, int(self.chunk_bytes / (MARGIN * max(1.0, self._most_bytes))))
         return out

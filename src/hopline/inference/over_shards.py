@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
+from hopline.core.row_handles import Rows
 from hopline.data.dataset import Dataset
 from hopline.inference import ReadRows, check_wanted, evaluating, identity
-from hopline.inference.layerwise_chunks import CPU, Chunks, read_on
+from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.inference.resumable import LayerFiles
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_walkable
@@ -260,4 +261,4 @@ def exact_rows(
     with evaluating(walk):
         work = ShardChunks(walk, data, chunk_edges, torch.device(device), most, files)
         table = work.outputs(None if ids is None else data.place[ids], show)
-    return lambda some: read_on(CPU, table, data.place[some])
+    return lambda some: Rows(table, data.place[some]).read_on(CPU)

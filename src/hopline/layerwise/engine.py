@@ -15,13 +15,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hopline import ops
 from hopline.core.batch import Batch, Between, Block
 from hopline.core.row_handles import Rows, as_tensor
+from hopline.device import pinned
 from hopline.nn.gnn import GNN, State
 from hopline.nn.smoothness import spread_of
-from hopline.ops import derive_key
 from hopline.pipeline.stages import Pipeline, Stage
-from hopline.tables.layers import LayerTables, RowSource, Sums, positions
+from hopline.tables.layers import LayerTables, RowSource, positions
 from hopline.util import trace
 
 C = TypeVar("C")
@@ -110,8 +111,9 @@ class Boundaries:
         self.tables, self.device, self.dtype, self.reads = tables, device, dtype, reads
         self.keep_gradients, self.collect = keep_gradients, collect
         self._source: RowSource = tables
-        self._sums: dict[int, Sums] = {}
-        self._known: Sums | None = None
+        self._sums: dict[int, Tensor] = {}
+        """By layer, the gradients at its rows, as far as pieces have added to them."""
+        self._gradient: Tensor | None = None
         """The gradient after one layer, complete."""
         self._first = 0
         """The position of its first row."""
@@ -147,9 +149,10 @@ class Boundaries:
         return self.keep_gradients is not None
 
     def add(self, l: int, at: Any, rows: Tensor | None) -> None:
-        """Add to the gradient after layer `l`."""
+        """Add to the gradient after layer `l`, at each position once."""
         if rows is not None:
-            self._sum(l, rows).add(self._among(l, positions(at)), rows)
+            sums = self._sum(l, rows)
+            ops.add_rows(sums, self._near(sums, self._among(l, positions(at))), rows)
 
     def gradients_complete(self, l: int) -> None:
         """Every piece has added to the gradient after layer `l`. Collective.
@@ -158,31 +161,38 @@ class Boundaries:
         """
         if l not in self._sums and l in self.tables.tables:
             self._sum(l, self.tables.tables[l])
-        self._known = self._sums.pop(l, None)
-        if self._known is None:
+        self._gradient = self._sums.pop(l, None)
+        if self._gradient is None:
             return
+        if self.device.type == "cuda" and not self._gradient.is_cuda and (self.collect or self.keep_gradients):
+            # The host is about to read them: what the GPU added to pinned memory must be there.
+            torch.cuda.current_stream(self.device).synchronize()
         if self.collect is not None:
-            rows, self._first = self.collect(self._known.all())
-            self._known = Sums(rows)
+            self._gradient, self._first = self.collect(self._gradient)
         if self.keep_gradients is not None:
-            self.keep_gradients(l, self._known.all())
+            self.keep_gradients(l, self._gradient)
 
     def gradient(self, l: int, at: Any) -> Tensor:
         """The complete gradient after layer `l` at some rows."""
-        assert self._known is not None
+        assert self._gradient is not None
         at = positions(at)
-        return self._known.read(self._among(l, at) if self.collect is None else at - self._first)
+        at = self._among(l, at) if self.collect is None else at - self._first
+        return ops.gather_rows(self._gradient, self._near(self._gradient, at))
 
-    def _sum(self, l: int, like: Tensor) -> Sums:
+    def _sum(self, l: int, like: Tensor) -> Tensor:
         if l not in self._sums:
-            some = self.reads(l)
-            count = self.tables.num_rows if some is None else some.numel()
+            read = self.reads(l)
+            count = self.tables.num_rows if read is None else read.numel()
             self._sums[l] = self.tables.sums(l, (count, *like.shape[1:]), self.dtype)
         return self._sums[l]
 
+    def _near(self, sums: Tensor, at: Tensor) -> Tensor:
+        """Positions on the device that adds to these sums and reads them: pinned memory is the GPU's to use."""
+        return at.to(self.device if sums.is_cuda or pinned.is_registered(sums) else sums.device)
+
     def _among(self, l: int, at: Tensor) -> Tensor:
-        some = self.reads(l)
-        return at if some is None else torch.searchsorted(some, at)
+        read = self.reads(l)
+        return at if read is None else torch.searchsorted(read, at)
 
 
 class Recorder(Between):
@@ -393,7 +403,7 @@ class Layers(Generic[C]):
             yield
             return
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(derive_key(self.key, l, piece.number))
+            torch.manual_seed(ops.derive_key(self.key, l, piece.number))
             yield
 
     # ---- backward

@@ -38,6 +38,7 @@ __all__ = [
     "IdMap",
     "Neighbors",
     "Slots",
+    "add_rows",
     "another_key",
     "check_device_errors",
     "cross_entropy",
@@ -114,12 +115,26 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """table[ids] = rows. With ids on a GPU, each there once, it writes to pinned memory of the host in its turn: the
-    host finds the rows there when it has waited for that."""
-    if ids.is_cuda and table.device.type == "cpu" and _has_triton() and table.is_pinned():
+    """table[ids] = rows; each id once.
+
+    With ids on a GPU and the table in pinned host memory, the GPU writes the rows itself, on its current stream. The
+    host finds them in the table after it has waited for that stream.
+    """
+    if _gpu_writes(table, ids):
         gpu_kernels("tiers").put_aside(table, ids, rows)
     else:
         table[ids] = rows
+
+
+def add_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """table[ids] += rows; each id once. The rows are brought to where the table is and to its dtype.
+
+    With ids on a GPU and the table in pinned host memory, the GPU adds the rows itself, as in `put_rows`.
+    """
+    if _gpu_writes(table, ids):
+        gpu_kernels("tiers").put_aside(table, ids, rows.to(table.dtype), add=True)
+    else:
+        table.index_add_(0, ids.to(table.device), rows.to(table.device, table.dtype))
 
 
 def new_id_map(num_nodes: int, device: torch.device) -> AnyIdMap:
@@ -250,6 +265,11 @@ def _twin(ids: Tensor, on_cpu: Any, on_gpu: str) -> Any:
     if _on_cpu(ids):
         return on_cpu
     return gpu_kernels(on_gpu) if ids.is_cuda and _has_triton() else reference
+
+
+def _gpu_writes(table: Tensor, ids: Tensor) -> bool:
+    """Whether a kernel where the ids are writes into a table in host memory."""
+    return ids.is_cuda and table.device.type == "cpu" and _has_triton() and table.is_pinned()
 
 
 @lru_cache(maxsize=1)

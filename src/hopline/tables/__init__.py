@@ -2,9 +2,10 @@
 
 Read `base` for the contract (`read`, `write`, `tiers`), then `memory`, `sparse`, `cache` and `tiered` (device over
 pinned or host memory over disk), `build` the one call that stacks them, `hot_rows` which rows are hot. `layers` has
-the tables that are written, one per layer, and `allocators` where they lie. `history` adds the age of every row,
-`history_gpu` and `history_ranks` the ways to a GPU and between ranks. A table owns no thread. A table of one's own
-implements `base.Table`. It stands on `pipeline` and below.
+the tables that are written, one per layer, and `allocators` where they lie. `history` adds the age of every row and
+rows that are prefetched for a GPU, `history_ranks` tables that ranks share. A table owns no thread and no stream: rows
+of histories move by a `device.RowMover` that the work owns. A table of one's own implements `base.Table`. It stands on
+`pipeline` and below.
 """
 
 from hopline.tables.base import Table, Tiers

@@ -5,15 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+import psutil
 import torch
 from torch import Tensor
 
 from hopline.device import pinned
+from hopline.device.meter import free_bytes
 from hopline.distributed.shared_memory import shared_zeros
 from hopline.distributed.world import World
 
 CPU = torch.device("cpu")
+Where = Literal["device", "pinned", "host"]
+"""Where tables of a GPU lie: on it, in host memory that it reads itself, or in any other host memory."""
+DEVICE_SHARE = 0.5
+"""Share of the free device memory that tables may take. A rule of thumb."""
+HOST_SHARE = 0.7
+"""Share of the free host memory that pinned tables may take. A rule of thumb."""
 
 
 class Allocator(ABC):
@@ -26,6 +35,13 @@ class Allocator(ABC):
     def adopts(self, rows: Tensor) -> bool:
         """Whether computed rows of all nodes can become the table without a copy."""
         return False
+
+    def sums(self, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros to add the gradients of a layer to, in host memory by default.
+
+        Those of an earlier call for this layer may be the same memory.
+        """
+        return torch.zeros(shape, dtype=dtype)
 
 
 class DeviceMemory(Allocator):
@@ -40,12 +56,29 @@ class DeviceMemory(Allocator):
     def adopts(self, rows: Tensor) -> bool:
         return rows.device == self.device
 
+    def sums(self, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
 
 class PinnedMemory(Allocator):
     """Host memory that a GPU reads and writes itself."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._sums: dict[int, Tensor] = {}
+
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return pinned.zeros(shape, dtype)
+
+    def sums(self, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        sums = self._sums.get(layer)
+        if sums is None or sums.shape != tuple(shape) or sums.dtype != dtype:
+            sums = self._sums[layer] = pinned.zeros(shape, dtype)
+        else:
+            # To clear it takes less than to pin new memory. The GPU may still add to it or read it.
+            torch.cuda.synchronize(self.device)
+            sums.zero_()
+        return sums
 
 
 class DeviceThenPinned(Allocator):
@@ -116,6 +149,26 @@ class SharedFiles(MappedFiles):
     def path(self, name: str, layer: int) -> Path:
         path = super().path(name, layer)
         return path.with_suffix(f".host{self.world.node}.bin") if self.several_hosts else path
+
+
+def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path | None) -> Where:
+    """Where tables of `num_bytes` in all go. "auto": on the device if they fit there, else pinned, else on the host."""
+    if wanted != "auto":
+        return wanted  # type: ignore[return-value]
+    if folder is not None or device.type != "cuda":
+        return "host"
+    if num_bytes <= DEVICE_SHARE * free_bytes(device):
+        return "device"
+    return "pinned" if num_bytes <= HOST_SHARE * psutil.virtual_memory().available else "host"
+
+
+def allocator_at(where: Where, device: torch.device, folder: Path | None) -> Allocator:
+    """The allocator of a GPU's tables."""
+    if where == "device":
+        return DeviceMemory(device)
+    if where == "pinned" and device.type == "cuda":
+        return PinnedMemory(device)
+    return DeviceMemory() if folder is None else MappedFiles(folder)
 
 
 def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

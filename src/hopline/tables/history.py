@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopline import ops
+from hopline.device.row_mover import PulledRows, RowMover
 from hopline.tables.allocators import Allocator
-from hopline.tables.layers import LayerTables
+from hopline.tables.layers import At, LayerTables
+from hopline.tables.memory import TensorTable
 from hopline.util import trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "model": None}
@@ -63,21 +66,49 @@ def report_ages(ages: Tensor) -> None:
 
 
 class Histories(LayerTables, Reader):
-    """Embeddings of earlier steps: a table per layer, and the step that wrote each row."""
+    """Embeddings of earlier steps: a table per layer, and the step that wrote each row.
+
+    Args:
+        num_rows: Of every table.
+        allocator: Where tables lie; host memory by default.
+        name: Of the tables, for those that are files.
+        dtype: Of the stored rows, by default that of the first rows that are written.
+        mover: Brings rows to a GPU and back; it belongs to the work. None where tables and model are on a CPU.
+    """
 
     def __init__(
-        self, num_rows: int, allocator: Allocator | None = None, *, name: str = "h", dtype: torch.dtype | None = None
+        self,
+        num_rows: int,
+        allocator: Allocator | None = None,
+        *,
+        name: str = "h",
+        dtype: torch.dtype | None = None,
+        mover: RowMover | None = None,
     ) -> None:
         super().__init__(num_rows, allocator, name=name, dtype=dtype)
+        self.mover = mover
         self.written = torch.full((num_rows,), -1, dtype=torch.int64)  # the step of each row's last commit
         self.step = 0
 
     def begin_reading(self, layers: Sequence[int], places: Tensor | None) -> Reader:
         return self
 
-    def ahead(self, layers: Sequence[int], places: Tensor) -> Reader:
-        """Where a batch will read these rows, which may be on their way from now on: they are those of now."""
-        return self
+    def prefetch(self, layers: Sequence[int], places: Tensor) -> Reader:
+        """Where a batch reads the rows at some places, as they are now. They may be on their way from now on."""
+        if self.mover is None or not places.numel():
+            return self
+        tables = {l: self.tables[l] for l in layers if l in self.tables}
+        pulled = self.mover.pull(tables, places)
+        # A batch reads at the same places after every layer: they are copied to the device once.
+        positions = self.mover.to_device(places) if len(pulled) < len(tables) else places
+        return PrefetchedRows(self, places, positions, pulled)
+
+    def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
+        """None where a mover writes the tables: their rows may still be on their way."""
+        return super().in_place(l, device, dtype) if self.mover is None else None
+
+    def rows(self, l: int, places: Tensor) -> Tensor:
+        return super().rows(l, places) if self.mover is None else self.mover.read(self.tables[l], places)
 
     def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
         self.table(l, like)
@@ -86,9 +117,15 @@ class Histories(LayerTables, Reader):
     def stamps(self, places: Tensor) -> Tensor:
         return self.written[places]
 
-    def mark(self) -> Any:
+    def now(self) -> Any:
         """This moment of the computation, for `write`; None where computation is done when it returns."""
-        return None
+        return None if self.mover is None else self.mover.now()
+
+    def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
+        if self.mover is None:
+            super().write(l, at, rows)
+        else:
+            self.mover.push(self.table(l, rows), at, rows, computed)
 
     def stamp(self, slabs: Sequence[slice], step: int) -> None:
         """These rows are as of a step."""
@@ -100,12 +137,50 @@ class Histories(LayerTables, Reader):
         return super().num_bytes + self.written.nbytes
 
     def state_dict(self) -> dict[str, Any]:
+        if self.mover is not None:
+            self.mover.flush()
         tables = {str(l): table.to("cpu", copy=True) for l, table in self.tables.items()}
         return {"tables": tables, "written": self.written.clone(), "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.mover is not None:
+            self.mover.flush()
         self.tables = {}
         for l, rows in state["tables"].items():
             self.dtype = self.dtype or rows.dtype
             self.table(int(l), rows).copy_(rows)
         self.written, self.step = state["written"].clone(), state["step"]
+
+
+class PrefetchedRows(Reader):
+    """Rows of one batch that are on their way, or that its device reads when they are needed."""
+
+    def __init__(self, histories: Histories, places: Tensor, positions: Tensor, pulled: dict[int, PulledRows]) -> None:
+        self.histories = histories
+        self.places = places
+        """[n] int64 on the host."""
+        self.positions = positions
+        """[n] int64: the same, on the device if tables are on it."""
+        self.pulled = pulled
+        """By layer. Rows of tables on the device are not among them."""
+        self.step = histories.step
+        self._stamps = histories.stamps(places).clone()
+
+    def stamps(self, places: Tensor) -> Tensor:
+        return self._stamps if places is self.places else self.histories.stamps(places)
+
+    def rows(self, l: int, places: Tensor) -> Tensor:
+        if places is not self.places:
+            return self.histories.rows(l, places)
+        return self.pulled[l].wait() if l in self.pulled else self.histories.rows(l, self.positions)
+
+    def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
+        if l not in self.pulled:
+            self.histories.table(l, like)
+        return super().read(l, places, like)
+
+    def read_some(self, l: int, places: Tensor, idx: Tensor, like: Tensor) -> Tensor:
+        if places is not self.places or l not in self.pulled:
+            return super().read_some(l, places, idx, like)
+        rows = self.pulled[l].wait()
+        return ops.gather_rows(rows, idx.to(rows.device)).to(like.device, like.dtype)

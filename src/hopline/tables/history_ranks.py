@@ -104,7 +104,7 @@ class SharedHistories(Histories):
     def stamps(self, places: Tensor) -> Tensor:
         return super().stamps(places - self.owners.host.start)
 
-    def write(self, l: int, at: At, rows: Tensor, mark: Any = None) -> None:
+    def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
         assert not isinstance(at, Tensor), "ranks write whole slabs"
         super().write(l, self._here(at), rows)
 

@@ -7,7 +7,6 @@ positions only: node ids, or places in the order of a partition, are the caller'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,23 +23,6 @@ At = Tensor | Sequence[slice]
 def positions(at: At) -> Tensor:
     """[n] int64: the positions one by one."""
     return at if isinstance(at, Tensor) else torch.cat([torch.arange(slab.start, slab.stop) for slab in at])
-
-
-@dataclass(eq=False)
-class Sums:
-    """Rows that are added up, as many as a table has."""
-
-    rows: Tensor
-
-    def add(self, at: Tensor, rows: Tensor) -> None:
-        """at: which of them, each once."""
-        self.rows.index_add_(0, at.to(self.rows.device), rows.to(self.rows.device, self.rows.dtype))
-
-    def read(self, at: Tensor) -> Tensor:
-        return self.rows[at.to(self.rows.device)]
-
-    def all(self) -> Tensor:
-        return self.rows
 
 
 class RowSource(Protocol):
@@ -96,8 +78,8 @@ class LayerTables:
         table = self.tables[l]
         return ops.gather_rows(table, places.to(table.device))
 
-    def write(self, l: int, at: At, rows: Tensor, mark: Any = None) -> None:
-        """Rows after layer `l`. mark: when they were computed, of `mark()`; by default now."""
+    def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
+        """Write rows after layer `l`. computed: when they were computed, where a GPU writes later; by default now."""
         if isinstance(at, Tensor):
             self._write_at(l, at, rows)
             return
@@ -111,9 +93,9 @@ class LayerTables:
         table = self.table(l, rows)
         table[places.to(table.device)] = rows.to(table.device, table.dtype)
 
-    def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Sums:
-        """Zeros to add gradients to, near the tables. Sums that were given for this layer before become invalid."""
-        return Sums(torch.zeros(shape, dtype=dtype))
+    def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros to add the gradients after layer `l` to, near the tables. Those of an earlier call become invalid."""
+        return self.allocator.sums(l, shape, dtype)
 
     def begin_reading(self, layers: Sequence[int], places: Tensor | None) -> RowSource:
         """Where rows after these layers are read: here, or in a copy of what is on other hosts. Collective.

@@ -29,7 +29,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     widths, limits = row_widths(model, data.num_features), outline.limits(budget)
     rows = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # those of a sweep, and their gradients
     fixed = [*outline.kept(), *outline.data_on_host()]
-    fixed += table_items("rows and gradients", method.folder, rows, outline, method.tables, pools=1)
+    fixed += table_items("rows and gradients", method.folder, rows, outline, method.tables)
     loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
 
     def form(num_shards: int) -> Plan:

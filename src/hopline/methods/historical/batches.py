@@ -88,7 +88,7 @@ class HistoricalBatches(PartBatches):
         work = self.work
         layers = range(work.model.num_layers)
         if not work.shares.several_hosts:
-            return work.histories.ahead(layers[:-1], halo), work.gradients
+            return work.histories.prefetch(layers[:-1], halo), work.gradients
         src, dst = (halo[:0], halo[:0]) if later is None else (later.src_places, later.dst_places)
         rows = work.histories.begin_reading(layers[:-1], torch.cat([halo, src]).unique())
         if not work.method.compensate:

@@ -30,8 +30,8 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
     one = Sizes((*[1 + hub] * model.num_layers, 1), (hub,) * model.num_layers)
     prepared = block_bytes(data.graph, data.graph.num_edges if method.groups == "fixed" else sizes.edges[0])
     fixed = [*outline.kept(), *outline.data_on_host(), Item("prepared batch", "host", prepared)]
-    num_bytes, pools = rows * data.num_nodes * storage.itemsize, 1 + method.compensate
-    tables = table_items("history", method.folder, num_bytes, outline, method.tables, pools=pools)
+    num_bytes = rows * data.num_nodes * storage.itemsize
+    tables = table_items("history", method.folder, num_bytes, outline, method.tables)
     cuts = budget.over_budget == "split" and can_split(model)
     predictor = outline.predictor(model.num_layers)
     return Plan(

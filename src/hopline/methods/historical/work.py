@@ -39,8 +39,8 @@ class Commit:
     """By layer, the batch's own rows."""
     gradients: Mapping[int, Tensor]
     step: int
-    mark: Any = None
-    """The moment of the computation when they were there."""
+    computed: Any = None
+    """The moment at which they were computed, of `Histories.now`; None where they are on the host."""
 
     def state_dict(self) -> dict[str, Any]:
         """On the host."""
@@ -190,7 +190,7 @@ class HistoricalWork(PartsWork, Work):
         slabs, rows = (), {}
         if made is not None:
             slabs, rows = made.halo.slabs, dict(made.halo.commits())
-        self.waiting.append(Commit(slabs, rows, gradients, self.histories.step, self.histories.mark()))
+        self.waiting.append(Commit(slabs, rows, gradients, self.histories.step, self.histories.now()))
         self.settle(self.method.lag)
         # Ranks that read each other's rows go by the same running statistics.
         self.job.world.broadcast_tensors(self.job.module.buffers())
@@ -203,9 +203,9 @@ class HistoricalWork(PartsWork, Work):
         while len(self.waiting) > most:
             commit = self.waiting.popleft()
             for l, rows in commit.rows.items():
-                self.histories.write(l, commit.slabs, rows, commit.mark)
+                self.histories.write(l, commit.slabs, rows, commit.computed)
             for l, rows in commit.gradients.items():
-                self.gradients.write(l, commit.slabs, rows, commit.mark)
+                self.gradients.write(l, commit.slabs, rows, commit.computed)
             self.histories.stamp(commit.slabs, commit.step)
         self.job.world.barrier()  # all is written
 

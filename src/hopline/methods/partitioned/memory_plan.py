@@ -7,8 +7,8 @@ import math
 from hopline.contract import Item, Method, Outline, Place
 from hopline.core.graph import Graph
 from hopline.core.sizes import Sizes
+from hopline.device.row_mover import BUFFER_BYTES, NUM_BUFFERS
 from hopline.nn.gnn import GNN
-from hopline.tables.history_gpu import BUFFER_BYTES, POOL_SIZE
 
 UNEVEN = 1.1
 """By how much a part may be larger than the mean."""
@@ -36,14 +36,14 @@ def block_bytes(graph: Graph, num_edges: int) -> int:
     return num_edges * (12 + arrays) + 24 * min(graph.num_nodes, num_edges)
 
 
-def table_items(name: str, folder: object, num_bytes: int, outline: Outline, wanted: str, *, pools: int) -> list[Item]:
-    """Tables, and what a GPU's rows go through where it cannot read them. pools: of buffers, one per kind of table."""
+def table_items(name: str, folder: object, num_bytes: int, outline: Outline, wanted: str) -> list[Item]:
+    """Tables, and the buffers that a GPU's rows go through where it cannot read the tables itself."""
     place: Place = "disk" if folder is not None else "host"
     if outline.home == "device" and wanted == "device":
         place = "device"
     items = [Item(name, place, num_bytes)]
-    # Ranks share tables without a pool. Of tables=auto without a folder, `choose_where` decides when they are made.
+    # Tables that ranks share have no mover. Of tables=auto without a folder, `choose_where` decides when they are made.
     behind_buffers = wanted == "host" or folder is not None
     if outline.home == "device" and behind_buffers and outline.job.world.size == 1:
-        items.append(Item("pinned buffers", "host", pools * POOL_SIZE * BUFFER_BYTES))
+        items.append(Item("pinned buffers", "host", NUM_BUFFERS * BUFFER_BYTES))
     return items

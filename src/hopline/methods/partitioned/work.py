@@ -14,14 +14,14 @@ from hopline.contract import Job
 from hopline.core.batch import Batch, Block
 from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
+from hopline.device.row_mover import RowMover
 from hopline.inference import evaluating
 from hopline.layerwise.engine import Piece, Recorder, layer_rows
 from hopline.methods.partitioned.batches import PartBatches
 from hopline.methods.partitioned.parts import Parts, without_halo
 from hopline.nn.gnn import GNN, State
-from hopline.tables.allocators import MappedFiles
+from hopline.tables.allocators import MappedFiles, Where, allocator_at, choose_where
 from hopline.tables.history import DTYPES, Histories
-from hopline.tables.history_gpu import DeviceHistories, Where, choose_where
 from hopline.tables.history_ranks import Owners, SharedHistories, Shares
 from hopline.util.config import format_size
 
@@ -55,6 +55,8 @@ class PartsWork:
         self.parts = self._new_parts()
         self.owners = Owners(job.world, self.shares, self.partition.ptr)
         self.batches = self._new_batches()
+        self.mover = None if job.device.type == "cpu" or job.world.size > 1 else RowMover(job.device)
+        """Moves rows of both kinds of tables; None where they are shared by ranks, or where the model is on a CPU."""
         self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
 
     def _new_parts(self) -> Parts:
@@ -73,7 +75,8 @@ class PartsWork:
         if device.type == "cpu":
             allocator = None if spec.folder is None else MappedFiles(spec.folder)
             return Histories(num_nodes, allocator, name=name, dtype=dtype)
-        return DeviceHistories(num_nodes, device, self.tables_at, name=name, dtype=dtype, folder=spec.folder)
+        allocator = allocator_at(self.tables_at, device, spec.folder)
+        return Histories(num_nodes, allocator, name=name, dtype=dtype, mover=self.mover)
 
     @cached_property
     def tables_at(self) -> Where:

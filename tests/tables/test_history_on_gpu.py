@@ -13,10 +13,12 @@ import torch_geometric.nn as pyg
 
 import hopline as hl
 from hopline.data import planted
+from hopline.device import row_mover
+from hopline.device.row_mover import RowMover
+from hopline.layerwise.engine import Boundaries
 from hopline.methods.historical.work import HistoricalWork
-from hopline.tables import history_gpu
+from hopline.tables.allocators import Where, allocator_at, choose_where
 from hopline.tables.history import Histories
-from hopline.tables.history_gpu import DeviceHistories, Pool, Where, choose_where
 from tests.grids import RUNS_ON_GPU
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
@@ -29,13 +31,22 @@ WAYS: dict[str, Where] = {"device": "device", "pinned": "pinned", "host": "host"
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that leaves pools two buffers of some bytes each, so that most moves go in pieces."""
+    """A function that leaves a mover two buffers of some bytes each, so that most moves take several of them."""
 
     def shrink(num_bytes: int) -> None:
-        monkeypatch.setattr(history_gpu, "POOL_SIZE", 2)
-        monkeypatch.setattr(history_gpu, "BUFFER_BYTES", num_bytes)
+        monkeypatch.setattr(row_mover, "NUM_BUFFERS", 2)
+        monkeypatch.setattr(row_mover, "BUFFER_BYTES", num_bytes)
+        if DEVICE.type == "cpu":  # without a GPU too, rows go through the buffers
+            monkeypatch.setattr(RowMover, "_is_on_device", lambda mover, table: False)
 
     return shrink
+
+
+def histories_at(
+    where: Where, num_rows: int, device: torch.device = DEVICE, *, name: str = "h", dtype: torch.dtype | None = None
+) -> Histories:
+    """Histories whose rows a device reads and writes."""
+    return Histories(num_rows, allocator_at(where, device, folder=None), name=name, dtype=dtype, mover=RowMover(device))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -43,14 +54,15 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None, small_buffers: Callable[[int], None]):
     if way == SMALL_BUFFERS:
         small_buffers(7 * 20)  # seven rows of five float32
-    plain, ours = Histories(200, dtype=dtype), DeviceHistories(200, DEVICE, WAYS[way], dtype=dtype)
+    plain = Histories(200, dtype=dtype)
+    ours = histories_at(WAYS[way], 200, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for turn in range(6):
         slabs = [slice(start, start + 25) for start in torch.randperm(8, generator=generator)[:3].mul(25).tolist()]
         rows = randn(75, 5, seed=turn).float()
         places = randint(0, 200, 90, seed=turn)
         if turn:
-            reader = ours.ahead((0, 1), places)
+            reader = ours.prefetch((0, 1), places)
             found = {l: reader.read(l, places, rows.to(DEVICE)) for l in (0, 1)}
             for l in (0, 1):
                 assert torch.equal(found[l].cpu(), plain.read(l, places, rows))
@@ -59,11 +71,12 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
             assert torch.equal(reader.ages(places), plain.ages(places))
         for l in (0, 1):
             plain.write(l, slabs, rows + l)
-            ours.write(l, slabs, (rows + l).to(DEVICE), ours.mark())
+            ours.write(l, slabs, (rows + l).to(DEVICE), ours.now())
         for both in (plain, ours):
             both.step += 1
             both.stamp(slabs, both.step)
-    state, again = ours.state_dict(), DeviceHistories(200, DEVICE, WAYS[way], dtype=dtype)
+    state = ours.state_dict()
+    again = histories_at(WAYS[way], 200, dtype=dtype)
     again.load_state_dict(state)
     every = torch.arange(200)
     for l in (0, 1):
@@ -84,54 +97,77 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
 
 @pytest.mark.parametrize("where", ["device", "pinned", "host"])
 def test_sums_begin_at_zero_and_are_added_up(where: Where):
-    ours = DeviceHistories(200, DEVICE, where)
+    ours = histories_at(where, 50)
+    gradients: dict[int, torch.Tensor] = {}
+
+    def keep(l: int, rows: torch.Tensor) -> None:
+        gradients[l] = rows.cpu().clone()
+
     for turn in range(2):
-        sums, expected = ours.sums(0, (50, 3), torch.float64), torch.zeros(50, 3, dtype=torch.float64)
+        between = Boundaries(ours, device=DEVICE, dtype=torch.float64, keep_gradients=keep)
+        expected = torch.zeros(50, 3, dtype=torch.float64)
         for seed in range(3):
-            at, rows = randn(50, seed=seed + turn).argsort()[:20], randn(20, 3, seed=seed)
-            sums.add(at, rows.to(DEVICE))
+            at = randn(50, seed=seed + turn).argsort()[:20]
+            rows = randn(20, 3, seed=seed)
+            between.add(0, at, rows.to(DEVICE))
             expected[at] += rows
-        assert torch.equal(sums.read(torch.arange(40)).cpu(), expected[:40])
-        assert torch.equal(sums.all().cpu(), expected)
+        between.gradients_complete(0)
+        assert torch.equal(between.gradient(0, torch.arange(40)).cpu(), expected[:40])
+        assert torch.equal(gradients[0], expected)
 
 
-def test_a_pull_sees_what_was_pushed_before_it_and_nothing_after():
-    ours = DeviceHistories(10, DEVICE, "pinned")
+@pytest.mark.parametrize("where", ["pinned", "host"])
+def test_a_pull_sees_what_was_pushed_before_it_and_nothing_after(where: Where, small_buffers: Callable[[int], None]):
+    small_buffers(1 << 10)
+    ours = histories_at(where, 10)
     ours.write(0, [slice(0, 10)], torch.ones(10, 2, device=DEVICE))
     places = torch.arange(10)
-    before = ours.ahead((0,), places)
+    before = ours.prefetch((0,), places)
     ours.write(0, [slice(0, 10)], torch.full((10, 2), 2.0, device=DEVICE))
-    after = ours.ahead((0,), places)
+    after = ours.prefetch((0,), places)
     like = torch.empty(0, device=DEVICE)
     assert [float(r.read(0, places, like).mean()) for r in (before, after)] == [1.0, 2.0]
     assert after.stamps(places).tolist() == [-1] * 10
 
 
-def test_a_pool_has_no_more_buffers_than_it_may(small_buffers: Callable[[int], None]):
+def test_a_mover_has_no_more_buffers_than_it_may(small_buffers: Callable[[int], None]):
     small_buffers(4 * 12)  # four rows of three float32
-    pool, table = Pool(DEVICE), torch.zeros(50, 3)
+    mover = RowMover(DEVICE)
+    table = torch.zeros(50, 3)
     rows = randn(50, 3).float()
-    pool.push(rows.to(DEVICE), table)
-    assert [buffer.memory.nbytes for buffer in pool._buffers] == [48, 48]
-    pool.flush()
-    assert torch.equal(table, rows)
-    out = torch.empty(20, 3, device=DEVICE)
-    pool.pull(table, torch.arange(20, 40), out)
-    pool.flush()
-    assert torch.equal(out.cpu(), rows[20:40])
+
+    mover.push(table, [slice(10, 30), slice(0, 10), slice(30, 50)], rows.to(DEVICE))
+    assert [buffer.memory.nbytes for buffer in mover._buffers] == [48, 48]
+    mover.flush()
+    expected = torch.cat([rows[20:30], rows[:20], rows[30:]])
+    assert torch.equal(table, expected)
+
+    pulled = mover.pull({0: table}, torch.arange(20, 40))
+    assert torch.equal(pulled[0].wait().cpu(), expected[20:40])
+    assert len(mover._buffers) == 2
+
+
+def test_rows_of_the_host_are_written_after_what_was_pushed_before(small_buffers: Callable[[int], None]):
+    small_buffers(1 << 10)
+    mover = RowMover(DEVICE)
+    table = torch.zeros(4, 3)
+    mover.push(table, [slice(0, 4)], torch.ones(4, 3, device=DEVICE))
+    mover.push(table, torch.tensor([2, 1]), torch.full((2, 3), 2.0))
+    mover.flush()
+    assert table[:, 0].tolist() == [1, 2, 2, 1]
 
 
 @pytest.mark.parametrize("where", [pytest.param(where, marks=NEEDS_GPU) for where in ("pinned", "host")])
 def test_rows_may_be_freed_while_they_are_converted_for_a_table_of_another_type(where: Any):
-    ours = DeviceHistories(1000, DEVICE, where=where, dtype=torch.bfloat16)
+    ours = histories_at(where, 1000, dtype=torch.bfloat16)
     every = torch.arange(1000)
-    ours.write(0, [slice(0, 1000)], torch.zeros(1000, 256, device=DEVICE), ours.mark())
-    assert ours.stream is not None
-    with torch.cuda.stream(ours.stream):
+    ours.write(0, [slice(0, 1000)], torch.zeros(1000, 256, device=DEVICE), ours.now())
+    assert ours.mover is not None
+    with torch.cuda.stream(ours.mover.stream):
         torch.cuda._sleep(100_000_000)  # the stream of the tables is behind that of the computation
 
     rows = torch.ones(1000, 256, device=DEVICE)
-    ours.write(0, [slice(0, 1000)], rows, ours.mark())
+    ours.write(0, [slice(0, 1000)], rows, ours.now())
     del rows
     others = [torch.full((1000, 256), 2.0, device=DEVICE) for _ in range(4)]  # these take memory that is free
 
@@ -141,14 +177,16 @@ def test_rows_may_be_freed_while_they_are_converted_for_a_table_of_another_type(
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=NEEDS_GPU, id="gpu")])
 def test_rows_that_have_waited_are_not_written_over_rows_that_are_being_read(_: int):
-    ours, every = DeviceHistories(1000, DEVICE, where="pinned"), torch.arange(1000)
-    ours.write(0, [slice(0, 1000)], torch.ones(1000, 64, device=DEVICE), ours.mark())
-    later, mark = torch.full((1000, 64), 2.0, device=DEVICE), ours.mark()
+    ours = histories_at("pinned", 1000)
+    every = torch.arange(1000)
+    ours.write(0, [slice(0, 1000)], torch.ones(1000, 64, device=DEVICE), ours.now())
+    later = torch.full((1000, 64), 2.0, device=DEVICE)
+    computed = ours.now()
     assert ours.rows(0, every).eq(1).all()  # compiled, and with memory at hand: nothing below waits for the device
 
     torch.cuda._sleep(100_000_000)  # the computation is behind the stream of the tables
     read = ours.rows(0, every)
-    ours.write(0, [slice(0, 1000)], later, mark)  # as with lag=1, of the step before
+    ours.write(0, [slice(0, 1000)], later, computed)  # as with lag=1, of the step before
 
     assert read.eq(1).all()
     assert ours.rows(0, every).eq(2).all()
@@ -204,10 +242,10 @@ def test_training_is_the_same_with_every_kind_of_table(
     if way == SMALL_BUFFERS:
         small_buffers(1024)
 
-    def made(work: HistoricalWork, name: str) -> DeviceHistories:
-        return DeviceHistories(work.partition.num_nodes, torch.device("cpu"), WAYS[way], name=name)
+    def new_histories(work: HistoricalWork, name: str) -> Histories:
+        return histories_at(WAYS[way], work.partition.num_nodes, torch.device("cpu"), name=name)
 
-    monkeypatch.setattr(HistoricalWork, "_new_histories", made)
+    monkeypatch.setattr(HistoricalWork, "_new_histories", new_histories)
     losses, weights = trained("gcn", "cpu", **settings)
     assert losses == expected[0]
     assert torch.equal(weights, expected[1])
