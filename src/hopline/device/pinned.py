@@ -101,16 +101,20 @@ def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """New memory on pages of its own, registered, so that no other tensor keeps the driver from locking it."""
-    # torch's pin_memory() would round the size up to a power of two.
+    """New registered memory on pages of its own, so that no other tensor keeps the driver from locking them.
+
+    The tensor begins where its storage does: `tensor.is_pinned()` asks about the first byte of the storage.
+    """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    room = torch.zeros(num_bytes + 2 * PAGE, dtype=torch.uint8)
-    first = -room.data_ptr() % PAGE
-    ours = room[first : first + num_bytes].view(dtype).view(shape)
-    reason = register(ours) if num_bytes else None
+    if num_bytes == 0:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    # torch's pin_memory() would round the size up to a power of two. A new map begins at a page, and reads as zeros.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+    reason = register(tensor)
     if reason is not None:
         raise ValueError(f"the system refuses to pin {num_bytes} bytes ({reason}): raise `ulimit -l`, or pin less")
-    return ours
+    return tensor
 
 
 def register(tensor: Tensor, cudart: Any = None) -> str | None:
