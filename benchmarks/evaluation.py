@@ -2,15 +2,16 @@
 
     .venv/bin/python benchmarks/evaluation.py [key=value ...]
 
-Keys: nodes, edges, epochs, rounds, device, evaluate (async or async_cpu), data (where graph and features are, such as
-device, host, or host,device), case. Exact evaluation over the whole graph, GraphSAGE
+Keys: nodes, edges, epochs, rounds, device, data (where graph and features are, such as device, host, or host,device),
+case. Exact evaluation over the whole graph, GraphSAGE
 (3 layers of 128), batches of 1024 with fan-outs (10, 5, 5); so many training nodes that an epoch takes about as long as
 an evaluation (even), a third of it (evaluation longer) or three times it (training longer). Both runs of a pair are in
 this process, in turns, median of the rounds; that their metrics and weights are equal to the bit is checked. `larger`
 is an epoch of the async run over the longer of its two parts, as the blocking run has
 them, when it has begun: without the first epochs, in which kernels are compiled and steps recorded. `kernels` is the
 time in which the GPU computes in such an epoch, training and evaluation, over the same: no run on one GPU takes less,
-but where kernels of both leave room for each other.
+but where kernels of both leave room for each other. `GiB` is the peak that torch's allocator reserved on the GPU in the
+blocking and in the async run, the largest of the rounds.
 """
 
 from __future__ import annotations
@@ -87,6 +88,9 @@ def fit(
     callbacks: Sequence[hl.Callback] = (),
 ) -> tuple[hl.Run, dict[str, torch.Tensor], float, Loop]:
     """(run, weights, seconds in all, when what was done)."""
+    if device != "cpu":  # so that the peak is that of this run
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
     model = hl.nn.GNN([SAGEConv(100, 128), SAGEConv(128, 128), SAGEConv(128, data.num_classes)], dropout=0.5)
     loop, method = Loop(), hl.Sampled(fanouts=(10, 5, 5))
@@ -122,7 +126,8 @@ def main() -> None:
     given = dict(argument.split("=", 1) for argument in sys.argv[1:])
     numbers = {"nodes": 100_000, "edges": 2_000_000, "epochs": 20, "rounds": 3}
     nodes, edges, epochs, rounds = (int(given.get(key, default)) for key, default in numbers.items())
-    device, beside, at = given.get("device", "cpu"), given.get("evaluate", "async"), given.get("data", "auto")
+    device = given.get("device", "cpu")
+    at = given.get("data", "auto")
     data = planted(
         num_nodes=nodes, num_edges=edges, num_classes=16, num_features=100, num_train=nodes // 10, num_valid=2000
     )
@@ -130,7 +135,7 @@ def main() -> None:
     print(f"{data!r}; {torch.get_num_threads()} threads; {epochs} epochs, median of {rounds}", flush=True)
     print(
         f"{'case':<18} {'train s':>8} {'eval s':>7} {'blocking s':>11} {'async s':>8} {'ratio':>6} {'larger':>7} "
-        f"{'kernels':>8} {'loop ends s':>12}"
+        f"{'kernels':>8} {'loop ends s':>12} {'GiB':>11}"
     )
     others = torch.cat([data.splits["train"], data.splits["test"]])
     for case, share in CASES.items() if "case" not in given else [(given["case"], CASES[given["case"]])]:
@@ -141,17 +146,19 @@ def main() -> None:
             "test": others[count:].sort()[0],
         }
         part = dataclasses.replace(data, splits=splits)
-        seconds: dict[str, list[float]] = {"blocking": [], beside: []}
+        seconds: dict[str, list[float]] = {"blocking": [], "async": []}
+        peaks = dict.fromkeys(seconds, 0)
         ends, per_epoch, found = [], [], {}
         for _ in range(rounds):
             for how in seconds:
                 run, weights, total, loop = fit(part, epochs, device, how, at)
                 seconds[how].append(total)
+                peaks[how] = max(peaks[how], run.peak_bytes.get("device", 0))
                 found[how] = (run, weights)
-                if how == beside:
+                if how == "async":
                     ends.append(loop.trained[-1])
                     per_epoch.append(loop.epoch_s)
-        (waited, ours), (went_on, theirs) = found["blocking"], found[beside]
+        (waited, ours), (went_on, theirs) = found["blocking"], found["async"]
         assert same(waited, went_on)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         trained = sum(epoch.seconds for epoch in waited.history)
@@ -161,10 +168,12 @@ def main() -> None:
             fit(part, BEGIN + Kernels.epochs, device, "blocking", at, [kernels])
         larger = max(parts_of(waited))
         first, second = (statistics.median(seconds[how]) for how in seconds)
+        reserved = " / ".join(f"{num_bytes / 2**30:.1f}" for num_bytes in peaks.values()) if device != "cpu" else "-"
         print(
             f"{case:<18} {trained:8.1f} {evaluated:7.1f} {first:11.1f} {second:8.1f} {second / first:6.2f} "
             f"{statistics.median(per_epoch) / larger:7.2f} "
-            f"{kernels.epoch_s / larger if kernels.count else math.nan:8.2f} {statistics.median(ends):12.1f}",
+            f"{kernels.epoch_s / larger if kernels.count else math.nan:8.2f} {statistics.median(ends):12.1f} "
+            f"{reserved:>11}",
             flush=True,
         )
 

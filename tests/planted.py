@@ -442,9 +442,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="snapshot of the weights is not a copy",
         area="evaluation beside training",
-        file="src/hopline/training/async_evaluation_process.py",
-        old="tensor.copy_(state[name])",
-        new="self.weights[name] = state[name]",
+        file="src/hopline/training/async_evaluation.py",
+        old="torch._foreach_copy_(places, [state[name] for name in self.weights])",
+        new="self.weights = {name: state[name] for name in self.weights}",
         tests=("tests/training/test_evaluation.py",),
     ),
     Fault(

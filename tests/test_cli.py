@@ -265,12 +265,12 @@ def test_a_model_of_the_current_folder_can_be_named(graph: Path, tmp_path: Path,
 
 
 def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_path: Path):
-    given = overrides(split="0.5,0.2,0.3", evaluate="async_cpu", epochs=1, out=tmp_path / "run")
+    given = overrides(split="0.5,0.2,0.3", evaluate="async", epochs=1, out=tmp_path / "run")
     given = [*given, "budget=1GiB", "budget.over_budget=cut_by_degree"]
     outcome = command("train", graph, *given)
     assert outcome.status == 0, outcome.err
     config = load_config(tmp_path / "run")
-    assert (config.split, config.evaluate) == ((0.5, 0.2, 0.3), "async_cpu")
+    assert (config.split, config.evaluate) == ((0.5, 0.2, 0.3), "async")
     assert config.budget == hl.Budget(device="1GiB", over_budget="cut_by_degree")
     assert command("train", graph, *given, "resume=true").status == 0
 
@@ -296,13 +296,15 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
         (("train", "demo", "split=1"), ["has no split 1"]),
         (("train", "demo", "split_shares=0.6,0.2,0.2"), ["split_shares was removed: set split=0.6,0.2,0.2"]),
         (("convert", "demo", "out", "split_shares=0.6,0.2,0.2"), ["split_shares was removed: set split=0.6,0.2,0.2"]),
-        (
-            ("train", "demo", "evaluate=later"),
-            ["evaluate=later is not valid: expected 'blocking' or 'async' or 'async_cpu'"],
-        ),
+        (("train", "demo", "evaluate=later"), ["evaluate=later is not valid: expected 'blocking' or 'async'"]),
+        (("train", "demo", "evaluate=async_cpu"), ["evaluate=async_cpu was removed: set evaluate=async or"]),
         (
             ("train", "demo", "method=historical", "method.pool_size=0"),
             ["method.pool_size was removed: ", "4 pinned buffers of 32 MiB, so leave it out"],
+        ),
+        (
+            ("train", "demo", "method=full_batch", "method.compress=topk"),
+            ["method.compress=topk was removed: set compress=bf16"],
         ),
         (
             ("train", "demo", "budget=1GiB", "budget.cut_by=degree"),
@@ -312,7 +314,7 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
             ("train", "demo", "budget=1GiB", "budget.over_budget=cut_by_dgree"),
             ["budget.over_budget=cut_by_dgree is not valid", "Did you mean 'cut_by_degree'?"],
         ),
-        (("train", "demo", "evaluate_on=host"), ["evaluate_on was removed: set evaluate=async_cpu"]),
+        (("train", "demo", "evaluate_on=host"), ["evaluate_on was removed: set evaluate=async or"]),
         (("convert", "demo", "out", "split=2,0,0"), ["more than 1 together"]),
         (("convert", "demo", "out", "split=1"), ["split=1 is not valid: expected 3 numbers"]),
         (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),

@@ -147,9 +147,16 @@ def test_the_two_settings_of_a_residual_are_read_as_the_one_they_became(kept: Pa
 
 @pytest.mark.parametrize(
     ("how", "where", "meant"),
-    [("async", "host", "async_cpu"), ("async", "device", "async"), ("blocking", "host", "blocking")],
+    [
+        ("async", "host", "async"),
+        ("async", "device", "async"),
+        ("async_cpu", "device", "async"),
+        ("blocking", "host", "blocking"),
+    ],
 )
-def test_where_a_run_evaluated_is_read_as_a_part_of_how(kept: Path, how: str, where: str, meant: str):
+def test_a_run_that_a_process_evaluated_is_read_as_one_that_a_thread_evaluates(
+    kept: Path, how: str, where: str, meant: str
+):
     _change(kept / "run", evaluate=how, evaluate_on=where)
     assert load_config(kept / "run").evaluate == meant
 

@@ -1,7 +1,7 @@
 """Warm processes for tests: forked from a server that has torch, PyG and hopline imported already.
 
-The library starts its ranks, and the process that evaluates, by multiprocessing's "spawn": a new interpreter that
-imports torch and PyG anew, some five seconds of a core. In tests such a process is forked from a server instead, which
+The library starts its ranks by multiprocessing's "spawn": a new interpreter that imports torch and PyG anew, some five
+seconds of a core. In tests such a process is forked from a server instead, which
 did these imports once. It is as fresh as a spawned one (no thread, no process group, no random state of an earlier
 test), so any test may kill it. Tests of starting itself have the marker `spawn` and get real processes.
 

@@ -8,7 +8,6 @@ import pkgutil
 
 import hopline
 import hopline.distributed.launch
-import hopline.training.async_evaluation_process
 from tests import warm
 
 for module in pkgutil.walk_packages(hopline.__path__, "hopline."):
@@ -19,6 +18,5 @@ for module in pkgutil.walk_packages(hopline.__path__, "hopline."):
 # A rank ends with its parent, by the system's help. Here the parent in the system's sense is the server, so the check
 # would end every rank at once. The tests of that have the marker `spawn`.
 hopline.distributed.launch._end_with_parent = lambda parent: None
-hopline.training.async_evaluation_process._end_with_parent = lambda parent: None
-# A rank may start a process of its own, such as the one that evaluates.
+# A command that was forked from the server starts ranks.
 multiprocessing.get_context = warm.get_context

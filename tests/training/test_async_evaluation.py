@@ -13,12 +13,11 @@ from hopline import infer
 from hopline.contract import Job
 from hopline.inference.captured_forward import Launched
 from hopline.nn import GNN
-from hopline.training.async_evaluation import DeviceRoom, EvaluationThread
-from hopline.training.async_evaluation_process import EvaluationError, Layout, Room
+from hopline.training.async_evaluation import EvaluationError, EvaluationThread, Room
 from hopline.training.evaluation import Measure
 from hopline.util import trace
 from hopline.util.trace import Timers
-from tests.runs import method, sage, small
+from tests.runs import method, sage, same_weights, small
 
 
 def trainer_of() -> hl.Trainer:
@@ -33,9 +32,23 @@ def rooms_of(trainer: hl.Trainer, count: int) -> list[Room]:
     for _ in range(count):
         for p in trainer.model.parameters():
             p.data.add_(torch.randn_like(p))
-        rooms.append(Room(Layout.of(trainer.model.state_dict())))
+        rooms.append(Room(trainer.model.state_dict()))
         rooms[-1].fill(trainer.model.state_dict())
     return rooms
+
+
+def test_a_room_holds_a_copy_of_every_weight_and_buffer():
+    state = {"a": torch.arange(3.0), "b": torch.tensor(7), "none": torch.empty(0, 2), "c": torch.ones(2, 2).bfloat16()}
+    state["turned"] = torch.arange(6.0).view(2, 3).t()
+    room = Room(state)
+    room.fill(state)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    for tensor in state.values():
+        tensor.add_(1)
+    assert same_weights(room.weights, before)
+    assert [t.dtype for t in room.weights.values()] == [t.dtype for t in state.values()]
+    room.fill(state)
+    assert same_weights(room.weights, state)
 
 
 def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_alone():
@@ -55,7 +68,6 @@ def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_
     for one, room in zip(found, rooms, strict=True):
         trainer.model.load_state_dict(room.weights)
         assert one["metrics"] == measure(trainer.job)
-        room.close()
 
 
 def test_who_keeps_its_model_for_later_does_not_keep_its_job():
@@ -72,16 +84,16 @@ def test_who_keeps_its_model_for_later_does_not_keep_its_job():
 
 def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
     trainer, calls = trainer_of(), [0]
-    plain = Measure(trainer.method)
 
-    def fails(job: Job) -> dict[str, float]:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise ZeroDivisionError("no more")
-        return plain(job)
+    class Fails(Measure):
+        def __call__(self, job: Job, keep: Any = None) -> dict[str, float]:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise ZeroDivisionError("no\nmore")
+            return super().__call__(job, keep)
 
     rooms = rooms_of(trainer, 2)
-    thread = EvaluationThread(fails, trainer.job)
+    thread = EvaluationThread(Fails(trainer.method), trainer.job)
     for epoch, room in enumerate(rooms, start=1):
         thread.ask(epoch, room)
     thread._served.result(60)
@@ -90,28 +102,25 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
         thread.answers(wait=True)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     thread.close()
-    for room in rooms:
-        room.close()
 
 
 def test_closing_ends_an_evaluation_at_its_next_layer():
     trainer, begun, go_on = trainer_of(), threading.Event(), threading.Event()
-    plain = Measure(trainer.method)
 
-    def waits(job: Job) -> dict[str, float]:
-        begun.set()
-        go_on.wait()
-        return plain(job)
+    class Waits(Measure):
+        def __call__(self, job: Job, keep: Any = None) -> dict[str, float]:
+            begun.set()
+            go_on.wait()
+            return super().__call__(job, keep)
 
     (room,) = rooms_of(trainer, 1)
-    thread = EvaluationThread(waits, trainer.job)
+    thread = EvaluationThread(Waits(trainer.method), trainer.job)
     thread.ask(1, room)
     begun.wait()
     thread._ends.set()
     go_on.set()
     thread.close()
     assert thread.answers() == []
-    room.close()
 
 
 class Come:
@@ -158,10 +167,7 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
     spans, found = Timers(), []
     with trace.listen(spans):
         for epoch, room in enumerate(rooms, start=1):
-            there = DeviceRoom(Layout.of(trainer.model.state_dict()), torch.device("cpu"))
-            for name, tensor in there.weights.items():
-                tensor.copy_(room.weights[name])
-            thread.ask(epoch, there)
+            thread.ask(epoch, room)
         while len(found) < 3:
             found += thread.answers(wait=True)
     thread.close()
@@ -172,4 +178,3 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
         assert one["epoch"] == epoch
         assert one["metrics"] == measure(trainer.job)
         assert one["seconds"] >= 0.25
-        room.close()

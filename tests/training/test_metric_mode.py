@@ -68,10 +68,9 @@ def test_a_plateau_is_where_it_no_longer_falls():
     assert [epoch.lr for epoch in run.history] == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.1])
 
 
-@pytest.mark.parametrize("evaluate", ["blocking", "async"])
-def test_a_name_that_does_not_tell_is_refused(evaluate: str):
+def test_a_name_that_does_not_tell_is_refused():
     with pytest.raises(ValueError, match=r"metric 'size' does not tell .*metric_mode='max' or metric_mode='min'"):
-        fit(small(), test_step=size, evaluate=evaluate)
+        fit(small(), test_step=size)
 
 
 def size(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
@@ -88,7 +87,7 @@ def test_a_mode_that_means_nothing_is_refused(mode: Any, words: str):
         fit(small(), metric_mode=mode)
 
 
-# ---- evaluated beside training, and resumed
+# ---- resumed
 
 
 def loss_of(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
@@ -97,18 +96,6 @@ def loss_of(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]
 
 
 FALLING: dict[str, Any] = {"epochs": 12, "lr": 0.3, "patience": 2, "test_step": loss_of}
-
-
-def lowest(run: hl.Run) -> int:
-    losses = {e.epoch: e.metrics["loss"] for e in run.evaluations if e.split == "valid"}
-    return min(losses, key=lambda epoch: losses[epoch])
-
-
-def test_evaluation_beside_training_takes_the_lowest_too(tmp_path: Path):
-    runs = [fit(small(), evaluate=how, out=tmp_path / how, **FALLING) for how in ("blocking", "async")]
-    assert runs[0].best_epoch == lowest(runs[0]) < runs[0].epochs < 12
-    for name in ("epochs", "best_epoch", "valid", "test", "reason"):
-        assert getattr(runs[0], name) == getattr(runs[1], name)
 
 
 class StopAfter(hl.Callback):
@@ -122,6 +109,8 @@ class StopAfter(hl.Callback):
 
 def test_a_resumed_run_keeps_to_it(tmp_path: Path):
     whole = fit(small(), **FALLING)
+    losses = {e.epoch: e.metrics["loss"] for e in whole.evaluations if e.split == "valid"}
+    assert whole.best_epoch == min(losses, key=lambda epoch: losses[epoch]) < whole.epochs < 12
     with pytest.raises(RuntimeError, match="enough"):
         fit(small(), out=tmp_path, checkpoint_s=0.0, callbacks=[StopAfter(3 * whole.best_epoch + 2)], **FALLING)
     with pytest.raises(

@@ -67,8 +67,12 @@ def test_other_values_are_refused_by_name(wrong: dict[str, Any], message: str):
 class Later:
     """Settings of a class that once had a rate, 0.5 by default."""
 
-    REMOVED: ClassVar = {"rate": Removed(0.5, "set count=2")}
+    REMOVED: ClassVar = {"rate": Removed(0.5, "set count=2"), "order=best": Removed(None, "set order=first")}
     count: int = 1
+    order: Literal["first", "last"] = "first"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def test_a_removed_setting_is_refused_with_what_to_do_instead():
@@ -78,6 +82,19 @@ def test_a_removed_setting_is_refused_with_what_to_do_instead():
         override(Later(), ["rate=0.5"])
     with pytest.raises(ValueError, match="rate was removed: set count=2"):
         from_dict(Later, {"count": 3, "rate": 0.7})
+
+
+def test_a_removed_value_is_refused_with_what_to_do_instead():
+    refused = (
+        lambda: Later(order="best"),  # type: ignore[arg-type]
+        lambda: override(Later(), ["order=best"]),
+        lambda: from_dict(Later, {"order": "best"}),
+    )
+    for give in refused:
+        with pytest.raises(ValueError, match=r"^order=best was removed: set order=first"):
+            give()
+    with pytest.raises(ValueError, match=r"order=lst is not valid: .*Did you mean 'last'"):
+        override(Later(), ["order=lst"])
 
 
 def test_a_stored_run_that_had_a_removed_settings_default_is_read():

@@ -225,10 +225,6 @@ class CapturedInferences:
     def __init__(self) -> None:
         self._by_job: WeakKeyDictionary[Job, dict[int, Replayed]] = WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """In another process, which has a job of its own, there are none."""
-        return CapturedInferences, ()
-
     def of(self, job: Job, ids: Tensor) -> Replayed | None:
         """A job's inference at some nodes, the same one every time; None where it is not for a graph."""
         if job.device.type != "cuda" or not repeats(job.model):

@@ -188,7 +188,7 @@ def render(folder: Path) -> str:
     run = read_run(folder)
     config = run.about["config"]
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
-    is_async = evaluate in ("async", "async_cpu")
+    is_async = evaluate in ("async", "async_cpu")  # the second of earlier versions
     waited_for = [r for r in run.evaluations if not is_async or r.get("split") != "valid"]
     parts = time_by_part(run.elapsed_s, run.epochs, waited_for)
     body = [

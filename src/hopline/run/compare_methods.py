@@ -45,7 +45,7 @@ def outline_of_run(
     """What a run with the usual loss is planned from."""
     device = find_device(settings.device)
     job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
-    beside = settings.evaluate == "async" or (settings.evaluate == "async_cpu" and job.device.type == "cpu")
+    beside = settings.evaluate == "async"
     return RunOutline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
 
 

@@ -198,8 +198,12 @@ def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
     shares = found.pop("split_shares", None)
     if shares is not None:
         found["split"] = shares
-    if found.pop("evaluate_on", None) == "host" and found.get("evaluate") == "async":
-        found["evaluate"] = "async_cpu"
+    # A process on the CPU evaluated: evaluate=async_cpu, or before that evaluate=async with evaluate_on=host. With
+    # evaluate=async the run is the same: results are acted on as in the blocking run, whoever computes them. Only where
+    # a GPU trained, metrics may differ in the last digits.
+    found.pop("evaluate_on", None)
+    if found.get("evaluate") == "async_cpu":
+        found["evaluate"] = "async"
     budget = found.get("budget")
     if isinstance(budget, Mapping) and "cut_by" in budget:
         found["budget"] = renewed_budget(budget)

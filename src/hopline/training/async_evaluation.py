@@ -1,4 +1,4 @@
-"""Evaluation concurrent with training: a thread on the same device, or a process, and the results taken in order."""
+"""Evaluation concurrent with training: a thread on the device that trains, and results taken in order."""
 
 from __future__ import annotations
 
@@ -25,22 +25,13 @@ from hopline.inference.captured_forward import Launched
 from hopline.nn.gnn import GNN
 from hopline.pipeline.stages import give_way
 from hopline.shards.data import ShardedData
-from hopline.training.async_evaluation_process import (
-    EvaluationError,
-    EvaluationProcess,
-    Layout,
-    Measure,
-    Room,
-    SentData,
-)
 from hopline.training.callbacks import Evaluation
-from hopline.training.evaluation import Measure as OwnMeasure
+from hopline.training.evaluation import Measure
 from hopline.training.validation import Evaluations, Result, Snapshot
 from hopline.units.job import for_copy
 from hopline.util import trace
 
 if TYPE_CHECKING:
-    from hopline.data.dataset import Dataset
     from hopline.training.trainer import Trainer
 
 
@@ -52,19 +43,25 @@ class _Cancelled(Exception):
     """Nobody waits for the evaluation any more."""
 
 
-class DeviceRoom:
-    """Room for one epoch's weights on the GPU that trains: filled in its turn, and nobody waits for that."""
+class EvaluationError(RuntimeError):
+    """Evaluation concurrent with training failed. Its cause is the error of the evaluation."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.weights = layout.views(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        self.filled: Any = None
+
+class Room:
+    """Memory for the weights of one epoch, on the device of the model. It is filled again for later epochs."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        """state: A `state_dict` of the model, for the shapes and the device."""
+        self.weights = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        self.filled: torch.cuda.Event | None = None
+        """On a GPU, the event of the copy: it runs in the order of the stream, and the host does not wait for it."""
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        torch._foreach_copy_(list(self.weights.values()), [state[name] for name in self.weights])  # in few kernels
-        self.filled = torch.cuda.current_stream(next(iter(self.weights.values())).device).record_event()
-
-    def close(self) -> None:
-        """It goes with the last who knows it."""
+        """Copy the weights of a `state_dict`, which may lie on another device."""
+        places = list(self.weights.values())
+        torch._foreach_copy_(places, [state[name] for name in self.weights])  # few kernels on a GPU
+        if places[0].is_cuda:
+            self.filled = torch.cuda.current_stream(places[0].device).record_event()
 
 
 class EvaluationThread:
@@ -82,14 +79,14 @@ class EvaluationThread:
         self._job = for_copy(job, module, data)
         self._measure = measure
         self._ends = threading.Event()
-        self._asked: queue.SimpleQueue[tuple[int, Room | DeviceRoom | Launched] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[int, Room | Launched] | None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self._failure: Exception | None = None
         model = self._job.model
         if isinstance(model, GNN):
             model.layer = self._checked(model.layer)  # type: ignore[method-assign]
         self._threads = torch.get_num_threads()
-        self._replayed = measure.replayed(self._job) if isinstance(measure, OwnMeasure) else None
+        self._replayed = measure.replayed(self._job)
         self._labels: Tensor | None = None
         if self._replayed is not None:
             self._replayed.left_to_others = True  # of whom one draws while it would record
@@ -115,16 +112,15 @@ class EvaluationThread:
         """While it does nothing: what the thread that trains has to do for it."""
         if self._replayed is not None and self._replayed.is_due:
             self._replayed.record(self._stream)
-            assert isinstance(self._measure, OwnMeasure)
             self._labels = self._measure.labels(self._job)
 
-    def ask(self, epoch: int, room: Room | DeviceRoom) -> None:
+    def ask(self, epoch: int, room: Room) -> None:
         """Have the weights in a room evaluated; it must stay as it is until the answer has come.
 
         What is recorded is given to the GPU here: two threads that do so would take turns in the interpreter.
         """
         launched = None
-        if self._replayed is not None and isinstance(room, DeviceRoom):
+        if self._replayed is not None:
             launched = self._replayed.launched(room.weights, room.filled, self._stream)
         self._asked.put((epoch, room if launched is None else launched))
 
@@ -190,9 +186,9 @@ class EvaluationThread:
                 self._told.put(failure)
                 return
 
-    def _evaluated(self, room: Room | DeviceRoom) -> tuple[dict[str, float], float]:
+    def _evaluated(self, room: Room) -> tuple[dict[str, float], float]:
         started = time.perf_counter()
-        with self._stream_of(room):
+        with self._stream_after(room):
             self._job.module.load_state_dict(room.weights)
             found = self._measure(self._job)
         return found, time.perf_counter() - started
@@ -205,53 +201,45 @@ class EvaluationThread:
         return found, on_gpu_s + time.perf_counter() - waited
 
     @contextmanager
-    def _stream_of(self, room: Room | DeviceRoom) -> Iterator[None]:
+    def _stream_after(self, room: Room) -> Iterator[None]:
         """On a GPU, the stream that evaluates, once the weights are in the room."""
-        if not isinstance(room, DeviceRoom):
+        if room.filled is None:
             yield
             return
-        assert room.filled is not None
         with streams.turn, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(room.filled)
             yield
 
 
 class Beside(Evaluations):
-    """A thread, or a process on the CPU, evaluates, and training goes on.
+    """A thread evaluates, and training goes on.
 
     What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
-    waited. The first rank has it; results come to all ranks together, at the end of an epoch. Where training
-    would have to wait for it, and runs on the CPU too, it takes over some of the evaluations instead.
+    waited. The first rank has the thread; results come to all ranks together, at the end of an epoch. On a CPU, where
+    training would have to wait for the thread, it takes over some of the evaluations instead.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        settings = trainer.settings
-        exact = settings.inference == "exact"
-        self.measure = OwnMeasure(trainer.method, trainer.test_step, exact=exact, **trainer.chunks)
-        self.layout = Layout.of(trainer.model.state_dict())
-        self.rooms: list[Room | DeviceRoom] = []
-        self.free: list[Room | DeviceRoom] = []
-        self.process: EvaluationProcess | EvaluationThread | None = None
+        exact = trainer.settings.inference == "exact"
+        self.measure = Measure(trainer.method, exact=exact, **trainer.chunks)
+        self.free: list[Room] = []
+        """Rooms whose weights nobody needs any more."""
+        self.thread: EvaluationThread | None = None
         self.asked: set[int] = set()
-        """Epochs that the process has been asked to evaluate."""
+        """Epochs that the thread has been asked to evaluate."""
         self.results: dict[int, dict[str, Any]] = {}
         """By epoch, what has come and is to be acted on after those before it."""
         self.first = contextlib.ExitStack()
 
     def __enter__(self) -> Beside:
-        if self._on_gpu:  # which training and a thread that evaluates share
+        if self.trainer.device.type == "cuda":  # which training and the thread share
             self.first.enter_context(streams.going_first(self.trainer.device))
         return self
 
     def __exit__(self, *error: object) -> None:
         with self.first:
             self.close()
-
-    @property
-    def _on_gpu(self) -> bool:
-        """Whether it evaluates on the GPU that trains."""
-        return self.trainer.device.type == "cuda" and self.trainer.sent is None
 
     @property
     def can_help(self) -> bool:
@@ -262,11 +250,7 @@ class Beside(Evaluations):
         trainer, left = self.trainer, self.waiting.take_restored()
         goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
         if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
-            if trainer.sent is None:
-                self.process = EvaluationThread(self.measure, trainer.job)
-            else:
-                seed = trainer.settings.seed
-                self.process = EvaluationProcess(self.measure, trainer.sent, trainer.model, self.layout, seed)
+            self.thread = EvaluationThread(self.measure, trainer.job)
         for state in left:
             self._take(state["epoch"], state["weights"], state["reason"])
         yield from ()
@@ -291,42 +275,35 @@ class Beside(Evaluations):
                 yield from self._collect(wait=True)
 
     def salvage(self) -> Iterator[Result]:
-        if self.process is not None:
+        if self.thread is not None:
             self._listen()
             yield from self._results(self._in_order())
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.close()
-        for room in self.rooms:
-            room.close()
-        self.process, self.rooms = None, []
+        if self.thread is not None:
+            self.thread.close()
+        self.thread = None
+        self.free.clear()
 
     def _take(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
         """A snapshot, to be evaluated in its turn."""
-        if not self.free:
-            self.rooms.append(self._new_room())
-            self.free.append(self.rooms[-1])
-        room = self.free.pop()
+        room = self.free.pop() if self.free else Room(self.trainer.model.state_dict())
         room.fill(weights)
         self.waiting.snapshots.append(Snapshot(epoch, room, reason))
         self._listen()
 
-    def _new_room(self) -> Room | DeviceRoom:
-        return DeviceRoom(self.layout, self.trainer.device) if self._on_gpu else Room(self.layout)
-
     def _listen(self, *, wait: bool = False) -> None:
-        """Take the process's answers, and keep it busy."""
-        if self.process is None:
+        """Take the thread's answers, and keep it busy."""
+        if self.thread is None:
             return
-        for answer in self.process.answers(wait=wait):
+        for answer in self.thread.answers(wait=wait):
             self.asked.discard(answer["epoch"])
             self.results[answer["epoch"]] = answer
         if not self.asked:
-            self.process.prepare()
-        room = self.process.most_asked - len(self.asked) if self.process.is_ready else 0
+            self.thread.prepare()
+        room = self.thread.most_asked - len(self.asked) if self.thread.is_ready else 0
         for snapshot in self._left()[: max(0, room)]:
-            self.process.ask(snapshot.epoch, snapshot.room)
+            self.thread.ask(snapshot.epoch, snapshot.room)
             self.asked.add(snapshot.epoch)
 
     def _left(self) -> list[Snapshot]:
@@ -343,7 +320,7 @@ class Beside(Evaluations):
         if not self.waiting.snapshots:
             return
         self._listen()
-        while wait and self.process is not None and not self._in_order():
+        while wait and self.thread is not None and not self._in_order():
             left = self._left()
             if left and self.can_help:
                 self.results[left[0].epoch] = self._evaluate_here(left[0])
@@ -371,38 +348,26 @@ class Beside(Evaluations):
             self.free.append(snapshot.room)
 
 
-def in_process(trainer: Trainer) -> bool:
-    """Whether a process evaluates beside training, and not a thread: by choice, and where the user's own function might
-    draw what training draws."""
-    return trainer.settings.evaluate == "async_cpu" or trainer.test_step is not None
-
-
-def evaluates_here(trainer: Trainer) -> bool:
-    """Whether evaluation beside training takes memory of the device that trains."""
-    return trainer.settings.evaluate != "blocking" and not (in_process(trainer) and trainer.device.type != "cpu")
-
-
-def sent_data(trainer: Trainer, data: Dataset) -> SentData | None:
-    """The data for the process that evaluates, if one does, before it is placed: what is pinned cannot be shared."""
-    if trainer.settings.evaluate == "blocking" or not in_process(trainer):
-        return None
-    if trainer.world.rank or isinstance(data, ShardedData) or not data.splits.get("valid", torch.empty(0)).numel():
-        return None
-    return SentData.of(data)
-
-
 def check_beside(trainer: Trainer, *, own_way: bool) -> None:
     """Refuse what could not be evaluated beside training, or not with the same result.
 
     own_way: whether the trainer is of a class that overrides `evaluate`.
     """
-    how, instead = f"evaluate={trainer.settings.evaluate}", "or set evaluate=blocking"
     if isinstance(trainer.data, ShardedData):
-        raise ValueError(f"{how} needs the whole graph in one process: open the dataset uncut, {instead}")
+        raise ValueError(
+            "evaluate=async needs the whole graph in one process: open the dataset uncut, or set evaluate=blocking"
+        )
+    if trainer.test_step is not None:
+        raise ValueError(
+            "evaluate=async cannot run test_step=, since its random draws would change those of training: set "
+            "evaluate=blocking"
+        )
     if own_way:
         raise ValueError(
-            f"{how} evaluates a copy of the model, without {type(trainer).__name__}.evaluate: give a function of a "
-            f"module as test_step=, {instead}"
+            f"evaluate=async evaluates a copy of the model, without {type(trainer).__name__}.evaluate: set "
+            "evaluate=blocking"
         )
     if trainer.work.keep_rows is not None:
-        raise ValueError(f"{how} leaves no rows for training: set method.refresh_every=1, {instead}")
+        raise ValueError(
+            "evaluate=async leaves no rows for training: set method.refresh_every=1, or set evaluate=blocking"
+        )

@@ -52,7 +52,7 @@ class Measure:
     def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
         data, ids = job.data, job.data.splits[self.split]
         if self.test_step is not None:
-            # What it draws is its own: training goes on as if it had not been asked, whoever runs it.
+            # What it draws is its own: training goes on as if it had not been asked.
             gpus = [job.device] if job.device.type == "cuda" else []
             with infer.evaluating(job.model), torch.random.fork_rng(gpus):
                 return self.test_step(job.model, data, ids)

@@ -9,6 +9,8 @@ from hopline.util.config import Removed, check_fields, settings
 
 EVERY = {"step": 10, "plateau": 5}
 """`Schedule.every` by default."""
+SAME_DEVICE = "set evaluate=async or evaluate=blocking, which evaluate on the device that trains"
+"""What replaces evaluation by a process on the CPU."""
 
 
 @settings
@@ -74,7 +76,8 @@ class TrainSettings:
     """
 
     REMOVED: ClassVar = {
-        "evaluate_on": Removed("device", "set evaluate=async_cpu, which evaluates on the CPU in a process of its own")
+        "evaluate_on": Removed("device", SAME_DEVICE),
+        "evaluate=async_cpu": Removed(None, SAME_DEVICE),
     }
     epochs: int = 10
     """Epochs to train: exactly so many, unless training stops early."""
@@ -96,9 +99,9 @@ class TrainSettings:
     """bf16 runs the forward pass under bfloat16 autocast; parameters stay float32."""
     evaluate_every: int = 1
     """Epochs from one evaluation to the next; the last epoch is always evaluated."""
-    evaluate: Literal["blocking", "async", "async_cpu"] = "blocking"
-    """Training waits for each evaluation (blocking), or goes on meanwhile; the run is the same. `async` evaluates on
-    the device that trains (on a GPU in a stream of its own), `async_cpu` on the CPU in a process of its own."""
+    evaluate: Literal["blocking", "async"] = "blocking"
+    """Training waits for each evaluation (blocking), or goes on while a thread evaluates on the same device (async), on
+    a GPU in a stream of its own. The run is the same."""
     patience: int | None = None
     """Evaluations without a better validation metric before training stops early."""
     inference: Literal["exact", "sampled"] = "exact"

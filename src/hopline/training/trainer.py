@@ -44,7 +44,7 @@ from hopline.report.bottleneck import PREPARED, TRAINED
 from hopline.report.writer import Report, is_complete
 from hopline.shards.data import ShardedData
 from hopline.training import checkpoint
-from hopline.training.async_evaluation import Beside, check_beside, evaluates_here, sent_data
+from hopline.training.async_evaluation import Beside, check_beside
 from hopline.training.best_weights import KeepWeights
 from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
 from hopline.training.checkpoint import Checkpoints, Position
@@ -91,8 +91,8 @@ class Trainer:
         callbacks: Called around steps, epochs and evaluations.
         train_step: (model, batch) -> mean loss over the batch's seeds, a scalar. Default: cross entropy, or binary
             cross entropy for several labels or a single score.
-        test_step: (model, data, ids) -> metrics by name, the first of which chooses the best weights. Default: the
-            metric of the task.
+        test_step: (model, data, ids) -> metrics by name, the first of which chooses the best weights. It needs
+            evaluate="blocking". Default: the metric of the task.
         metric_mode: Whether the first metric of `test_step` is best at its "max" or its "min". Only needed where its
             name does not tell, as "accuracy" and "loss" do.
         out: A folder for the report, checkpoints and the best weights. Default: nothing is written.
@@ -149,7 +149,6 @@ class Trainer:
         self.test_step = test_step
         own_metric = test_step is not None or type(self).evaluate is not Trainer.evaluate
         self.metric_mode: Mode | None = checked_mode(metric_mode, own_metric=own_metric)
-        self.sent = sent_data(self, data)
         self.data, self.metric = data, data.metric
         self.contents, self.structure = fingerprints(self.model, data) if out is not None else ({}, "")
         self._unchanged = Unchanged(data)
@@ -180,7 +179,7 @@ class Trainer:
         self.captured_inferences = CapturedInferences()
         if self._evaluates_exactly:
             check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
-        if self.settings.evaluate != "blocking":
+        if self.settings.evaluate == "async":
             check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
         self.checkpoints = Checkpoints(self.out, self.settings, self.world)
         # What changes while it fits; `_start` begins all of it anew.
@@ -504,7 +503,7 @@ class Trainer:
         if self.budget is None:
             self._place(placement)
             return bound(self.method, self.job)
-        beside = evaluates_here(self)
+        beside = self.settings.evaluate == "async"
         outline = RunOutline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
         self.plan = plan_within(self.method, outline, self.budget)
         self.method = self.plan.method

@@ -19,8 +19,7 @@ from hopline.device.snapshots import weights_restored
 from hopline.training.callbacks import Callback, Evaluation
 
 if TYPE_CHECKING:
-    from hopline.training.async_evaluation import DeviceRoom
-    from hopline.training.async_evaluation_process import Room
+    from hopline.training.async_evaluation import Room
     from hopline.training.trainer import Trainer
 
 
@@ -40,7 +39,7 @@ class Snapshot:
     """An epoch that is to be evaluated, and its weights."""
 
     epoch: int
-    room: Room | DeviceRoom
+    room: Room
     reason: str | None = None
     """Why training was to stop after it, if it was."""
 

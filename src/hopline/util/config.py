@@ -64,7 +64,10 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
 
 class Removed(typing.NamedTuple):
-    """A setting that earlier versions had: an entry of a settings class's `REMOVED`, by the setting's name."""
+    """A setting that earlier versions had: an entry of a settings class's `REMOVED`, by the setting's name.
+
+    By "name=value" it is a value that a setting, which is still there, no longer has.
+    """
 
     default: Any
     """Its default, as JSON holds it. A stored run with this value is read as if it did not name the setting."""
@@ -78,6 +81,13 @@ class Removed(typing.NamedTuple):
 def removed_settings(cls: type) -> Mapping[str, Removed]:
     """The settings that a class, or one that it inherits from, no longer has."""
     return {name: one for base in reversed(cls.__mro__) for name, one in vars(base).get("REMOVED", {}).items()}
+
+
+def _refuse_removed_value(cls: type, name: str, value: Any, key: str) -> None:
+    """Refuse a value that a setting no longer has. key: the setting as one types it, such as method.compress."""
+    removed = removed_settings(cls).get(f"{name}={value}")
+    if removed is not None:
+        raise ValueError(removed.refusal(f"{key}={value}"))
 
 
 def kind_of(cls: type) -> str:
@@ -178,6 +188,8 @@ def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
         if data[key] != removed[key].default:
             raise ValueError(removed[key].refusal(prefix + key))
     data = {key: value for key, value in data.items() if key not in removed}
+    for key, value in data.items():
+        _refuse_removed_value(cls, key, value, prefix + key)
     for key in set(data) - set(hints):
         valid = ", ".join(prefix + name for name in hints)
         raise ValueError(f"Unknown key '{prefix}{key}'.{nearest(key, hints)} Valid keys here: {valid}.")
@@ -301,6 +313,7 @@ def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str,
             raise ValueError(removed_settings(cls)[item.path[0]].refusal(item.key))
         if item.path[0] not in hints:
             raise _unknown_key(item.key, prefix, hints, root)
+        _refuse_removed_value(cls, item.path[0], item.text, item.key)
         groups.setdefault(item.path[0], []).append(item)
     before = defaults_of(cls) if base is None else {name: getattr(base, name) for name in hints}
     values = {
@@ -556,6 +569,7 @@ def check_fields(of: Any) -> None:
     hints = _hints(type(of))
     for field in dataclasses.fields(of):
         value = getattr(of, field.name)
+        _refuse_removed_value(type(of), field.name, value, field.name)
         check_value(field.name, value, hints[field.name])
 
 

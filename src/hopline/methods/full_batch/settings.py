@@ -40,6 +40,7 @@ class FullBatch(Method):
         "depth": Removed(1, "the rows of one shard are always asked for ahead, so leave it out"),
         "chunk": Removed("4MiB", "the messages of a chunk of edges always take about 4 MiB, so leave it out"),
         "topk": Removed(0.25, FEWER_BYTES),
+        "compress=topk": Removed(None, FEWER_BYTES),
         "compress_gradients": Removed(False, "set compress=bf16_both, which rounds rows and their gradients"),
         "boundary_rate": Removed(1.0, FEWER_BYTES),
         "stale": Removed(
@@ -63,8 +64,6 @@ class FullBatch(Method):
     """Where a sweep's tables are kept as mapped files, for those larger than memory; in memory by default."""
 
     def __post_init__(self) -> None:
-        if self.compress == "topk":
-            raise ValueError(f"compress=topk was removed: {FEWER_BYTES}")
         check_fields(self)
         if self.num_shards < 1:
             raise ValueError(f"num_shards must be at least 1, not {self.num_shards}")
