@@ -222,6 +222,9 @@ class Method(ABC):
         (True, 3)
     """
 
+    OWN: ClassVar[str] = "hl.extend.Method"
+    """Settings may name a subclass of the user's own, `method=package.module:Class`; this is what it derives from."""
+
     @abstractmethod
     def bind(self, job: Job) -> Work: ...
 
