@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
@@ -15,7 +14,7 @@ from hopline.distributed.launch_settings import LaunchSettings
 @dataclass
 class TopK(hl.extend.Gradients):
     share: float = 0.05
-    rest: Tensor = field(default_factory=lambda: torch.zeros(0), init=False)  # what this rank has not sent yet
+    rest: torch.Tensor = field(default_factory=lambda: torch.zeros(0), init=False)  # what this rank has not sent yet
 
     def begin(self, parameters: Sequence[torch.nn.Parameter], world: hl.extend.World) -> None:
         self.rest = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
@@ -24,18 +23,19 @@ class TopK(hl.extend.Gradients):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self.rest += torch.cat([gradient.flatten() for gradient in gradients])
         ids = self.rest.abs().topk(max(1, int(self.share * self.rest.numel()))).indices
-        values, total = self.rest[ids], torch.zeros_like(self.rest)
+        values = self.rest[ids]
         self.rest[ids] = 0
+        total = torch.zeros_like(self.rest)
         for one in zip(world.swap([ids] * world.size), world.swap([values] * world.size), strict=True):
             total.index_add_(0, *one)  # in the order of the ranks, so that all get the same bits
         sums = total.split([p.numel() for p in parameters])
         for parameter, gradient, summed in zip(parameters, gradients, sums, strict=True):
             parameter.grad = gradient.copy_(summed.view_as(gradient))
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         return {"rest": self.rest}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         self.rest.copy_(state["rest"])
 
 
