@@ -93,7 +93,8 @@ class Unit(ABC):
     def forward_backward(self, total: float) -> Tensor:
         """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss.
 
-        total: examples of the whole step, over all its units and all ranks. Gradients are summed over the ranks.
+        total: examples of the whole step, over all its units and all ranks. Gradients are summed over the ranks, or
+        combined as `Trainer(gradients=)` says.
         """
 
     def commit(self) -> None:  # noqa: B027 - most units have nothing to write

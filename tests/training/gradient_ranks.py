@@ -79,7 +79,7 @@ class WeightsByEpoch(hl.Callback):
 
 def train(world: World, way: str, method: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Losses, metrics and weights of a run of a few steps."""
-    model, changes = new_model(), dict(changes)
+    model = new_model()
     kill = changes.pop("kill", None)
     settings = {"epochs": 2, "show": False, "optimizer": "sgd", "lr": 0.1, "resume": "out" in changes} | changes
     weights = WeightsByEpoch()
@@ -108,7 +108,8 @@ def plain(
     before: Combine, after: Combine, after_epoch: Combine, method: str = "share", clip_norm: float | None = None
 ) -> dict[str, Any]:
     """Two models, each trained on its rank's units by torch's own SGD; the functions do what ranks would exchange."""
-    data, models = data_in_float64(), [new_model(), new_model()]
+    data = data_in_float64()
+    models = [new_model(), new_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     works = [
         METHODS[method].bind(make_job(model, data, world=World(Seat(rank=rank, size=2))))
@@ -117,7 +118,8 @@ def plain(
     losses: list[float] = []
     weights: list[float] = []
     for epoch in (1, 2):
-        loss_sum, num_seeds = 0.0, 0
+        loss_sum = 0.0
+        num_seeds = 0
         for units in zip(*(work.units(epoch) for work in works), strict=True):
             batches: list[hl.Batch] = [unit.batch for unit in units]  # type: ignore[attr-defined]
             total = sum(batch.num_seeds for batch in batches)
@@ -125,7 +127,8 @@ def plain(
                 model.zero_grad()
                 loss = nn.functional.cross_entropy(model(batch), batch.labels, reduction="sum")
                 (loss / total).backward()
-                loss_sum, num_seeds = loss_sum + float(loss.detach()), num_seeds + batch.num_seeds
+                loss_sum += float(loss.detach())
+                num_seeds += batch.num_seeds
             before(models)
             for model, optimizer in zip(models, optimizers, strict=True):
                 if clip_norm is not None:
@@ -160,7 +163,8 @@ def twice(models: list[hl.nn.GNN]) -> None:
 
 class AverageEvery:
     def __init__(self, every: int) -> None:
-        self.every, self.steps = every, 0
+        self.every = every
+        self.steps = 0
 
     def __call__(self, models: list[hl.nn.GNN]) -> None:
         self.steps += 1
@@ -172,7 +176,8 @@ class LargestWithFeedback:
     """Each model's largest entries by absolute value are summed; the others wait for the next step."""
 
     def __init__(self, share: float) -> None:
-        self.share, self.waiting = share, [torch.zeros(0, dtype=torch.float64)] * 2
+        self.share = share
+        self.waiting = [torch.zeros(0, dtype=torch.float64)] * 2
 
     def __call__(self, models: list[hl.nn.GNN]) -> None:
         total = torch.zeros((), dtype=torch.float64)

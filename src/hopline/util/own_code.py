@@ -101,7 +101,8 @@ def own_settings(key: str, name: str, base: type) -> type:
         ValueError: It cannot be imported, or is no such class.
     """
     found = import_own(key, name)
-    wanted, kind = name.rpartition(":")[2], vars(base)["OWN"]
+    wanted = name.rpartition(":")[2]
+    kind = vars(base)["OWN"]
     if not (isinstance(found, type) and issubclass(found, base)):
         what = f"a class that is not derived from {kind}" if isinstance(found, type) else f"a {type(found).__name__}"
         raise ValueError(f"{key}={name} is {what}: name a class of settings, `class {wanted}({kind})`")
