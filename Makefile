@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 FAST := not extended and not process
 PROCESS_TESTS := tests/distributed/test_launch.py tests/util/test_signals.py tests/distributed/test_world.py tests/distributed/test_heartbeat.py tests/training/test_evaluation.py \
   tests/shards/test_collective_sampler.py tests/distributed/test_shared_memory.py tests/data/test_writer.py \
-  tests/equivalence/test_4_ranks.py tests/equivalence/test_5_ranks.py tests/equivalence/test_8_resumed.py
+  tests/equivalence/test_4_ranks.py tests/equivalence/test_5_ranks.py tests/equivalence/test_8_resumed.py tests/test_own_sampler.py
 
 .PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended planted convs test-oldest
 help:

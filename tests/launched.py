@@ -105,6 +105,14 @@ def check_words(world: World) -> None:
             tensor.data.zero_()
     world.broadcast_tensors(tensors)
     assert all(torch.equal(a.detach(), b) for a, b in zip(tensors, expected, strict=True))
+    counts = torch.arange(3000 * 1200).view(3000, 1200).t() % 5  # not contiguous, and a bucket's worth
+    many = [counts.float() * (world.rank + 1), nn.Parameter(torch.full((2,), world.rank + 0.5, dtype=torch.bfloat16))]
+    many += [torch.empty(0), torch.full((), world.rank + 0.25, dtype=torch.float64)]
+    ranks = sum(range(world.size))
+    world.sum_tensors(many)
+    assert torch.equal(many[0], counts.float() * (ranks + world.size))
+    assert many[1].detach().tolist() == [ranks + 0.5 * world.size] * 2
+    assert many[3].item() == ranks + 0.25 * world.size
     for shape, dtype in (((2,), torch.bfloat16), ((), torch.int64), ((3, 1), torch.float64)):
         pieces = [torch.full((rank, *shape), 10 * world.rank + rank, dtype=dtype) for rank in range(world.size)]
         for rank, piece in enumerate(world.swap(pieces)):

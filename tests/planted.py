@@ -423,6 +423,35 @@ FAULTS: tuple[Fault, ...] = (
         tests=("tests/distributed/test_world.py",),
     ),
     Fault(
+        name="a rank that steps apart resumes with the first one's weights",
+        area="checkpoints",
+        file="src/hopline/training/checkpoint.py",
+        old="_restore_rank(trainer, ranks[trainer.world.rank])",
+        new="_restore_rank(trainer, ranks[0])",
+        tests=("tests/training/test_gradients.py",),
+    ),
+    Fault(
+        name="gradients are combined after they are clipped",
+        area="ranks",
+        file="src/hopline/training/trainer.py",
+        old="""                self._exchange(self.gradients.combine)
+            self.update()
+""",
+        new="""                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm or 1e9)
+                self._exchange(self.gradients.combine)
+            self.update()
+""",
+        tests=("tests/training/test_gradients.py",),
+    ),
+    Fault(
+        name="a method that a run folder names is imported without being asked for",
+        area="run folders of others",
+        file="src/hopline/run/settings.py",
+        old='if ":" not in kind or kind == own_method:',
+        new="if True:",
+        tests=("tests/run/test_own_method.py",),
+    ),
+    Fault(
         name="source of another shard is off by its owner",
         area="shards",
         file="src/hopline/shards/shard.py",

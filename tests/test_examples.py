@@ -93,6 +93,13 @@ def test_own_layerwise_computation_is_personalised_pagerank(graph: str, monkeypa
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["local_sgd", "compressed_gradients"])
+def test_gradients_over_two_ranks_learn(name: str, graph: str, monkeypatch: pytest.MonkeyPatch):
+    modules = {"local_sgd": example("local_sgd", monkeypatch)}
+    modules["compressed_gradients"] = example("compressed_gradients", monkeypatch)
+    assert modules[name].main(graph, epochs=12) > 0.4
+
+
 def test_own_table_trains_on_rows_that_it_makes(graph: str, monkeypatch: pytest.MonkeyPatch):
     module = example("own_table", monkeypatch)
     run = module.main(graph, epochs=2)

@@ -8,13 +8,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from hopline import __version__
+from hopline.contract import Method
 from hopline.data.registry import locate, names
 from hopline.recipes import RECIPES, find_recipe
 from hopline.run.settings import (
@@ -30,6 +31,7 @@ from hopline.util.config import nearest, override, settings_of
 from hopline.util.errors import PeerError, RankError, StageError
 from hopline.util.host import keep_freed_memory
 from hopline.util.log import printed
+from hopline.util.own_code import own_settings
 from hopline.util.signals import Interrupted
 
 # A command imports what it computes with (torch, PyG, Numba) only after its settings, names and paths have proved to be
@@ -292,9 +294,15 @@ def _config(name: str, overrides: list[str] | None) -> RunConfig:
     settings = list(overrides or [])
     if "=" in name:
         name, settings = "demo", [name, *settings]
-    config = override(find_recipe(name)(), settings)
+    with _loading() if any(map(_names_method, settings)) else nullcontext():  # importing it imports torch
+        config = override(find_recipe(name)(), settings)
     locate(config.data, options=config.conversion)
     return config
+
+
+def _names_method(setting: str) -> bool:
+    """Whether it is method=package.module:Class, a method of the user's own."""
+    return setting.startswith("method=") and ":" in setting
 
 
 class _Ended(Exception):
@@ -305,15 +313,19 @@ class _Ended(Exception):
         super().__init__(f"interrupted by {signal.name}. To resume, type the same command with resume=true")
 
 
-def _print_keys(command: str, name: str | None, wanted: list[str]) -> None:
+def _print_keys(command: str, before: list[str], wanted: list[str]) -> None:
     """Every setting on a line of its own, by groups; of a group that is named, with all that there is to say.
 
-    name: a recipe, whose values are shown in place of the defaults.
+    before: what was typed before --keys: perhaps a recipe, whose values are shown in place of the defaults. A method of
+    the user's own, here or among the groups, is shown with the others.
     """
     if command not in SETTINGS:
         raise ValueError(f"hopline {command} has no settings: --keys is for {', '.join(SETTINGS)}")
-    recipe = RECIPES.get(name or "") if SETTINGS[command] is RunConfig else None
-    found = settings_of(SETTINGS[command], None if recipe is None else recipe())
+    is_run = SETTINGS[command] is RunConfig
+    recipe = RECIPES.get(before[0]) if is_run and before else None
+    typed = [word for word in [*before, *wanted] if is_run and _names_method(word)]
+    own = {word: own_settings("method", word.partition("=")[2], Method) for word in typed}
+    found = settings_of(SETTINGS[command], None if recipe is None else recipe(), own)
     titles = list(dict.fromkeys(setting.group for setting in found))
     for group in wanted:
         if not any(_is_in(group, title) for title in titles):
@@ -345,14 +357,14 @@ def main() -> None:
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"] or ["--help"]
     if "" not in sys.path:
-        sys.path.append("")  # model=my_module:function finds a module in the current folder
+        sys.path.append("")  # model=my_module:function and method=my_module:Class find one in the current folder
     if "torch" not in sys.modules:  # else a program has called this, whose settings are its own
         keep_freed_memory()
     try:
         _check_command(arguments)
         if "--keys" in arguments and arguments[0] in _commands():
             at = arguments.index("--keys")
-            _print_keys(arguments[0], arguments[1] if at > 1 else None, arguments[at + 1 :])
+            _print_keys(arguments[0], arguments[1:at], arguments[at + 1 :])
             sys.exit(0)
         status = app(arguments, standalone_mode=False) or 0
     except typer.Exit as done:

@@ -93,7 +93,8 @@ class Unit(ABC):
     def forward_backward(self, total: float) -> Tensor:
         """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss.
 
-        total: examples of the whole step, over all its units and all ranks. Gradients are summed over the ranks.
+        total: examples of the whole step, over all its units and all ranks. Gradients are summed over the ranks, or
+        combined as `Trainer(gradients=)` says.
         """
 
     def commit(self) -> None:  # noqa: B027 - most units have nothing to write
@@ -221,6 +222,9 @@ class Method(ABC):
         >>> trainer.fit().finished, trainer.num_steps
         (True, 3)
     """
+
+    OWN: ClassVar[str] = "hl.extend.Method"
+    """Settings may name a subclass of the user's own, `method=package.module:Class`; this is what it derives from."""
 
     @abstractmethod
     def bind(self, job: Job) -> Work: ...

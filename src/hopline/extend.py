@@ -4,8 +4,9 @@ A method is a `Method` whose `bind(job)` returns `Work`, which yields a `Unit` p
 batch. `Method.plan` returns a `Plan` from an `Outline` of the run, and `Work.guarded` a work whose units keep to it.
 A table implements `Table`. `Block` and `Part` are what a conv gets in place of `edge_index`, `Rows` a handle to
 rows of a table. `Layers` computes a model layer by layer over the pieces of a `LayerPlan`, from and into the tables of
-`Boundaries`. `StepEnd`, `EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters`
-listen to a run. `keep_freed_memory` makes loops of your own as fast as `Trainer.fit` where batches are large.
+`Boundaries`. `Gradients` says how ranks combine their gradients, and `World` has what ranks exchange. `StepEnd`,
+`EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters` listen to a run.
+`keep_freed_memory` makes loops of your own as fast as `Trainer.fit` where batches are large.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from hopline.core.batch import Block, Part
     from hopline.core.row_handles import Rows
     from hopline.core.sampler import NeighborSampler
+    from hopline.distributed.gradients import Gradients
     from hopline.distributed.world import World
     from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
     from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
@@ -35,6 +37,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.core.batch": ("Block", "Part"),
         "hopline.core.row_handles": ("Rows",),
         "hopline.core.sampler": ("NeighborSampler",),
+        "hopline.distributed.gradients": ("Gradients",),
         "hopline.distributed.world": ("World",),
         "hopline.layerwise.engine": ("Boundaries", "LayerPlan", "Layers", "Piece"),
         "hopline.tables": ("CachedTable", "SparseTable", "Table", "TensorTable", "TieredTable"),
@@ -56,6 +59,7 @@ __all__ = [
     "Counters",
     "EpochEnd",
     "Evaluation",
+    "Gradients",
     "Guard",
     "Item",
     "Job",

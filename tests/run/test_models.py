@@ -194,8 +194,8 @@ def test_a_function_of_the_users_own_makes_the_model():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere.at_all:make", "cannot be imported .* write package.module:function"),
-        ("tests.runs:nothing", "cannot be imported .* write package.module:function"),
+        ("nowhere.at_all:make", r"there is no module 'nowhere.at_all' here: .* type model=path/to/file.py:make"),
+        ("tests.runs:methd", r"there is no 'methd' in tests.runs. Did you mean model=tests.runs:method?"),
         (f"{__name__}:no_model", "returned str: return a torch.nn.Module"),
     ],
 )

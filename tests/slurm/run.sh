@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Slurm cluster of one node on this machine, and a training run of two tasks on it: `make test-slurm`, as root on Debian.
+# A Slurm cluster of one node on this machine, and training runs of two tasks on it: `make test-slurm`, as root on Debian.
 # Everything but the packages goes into a temporary folder, and the daemons end with this script.
 set -euo pipefail
 
@@ -71,18 +71,22 @@ done
 sinfo
 
 # One task per device, and one task per node with devices=2 under it: the same run.
-submit() { # name, tasks, settings
+submit() { # name, tasks, what python runs
     cat > "$work/$1.sh" << JOB
 #!/bin/bash
-#SBATCH --ntasks=$2 --cpus-per-task=1 --output=$work/$1.log --time=5
-PYTHONPATH=$root/src srun $python -m hopline train demo epochs=2 model.hidden=32 out=$work/$1 $3
+#SBATCH --ntasks=$2 --cpus-per-task=1 --output=$work/$1.log --time=10
+PYTHONPATH=$root/src srun $python $3
 JOB
     sbatch --wait "$work/$1.sh" || { cat "$work/$1.log" "$work"/slurm*.log; exit 1; }
     echo "--- $1"
     cat "$work/$1.log"
 }
-submit tasks 2 ""
-submit devices 1 "devices=2"
+train="-m hopline train demo epochs=2 model.hidden=32"
+submit tasks 2 "$train out=$work/tasks"
+submit devices 1 "$train out=$work/devices devices=2"
+sampler=$root/examples/own_sampler/train.py
+submit sampler_tasks 2 "$sampler"
+submit sampler_devices 1 "$sampler 2"
 
 "$python" - "$work" << 'CHECK'
 import json, sys, pathlib
@@ -94,4 +98,12 @@ def losses(name):
 assert len(losses("tasks")) == 2, losses("tasks")
 assert losses("tasks") == losses("devices"), (losses("tasks"), losses("devices"))
 print("both ways give the same losses:", losses("tasks"))
+
+def printed(name):
+    lines = (pathlib.Path(sys.argv[1]) / f"{name}.log").read_text().splitlines()
+    return [line for line in lines if "2 ranks" in line]
+
+assert len(printed("sampler_tasks")) == 2, printed("sampler_tasks")
+assert printed("sampler_tasks") == printed("sampler_devices"), (printed("sampler_tasks"), printed("sampler_devices"))
+print("and examples/own_sampler:", *printed("sampler_tasks"), sep="\n  ")
 CHECK

@@ -90,6 +90,12 @@ def test_models_of_pyg_and_methods_of_the_users_own(tmp_path: Path):
     assert "Mine" in start["method"]["repr"]
 
 
+def test_a_method_that_says_nothing_of_itself_is_known_by_its_name_when_resumed(tmp_path: Path):
+    data = small()
+    fit(data, how=Mine(), epochs=1, out=tmp_path)
+    assert fit(data, how=Mine(), epochs=2, out=tmp_path, resume=True).epochs == 2
+
+
 def test_a_plan_within_a_budget_is_what_is_trained(tmp_path: Path):
     data = small()
     trainer = hl.Trainer(sage(data), data, method(workers="auto"), epochs=1, out=tmp_path, show=False, budget="64MiB")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hopline.distributed.gradients import BUCKET_BYTES, in_groups, sum_over_ranks
+from hopline.distributed.gradients import BUCKET_BYTES, in_groups, sum_over_ranks, sum_tensors
 from hopline.distributed.heartbeat import Heart
 from hopline.util.errors import PeerError
 from hopline.util.host import num_cores
@@ -110,6 +110,10 @@ class World:
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace every gradient by its sum over the ranks: see `distributed.gradients`."""
         sum_over_ranks(parameters, self)
+
+    def sum_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Replace every tensor by its sum over the ranks, in place; types and shapes must be the same everywhere."""
+        sum_tensors(tensors, self)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over the ranks, in float64."""

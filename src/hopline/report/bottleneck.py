@@ -140,7 +140,7 @@ class _Facts:
             return self._prepared_in_line()
         if self.rest >= 0.5:
             what = "launch overhead" if setup.on_gpu else "work around the steps"
-            advice = "set a larger method.batch_size" if setup.sampled else "use fewer or faster callbacks"
+            advice = "set a larger method.batch_size" if setup.sampled else "make callbacks or your own sampler faster"
             advice = "raise budget=" if setup.planned else advice
             return REST, f"{what}, {self.rest:.0%} of an epoch", advice
         return self._trained_too_slowly()

@@ -27,7 +27,8 @@ class ModelSpec:
         "scalers": Removed(["identity", "amplification", "attenuation"], "set model.conv.scalers="),
     }
     name: str = "sage"
-    """A model's name, such as sage, gcn, gat, gin, pna, gcnii, appnp or mlp, or package.module:function of your own."""
+    """A model's name, such as sage, gcn, gat, gin, pna, gcnii, appnp or mlp; or of your own,
+    package.module:function or file.py:function."""
     hidden: int = 256
     """Width of the hidden layers."""
     layers: int = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from hopline.nn.gnn import GNN
 from hopline.nn.norms import make_norm
 from hopline.run.model_settings import ModelSpec
 from hopline.util.config import check_value, nearest
+from hopline.util.own_code import import_own
 
 
 class Alone(nn.Module):
@@ -209,12 +209,8 @@ def _appnp(spec: ModelSpec, data: Dataset) -> GNN:
 
 
 def _own(spec: ModelSpec, data: Dataset) -> nn.Module:
-    """`package.module:function`, called as function(spec, data)."""
-    module_name, _, function_name = spec.name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model={spec.name} cannot be imported ({error}): write package.module:function") from error
+    """`package.module:function` or `file.py:function`, called as function(spec, data)."""
+    function = import_own("model", spec.name)
     try:
         model = function(spec, data)
     except TypeError as error:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hopline.contract import Budget, renewed_budget
+from hopline.contract import Budget, Job, Method, Work, renewed_budget
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import is_dataset
 from hopline.data.placement_settings import Placement
@@ -44,8 +45,9 @@ class RunConfig(TrainSettings, LaunchSettings):
     so that model.linear=true learns the input rows themselves."""
     model: ModelSpec = ModelSpec()
     """The model."""
-    method: Sampled | Historical | FullBatch | Auto = Sampled()
-    """How to train; `auto` tries all for a few steps and takes the fastest that fits."""
+    method: Sampled | Historical | FullBatch | Auto | Method = Sampled()
+    """How to train; `auto` tries all for a few steps and takes the fastest that fits. A method of your own is
+    package.module:Class or file.py:Class, whose settings `--keys method=package.module:Class` shows."""
     budget: Budget | None = None
     """Memory that the run may take: budget=8GiB is for where the model is."""
     placement: Placement = Placement()
@@ -168,8 +170,23 @@ class PartitionConfig:
         check_fields(self)
 
 
-def load_config(folder: Path) -> RunConfig:
-    """The settings of an earlier run, from its folder."""
+@settings
+class NotImported(Method):
+    """A method of the user's own that a run folder names. Its module was not imported, which would run it."""
+
+    name: str
+    """As it was typed: package.module:Class."""
+
+    def bind(self, job: Job) -> Work:
+        raise ValueError(f"the run was trained by a method of its user's own: type method={self.name}")
+
+
+def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
+    """The settings of an earlier run, from its folder.
+
+    own_method: the one method of the user's own that is imported, since the command names it too. Any other is
+    `NotImported`: the folder may come from somebody else.
+    """
     path = folder / "config.json"
     try:
         stored = json.loads(path.read_text())
@@ -186,7 +203,12 @@ def load_config(folder: Path) -> RunConfig:
     if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
         config["symmetrize"] = None  # what it meant when it was written
     try:
-        return from_dict(RunConfig, renewed(stored["config"]))
+        config = renewed(stored["config"])
+        kind = str(config["method"].get("kind", "")) if isinstance(config.get("method"), Mapping) else ""
+        if ":" not in kind or kind == own_method:
+            return from_dict(RunConfig, config)
+        rest = {key: value for key, value in config.items() if key != "method"}
+        return replace(from_dict(RunConfig, rest), method=NotImported(name=kind))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
 
@@ -194,6 +216,7 @@ def load_config(folder: Path) -> RunConfig:
 def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a stored run, as this version has them where two settings became one."""
     found = dict(config)
+    found.pop("gradients", None)  # of a program that gave the Trainer these settings and gradients=
     model, schedule = found.get("model"), found.get("schedule")
     shares = found.pop("split_shares", None)
     if shares is not None:

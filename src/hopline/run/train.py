@@ -38,6 +38,7 @@ from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import from_dict, to_dict
 from hopline.util.log import logger, printed
+from hopline.util.own_code import whole_name
 from hopline.util.trace import RegionStatistics
 
 RUNS = Path("runs")
@@ -60,7 +61,8 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
     found = locate(config.data, options=config.conversion).path
     if found is not None and found == Path(config.data).expanduser():  # and not a name under the data root
         config = dataclasses.replace(config, data=str(found.resolve()))
-    return config
+    model = dataclasses.replace(config.model, name=whole_name(config.model.name))
+    return dataclasses.replace(config, model=model)
 
 
 def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
@@ -190,9 +192,10 @@ def _run_folder(name: str, config: RunConfig, world: World) -> Iterator[Path]:
 
 def _newest_run(name: str, config: RunConfig) -> Path | None:
     """The newest run of the same settings that has a checkpoint."""
+    own_method = to_dict(config)["method"]["kind"]
     for folder in sorted(RUNS.glob(f"{glob.escape(name)}-*"), reverse=True):
         try:
-            stored = load_config(folder)
+            stored = load_config(folder, own_method=own_method)
         except ValueError:
             continue
         any_method = isinstance(config.method, Auto)

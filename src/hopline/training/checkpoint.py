@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline.device.snapshots import random_states, restore_random_states
+from hopline.distributed.gradients import Gradients
 from hopline.distributed.world import World
 from hopline.metrics import Mode, mode_of
 from hopline.report.writer import versions
@@ -72,7 +73,49 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         "evaluations": [asdict(evaluation) for evaluation in run.evaluations],
         "callbacks": [[type(callback).__name__, callback.state()] for callback in trainer.active],
         "work": trainer.work.state_dict(),
+        "ranks": _gathered(_of_rank(trainer), trainer),
     }
+
+
+def _of_rank(trainer: Trainer) -> dict[str, Any]:
+    """What a rank has of its own: what gradients remember, and where ranks step apart, its weights too."""
+    remembered = trainer.gradients.state_dict()
+    if not isinstance(remembered, dict):
+        raise ValueError(
+            f"{type(trainer.gradients).__name__}.state_dict returned a {type(remembered).__name__}: return a dict"
+        )
+    own: dict[str, Any] = {"gradients": remembered} if remembered else {}
+    if trainer.gradients.local:
+        own |= {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    return own
+
+
+def _gathered(own: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
+    """What every rank has of its own, in the first rank; an empty list where it is nothing, on any rank."""
+    world = trainer.world
+    if type(trainer.gradients) is Gradients or not world.any(bool(own)):
+        return []
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    content = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    sent = world.swap([content, *[content[:0]] * (world.size - 1)])
+    if world.rank > 0:
+        return []
+    try:
+        return [torch.load(io.BytesIO(part.numpy().tobytes()), weights_only=True, map_location="cpu") for part in sent]
+    except Exception as error:  # torch and pickle fail in many ways
+        raise ValueError(
+            f"{type(trainer.gradients).__name__}.state_dict holds more than tensors and plain values, which no "
+            "checkpoint keeps: return tensors, numbers, strings, lists and dicts"
+        ) from error
+
+
+def _restore_rank(trainer: Trainer, own: Mapping[str, Any]) -> None:
+    if "model" in own:
+        trainer.model.load_state_dict(own["model"])
+        trainer.optimizer.load_state_dict(own["optimizer"])
+    if "gradients" in own:
+        trainer.gradients.load_state_dict(own["gradients"])
 
 
 def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -80,6 +123,8 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     position = state["position"]
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
+    if ranks := state.get("ranks"):  # of an earlier version there are none
+        _restore_rank(trainer, ranks[trainer.world.rank])
     for group in trainer.optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # it is read on the device by a captured step
             group["lr"] = group["lr"].to(trainer.device)
@@ -223,6 +268,7 @@ def check_identity(
 ) -> None:
     """Refuse a checkpoint of another run, and name what differs. removed: settings that the method no longer has."""
     stored = {**stored, "method": _without_removed(stored.get("method"), removed, path)}
+    stored.setdefault("gradients", {"kind": "sum"})  # the only way there was
     for key, value in ours.items():
         if key in ("training nodes", "contents", "settings of the model") and key not in stored:
             continue  # written before they were compared
@@ -327,6 +373,12 @@ class Checkpoints:
             raise _damaged(self.path, f"it has no {missing[0]}")
         check_identity(state["identity"], trainer.identity(), self.path, removed_settings(type(trainer.asked)))
         check_mode(state, trainer.metric_mode, self.path)
+        ranks = len(state.get("ranks", []))
+        if ranks not in (0, self.world.size):
+            raise ValueError(
+                f"{self.path} has a state for each of {ranks} ranks that {type(trainer.gradients).__name__} remembers, "
+                f"and this run has {self.world.size}: start {ranks}, or choose another folder with out="
+            )
         return state
 
     def resume(self, trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:

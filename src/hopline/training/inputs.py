@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -11,6 +12,7 @@ from torch import nn
 
 from hopline.contract import Job, Method, Work
 from hopline.data.dataset import Dataset
+from hopline.distributed.gradients import CombinedBy, CombineGradients, Gradients
 from hopline.distributed.world import World
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
@@ -65,6 +67,37 @@ def bound(method: Method, job: Job) -> Work:
             "with units(self, epoch, done=0, examples=0)"
         )
     return work
+
+
+def checked_gradients(given: Gradients | CombineGradients | None, method: Method, world: World) -> Gradients:
+    """How gradients are combined: by an object, by a function in its place, or the usual way, by their sum."""
+    if isinstance(given, type):
+        raise ValueError(f"gradients must be an object, not the class {given.__name__}: write {given.__name__}(...)")
+    if given is not None and not isinstance(given, Gradients):
+        if not callable(given) or not _takes_two(given):
+            raise ValueError(
+                f"gradients must be a function of (parameters, world), or an object of a class derived from "
+                f"hl.extend.Gradients, not {given!r}"
+            )
+        return CombinedBy(given)
+    chosen = given or Gradients()
+    if chosen.local and isinstance(method, FullBatch) and world.size > 1:
+        raise ValueError(
+            f"gradients={type(chosen).__name__}(...) gives every rank weights of its own, and the ranks of "
+            "hl.FullBatch compute one step together: leave it out, or train by hl.Sampled"
+        )
+    return chosen
+
+
+def _takes_two(function: CombineGradients) -> bool:
+    """Whether a function can be called with two arguments; one that does not say what it takes is believed."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import contents_of
+from hopline.distributed.gradients import CombinedBy, Gradients
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.structure import structure_of
 from hopline.report.settings import changed_keys
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
 def run_facts(trainer: Trainer) -> dict[str, Any]:
     """The sizes of dataset and model, the method as a plan has it, device and ranks, in plain values."""
     data, model = trainer.data, trainer.model
-    method: dict[str, Any] = {"kind": kind_of(type(trainer.method))}
-    try:
-        method |= to_dict(trainer.method)
-    except (TypeError, ValueError):  # a user's own method need not be a dataclass
-        method["repr"] = repr(trainer.method)
+    method: dict[str, Any] = {"kind": kind_of(type(trainer.method))} | _described(trainer.method)
+    own = {} if type(trainer.gradients) is Gradients else {"gradients": gradients_of(trainer)}
     device = str(trainer.device)
     if trainer.device.type == "cuda":
         device += f" ({torch.cuda.get_device_name(trainer.device)})"
@@ -44,31 +42,54 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
         "method": method,
         "device": device,
         "num_ranks": trainer.world.size,
+        **own,
     }
+
+
+def name_of(gradients: Gradients) -> str:
+    """What a user calls the way in which gradients are combined."""
+    if isinstance(gradients, CombinedBy):
+        return getattr(gradients.function, "__qualname__", type(gradients.function).__name__)
+    return "sum" if type(gradients) is Gradients else type(gradients).__name__
+
+
+def gradients_of(trainer: Trainer) -> dict[str, Any]:
+    """How gradients are combined, by name, with its settings."""
+    gradients = trainer.gradients
+    has_settings = type(gradients) not in (Gradients, CombinedBy)
+    return {"kind": name_of(gradients)} | (_described(gradients) if has_settings else {})
+
+
+def _described(given: Any) -> dict[str, Any]:
+    """The settings of a method, or of gradients; a user's own need not be dataclasses, and then say it themselves."""
+    try:
+        return to_dict(given)
+    except (TypeError, ValueError):
+        # Python's own text has the place in memory, by which a resumed run would seem to be another one.
+        says_nothing = type(given).__repr__ is object.__repr__
+        return {"repr": f"{type(given).__qualname__}()" if says_nothing else repr(given)}
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """Data, method, settings and model of a run in plain values."""
     asked = trainer.asked  # not as a plan has it: what is learnt does not depend on that
-    method = {"kind": type(asked).__name__}
-    try:
-        method |= to_dict(asked)
-    except (TypeError, ValueError):  # a user's own method need not be a dataclass
-        method["repr"] = repr(asked)
     return {
         "data": trainer.data.name,
-        "method": method,
+        "method": {"kind": type(asked).__name__} | _described(asked),
         "train": to_dict(trainer.settings),
+        "gradients": gradients_of(trainer),
         "model": repr(trainer.model),
     }
 
 
 def stored_settings(trainer: Trainer) -> dict[str, Any]:
     """What config.json keeps: all settings, and which of them were changed from their defaults."""
-    if trainer.config is not None:
-        return {"config": to_dict(trainer.config), "changed": changed_keys(trainer.config)}
     settings = settings_of(trainer)
-    changed = ["data", "model", *(f"train.{key}" for key in changed_keys(trainer.settings))]
+    own = {} if type(trainer.gradients) is Gradients else {"gradients": settings["gradients"]}
+    changed = [f"gradients.{key}" for key in own.get("gradients", {})]
+    if trainer.config is not None:
+        return {"config": to_dict(trainer.config) | own, "changed": [*changed_keys(trainer.config), *changed]}
+    changed += ["data", "model", *(f"train.{key}" for key in changed_keys(trainer.settings))]
     if not isinstance(trainer.asked, Sampled) or "repr" in settings["method"]:
         changed.append("method.kind")
     of_method = ["repr"] if "repr" in settings["method"] else changed_keys(trainer.asked)

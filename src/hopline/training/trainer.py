@@ -33,6 +33,7 @@ from hopline.data.placement import describe
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
 from hopline.device.snapshots import all_draws_restored, modes_restored
+from hopline.distributed.gradients import CombineGradients, Gradients, have_same_bits
 from hopline.distributed.world import World
 from hopline.inference.captured_forward import CapturedInferences
 from hopline.methods.plan_within import plan_within
@@ -54,6 +55,7 @@ from hopline.training.inputs import (
     bound,
     check_hooks,
     checked_callbacks,
+    checked_gradients,
     checked_method,
     checked_mode,
     own_module,
@@ -62,7 +64,7 @@ from hopline.training.lr_schedule import Scheduler
 from hopline.training.optimizer import Update, make_optimizer, split_decay
 from hopline.training.rank_steps import taken_together, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
-from hopline.training.run_facts import fingerprints, settings_of, stored_settings
+from hopline.training.run_facts import fingerprints, name_of, settings_of, stored_settings
 from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
 from hopline.training.validation import Blocking, Evaluations, Result
@@ -100,6 +102,8 @@ class Trainer:
         world: The ranks that train together, as `hopline.distributed.launch` hands it out. Default: this process alone.
         placement: Where a GPU finds graph and features.
         budget: Memory that the run may take: "8GiB", or `hl.Budget(...)`.
+        gradients: How ranks combine their gradients: a function (parameters, world) -> None, or an
+            `hl.extend.Gradients`. Default: the sum.
         settings: Fields of `hl.extend.TrainSettings`: epochs, lr, patience, seed, device, show, ...
 
     Raises:
@@ -132,6 +136,7 @@ class Trainer:
         world: World | None = None,
         placement: Placement | None = None,
         budget: GivenBudget = None,
+        gradients: Gradients | CombineGradients | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(data, Dataset):
@@ -146,6 +151,7 @@ class Trainer:
         self.model = model.to(self.device)
         walk = as_walkable(self.model)
         self.method = self.asked = checked_method(method).for_model(walk).for_graph(data.num_nodes)
+        self.gradients = checked_gradients(gradients, self.method, self.world)
         self.test_step = test_step
         own_metric = test_step is not None or type(self).evaluate is not Trainer.evaluate
         self.metric_mode: Mode | None = checked_mode(metric_mode, own_metric=own_metric)
@@ -293,6 +299,9 @@ class Trainer:
                 if self._ended_by is not None:
                     return None
                 self.checkpoints.write_if_due(self, self.run, in_epoch=True)
+        if self._combines:
+            self._exchange(self.gradients.after_epoch)
+            self._check_same_weights(epoch)
         return self._end_epoch(epoch, started)
 
     def _steps(self, epoch: int) -> Generator[list[Unit], None, None]:
@@ -309,13 +318,34 @@ class Trainer:
         with own_threads(self.job) if self.job.usual_loss else nullcontext():
             losses = [unit.forward_backward(total) for unit in units]
             loss = (losses[0] if len(losses) == 1 else torch.stack(losses).sum()) / total
-            if self.world.size > 1:
-                with trace.span("exchange"):
-                    self.world.sum_gradients(self.model.parameters())
+            if self._combines:
+                self._exchange(self.gradients.combine)
             self.update()
+            if self._combines:
+                self._exchange(self.gradients.after_step)
         for unit in units:
             unit.commit()
         return loss, total
+
+    @property
+    def _combines(self) -> bool:
+        """Whether there is anything to combine: the sum over one rank is what it has."""
+        return self.world.size > 1 or type(self.gradients) is not Gradients
+
+    def _exchange(self, hook: CombineGradients) -> None:
+        """Call a method of `gradients`, without autograd: it may change gradients and weights in place."""
+        with torch.no_grad(), trace.span("exchange"):
+            hook([p for p in self.model.parameters() if p.requires_grad], self.world)
+
+    def _check_same_weights(self, epoch: int) -> None:
+        """Refuse gradients of a user's own that let ranks drift apart: only the first one's weights are evaluated."""
+        if type(self.gradients) is Gradients or have_same_bits(self.model.parameters(), self.world):
+            return
+        raise ValueError(
+            f"after epoch {epoch} the ranks have different weights, and {name_of(self.gradients)} combines their "
+            "gradients: let combine leave the same gradients on every rank, added in the same order, or bring the "
+            "weights together in after_epoch"
+        )
 
     def _end_epoch(self, epoch: int, started: float) -> EpochEnd:
         """The epoch's loss over all ranks and what was timed, after all that it gave the device is done."""
@@ -617,6 +647,8 @@ class Trainer:
         self.optimizer = self.make_optimizer()
         self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.schedule = Scheduler(self.settings.schedule, self.optimizer, self.settings.epochs)
+        if self._combines:
+            self._exchange(self.gradients.begin)
         if self.device.type == "cuda" and not isinstance(self.data, ShardedData):
             self.say(describe(self.data))
         for line in [] if self.plan is None else self.plan.lines():
@@ -633,9 +665,10 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint of this run must agree with."""
         settings = settings_of(self)
-        return checkpoint.identity(
+        identity = checkpoint.identity(
             self.model, self.data, settings["method"], settings["train"], self.contents, self.structure
         )
+        return identity | {"gradients": settings["gradients"]}
 
     def take_over(
         self,

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
+from hopline.util.own_code import name_of_class, own_settings
+
 T = TypeVar("T")
 _Reader = Callable[[Any, Any], Any]
 
@@ -106,6 +108,16 @@ def _kinds(annotation: Any) -> dict[str, type]:
     return {kind_of(member): member for member in _members(annotation) if _is_settings(member)}
 
 
+def _own_base(annotation: Any) -> type | None:
+    """The class of which an annotation admits any subclass, one of the user's own too: it says so by `OWN`."""
+    return next((one for one in _members(annotation) if isinstance(one, type) and "OWN" in vars(one)), None)
+
+
+def _kind_in(cls: type, annotation: Any) -> str:
+    """The kind by which a class is picked: one of the user's own by the module that it is in."""
+    return kind_of(cls) if cls in _kinds(annotation).values() else name_of_class(cls)
+
+
 def _settable(cls: type) -> dict[str, Any]:
     """The fields that the constructor takes, with their annotations."""
     hints = typing.get_type_hints(cls)
@@ -153,6 +165,8 @@ def _describe(annotation: Any) -> str:
             parts.append("keyword arguments by name")
         elif _is_settings(member):
             parts.append(kind_of(member))
+        elif member is _own_base(annotation):
+            parts.append("package.module:Class or file.py:Class of your own")
         else:
             parts.append(words.get(member) or getattr(member, "__name__", str(member)))
     return " or ".join(parts)
@@ -165,7 +179,7 @@ def to_dict(obj: Any) -> dict[str, Any]:
 
 def _plain(value: Any, annotation: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = {"kind": kind_of(type(value))} if len(_kinds(annotation)) > 1 else {}
+        kind = {"kind": _kind_in(type(value), annotation)} if len(_kinds(annotation)) > 1 else {}
         return kind | to_dict(value)
     if isinstance(value, (tuple, list)):
         sequence = next(filter(_is_sequence, _members(annotation)), tuple)
@@ -229,6 +243,9 @@ def _json_as(value: Any, member: Any, key: str) -> Any:
                 raise _Mismatch(nearest(str(value["kind"]), [kind_of(member)]))
             value = {name: item for name, item in value.items() if name != "kind"}
         return _from_dict(member, value, f"{key}.")
+    if member is _own_base(member) and isinstance(value, Mapping) and ":" in str(value["kind"]):
+        cls = own_settings(key, str(value["kind"]), member)
+        return _from_dict(cls, {name: item for name, item in value.items() if name != "kind"}, f"{key}.")
     if typing.get_origin(member) is Literal:
         if any(value == option and type(value) is type(option) for option in typing.get_args(member)):
             return value
@@ -325,7 +342,8 @@ def _apply(cls: type[Any], base: Any, items: Sequence[_Assignment], prefix: str,
 def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], key: str, root: Any) -> Any:
     """The new value of one field: the last assignment to it, then those to the fields inside it."""
     kinds = _kinds(annotation)
-    cls = type(current) if type(current) in kinds.values() else next(iter(kinds.values()), None)
+    is_own = type(current) not in kinds.values() and _own_base(annotation) is not None and current is not None
+    cls = type(current) if is_own or type(current) in kinds.values() else next(iter(kinds.values()), None)
     short = _short(annotation)
     if short is not None:
         # `model=gcn` is short for `model.name=gcn`; kept in its place, so that the later of the two wins.
@@ -410,6 +428,8 @@ def _text_as(text: str, member: Any) -> Any:
         if text == kind_of(member):
             return member
         raise _Mismatch(nearest(text, [kind_of(member)]))
+    if member is _own_base(member) and ":" in text:
+        return own_settings(kind_of(member), text, member)
     if member is bool and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     if member in (int, float):
@@ -457,12 +477,15 @@ class Setting(typing.NamedTuple):
     sentence: str
 
 
-def settings_of(cls: type, values: Any = None) -> list[Setting]:
+def settings_of(cls: type, values: Any = None, own: Mapping[str, type] = MappingProxyType({})) -> list[Setting]:
     """Every dotted key of a settings class with what help says about it, group by group: its own settings first.
 
-    values: an object of the class, whose settings are shown in place of the defaults.
+    values: an object of the class, whose settings are shown in place of the defaults. own: classes of the user's own,
+    by what picks them: "method=package.module:Class".
     """
     found = list(_walk(cls, values=values))
+    for title, added in own.items():
+        found += _walk(added, f"{title.partition('=')[0]}.", title)
     groups = dict.fromkeys([_title(owner) for owner in cls.__mro__] + [setting.group for setting in found])
     return [setting for group in groups for setting in found if setting.group == group]
 
