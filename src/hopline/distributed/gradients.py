@@ -28,7 +28,7 @@ def sum_over_ranks(parameters: Iterable[Tensor], world: World) -> None:
     buckets = list(_buckets([p for p in parameters if p.requires_grad]))
     flats = [_flatten(bucket, world.device) for bucket in buckets]
     with world.exchange():
-        works = [dist.all_reduce(flat, async_op=True) for flat in flats]
+        works = [dist.all_reduce(flat, group=world.group, async_op=True) for flat in flats]
         for work in works:
             assert work is not None
             work.wait()
