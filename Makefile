@@ -4,12 +4,12 @@ BIN := $(VENV)/bin
 # Touched once everything is installed: nothing is installed again until what is asked for changes.
 INSTALLED := $(VENV)/.installed
 # What `make test` runs, by markers (pyproject.toml says what each means).
-FAST := not extended and not process
+FAST := not extended and not process and not engines
 PROCESS_TESTS := tests/distributed/test_launch.py tests/util/test_signals.py tests/distributed/test_world.py tests/distributed/test_heartbeat.py tests/training/test_evaluation.py \
   tests/shards/test_collective_sampler.py tests/distributed/test_shared_memory.py tests/data/test_writer.py \
   tests/equivalence/test_4_ranks.py tests/equivalence/test_5_ranks.py tests/equivalence/test_8_resumed.py tests/test_own_sampler.py
 
-.PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-extended planted convs test-oldest
+.PHONY: help demo quick test test-process check format clean bench-peers test-slurm test-hosts test-elastic test-faults test-soak reproduce-history test-interop test-engines test-extended planted convs test-oldest
 help:
 	@echo "make demo    train GraphSAGE on a built-in graph"
 	@echo "make test    run the tests"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-slurm  train by sbatch on a Slurm cluster of one node, made for the test (root, Debian)"
 	@echo "make test-oldest  the tests with the oldest torch and PyG that are allowed, in an environment of their own (6 GB)"
 	@echo "make test-interop  JAX, TensorFlow, Paddle and GammaGL beside torch, in an environment of their own (6 GB)"
+	@echo "make test-engines  Ray Train, Lightning Fabric, Accelerate and torchrun, in an environment of their own (4 GB; some minutes)"
 	@echo "make planted  plant faults one by one and see that the tests catch them (some minutes; ARGS=--gpu on a GPU)"
 	@echo "make convs   run every conv, norm and model of PyG in every mode, and write docs/convs.md (some minutes)"
 	@echo "make bench-peers  environments of the libraries that benchmarks compare with"
@@ -112,6 +113,17 @@ bench-peers: $(INSTALLED) .venv-dgl/.installed .venv-pyg/.installed
 
 test-interop: .venv-interop/.installed
 	.venv-interop/bin/python -m pytest -rsP --durations=0 tests/interop tests/interop/test_interop.py tests/interop/test_dlpack.py tests/distributed/test_shared_memory.py
+
+# Engines that start processes: they want many packages, and versions of their own.
+.venv-engines/.installed: pyproject.toml constraints.txt
+	test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e . 'ray[train]' lightning accelerate pyyaml pytest hypothesis
+	touch $@
+
+test-engines: .venv-engines/.installed
+	.venv-engines/bin/python -m pytest -rsP --durations=0 -m 'engines or not engines' tests/engines
 
 test-slurm: $(INSTALLED)
 	PYTHON=$(BIN)/python bash tests/slurm/run.sh

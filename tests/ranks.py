@@ -14,6 +14,7 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
+from hopline.distributed.all_to_all import rank_and_size
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
@@ -36,16 +37,20 @@ class KillRank(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(world: World, kind: str, out: str | None = None, **changes: Any) -> dict[str, Any]:
-    """Losses, metrics and weights of a run whose step is BATCH seeds, however many ranks share it."""
+def train(world: World | None, kind: str, out: str | None = None, **changes: Any) -> dict[str, Any]:
+    """Losses, metrics and weights of a run whose step is BATCH seeds, however many ranks share it.
+
+    world: None leaves it to the Trainer to find the ranks of torch.distributed.
+    """
+    rank, size = rank_and_size(world)
     data = small(num_train=changes.pop("num_train", 150))
     data = dataclasses.replace(
         data, tables={"x": hl.extend.TensorTable(data.x.read(torch.arange(len(data.x))).double())}
     )
-    torch.manual_seed(3 + world.rank)  # all begin with the first one's weights
+    torch.manual_seed(3 + rank)  # all begin with the first one's weights
     convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
     model = hl.nn.GNN([convs(8, 8), convs(8, 4)], dropout=0.4).double()
-    method = hl.Sampled(fanouts=(3, 2), batch_size=BATCH // world.size, workers=1)
+    method = hl.Sampled(fanouts=(3, 2), batch_size=BATCH // size, workers=1)
     kill = changes.pop("kill", None)
     settings = {"epochs": 2, "show": False, "accumulate": 2, "checkpoint_s": 0.0, "resume": out is not None} | changes
     callbacks = [] if kill is None else [KillRank(*kill)]
@@ -55,11 +60,11 @@ def train(world: World, kind: str, out: str | None = None, **changes: Any) -> di
         "losses": [epoch.loss for epoch in done.history],
         "metrics": [evaluation.metrics for evaluation in done.evaluations],
         "weights": {name: tensor.flatten().tolist() for name, tensor in model.state_dict().items()},
-        "size": world.size,
+        "size": trainer.world.size,
     }
 
 
-def train_each(world: World, kinds: list[str], out: str | None, changes: dict[str, Any]) -> dict[str, Any]:
+def train_each(world: World | None, kinds: list[str], out: str | None, changes: dict[str, Any]) -> dict[str, Any]:
     found = {kind: train(world, kind, out, **changes) for kind in kinds}
     awkward = {str(n): train(world, "sage", num_train=n)["losses"] for n in (1, 2, 13)} if out is None else {}
     return {"kinds": found, "awkward": awkward}

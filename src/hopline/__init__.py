@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     )
     from hopline.data import open_dataset as open
     from hopline.data.placement_settings import Placement
+    from hopline.distributed.world import World
     from hopline.methods.full_batch.settings import FullBatch
     from hopline.methods.historical.settings import Historical
     from hopline.methods.sampled.loader import Loader
@@ -68,6 +69,7 @@ __getattr__, __dir__ = on_first_use(
             "verify",
         ),
         "hopline.data.placement_settings": ("Placement",),
+        "hopline.distributed.world": ("World",),
         "hopline.methods.full_batch.settings": ("FullBatch",),
         "hopline.methods.historical.settings": ("Historical",),
         "hopline.methods.sampled.loader": ("Loader",),
@@ -101,6 +103,7 @@ __all__ = [
     "Sampled",
     "Schedule",
     "Trainer",
+    "World",
     "extend",
     "from_csv",
     "from_edges",

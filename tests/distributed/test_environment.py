@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hopline.distributed.environment import FIRST_PORT, NUM_PORTS, detect, expand_hosts
+from hopline.distributed.environment import FIRST_PORT, NUM_PORTS, detect, expand_hosts, place_on_host
 
 TORCHRUN = {
     "RANK": "5",
@@ -42,9 +42,43 @@ def test_torchrun():
     assert agent is not None
     assert agent.has_store
     assert agent.key != place.key
-    derived = detect(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
-    assert derived is not None
-    assert (derived.node, derived.num_nodes) == (1, 2)
+    rays = detect(without(TORCHRUN | {"NODE_RANK": "3"}, "GROUP_RANK", "GROUP_WORLD_SIZE"))
+    assert rays is not None
+    assert (rays.node, rays.num_nodes) == (3, 2)
+    both = detect(TORCHRUN | {"NODE_RANK": "3"})
+    assert both is not None
+    assert both.node == 1
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (1, 3), (3, 1), (2, 2, 4), (1, 1, 2)], ids=str)
+def test_hosts_of_any_size_have_different_numbers_without_a_word_of_the_launcher(sizes: tuple[int, ...]):
+    nodes = []
+    rank = 0
+    for host, local_size in enumerate(sizes):
+        for local_rank in range(local_size):
+            told = {"RANK": str(rank), "WORLD_SIZE": str(sum(sizes))}
+            told |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+            place = detect(without(TORCHRUN | told, "GROUP_RANK", "GROUP_WORLD_SIZE"))
+            assert place is not None
+            nodes.append((host, place.node))
+            rank += 1
+    assert len(set(nodes)) == len({node for _, node in nodes}) == len(sizes)
+
+
+def test_where_a_rank_of_an_existing_group_is():
+    ray = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "1"}
+    assert place_on_host(ray, 5, 8) == (1, 1)
+    assert place_on_host(TORCHRUN | {"NODE_RANK": "7"}, 5, 8) == (1, 1)
+    fabric = without(ray, "RANK", "LOCAL_WORLD_SIZE")
+    assert place_on_host(fabric, 5, 8) == (1, 1)
+    assert place_on_host(without(ray, "NODE_RANK"), 5, 8) == (1, None)
+    assert place_on_host(SRUN, 3, 7) == (1, 1)
+    # Variables that speak of another process: of a rank of torchrun that has started processes of its own.
+    assert place_on_host(ray, 4, 8) == (None, None)
+    assert place_on_host(ray, 5, 9) == (None, None)
+    assert place_on_host({"LOCAL_RANK": "1"}, 5, 8) == (None, None)
+    assert place_on_host(ray | {"LOCAL_RANK": "one"}, 5, 8) == (None, None)
+    assert place_on_host({}, 0, 2) == (None, None)
 
 
 def test_torchrun_inside_of_srun_is_torchrun():

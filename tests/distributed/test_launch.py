@@ -17,12 +17,13 @@ import pytest
 
 from hopline.distributed import launch
 from hopline.distributed.environment import Task
-from hopline.distributed.launch import _Child, _device_of, _devices_here, _failure, _first_seat, run
+from hopline.distributed.launch import _Child, _devices_here, _failure, _first_seat, run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import Seat, World
+from hopline.distributed.world import Seat, World, device_of_rank
 from hopline.run.settings import RunConfig
 from hopline.util.config import override
 from hopline.util.errors import RankError
+from hopline.util.host import num_cores
 from hopline.util.signals import Interrupted
 from tests.launched import environment, everything, fail, program, started, stay
 
@@ -132,14 +133,16 @@ def test_an_environment_variable_chooses_what_carries_the_exchanges(monkeypatch:
 
 def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch):
     seat = Seat(rank=3, size=4, local_rank=1, local_size=2, backend="nccl")
-    assert _device_of(seat, "cpu", spawned=True) == "cpu"
+    assert device_of_rank(seat, "cpu", spawned=True) == "cpu"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert _device_of(seat, "cuda", spawned=True) == "cuda:1"
+    assert device_of_rank(seat, "cuda", spawned=True) == "cuda:1"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert _device_of(seat, "cuda", spawned=False) == "cuda:0"  # each task of srun may see a GPU of its own
-    with pytest.raises(ValueError, match="there are 1 GPUs for 2 ranks on this host: give devices=1"):
-        _device_of(seat, "cuda", spawned=True)
-    assert _device_of(Seat(local_rank=1, local_size=2), "cuda", spawned=True) == "cuda:0"
+    assert device_of_rank(seat, "cuda", spawned=False) == "cuda:0"  # each task of srun may see a GPU of its own
+    with pytest.raises(
+        ValueError, match="there are 1 GPUs for 2 ranks on this host: start one process per GPU, by devices=1"
+    ):
+        device_of_rank(seat, "cuda", spawned=True)
+    assert device_of_rank(Seat(local_rank=1, local_size=2), "cuda", spawned=True) == "cuda:0"
 
 
 def test_one_process_runs_here():
@@ -203,7 +206,21 @@ def test_under_torchrun(tmp_path: Path):
     assert process.returncode == 0, output
     found = [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats(tmp_path)]
     assert found == [(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)]
-    assert [s["threads"] for s in seats(tmp_path)] == [1, 1]
+
+
+@pytest.mark.process
+@pytest.mark.spawn
+@pytest.mark.parametrize("variables", [{}, {"OMP_NUM_THREADS": "1"}], ids=str)
+def test_threads_under_torchrun_are_those_of_the_cores_unless_the_user_has_set_them(
+    variables: dict[str, str], tmp_path: Path
+):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", "tests.launched", "everything", "1", "20", str(tmp_path)]
+    with started((command, environment(**variables))) as [process]:
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    share = 1 if variables else max(1, num_cores() // 2)
+    assert [s["threads"] for s in seats(tmp_path)] == [share, share]
 
 
 def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -74,6 +74,27 @@ def test_alone_every_exchange_is_free():
     world.barrier()
 
 
+@pytest.mark.parametrize(
+    ("set_by", "size", "threads"), [("launcher", 1, 3), ("launcher", 2, 3), (None, 2, 3), (None, 1, 2), ("user", 2, 2)]
+)
+def test_torch_has_the_threads_of_the_cores_while_ranks_work_unless_the_user_set_them(
+    set_by: str | None, size: int, threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hopline.distributed.world.who_set_threads", lambda: set_by)
+    monkeypatch.setattr("hopline.distributed.world.num_cores", lambda: 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with World(Seat(size=size)).watch():
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+        with pytest.raises(KeyError), World(Seat(size=size)).watch():
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_a_store_takes_a_free_port(local: bool):
     first, second = (serve("127.0.0.1", 0, 5, local=local) for _ in range(2))
@@ -179,7 +200,7 @@ def test_ranks_that_mean_different_sizes_are_refused():
 
 @pytest.mark.parametrize("other", ["GPU-1", "GPU-2"])
 def test_two_ranks_of_nccl_on_one_gpu_are_refused_before_they_try(other: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hopline.distributed.world._gpu_of", lambda device: "GPU-1")
+    monkeypatch.setattr("hopline.distributed.world.gpu_identity", lambda device: "GPU-1")
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
 
     def start(*args: object, **settings: object) -> None:

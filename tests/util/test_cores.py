@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from hopline.util.host import num_cores, queued_s
+from hopline.util.host import host_identity, num_cores, queued_s, who_set_threads
 
 
 @pytest.fixture
@@ -52,3 +55,44 @@ def test_how_long_a_thread_had_no_core(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert queued_s() == 2.5, "seconds, of the second number's nanoseconds"
     told.unlink()
     assert queued_s() == 0, "a system that does not say"
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher_started_with", "expected"),
+    [
+        ({}, "", None),
+        ({"OMP_NUM_THREADS": "1"}, "", "user"),  # no launcher
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, "PATH=/bin", "launcher"),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, "PATH=/bin\0OMP_NUM_THREADS=1", "user"),
+        ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "a"}, "PATH=/bin", "user"),
+        ({"OMP_NUM_THREADS": "1", "RAY_JOB_ID": "01"}, "PATH=/bin", "launcher"),
+        ({"OMP_NUM_THREADS": "1", "RAY_JOB_ID": "01"}, "OMP_NUM_THREADS=1\0PATH=/bin", "user"),
+        ({"OMP_NUM_THREADS": "3", "RAY_JOB_ID": "01"}, "PATH=/bin", "user"),  # CPUs asked for per worker
+        ({"OMP_NUM_THREADS": "1", "RAY_JOB_ID": "01"}, None, "user"),  # a system that does not tell
+    ],
+    ids=str,
+)
+def test_who_has_set_the_threads(
+    variables: dict[str, str],
+    launcher_started_with: str | None,
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    # torchrun's process is the parent of this one; Ray sets the variable in the worker itself.
+    process = os.getppid() if "TORCHELASTIC_RUN_ID" in variables else os.getpid()
+    if launcher_started_with is not None:
+        (tmp_path / str(process)).mkdir()
+        (tmp_path / str(process) / "environ").write_text(launcher_started_with)
+    assert who_set_threads(tmp_path) == expected
+
+
+def test_the_host_of_a_process_is_the_same_in_another_one() -> None:
+    command = [sys.executable, "-c", "from hopline.util.host import host_identity; print(host_identity())"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert found.stdout.strip() == host_identity()
+    assert platform.node() in host_identity()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hopline import ops
-from hopline.distributed.world import World
+from hopline.distributed.world import GroupHandle, World
 from hopline.util import trace
 
 
@@ -36,11 +35,10 @@ class Channel:
     def __init__(self, world: World | None = None) -> None:
         self.world = world
         self.rank, self.size = rank_and_size(world)
-        self._group = None
+        self._handle: GroupHandle | None = None
         if self.size > 1:
-            timeout = None if world is None else timedelta(seconds=world.timeout_s)
             with self._guarded():
-                self._group = dist.new_group(backend="gloo", timeout=timeout)
+                self._handle = GroupHandle(dist.new_group(backend="gloo")) if world is None else world.new_group()
 
     def counts(self, giving: Tensor) -> Tensor:
         """[size] how many rows come from each rank, where giving[r] go to rank r."""
@@ -78,6 +76,11 @@ class Channel:
         differing = (found != found[0]).nonzero().view(-1).tolist()
         if differing:
             raise ValueError(f"rank {differing[0]} and rank 0 differ in {what}: give all ranks the same")
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        assert self._handle is not None  # there are other ranks
+        return self._handle.group
 
     @contextmanager
     def _guarded(self) -> Generator[None]:

@@ -1,4 +1,4 @@
-"""Which of several processes this one is, as torchrun or Slurm's srun say in the environment."""
+"""Which of several processes this one is, as torchrun, Slurm's srun, Ray and others say in the environment."""
 
 from __future__ import annotations
 
@@ -62,13 +62,41 @@ def _torchrun(environ: Mapping[str, str]) -> Task | None:
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        node=_number(environ, "GROUP_RANK", default=rank // local_size),
+        node=_node(environ, first_of_host=rank - local_rank),
         num_nodes=_number(environ, "GROUP_WORLD_SIZE", default=-(-size // local_size)),
         address=_text(environ, "MASTER_ADDR", advice),
         port=port,
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         key=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
     )
+
+
+def _node(environ: Mapping[str, str], *, first_of_host: int) -> int:
+    """The number of this host, from torchrun's GROUP_RANK or the NODE_RANK of Ray, Lightning and Kubeflow.
+
+    Without either, hosts may have different numbers of ranks, so no host but the first can count those before it. The
+    first rank of a host then tells it from all others.
+    """
+    for name in ("GROUP_RANK", "NODE_RANK"):
+        if name in environ:
+            return _number(environ, name)
+    return first_of_host
+
+
+def place_on_host(environ: Mapping[str, str], rank: int, size: int) -> tuple[int | None, int | None]:
+    """(local rank, number of the host) of a rank as its launcher says; None for what no launcher of this rank says.
+
+    Variables may be left from a launcher that started another process than this rank, as where a rank of torchrun
+    starts processes of its own: they count only if they speak of this rank.
+    """
+    known = (("RANK", "WORLD_SIZE", "LOCAL_RANK", ("GROUP_RANK", "NODE_RANK")),)
+    known += (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_NODEID",)),)
+    for rank_name, size_name, local_name, node_names in known:
+        speaks_of_this = environ.get(rank_name, str(rank)) == str(rank) and environ.get(size_name, "") == str(size)
+        if speaks_of_this and environ.get(local_name, "").isdecimal():
+            nodes = [int(environ[name]) for name in node_names if environ.get(name, "").isdecimal()]
+            return int(environ[local_name]), nodes[0] if nodes else None
+    return None, None
 
 
 def _srun(environ: Mapping[str, str]) -> Task | None:

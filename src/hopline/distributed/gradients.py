@@ -133,7 +133,7 @@ def sum_tensors(tensors: Iterable[Tensor], world: World) -> None:
 
 def _all_reduce(flats: Sequence[Tensor], world: World) -> None:
     with world.exchange():
-        works = [dist.all_reduce(flat, async_op=True) for flat in flats]
+        works = [dist.all_reduce(flat, group=world.group, async_op=True) for flat in flats]
         for work in works:
             assert work is not None
             work.wait()

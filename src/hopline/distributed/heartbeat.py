@@ -26,8 +26,8 @@ class Heart:
     thread, so that a host that no longer answers holds up nobody else.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, place: str) -> None:
-        self.exchanges = 0
+    def __init__(self, store: dist.Store, rank: int, size: int, place: str, exchanges: int = 0) -> None:
+        self.exchanges = exchanges
         """How many exchanges this rank has begun: the one that is behind is the one the others wait for."""
         self._store, self._rank, self._size, self._place = store, rank, size, place
         self._seen: dict[int, tuple[str, float]] = {}
@@ -86,7 +86,7 @@ class Heart:
 
     def _look(self) -> None:
         others = [r for r in range(self._size) if r in self._seen or self._store.check([f"alive/{r}"])]
-        values = self._store.multi_get([f"alive/{r}" for r in others]) if others else []
+        values = get_all(self._store, [f"alive/{r}" for r in others])
         self._answered = time.monotonic()
         for rank, value in zip(others, values, strict=True):
             words = bytes(value).decode(errors="replace")
@@ -128,6 +128,29 @@ class Heart:
         if behind := [rank for rank, count in counts.items() if count < self.exchanges]:
             return behind, f"{_ranks(behind)} is alive but did not answer within timeout_s"
         return others, "the exchange between the ranks failed though all are alive"
+
+
+class NoHeart:
+    """In place of a `Heart` where the store of an existing process group cannot be used by a second thread.
+
+    A rank that is lost still ends the exchange with an error; which rank it was cannot be told.
+    """
+
+    def __init__(self, exchanges: int = 0) -> None:
+        self.exchanges = exchanges
+
+    def stop(self, last_words: str) -> None:
+        """Nothing is said: there is nowhere to say it."""
+
+    def find_lost(self) -> str:
+        return "a rank stopped answering, and the store of this process group cannot tell which"
+
+
+def get_all(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
+    """The values of all keys, each waited for; a store of files is asked one by one."""
+    if store.has_extended_api():
+        return [bytes(value) for value in store.multi_get(list(keys))] if keys else []
+    return [bytes(store.get(key)) for key in keys]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

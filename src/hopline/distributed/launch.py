@@ -1,4 +1,4 @@
-"""Starting the ranks of a run: alone, by spawning them, or where torchrun or Slurm's srun has started them."""
+"""Starting the ranks of a run: alone, by spawning them, or where torchrun, srun or a process group has them already."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hopline.distributed.environment import Task, detect
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import Seat, World, serve
+from hopline.distributed.world import Seat, World, device_of_rank, sentence, serve
 from hopline.util.errors import PeerError, RankError
 from hopline.util.host import keep_freed_memory
 from hopline.util.signals import SIGNALS, Interrupted
@@ -40,8 +41,12 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
     """Run `function(world, *args)` in every rank; returns what it returned in this process, or in rank 0.
 
     Where processes are started here, `function` must be importable, `args` plain data, and the result goes through
-    JSON. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is passed on to them once.
+    JSON. A rank that fails ends the others. A signal (Ctrl-C, SIGTERM, SIGUSR1) is passed on to them once. Where
+    `torch.distributed` is initialised, its processes are the ranks, and no process is started.
     """
+    if dist.is_available() and dist.is_initialized():
+        _check_starts_none(settings)
+        return _member(function, args, World.current(device, settings.timeout_s))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent ends its ranks, unless it is killed itself
         _end_with_parent(os.getppid())
     place = detect(os.environ)
@@ -51,12 +56,24 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
         return function(World.alone(device), *args)
     if count > 1:
         return _spawn(function, args, seat, count)
-    seat = replace(seat, device=_device_of(seat, device, spawned=False))
+    seat = replace(seat, device=device_of_rank(seat, device, spawned=False))
     before = torch.get_num_threads()
     try:
         return _member(function, args, World.join(seat))
     finally:
         torch.set_num_threads(before)
+
+
+def _check_starts_none(settings: LaunchSettings) -> None:
+    """Refuse settings of processes that would be started, in a process that is one of several already."""
+    asked = [f"address={settings.address}"] if settings.address else []
+    if settings.devices not in (1, "auto", dist.get_world_size()):
+        asked.append(f"devices={settings.devices}")
+    if asked:
+        raise ValueError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} of a process group that is initialised "
+            f"already, and no process is started under it: leave out {' and '.join(asked)}"
+        )
 
 
 def _devices_here(settings: LaunchSettings, place: Task | None, device: str) -> int:
@@ -119,34 +136,15 @@ def _backend(device: str) -> str:
     return chosen
 
 
-def _device_of(seat: Seat, device: str, *, spawned: bool) -> str:
-    """The device of one rank: ranks of a host take its GPUs in their order."""
-    if torch.device(device).type != "cuda":
-        return device
-    count = torch.cuda.device_count()
-    if count >= seat.local_size:
-        return f"cuda:{seat.local_rank}"
-    # Slurm may show every task only a GPU of its own; and gloo, unlike nccl, lets ranks share one.
-    if count and (seat.backend == "gloo" or (count == 1 and not spawned)):
-        return f"cuda:{seat.local_rank % count}"
-    raise ValueError(f"there are {count} GPUs for {seat.local_size} ranks on this host: give devices={max(1, count)}")
-
-
 def _member(function: Callable[..., Any], args: Sequence[Any], world: World) -> Any:
     """Run one rank, and tell the others how it ended."""
     try:
         result = function(world, *args)
     except BaseException as error:
-        world.close(_sentence(error))
+        world.close(sentence(error))
         raise
     world.close()
     return result
-
-
-def _sentence(error: BaseException) -> str:
-    """An error in one line, with its kind."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @dataclass
@@ -199,7 +197,7 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: Seat, count
         try:
             for k in range(count):
                 seat = replace(first, rank=first.rank + k, local_rank=first.local_rank + k)
-                seat = replace(seat, device=_device_of(seat, first.device, spawned=True))
+                seat = replace(seat, device=device_of_rank(seat, first.device, spawned=True))
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_child, args=(function, tuple(args), seat, theirs, os.getpid()))
                 process.start()
@@ -313,7 +311,7 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], seat: Seat, pipe
     except Exception as error:
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
         trace = {} if isinstance(error, ValueError | PeerError) else {"trace": traceback.format_exc()}
-        _tell(pipe, error=_sentence(error), kind=kind, **trace)
+        _tell(pipe, error=sentence(error), kind=kind, **trace)
         sys.exit(1)
 
 

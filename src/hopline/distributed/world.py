@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hopline.device.meter import find_device
 from hopline.distributed.gradients import BUCKET_BYTES, in_groups, sum_over_ranks, sum_tensors
-from hopline.distributed.heartbeat import Heart
+from hopline.distributed.heartbeat import Heart, NoHeart, get_all
 from hopline.util.errors import PeerError
-from hopline.util.host import num_cores
+from hopline.util.host import num_cores, who_set_threads
 from hopline.util.log import logger
 
 LEAVE_S = 5.0
@@ -48,19 +49,58 @@ class Seat:
     """What tells this start from others that meet in the same store."""
 
 
+class GroupHandle:
+    """A process group that can be let go, whoever uses it.
+
+    Gloo closes its connections when nobody refers to the group any more, not when it is destroyed. Ranks that wait for
+    this one learn only by that. So users of a group refer to this object, and ask it for the group at each exchange.
+    """
+
+    def __init__(self, group: Any) -> None:
+        assert isinstance(group, dist.ProcessGroup)  # this rank is one of its ranks
+        self._group: dist.ProcessGroup | None = group
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this process group was destroyed")
+        return self._group
+
+    def destroy(self, *, broken: bool) -> None:
+        """Destroy the group. broken: whether a rank of it is lost. May be called twice."""
+        group, self._group = self._group, None
+        if group is not None:
+            # Its owner may have destroyed all groups before.
+            with suppress(RuntimeError, ValueError, AssertionError):
+                destroy_group(group, broken=broken)
+
+
 class World:
     """One rank's view of all ranks. Alone, every exchange is free; else each must be called by all, in one order.
 
     Sums are the same from run to run for the same number of ranks on the same machines, and the same on every rank.
-    `hopline.distributed.launch.run` starts ranks and gives each its world.
+    There are three ways to one:
+
+    - `hl.World.current()`: the ranks of `torch.distributed`, where a script, Ray Train, Lightning Fabric or Accelerate
+      has initialised it. A `Trainer` without `world=` calls this itself.
+    - `hopline.distributed.launch.run` starts ranks, or joins those of torchrun and srun, and gives each its world.
+    - `hl.World.alone()`: this process, whatever `torch.distributed` says.
+
+    Attributes: `rank` of `size`; `local_rank` of `local_size` on host number `node`; `device`; `num_cores` for this
+    rank; `group`, the process group of all exchanges, for collectives of your own (None is torch's default group).
 
     Example:
-        >>> world = hl.extend.World.alone()
+        >>> world = hl.World.current()
         >>> world.rank, world.size, world.sum([2.0])
         (0, 1, [2.0])
     """
 
-    def __init__(self, seat: Seat, heart: Heart | None = None, store: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        heart: Heart | None = None,
+        store: dist.Store | None = None,
+    ) -> None:
         self.rank, self.size = seat.rank, seat.size
         self.local_rank, self.local_size = seat.local_rank, seat.local_size
         self.node = seat.node
@@ -70,6 +110,7 @@ class World:
         """Cores that this rank may use beside the other ranks of its host."""
         self._heart, self._store = heart, store
         self._keeps_store = seat.keeps_store
+        self._made_default_group = False
         self._lost = ""
 
     @classmethod
@@ -78,13 +119,48 @@ class World:
         return cls(Seat(device=str(device)))
 
     @classmethod
+    def current(cls, device: str | torch.device = "cpu", timeout_s: float | None = None) -> World:
+        """The ranks of `torch.distributed` if it is initialised, else this process alone.
+
+        Every rank of the process group must call this, in the same order as other collective calls. The group and its
+        store stay its owner's: they are never destroyed here. Exchanges have a process group of their own over the
+        same ranks, made by `torch.distributed.new_group`.
+
+        Args:
+            device: Where this rank trains. "cuda" is the GPU that the process group was bound to, that Ray or the
+                current CUDA device names, or the one of the local rank; "cuda:1" is taken as it is. The current CUDA
+                device is set to it.
+            timeout_s: Seconds to wait for a rank that does not answer. Default: the timeout of the process group.
+
+        Raises:
+            PeerError: Not every rank has called this within the timeout.
+            ValueError: There is no such device, or ranks of an NCCL group have one GPU together.
+
+        Example:
+            >>> hl.World.current().size  # nobody has called torch.distributed.init_process_group
+            1
+        """
+        from hopline.distributed.existing_group import join_existing_group
+
+        found = find_device(str(device))
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return join_existing_group(found, timeout_s)
+        if not (dist.is_available() and dist.is_initialized()) and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+            logger.warning(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised, so this process "
+                "trains alone and on all seeds: call torch.distributed.init_process_group() before, or give "
+                "world=hl.World.alone() if that is meant"
+            )
+        return cls.alone(found)
+
+    @classmethod
     def join(cls, seat: Seat) -> World:
         """Meet the other ranks; every one of them must call this within `timeout_s`."""
         start = time.monotonic()
         try:
             store, own = _stores(seat)
         except RuntimeError as error:
-            place = f"{seat.address}:{seat.port} ({_reason(error)})"
+            place = f"{seat.address}:{seat.port} ({reason_of(error)})"
             raise PeerError(f"rank {seat.rank} cannot reach rank 0 at {place}: check address=") from error
         heart = Heart(own, seat.rank, seat.size, f"{seat.address}:{seat.port}")
         world = cls(seat, heart, store)
@@ -93,7 +169,7 @@ class World:
                 world.num_cores = _share_of_cores(seat, store)
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)
-                with _defaults_in_environment(_backend_environment(seat)):
+                with defaults_in_environment(_backend_environment(seat)):
                     dist.init_process_group(
                         seat.backend,
                         store=dist.PrefixStore("group", store),
@@ -101,6 +177,7 @@ class World:
                         world_size=seat.size,
                         timeout=timedelta(seconds=seat.timeout_s),
                     )
+                    world._made_default_group = True
             world.barrier()
         except BaseException as error:
             world.close(f"{type(error).__name__}: {error}")
@@ -182,21 +259,60 @@ class World:
         coming = torch.empty_like(counts)
         sent = torch.cat(list(pieces)).contiguous().to(self.device)
         with self.exchange():
-            dist.all_to_all_single(coming, counts)
+            dist.all_to_all_single(coming, counts, group=self.group)
             got = sent.new_empty(int(coming.sum()), *sent.shape[1:])
             received, given = (t[:, None].flatten(1).view(torch.uint8) for t in (got, sent))
-            dist.all_to_all_single(received, given, coming.tolist(), counts.tolist())
+            dist.all_to_all_single(received, given, coming.tolist(), counts.tolist(), group=self.group)
         return list(got.to(pieces[0].device).split(coming.tolist()))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all exchanges; None is torch's default group."""
+        return None
+
+    def new_group(self) -> GroupHandle:
+        """A further process group of all ranks (gloo, on the host): every rank must call this, in the same order."""
+        return GroupHandle(dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s)))
+
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """A context in which the ranks do something together, such as `Trainer.fit`.
+
+        Within, torch has as many threads as this rank has cores, unless the user has set OMP_NUM_THREADS.
+        """
+        before = torch.get_num_threads()
+        set_by = who_set_threads()
+        is_ours_to_set = set_by == "launcher" or (set_by is None and self.size > 1)
+        if is_ours_to_set:
+            torch.set_num_threads(self.num_cores)
+        try:
+            yield
+        except BaseException as error:
+            self._end_watch(error)
+            raise
+        else:
+            self._end_watch(None)
+        finally:
+            if is_ours_to_set:
+                torch.set_num_threads(before)
+
+    def _end_watch(self, error: BaseException | None) -> None:
+        """Whoever started the ranks closes their worlds: see `launch`."""
+
+    def _beating_heart(self) -> Heart | NoHeart:
+        if self._heart is None:
+            raise PeerError("this rank has left the others: nothing can be exchanged after close()")
+        return self._heart
 
     def close(self, error: str = "") -> None:
         """Leave; `error` is what the others are told where this rank could not go on. May be called twice."""
         heart, self._heart = self._heart, None
         if heart is None:
             return
-        heart.stop(f"error {error[:500]}" if error else "left")
-        if dist.is_initialized():
+        heart.stop(last_words(error))
+        if self._made_default_group and dist.is_initialized():
             with suppress(RuntimeError):
-                _destroy_group(broken=bool(self._lost))
+                destroy_group(None, broken=bool(self._lost))
         if self._keeps_store:
             heart.wait_for_others(LEAVE_S)
         self._store = None
@@ -204,29 +320,46 @@ class World:
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         with self.exchange():
-            dist.all_reduce(tensor, operation)
+            dist.all_reduce(tensor, operation, group=self.group)
         return tensor.tolist()
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         with self.exchange():
-            dist.broadcast(tensor, src)
+            dist.broadcast(tensor, src, group=self.group)
 
     @contextmanager
     def exchange(self, start: float | None = None) -> Generator[None]:
         """Whatever goes wrong inside is another rank's doing: find out whose."""
-        if self._heart is None or self._lost:
-            raise PeerError(self._lost or "this rank has left the others: nothing can be exchanged after close()")
-        self._heart.exchanges += 1
+        if self._lost:
+            raise PeerError(self._lost)
+        heart = self._beating_heart()
+        heart.exchanges += 1
         start = time.monotonic() if start is None else start
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            who = self._heart.find_lost()
+            who = heart.find_lost()
             after = f"rank {self.rank} noticed after {time.monotonic() - start:.0f} s"
-            self._lost = f"{who} ({after}: {_reason(error)}): {RESUME}"
+            self._lost = f"{who} ({after}: {reason_of(error)}): {RESUME}"
             raise PeerError(self._lost) from error
+
+
+def device_of_rank(seat: Seat, device: str, *, spawned: bool) -> str:
+    """The device of one rank: ranks of a host take its GPUs in their order."""
+    if torch.device(device).type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if count >= seat.local_size:
+        return f"cuda:{seat.local_rank}"
+    # Slurm may show every task only a GPU of its own; and gloo, unlike nccl, lets ranks share one.
+    if count and (seat.backend == "gloo" or (count == 1 and not spawned)):
+        return f"cuda:{seat.local_rank % count}"
+    raise ValueError(
+        f"there are {count} GPUs for {seat.local_size} ranks on this host: start one process per GPU, by "
+        f"devices={max(1, count)} or your launcher"
+    )
 
 
 def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCPStore:
@@ -256,7 +389,7 @@ def serve(address: str, port: int, timeout_s: float, *, local: bool) -> dist.TCP
         )
     except (OSError, RuntimeError) as error:
         place = f"{address}:{port}" if port else address
-        raise ValueError(f"cannot listen at {place} ({_reason(error)}): choose another address=HOST:PORT") from error
+        raise ValueError(f"cannot listen at {place} ({reason_of(error)}): choose another address=HOST:PORT") from error
 
 
 def _own_address(address: str, *, local: bool) -> str | None:
@@ -292,10 +425,10 @@ def _stores(seat: Seat) -> tuple[dist.Store, dist.Store]:
 def _share_of_cores(seat: Seat, store: dist.Store) -> int:
     """Cores for this rank beside those that may run on the same ones, after all ranks were compared."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    gpu = _gpu_of(seat.device) if seat.backend == "nccl" else ""
+    gpu = gpu_identity(seat.device) if seat.backend == "nccl" else ""
     store.set(f"seat/{seat.rank}", json.dumps([seat.size, seat.node, cores, gpu]))
-    said = store.multi_get([f"seat/{r}" for r in range(seat.size)])
-    seats = [_read_seat(rank, bytes(value), seat) for rank, value in enumerate(said)]
+    said = get_all(store, [f"seat/{r}" for r in range(seat.size)])
+    seats = [_read_seat(rank, value, seat) for rank, value in enumerate(said)]
     first_with: dict[str, int] = {}
     for rank, (size, _, _, gpu) in enumerate(seats):
         if size != seat.size:
@@ -311,7 +444,7 @@ def _share_of_cores(seat: Seat, store: dist.Store) -> int:
             )
     beside = sum(other[1:3] == (seat.node, cores) for other in seats)
     share = max(1, num_cores() // beside)
-    if "OMP_NUM_THREADS" not in os.environ:
+    if who_set_threads() != "user":
         torch.set_num_threads(share)
     return share
 
@@ -327,7 +460,7 @@ def _read_seat(rank: int, said: bytes, seat: Seat) -> tuple[int, int, list[int],
     return size, node, cores, gpu
 
 
-def _gpu_of(device: str) -> str:
+def gpu_identity(device: str) -> str:
     """What tells a GPU from all others, whatever its number is among those that a process may see."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
@@ -337,11 +470,11 @@ def _backend_environment(seat: Seat) -> dict[str, str]:
     if seat.backend == "nccl":
         return {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # a lost rank raises an error; by default it aborts the process
     # Gloo asks what the host's own name means, which on many machines is an address that no other host can reach.
-    name = _interface_towards(seat.address, several_hosts=seat.local_size < seat.size)
+    name = interface_towards(seat.address, several_hosts=seat.local_size < seat.size)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
 
-def _interface_towards(address: str, *, several_hosts: bool) -> str | None:
+def interface_towards(address: str, *, several_hosts: bool) -> str | None:
     """The network interface over which this host reaches another, if that can be told."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
@@ -356,7 +489,7 @@ def _interface_towards(address: str, *, several_hosts: bool) -> str | None:
 
 
 @contextmanager
-def _defaults_in_environment(values: dict[str, str]) -> Generator[None]:
+def defaults_in_environment(values: dict[str, str]) -> Generator[None]:
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -366,15 +499,27 @@ def _defaults_in_environment(values: dict[str, str]) -> Generator[None]:
             os.environ.pop(name, None)
 
 
-def _destroy_group(*, broken: bool) -> None:
+def destroy_group(group: dist.ProcessGroup | None, *, broken: bool) -> None:
+    """Destroy a process group, or with None the default one and all others."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if broken and abort is not None and dist.get_backend() == "nccl":
-        abort()  # destroying waits for exchanges that will never end
+    if broken and abort is not None and dist.get_backend(group) == "nccl":
+        abort(group)  # destroying waits for exchanges that will never end
     else:
-        dist.destroy_process_group()
+        dist.destroy_process_group(group)
 
 
-def _reason(error: BaseException) -> str:
+def last_words(error: str) -> str:
+    """What a rank says at its end, for the others to read: see `heartbeat`."""
+    return f"error {error[:500]}" if error else "left"
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one line, with its kind."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def reason_of(error: BaseException) -> str:
     """The first line of what torch says, without the place in its source."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rpartition("] ")[2].rstrip(". ")[:160] or type(error).__name__

@@ -171,19 +171,24 @@ class P2PTransport(Transport):
     world: names the rank that stopped where a message fails; without it, the processes of torch.distributed.
     """
 
-    group: Any = None
+    own_group: Any = None
     world: World | None = None
 
     def __init__(self, layout: ShardLayout, group: Any = None, world: World | None = None) -> None:
         super().__init__(layout)
-        self.group, self.world = group, world
-        size = dist.get_world_size(group)
-        if size != layout.num_shards or dist.get_rank(group) != layout.rank:
+        self.own_group, self.world = group, world
+        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        if size != layout.num_shards or rank != layout.rank:
             raise ValueError(
-                f"shard {layout.rank} of {layout.num_shards} is open on rank {dist.get_rank(group)} of {size}: "
+                f"shard {layout.rank} of {layout.num_shards} is open on rank {rank} of {size}: "
                 "start as many ranks as there are shards"
             )
-        self.on_host = dist.get_backend(group) == "gloo"
+        self.on_host = dist.get_backend(self.group) == "gloo"
+
+    @property
+    def group(self) -> Any:
+        """The process group of the messages: the one that was given, or the world's; None is torch's default group."""
+        return self.world.group if self.own_group is None and self.world is not None else self.own_group
 
     def fetch(
         self, rows: Sequence[Tensor], kind: str, depth: int, later: Later | None = None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import get_args
 
+import torch
 from torch import nn
 
 from hopline.contract import Job, Method, Work
@@ -25,13 +26,25 @@ from hopline.training.callbacks import Callback
 from hopline.util.config import kind_of
 
 
-def own_module(model: nn.Module, world: World | None) -> nn.Module:
+def own_world(world: World | None, device: str, *, device_is_given: bool) -> World:
+    """The ranks that train together; without `world=`, those of torch.distributed, or this process."""
+    if world is None:
+        return World.current(device)
+    if device_is_given and torch.device(device).type != world.device.type:
+        raise ValueError(
+            f"device={device!r} is asked for, and world= trains on {world.device}: leave one out, or give "
+            f"world=hl.World.current({device!r})"
+        )
+    return world
+
+
+def own_module(model: nn.Module, world: World) -> nn.Module:
     """The user's module out of its wrapper, whose work the Trainer does itself over the ranks that it knows of."""
     ranks = num_wrapped_ranks(model)
-    if ranks > 1 and (world is None or world.size != ranks):
+    if ranks > 1 and world.size != ranks:
         raise ValueError(
-            f"the model is wrapped for {ranks} ranks, and the Trainer knows of {1 if world is None else world.size}: "
-            "give it the plain model and world=, as hopline.distributed.launch.run hands it out (docs/shards.md)"
+            f"the model is wrapped for {ranks} ranks, and the Trainer knows of {world.size}: give it the plain model "
+            "and leave out world=, or wrap it for all ranks of torch.distributed (docs/engines.md)"
         )
     model = unwrapped(model)
     if not any(p.requires_grad for p in model.parameters()):

@@ -31,7 +31,6 @@ from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.data.placement import describe
 from hopline.data.placement_settings import Placement
-from hopline.device.meter import find_device
 from hopline.device.snapshots import all_draws_restored, modes_restored
 from hopline.distributed.gradients import CombineGradients, Gradients, have_same_bits
 from hopline.distributed.world import World
@@ -59,6 +58,7 @@ from hopline.training.inputs import (
     checked_method,
     checked_mode,
     own_module,
+    own_world,
 )
 from hopline.training.lr_schedule import Scheduler
 from hopline.training.optimizer import Update, make_optimizer, split_decay
@@ -99,7 +99,8 @@ class Trainer:
             name does not tell, as "accuracy" and "loss" do.
         out: A folder for the report, checkpoints and the best weights. Default: nothing is written.
         config: Settings that made this run, for the report.
-        world: The ranks that train together, as `hopline.distributed.launch` hands it out. Default: this process alone.
+        world: The ranks that train together. Default: `hl.World.current(device)`, the ranks of `torch.distributed` if
+            it is initialised, else this process alone.
         placement: Where a GPU finds graph and features.
         budget: Memory that the run may take: "8GiB", or `hl.Budget(...)`.
         gradients: How ranks combine their gradients: a function (parameters, world) -> None, or an
@@ -141,13 +142,13 @@ class Trainer:
     ) -> None:
         if not isinstance(data, Dataset):
             raise ValueError(f"data must be a hopline Dataset, not {type(data).__name__}: for PyG, hl.from_pyg(data)")
-        model = own_module(model, world)
         own = [name for name, p in inspect.signature(Trainer).parameters.items() if p.kind is p.KEYWORD_ONLY]
         names = [*own, *(field.name for field in fields(TrainSettings))]
         check_names("Trainer", settings, names, removed_settings(TrainSettings))
         self.settings = TrainSettings(**settings)
-        self.device = find_device(self.settings.device) if world is None else world.device
-        self.world = World.alone(self.device) if world is None else world
+        self.world = own_world(world, self.settings.device, device_is_given="device" in settings)
+        self.device = self.world.device
+        model = own_module(model, self.world)
         self.model = model.to(self.device)
         walk = as_walkable(self.model)
         self.method = self.asked = checked_method(method).for_model(walk).for_graph(data.num_nodes)
@@ -225,6 +226,7 @@ class Trainer:
         run = self.run = Run(metric=self.metric, folder=self.out, rank=self.world.rank)
         began = time.perf_counter()
         with ExitStack() as stack:
+            stack.enter_context(self.world.watch())
             stack.enter_context(freed_memory_kept())
             stack.enter_context(modes_restored(self.model))
             stack.enter_context(all_draws_restored(self.device))

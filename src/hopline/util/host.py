@@ -1,14 +1,16 @@
-"""The host: cores that this process may use, how long a thread waited for one, and freed memory that is kept."""
+"""The host: its identity, cores that this process may use, who set its threads, and freed memory that is kept."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import platform
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -17,6 +19,50 @@ def num_cores(cgroup: Path = CGROUP) -> int:
     """Cores that the system lets this process run on, within the share that its container is given."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(allowed, _quota(cgroup) or allowed)
+
+
+def host_identity() -> str:
+    """Text that is equal in two processes if they can share memory: on one machine, and in one container of it.
+
+    Hosts may have the same name, and containers of one machine share its boot id, so both are part of it. The number
+    space of processes and the folder of shared memory are a container's own.
+    """
+    parts = [platform.node()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+        parts.append(str(os.stat("/dev/shm").st_dev))
+    return "/".join(parts)
+
+
+THREADS = "OMP_NUM_THREADS"
+"""The variable by which users, and launchers, limit the threads of a process."""
+
+
+def who_set_threads(proc: Path = Path("/proc")) -> Literal["user", "launcher"] | None:
+    """Who has set OMP_NUM_THREADS for this process; None where it is not set.
+
+    torchrun and `accelerate launch` set it to 1 where the user has not, and so does Ray in its workers. Then it says
+    nothing about the cores of this process. Linux keeps the environment that a process was started with, which tells
+    them from the user: torchrun's own process was started without the variable, and so was a worker of Ray, which sets
+    it later. Another number than 1 is the user's: Ray takes it from the CPUs that were asked for per worker.
+    """
+    if THREADS not in os.environ:
+        return None
+    if os.environ[THREADS] != "1":
+        return "user"
+    launcher_process = None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher_process = os.getppid()
+    elif "RAY_JOB_ID" in os.environ:
+        launcher_process = os.getpid()
+    if launcher_process is None:
+        return "user"
+    try:
+        started_with = (proc / str(launcher_process) / "environ").read_bytes().split(b"\0")
+    except OSError:  # another system, or a process of somebody else
+        return "user"
+    return "user" if any(entry.startswith(f"{THREADS}=".encode()) for entry in started_with) else "launcher"
 
 
 def queued_s() -> float:

@@ -44,8 +44,8 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(x: Tensor, world: World) -> Tensor:
-    on_host = dist.get_backend() == "gloo"
+    on_host = dist.get_backend(world.group) == "gloo"
     total = (x.cpu() if on_host else x).clone(memory_format=torch.contiguous_format)
     with world.exchange():  # says which rank stopped
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=world.group)
     return total.to(x.device)

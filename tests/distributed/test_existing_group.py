@@ -1,0 +1,237 @@
+"""A process group that the user has made: its ranks train, and it stays the user's."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hopline as hl
+from hopline.distributed.existing_group import HostPlace, Introduction, OwnObjects, find_gpu, find_places
+from hopline.distributed.heartbeat import NoHeart
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import Seat, World
+from hopline.util.errors import PeerError
+from tests.group_ranks import NORMED
+from tests.launched import environment, started
+from tests.methods.full_batch import ranks as full_batch
+from tests.methods.historical import ranks as historical
+from tests.ranks import train
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies: int | None = None) -> list[Any]:
+    """What each rank of a process group found, None for one that died."""
+    port = str(free_port())
+    commands = []
+    for rank in range(size):
+        command = ["-W", "error::UserWarning", "-m", "tests.group_ranks", name, str(folder)]
+        variables = {} if by_file else {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        variables |= {} if by_file else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        commands.append((command + ([str(rank), str(size)] if by_file else []), environment(**variables)))
+    with started(*commands) as processes:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    codes = [process.returncode for process in processes]
+    assert all(code == 0 for rank, code in enumerate(codes) if rank != dies), outputs
+    files = [folder / f"found{rank}" for rank in range(size)]
+    return [json.loads(file.read_text()) if rank != dies else None for rank, file in enumerate(files)]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9)
+    assert found["metrics"] == expected["metrics"]
+    for name, numbers in expected["weights"].items():
+        assert found["weights"][name] == pytest.approx(numbers, abs=1e-6), name
+
+
+def train_both(world: World) -> dict[str, Any]:
+    return {
+        "historical": historical.result_of(historical.trainer_of(world, {})),
+        "full_batch": full_batch.train(world, "sage", {}, **NORMED),
+    }
+
+
+def test_ranks_of_a_users_group_train_every_method_as_launched_ones(tmp_path: Path):
+    found = in_group("train_everything", tmp_path, 2)
+    alone = train(World.alone(), "sage")
+    launched = run(train_both, LaunchSettings(devices=2, timeout_s=30))
+    for one in found:
+        assert one["plain"]["size"] == 2
+        assert_same(one["plain"], alone)
+        assert one["given"] == one["plain"]  # bit for bit
+        assert one["historical"] == launched["historical"]
+        assert one["full_batch"]["losses"] == launched["full_batch"]["losses"]
+        assert one["full_batch"]["weights"] == launched["full_batch"]["weights"]
+        assert "no process is started under it: leave out devices=3" in one["refused"]
+    seats = [json.loads((tmp_path / f"seat{rank}").read_text()) for rank in range(2)]
+    assert [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats] == [
+        (0, 2, 0, 2, 0),
+        (1, 2, 1, 2, 0),
+    ]
+    assert [s["timeout_s"] for s in seats] == [60.0, 60.0]  # the group's own
+
+
+def test_after_an_error_on_one_rank_the_others_are_told_and_the_group_trains_again(tmp_path: Path):
+    found = in_group("fail_and_train_again", tmp_path, 2)
+    assert found[1]["first"]["kind"] == "ValueError"
+    assert found[0]["first"]["kind"] == "PeerError"
+    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in found[0]["first"]["error"]
+    assert found[0]["first"]["seconds"] < 20
+    assert "rank 1 stopped with ValueError" in found[0]["again"]["error"]
+    assert "make a new Trainer" in found[1]["again"]["error"]
+    for one in found:
+        assert one["again"]["kind"] == "PeerError"
+        assert_same(one["after"], train(World.alone(), "sage"))
+
+
+def test_a_rank_that_is_killed_is_named_and_the_group_and_its_store_stay(tmp_path: Path):
+    found = in_group("lose_a_rank", tmp_path, 3, dies=1)
+    for rank in (0, 2):
+        assert "rank 1 stopped answering" in found[rank]["error"], found[rank]
+        assert found[rank]["seconds"] < 30
+
+
+def test_hosts_may_have_different_numbers_of_ranks(tmp_path: Path):
+    found = in_group("train_on_uneven_hosts", tmp_path, 3)
+    seats = [json.loads((tmp_path / f"seat{rank}").read_text()) for rank in range(3)]
+    assert [(s["local_rank"], s["local_size"], s["node"]) for s in seats] == [(0, 1, 0), (0, 2, 1), (1, 2, 1)]
+    alone = train(World.alone(), "sage")
+    exact = full_batch.train(World.alone(), "sage", {"num_shards": 1}, **NORMED)
+    for one in found:
+        assert_same(one["sampled"], alone)
+        assert one["full_batch"]["losses"] == pytest.approx(exact["losses"], abs=1e-9)
+
+
+def test_a_group_that_met_in_a_file(tmp_path: Path):
+    found = in_group("fail_and_train_again", tmp_path, 2, by_file=True)
+    assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in found[0]["first"]["error"]
+    assert_same(found[0]["after"], train(World.alone(), "sage"))
+
+
+def test_a_rank_that_makes_a_world_alone_is_told_what_to_type(tmp_path: Path):
+    found = in_group("come_alone", tmp_path, 2)
+    assert "not all 2 ranks of the process group came together within 2 s" in found[0]["error"]
+    assert "world=hl.World.alone()" in found[0]["error"]
+
+
+def test_a_store_that_serves_one_connection_still_ends_an_exchange_with_an_error(tmp_path: Path):
+    found = in_group("die", tmp_path, 2, dies=1)
+    assert "a rank stopped answering, and the store of this process group cannot tell which" in found[0]["error"]
+
+
+def test_a_heart_that_cannot_beat_is_none():
+    class NoClone:
+        pass
+
+    store: Any = NoClone()
+    group: Any = object()
+    own = OwnObjects(group, store, 0, 2)
+    own.groups.clear()
+    assert isinstance(own.beating_heart(), NoHeart)
+    own.end("error X: y")
+    with pytest.raises(PeerError, match=r"left the others \(X: y\), so nothing can be exchanged: make a new Trainer"):
+        own.beating_heart()
+
+
+def test_a_group_of_one_rank_is_this_process_alone(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        world = hl.World.current()
+        assert (world.rank, world.size, world.group) == (0, 1, None)
+        world.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def said(host: str, local_rank: int | None = None, node: int | None = None, cores: tuple[int, ...] = (0, 1)):
+    return Introduction(host=host, local_rank=local_rank, node=node, cores=cores)
+
+
+def place(local_rank: int, local_size: int, node: int, num_beside: int) -> HostPlace:
+    return HostPlace(local_rank=local_rank, local_size=local_size, node=node, num_beside=num_beside)
+
+
+def test_places_are_those_of_the_launcher_or_counted_by_hosts():
+    # Nobody says anything, and ranks of two hosts alternate.
+    counted = [place(0, 2, 0, 2), place(0, 1, 1, 1), place(1, 2, 0, 2)]
+    assert find_places([said("a"), said("b"), said("a")]) == counted
+    # The launcher says it all: other local ranks, other numbers of hosts.
+    told = [said("a", 1, 5), said("b", 0, 2), said("a", 0, 5)]
+    assert find_places(told) == [place(1, 2, 5, 2), place(0, 1, 2, 1), place(0, 2, 5, 2)]
+    # What cannot be right is counted: a local rank twice, one host with two numbers, two hosts with one.
+    assert find_places([said("a", 0, 0), said("b", 0, 0), said("a", 0, 1)]) == counted
+    assert find_places([said("a", 0, 7), said("b", 0, 7), said("a", 1, 7)]) == counted
+    assert find_places([said("a", 0, 3), said("b"), said("a", 1, 3)]) == counted
+    # Ranks that are bound to cores of their own share none.
+    bound = find_places([said("a", cores=(0,)), said("a", cores=(1,)), said("a", cores=(1,))])
+    assert [one.num_beside for one in bound] == [1, 2, 2]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    """Four GPUs, and a process group that is bound to none."""
+
+    class Group:
+        bound_device_id: Any = None
+
+    group = Group()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_group", lambda: group)
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+    return group
+
+
+def gpu(current: int, local_rank: int, others: list[int], device: str = "cuda") -> str:
+    seat = Seat(rank=local_rank, size=1 + len(others), local_rank=local_rank, local_size=1 + len(others))
+    beside = [Introduction(host="a", current_gpu=number) for number in [current, *others]]
+    return str(find_gpu(torch.device(device), seat, beside))
+
+
+def test_the_gpu_of_a_rank_is_the_one_that_its_engine_has_chosen(gpus: Any, monkeypatch: pytest.MonkeyPatch):
+    current = 0
+    monkeypatch.setattr("torch.cuda.current_device", lambda: current)
+    assert gpu(0, 0, [0]) == "cuda:0"  # nobody has chosen: by local rank
+    assert gpu(0, 1, [0]) == "cuda:1"
+    assert gpu(0, 1, [3]) == "cuda:0"  # Fabric(devices=[3, 0]): rank 1 has the first GPU
+    assert gpu(0, 1, [0], "cuda:3") == "cuda:3"  # the device= of the user
+    current = 2
+    assert gpu(2, 0, [3]) == "cuda:2"
+    current = 0
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")  # Ray: two workers on half a GPU each
+    assert gpu(0, 3, [0, 0, 0]) == "cuda:1"
+    gpus.bound_device_id = torch.device("cuda:2")  # init_process_group(device_id=...)
+    assert gpu(0, 3, [0, 0, 0]) == "cuda:2"
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE")
+    gpus.bound_device_id = None
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)  # a GPU of its own, the only one that it sees
+    assert gpu(0, 1, [0]) == "cuda:0"
+
+
+def test_a_launchers_variables_without_a_group_are_spoken_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert hl.World.current().size == 1
+    assert "WORLD_SIZE is 2, but torch.distributed is not initialised" in caplog.text
+    assert "RANK" not in os.environ
+
+
+def test_a_device_that_is_not_the_worlds_is_refused():
+    from tests.runs import sage, small
+
+    data = small()
+    with pytest.raises(ValueError, match=r"device='cuda' is asked for, and world= trains on cpu: .*hl.World.current\("):
+        hl.Trainer(sage(data), data, world=hl.World.current(), device="cuda")

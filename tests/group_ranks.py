@@ -1,0 +1,179 @@
+"""What ranks do in a process group that is theirs, not hopline's: a program, `python -m tests.group_ranks NAME FOLDER`.
+
+The process group is initialised here as a user's script does it, by the environment or by a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hopline as hl
+from hopline.distributed import existing_group
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.util.errors import PeerError
+from tests.launched import everything
+from tests.methods.full_batch import ranks as full_batch
+from tests.methods.historical import ranks as historical
+from tests.ranks import train
+from tests.runs import method, sage, small
+
+NORMED: dict[str, Any] = {"norm": "batch", "epochs": 2}
+"""Options of a full-batch run whose norms go over all ranks."""
+
+
+def check_owner(before: Any, size: int) -> None:
+    """The owner's group is the same object, and works."""
+    assert dist.is_initialized()
+    assert dist.distributed_c10d._get_default_group() is before
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    assert total.item() == sum(range(size))
+
+
+def hearts() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "hopline-heart"]
+
+
+def train_everything(folder: Path) -> dict[str, Any]:
+    """Every method, by a plain Trainer and by a given world; the owner's group is used before, between and after."""
+    owner, size = dist.distributed_c10d._get_default_group(), dist.get_world_size()
+    found: dict[str, Any] = {"plain": train(None, "sage"), "given": train(hl.World.current(), "sage")}
+    check_owner(owner, size)
+    assert not hearts()
+    world = hl.World.current()
+    everything(world, str(folder))
+    found["historical"] = historical.result_of(historical.trainer_of(world, {}))
+    found["full_batch"] = full_batch.train(world, "sage", {}, **NORMED)
+    check_owner(owner, size)
+    groups = set(dist.distributed_c10d._world.pg_map)
+    assert len(groups) > 2
+    world.close()
+    world.close()
+    assert owner in set(dist.distributed_c10d._world.pg_map) < groups
+    launched = run(lambda joined: train(joined, "sage"), LaunchSettings(timeout_s=20))
+    assert launched == found["plain"]
+    try:
+        run(train, LaunchSettings(devices=size + 1), "sage")
+    except ValueError as error:
+        found["refused"] = str(error)
+    check_owner(owner, size)
+    assert not hearts()
+    found["threads"] = torch.get_num_threads()
+    return found
+
+
+def fail_and_train_again(folder: Path) -> dict[str, Any]:
+    """One rank fails in a step; the others are told why, and all train again in the same process group."""
+    owner, rank = dist.distributed_c10d._get_default_group(), dist.get_rank()
+
+    def step(model: nn.Module, batch: hl.Batch) -> Tensor:
+        if rank == 1:
+            raise ValueError("the labels of rank 1 are wrong: look at them")
+        return nn.functional.cross_entropy(model(batch), batch.labels)
+
+    data = small()
+    trainer = hl.Trainer(sage(data), data, method(), train_step=step, epochs=1, show=False)
+    found: dict[str, Any] = {}
+    for attempt in ("first", "again"):
+        start = time.monotonic()
+        try:
+            trainer.fit()
+        except (ValueError, PeerError) as error:
+            found[attempt] = {"kind": type(error).__name__, "error": str(error), "seconds": time.monotonic() - start}
+        check_owner(owner, dist.get_world_size())
+        assert not hearts()
+    found["after"] = train(None, "sage")
+    check_owner(owner, dist.get_world_size())
+    return found
+
+
+def lose_a_rank(folder: Path) -> dict[str, Any]:
+    """Rank 1 is killed in its fifth step; the others learn of it, and keep their group and its store."""
+    owner = dist.distributed_c10d._get_default_group()
+    error = ""
+    start = time.monotonic()
+    try:
+        train(None, "sage", kill=(1, 5))
+    except PeerError as lost:
+        error = str(lost)
+    assert dist.distributed_c10d._get_default_group() is owner
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"mine/{dist.get_rank()}", "still here")
+    assert store.get(f"mine/{dist.get_rank()}") == b"still here"
+    assert not hearts()
+    seconds = time.monotonic() - start
+    other = 2 - dist.get_rank()
+    store.wait([f"mine/{other}"], timedelta(seconds=20))  # rank 0 keeps the store for the other one
+    return {"error": error, "seconds": seconds}
+
+
+def train_on_uneven_hosts(folder: Path) -> dict[str, Any]:
+    """One rank on a first host, two on a second, which are made believe so."""
+    host = "first" if dist.get_rank() == 0 else "second"
+    existing_group.host_identity = lambda: host
+    world = hl.World.current()
+    everything(world, str(folder), data=False)
+    return {"full_batch": full_batch.train(world, "sage", {}, **NORMED), "sampled": train(world, "sage")}
+
+
+def come_alone(folder: Path) -> dict[str, Any]:
+    """Only rank 0 makes a world."""
+    if dist.get_rank() == 0:
+        try:
+            hl.World.current(timeout_s=2)
+        except PeerError as error:
+            return {"error": str(error)}
+    return {"error": ""}
+
+
+def die(folder: Path) -> dict[str, Any]:
+    """A rank is killed in an exchange of a group whose store cannot serve a second connection."""
+    world = hl.World.current()
+    world._own._store = NoClone()  # type: ignore[attr-defined]
+    world.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        world.barrier()
+    except PeerError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+class NoClone:
+    """In place of a store of a user's own making."""
+
+
+SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    f.__name__: f for f in (train_everything, fail_and_train_again, lose_a_rank, train_on_uneven_hosts, come_alone, die)
+}
+
+
+def main(name: str, folder: str, rank: str = "", size: str = "") -> None:
+    """Under a launcher's environment, or with a rank and a size, where a file takes the place of a server."""
+    if rank:
+        method = {"init_method": f"file://{folder}/store", "rank": int(rank), "world_size": int(size)}
+    else:
+        method = {}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **method)
+    found = SCENARIOS[name](Path(folder))
+    (Path(folder) / f"found{dist.get_rank()}").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
