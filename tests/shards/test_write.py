@@ -13,7 +13,7 @@ from hopline.core.graph import Graph
 from hopline.core.partition import Partition, make_partition
 from hopline.data import store
 from hopline.data.dataset import Dataset
-from hopline.shards.join import join_shards
+from hopline.shards.all_shards import join_shards
 from hopline.shards.layout import shard_layouts
 from hopline.shards.shard import open_shard
 from hopline.shards.verify import verify_shards

@@ -27,8 +27,8 @@ from hopline.nn.whole_module import as_walkable
 from hopline.run.models import make_model
 from hopline.run.settings import InferConfig, RunConfig, load_trusted
 from hopline.run.train import load_weights, open_data
+from hopline.shards.all_shards import join_shards
 from hopline.shards.data import ShardedData, open_sharded
-from hopline.shards.join import join_shards
 from hopline.shards.shard import is_shards
 from hopline.training.evaluation import hops_of
 from hopline.util.config import from_dict, to_dict

@@ -30,8 +30,8 @@ from hopline.run.settings import (
     RunConfig,
     load_config,
 )
+from hopline.shards.all_shards import join_shards
 from hopline.shards.data import open_sharded
-from hopline.shards.join import join_shards
 from hopline.shards.shard import is_shards
 from hopline.training import checkpoint
 from hopline.training.callbacks import EpochEnd, Evaluation, Run

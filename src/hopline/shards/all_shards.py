@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from hopline.data.store import SHARDS
 from hopline.shards.shard import Shard, read_about
 from hopline.shards.verify import open_shards
 from hopline.tables import SparseTable, Table
+from hopline.tables.shared import Shareable
 
 CHUNK = 1 << 22
 """Edges put in their places at a time."""
 
 
-class RowsOfShards(Table):
+class RowsOfShards(Shareable, Table):
     """The rows of all shards by node id, read from the shards when they are asked for.
 
     place: [num_nodes] int64: where each node is when all shards stand one behind the other.
@@ -29,7 +31,12 @@ class RowsOfShards(Table):
 
     def __init__(self, tables: Sequence[Table], place: Tensor) -> None:
         self.tables, self.place = list(tables), place
-        self.ends = torch.tensor([len(table) for table in tables]).cumsum(0)
+        self.ends = list(accumulate(len(table) for table in tables))
+        """Where the rows of each shard end among all."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        others = {"tables": self.tables, "ends": self.ends}
+        return RowsOfShards.from_shared, (self.share_arrays("place"), others)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,14 +54,13 @@ class RowsOfShards(Table):
 
     def read(self, ids: Tensor) -> Tensor:
         places = self.place[ids]
-        owners = torch.bucketize(places, self.ends, right=True)
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
         first = 0
-        for rank, table in enumerate(self.tables):
-            own = (owners == rank).nonzero().view(-1)
+        for table, end in zip(self.tables, self.ends, strict=True):
+            own = ((places >= first) & (places < end)).nonzero().view(-1)
             if own.numel():
                 rows[own] = table.read(places[own] - first)
-            first = int(self.ends[rank])
+            first = end
         return rows
 
 
