@@ -62,10 +62,8 @@ def own_loop(world: World, kind: str, folder: str | None = None, **settings: Any
     world.broadcast_tensors(model.state_dict().values())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = DATA if folder is None else hl.shards.open(Path(folder), world)
-    if kind == "own":
-        walk, depth = model, {"num_layers": 3}
-    else:
-        walk, depth = hl.nn.as_walkable(model), {"model": model}
+    walk = model if kind == "own" else hl.nn.as_walkable(model)
+    depth: dict[str, Any] = {"num_layers": 3} if kind == "own" else {"model": model}
     loader = method_of(settings).loader(data, seed=4, world=world, **depth)
     steps = []
     for _ in range(EPOCHS):
@@ -73,6 +71,7 @@ def own_loop(world: World, kind: str, folder: str | None = None, **settings: Any
             optimizer.zero_grad()
             with hl.shards.norms_over_ranks(world) if kind == "own" else torch.enable_grad():
                 scores = walk(batch)
+            assert batch.total_seeds is not None
             (nn.functional.cross_entropy(scores, batch.labels, reduction="sum") / batch.total_seeds).backward()
             world.sum_gradients(model.parameters())
             steps.append(gradients_of(model))

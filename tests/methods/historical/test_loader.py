@@ -116,9 +116,10 @@ def test_what_would_train_wrongly_is_refused():
         batch.commit()
     with pytest.raises(ValueError, match=r"writes nothing: leave out batch.commit\(\)"):
         next(loader_of(model).reading("test")).commit()
-    for settings in ({"compensate": True}, {"lipschitz": 0.1}):
-        with pytest.raises(ValueError, match=rf"{next(iter(settings))}= adds terms to the loss.*hl.Trainer"):
-            loader_of(model, **settings)
+    with pytest.raises(ValueError, match=r"compensate= adds terms to the loss.*hl.Trainer"):
+        loader_of(model, compensate=True)
+    with pytest.raises(ValueError, match=r"lipschitz= adds terms to the loss.*hl.Trainer"):
+        loader_of(model, lipschitz=0.1)
     with pytest.raises(ValueError, match=r"there is no split 'trian': choose one of train, test"):
         loader_of(model, "trian")
     with pytest.raises(ValueError, match="the seeds must be distinct"):

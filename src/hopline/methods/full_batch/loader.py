@@ -67,17 +67,18 @@ class FullBatchLoader:
         device: torch.device | str = "cpu",
         world: World | None = None,
     ) -> None:
-        if method.aggregation == "sweep":
+        chosen = method.aggregation
+        if chosen == "sweep":
             raise ValueError(
                 "aggregation=sweep computes forward and backward by itself, part by part: train by hl.Trainer, or set "
                 "aggregation=sequential for a loop of your own"
             )
+        mode: Mode = "sequential" if chosen == "auto" else chosen
         if num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, not {num_layers}")
         world = World.alone(device) if world is None else world
         method = method.for_graph(data.num_nodes)
         check_settings(method, data, world)
-        mode: Mode = "sequential" if method.aggregation == "auto" else method.aggregation
         self.seed, self.world = seed, world
         self._batches = ShardBatches(
             data, ids, method, mode, num_layers, seed=seed, device=torch.device(device), world=world
