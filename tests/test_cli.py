@@ -102,10 +102,10 @@ def test_partition_and_verify(graph: Path, tmp_path: Path, settings: tuple[str, 
     assert "3 shards of one cut" in text
     assert text.splitlines()[-1] == f"{folder} is intact"
     assert_refused(command("partition", graph, folder, *settings), f"{folder} is not empty", "overwrite=true")
+    words = "there are 3 shards and 2 processes: start one process per shard (devices=3)"
+    assert_refused(command("train", folder, "model.hidden=4", "devices=2"), words)
     assert command("partition", graph, folder, "shards=2", "how=labels", "overwrite=true").status == 0
     assert hl.shards.open_shard(folder, 1).num_shards == 2
-    words = "there are 2 shards and 1 processes: start one process per shard (devices=2)"
-    assert_refused(command("train", folder, "model.hidden=4"), words)
     assert_refused(command("train", folder, "symmetrize=true"), "is cut already")
     assert_refused(command("verify", folder / "shard-0"), "give the folder above it")
 

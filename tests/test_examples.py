@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
+from torch_geometric.nn import GraphSAGE
 
 import hopline as hl
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from tests import own_loops
 from tests.runs import losses, small
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
@@ -54,6 +59,55 @@ def test_own_callback_stops_at_its_loss(graph: str, monkeypatch: pytest.MonkeyPa
 
 def test_own_loop_learns(graph: str, monkeypatch: pytest.MonkeyPatch):
     assert example("own_loop", monkeypatch).main(graph, epochs=20) > 0.4
+
+
+def assert_trainers(found: dict[str, Any]) -> None:
+    """The losses of all steps are the Trainer's, and each but the first depends on the gradients before it."""
+    assert len(found["losses"]) == len(found["trainer"]) > 3
+    assert found["losses"] == pytest.approx(found["trainer"], rel=1e-10)
+    assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("name", own_loops.NAMES)
+def test_an_own_loop_has_the_losses_of_the_trainer(name: str, graph: str, tmp_path: Path):
+    assert_trainers(own_loops.beside_the_trainer(World.alone(), name, graph, str(tmp_path / "shards")))
+
+
+def test_own_loops_over_two_ranks_have_the_losses_of_the_trainer(graph: str, tmp_path: Path):
+    settings = LaunchSettings(devices=2, timeout_s=60)
+    found = run(own_loops.all_beside_the_trainer, settings, graph, str(tmp_path / "shards"))
+    for name in own_loops.NAMES:
+        assert_trainers(found[name])
+
+
+def test_own_loops_run_by_themselves(graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert example("own_loop_historical", monkeypatch).main(graph, epochs=6)["test"] > 0.4
+    assert example("own_loop_trimmed", monkeypatch).main(graph)["test"] > 0.4
+    for found in (
+        example("own_loop_layers", monkeypatch).main(graph, epochs=3),
+        example("own_loop_one_shot", monkeypatch).main(graph, epochs=3),
+        example("own_loop_shards", monkeypatch).main(graph, str(tmp_path / "shards"), epochs=2),
+    ):
+        assert found["losses"][-1] < found["losses"][0]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_shards_inference_is_that_of_plain_pyg(
+    devices: int, graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data = hl.open(graph)
+    model = GraphSAGE(data.num_features, 64, num_layers=2, out_channels=data.num_classes)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    out = str(tmp_path / "scores")
+    example("shards_inference", monkeypatch).main(
+        graph, str(tmp_path / "shards"), str(tmp_path / "weights.pt"), out, devices
+    )
+    found = torch.full((data.num_nodes, data.num_classes), float("nan"))
+    for rank in range(devices):
+        saved = torch.load(f"{out}-{rank}.pt", weights_only=True)
+        found[saved["ids"]] = saved["scores"]
+    every = torch.arange(data.num_nodes)
+    torch.testing.assert_close(found, model(data.x[every], data.graph.edge_index()), rtol=1e-4, atol=1e-5)
 
 
 def test_own_method_trains_by_its_own_steps(graph: str, monkeypatch: pytest.MonkeyPatch):

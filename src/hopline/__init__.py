@@ -31,7 +31,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.data import open_dataset as open
     from hopline.data.placement_settings import Placement
     from hopline.distributed.world import World
+    from hopline.methods.full_batch.loader import FullBatchLoader
     from hopline.methods.full_batch.settings import FullBatch
+    from hopline.methods.historical.loader import HistoricalLoader
     from hopline.methods.historical.settings import Historical
     from hopline.methods.sampled.loader import Loader
     from hopline.methods.sampled.on_shards import CollectiveLoader
@@ -70,7 +72,9 @@ __getattr__, __dir__ = on_first_use(
         ),
         "hopline.data.placement_settings": ("Placement",),
         "hopline.distributed.world": ("World",),
+        "hopline.methods.full_batch.loader": ("FullBatchLoader",),
         "hopline.methods.full_batch.settings": ("FullBatch",),
+        "hopline.methods.historical.loader": ("HistoricalLoader",),
         "hopline.methods.historical.settings": ("Historical",),
         "hopline.methods.sampled.loader": ("Loader",),
         "hopline.methods.sampled.on_shards": ("CollectiveLoader",),
@@ -94,8 +98,10 @@ __all__ = [
     "Dataset",
     "EarlyStop",
     "FullBatch",
+    "FullBatchLoader",
     "Graph",
     "Historical",
+    "HistoricalLoader",
     "Loader",
     "NeighborLoader",
     "Placement",

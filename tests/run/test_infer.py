@@ -164,8 +164,8 @@ def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, do
             found = predictions(done, nodes=nodes, write="scores", data=shards, folder=folder, chunk_bytes="100KiB")
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(predictions(done, data=shards), predictions(done))
-    with pytest.raises(ValueError, match=r"there are 3 shards and 1 processes: start one process per shard"):
-        predictions(done, data=shards, inference="sampled")
+    sampled = [predictions(done, data=data, write="scores", inference="sampled") for data in (shards, config.data)]
+    np.testing.assert_allclose(*sampled, rtol=1e-5, atol=1e-6)
     scaled = run.train(dataclasses.replace(config, features="standardized", out=tmp_path / "scaled")).folder
     assert scaled is not None
     with pytest.raises(ValueError, match=r"features=standardized, which cannot be made of shards: give data= the"):

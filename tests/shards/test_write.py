@@ -13,6 +13,7 @@ from hopline.core.graph import Graph
 from hopline.core.partition import Partition, make_partition
 from hopline.data import store
 from hopline.data.dataset import Dataset
+from hopline.shards.all_shards import join_shards
 from hopline.shards.layout import shard_layouts
 from hopline.shards.shard import open_shard
 from hopline.shards.verify import verify_shards
@@ -20,7 +21,6 @@ from hopline.shards.write import cut
 from hopline.tables import SparseTable, Table, TensorTable
 from tests.data.test_store import assert_same
 from tests.helpers import randint, randn, random_graph
-from tests.shards.join import join_shards
 
 
 def rich(num_nodes: int = 60, num_edges: int = 400) -> Dataset:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,13 @@ class ConvRunner(ABC):
     A block refers to it, and many blocks may refer to one. It keeps what it has found out about the edges, so copies of
     a block share that.
     """
+
+    over_ranks: bool = False
+    """Whether some of the rows are in other processes, each of which must run the same convs."""
+
+    def norms(self) -> AbstractContextManager[Any]:
+        """Within, batch norms in training take their statistics from the rows of all ranks."""
+        return nullcontext()
 
     @abstractmethod
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:

@@ -84,7 +84,10 @@ def open_folder(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
         raise ValueError(f"There is no dataset folder {folder}: check the path, or make it with save().")
     manifest = read_manifest(path)
     if SHARDS in manifest.meta:
-        raise ValueError(f"{folder} holds shards of a dataset: open one with hl.shards.open_shard(folder, rank).")
+        raise ValueError(
+            f"{folder} holds shards of a dataset: open all of them with hl.shards.join(folder), or one with "
+            "hl.shards.open_shard(folder, rank)."
+        )
     arrays = map_arrays(path, manifest)
     try:
         dataset = _assemble(manifest, arrays)

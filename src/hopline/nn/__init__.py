@@ -9,7 +9,8 @@ refused by name: keep that. It stands on `tables` and below.
 State of the process: `probe.findings` owns what was found out about each module, and forgets it with the module.
 """
 
+from hopline.nn.conv_adapter import convolve
 from hopline.nn.gnn import GNN, State
 from hopline.nn.whole_module import Whole, as_walkable
 
-__all__ = ["GNN", "State", "Whole", "as_walkable"]
+__all__ = ["GNN", "State", "Whole", "as_walkable", "convolve"]

@@ -78,10 +78,43 @@ class Way:
 
 
 def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
-    """The conv's output for the block's destinations: [num_dst, ...].
+    """Run a PyG conv on a block, for a module of your own that is called with batches.
 
-    h: source rows [num_src, ...] or the handle to them; x0: initial rows, whose first num_dst are the destinations'.
-    layer: which of the model's it is, for draws of the conv's own.
+    The output is that of the conv on the whole graph as far as the block has its edges. On a block of
+    `hl.FullBatch(...).loader(...)` the rows of other shards are fetched while it runs, and again in backward.
+
+    Args:
+        conv: A PyG conv, or any module with forward(x, edge_index).
+        h: Rows of the block's sources, [num_src, ...], or the handle to them that `batch.x` is.
+        block: One of `batch.blocks`.
+        x0: Initial rows, for convs that take them, such as GCN2Conv; the first num_dst are the destinations'.
+        layer: Which of the model's layers it is, for draws of the conv's own.
+
+    Returns:
+        [num_dst, ...] rows of the block's destinations.
+
+    Raises:
+        ValueError: The conv gives on a block, or over shards, something else than plain PyG.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.convs = torch.nn.ModuleList([SAGEConv(4, 8), SAGEConv(8, 2)])
+        ...
+        ...     def forward(self, batch):
+        ...         h = batch.x
+        ...         for layer, (conv, block) in enumerate(zip(self.convs, batch.blocks)):
+        ...             h = hl.nn.convolve(conv, h, block, layer=layer)
+        ...             h = h.relu() if layer == 0 else h
+        ...         return h[batch.output_idx]
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), splits={"train": [0, 2]}
+        ... )
+        >>> for batch in hl.FullBatch(num_shards=2, partition="range").loader(data, num_layers=2):
+        ...     print(Net()(batch).shape)
+        torch.Size([2, 2])
     """
     if block.convs is not None:
         return block.convs.run(conv, h, x0)

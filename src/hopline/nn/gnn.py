@@ -7,6 +7,7 @@ over them. The maths is stated once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -281,8 +282,10 @@ class GNN(nn.Module):
         """Layer `l` on a block: the state of its sources to the state of its destinations."""
         if block.between is not None:
             block.between.before(l, self, state, block)
+        # A single row, or none, has no variance; where ranks sum their statistics, all of them must take part.
+        alone = block.num_dst <= 1 and not (block.convs is not None and block.convs.over_ranks)
         with (
-            running_statistics([self.convs[l], self.norms[l]], only_if=block.num_dst == 1),
+            running_statistics([self.convs[l], self.norms[l]], only_if=alone),
             empty_rows_left_out([self.convs[l], self.norms[l]], block),
         ):
             return self._layer(l, state, block)
@@ -348,11 +351,13 @@ class GNN(nn.Module):
         """Outputs for the batch's seeds: [num_seeds, ...]."""
         if len(batch.blocks) != self.num_layers:
             raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
-        with empty_rows_left_out([] if self.encoder is None else [self.encoder], batch.blocks[0]):
-            state = self.encode(batch.input_rows, batch.input_keys, batch.key)
-        for l, block in enumerate(batch.blocks):
-            state = self.layer(l, state, block)
-        out = self.decode(state)
+        convs = batch.blocks[0].convs
+        with nullcontext() if convs is None else convs.norms():
+            with empty_rows_left_out([] if self.encoder is None else [self.encoder], batch.blocks[0]):
+                state = self.encode(batch.input_rows, batch.input_keys, batch.key)
+            for l, block in enumerate(batch.blocks):
+                state = self.layer(l, state, block)
+            out = self.decode(state)
         return out if batch.output_idx is None else out[batch.output_idx]
 
     def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor, relu_later: bool = False) -> Tensor:

@@ -27,6 +27,7 @@ from hopline.nn.whole_module import as_walkable
 from hopline.run.models import make_model
 from hopline.run.settings import InferConfig, RunConfig, load_trusted
 from hopline.run.train import load_weights, open_data
+from hopline.shards.all_shards import join_shards
 from hopline.shards.data import ShardedData, open_sharded
 from hopline.shards.shard import is_shards
 from hopline.training.evaluation import hops_of
@@ -87,6 +88,8 @@ def _open(settings: RunConfig, config: InferConfig, world: World) -> Dataset:
         )
     elif world.size == 1 and config.inference == "exact":
         data = AllShards(settings.data, split=settings.split)
+    elif world.size == 1:
+        data = join_shards(settings.data, split=settings.split)
     else:
         if config.folder is not None:
             raise ValueError("folder= is for one process, which goes over all shards: leave out devices= or folder=")

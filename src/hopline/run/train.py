@@ -30,6 +30,7 @@ from hopline.run.settings import (
     RunConfig,
     load_config,
 )
+from hopline.shards.all_shards import join_shards
 from hopline.shards.data import open_sharded
 from hopline.shards.shard import is_shards
 from hopline.training import checkpoint
@@ -152,20 +153,27 @@ def _from_plain(done: dict[str, Any]) -> Run:
 def _open_together(config: RunConfig, world: World) -> Dataset:
     """The run's dataset, one copy of it per host; what has to be downloaded or converted is so once."""
     if is_shards(config.data):
-        if config.symmetrize or config.features != "given":
-            raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
-        if isinstance(config.split, tuple):
-            shares = ",".join(f"{share:g}" for share in config.split)
-            raise ValueError(
-                f"{config.data} is cut already, so no split can be drawn: type `hopline convert DATASET FOLDER "
-                f"split={shares}` and cut FOLDER by `hopline partition`, or leave split= out"
-            )
-        return open_sharded(config.data, world, split=config.split)
+        return _open_shards(config, world)
     data = open_data(config) if world.local_rank == 0 else None
     mapped = world.broadcast_object(data is not None and data.folder is not None)  # all hosts wait for the first rank
     if not mapped:
         return share(data, world)
     return data if data is not None else open_data(config)
+
+
+def _open_shards(config: RunConfig, world: World) -> Dataset:
+    """A folder of shards: each rank has one of them, or one process all."""
+    if config.symmetrize or config.features != "given":
+        raise ValueError(f"{config.data} is cut already: leave out symmetrize= and features=, or cut it with them")
+    if isinstance(config.split, tuple):
+        shares = ",".join(f"{share:g}" for share in config.split)
+        raise ValueError(
+            f"{config.data} is cut already, so no split can be drawn: type `hopline convert DATASET FOLDER "
+            f"split={shares}` and cut FOLDER by `hopline partition`, or leave split= out"
+        )
+    if world.size == 1:
+        return join_shards(config.data, split=config.split)
+    return open_sharded(config.data, world, split=config.split)
 
 
 @contextlib.contextmanager
@@ -231,7 +239,9 @@ def _without(config: RunConfig, any_method: bool) -> RunConfig:
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """The run's dataset, its rows as the run wants them."""
+    """The run's dataset in one process, its rows as the run wants them."""
+    if is_shards(config.data):
+        return _open_shards(config, World.alone())
     if isinstance(config.split, tuple):
         data = random_split(open_dataset(config.data, **config.conversion), config.split)
     else:

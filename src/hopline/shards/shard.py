@@ -301,6 +301,7 @@ def check_fits(shard: Shard, channel: Channel) -> None:
         raise ValueError(
             f"there are {shard.num_shards} shards and {channel.size} processes: start one process per shard "
             f"(devices={shard.num_shards}), or cut the dataset again with shards={channel.size}"
+            + (", or open all of them by hl.shards.join(folder)" if channel.size == 1 else "")
         )
     if shard.rank != channel.rank:
         raise ValueError(f"rank {channel.rank} has shard {shard.rank}: open shard {channel.rank} there")

@@ -53,6 +53,9 @@ class Returns(Protocol):
 class Transport(ABC):
     """One shard's way to the rows of the others."""
 
+    world: World | None = None
+    """The ranks between which rows travel, where it is known."""
+
     def __init__(self, layout: ShardLayout) -> None:
         self.layout = layout
         self.traffic: Counter[str] = Counter()
@@ -172,7 +175,6 @@ class P2PTransport(Transport):
     """
 
     own_group: Any = None
-    world: World | None = None
 
     def __init__(self, layout: ShardLayout, group: Any = None, world: World | None = None) -> None:
         super().__init__(layout)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hopline.contract import Job, TrainStep
 from hopline.data.dataset import Dataset
@@ -21,6 +21,7 @@ def make_job(
     data: Dataset,
     *,
     model: GNN | Whole | None = None,
+    train_ids: Tensor | None = None,
     train_step: TrainStep | None = None,
     seed: int = 0,
     device: torch.device | None = None,
@@ -30,7 +31,8 @@ def make_job(
 ) -> Job:
     """The job of a user's module on a dataset.
 
-    model: as the library runs the module, if it is known. train_step: None for the usual loss of the task.
+    model: as the library runs the module, if it is known. train_ids: None for the training split. train_step: None for
+    the usual loss of the task.
     """
     step = supervised(data.task, data.num_classes) if train_step is None else checked(train_step)
     device = torch.device("cpu") if device is None else device
@@ -38,7 +40,7 @@ def make_job(
         data=data,
         model=as_walkable(module) if model is None else model,
         module=module,
-        train_ids=data.train_ids,
+        train_ids=data.train_ids if train_ids is None else train_ids,
         train_step=step,
         usual_loss=train_step is None,
         seed=seed,

@@ -10,7 +10,7 @@ from torch import nn
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.shards.convs.norm import over_all_ranks
+from hopline.shards.convs.norm import norms_over_ranks
 from tests.helpers import randn
 
 ROWS = (5, 0, 12)
@@ -53,7 +53,7 @@ def one_rank(world: World) -> dict[str, list[Any]]:
     first = sum(ROWS[: world.rank])
     mine = slice(first, first + ROWS[world.rank])
     made = norm()
-    with over_all_ranks(world):
+    with norms_over_ranks(world):
         found = through(made, randn(sum(ROWS), 4)[mine], randn(sum(ROWS), 4, seed=1)[mine])
     world.sum_gradients(made.parameters())  # as the trainer does
     gathered = {}
@@ -72,5 +72,5 @@ def test_rows_gradients_and_running_statistics():
 
 
 def test_one_process_is_left_alone():
-    with over_all_ranks(World.alone()):
+    with norms_over_ranks(World.alone()):
         assert torch.equal(norm()(randn(6, 4)), norm()(randn(6, 4)))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hopline.contract import Budget, Job, Method, Outline, Plan, Work
 from hopline.data.placement_settings import Placement, with_graph_on_host
 from hopline.util.config import Removed, check_fields, settings
+
+if TYPE_CHECKING:  # loaders need torch; the settings do not
+    import torch
+    from torch import Tensor, nn
+
+    from hopline.data.dataset import Dataset
+    from hopline.distributed.world import World
+    from hopline.methods.full_batch.loader import FullBatchLoader
+    from hopline.shards.shard import Shard
 
 Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
 
@@ -88,3 +97,25 @@ class FullBatch(Method):
         from hopline.methods.full_batch.work import bind
 
         return bind(self, job)
+
+    def loader(
+        self,
+        data: Dataset | Shard,
+        ids: Tensor | str = "train",
+        *,
+        model: nn.Module | None = None,
+        num_layers: int | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        world: World | None = None,
+    ) -> FullBatchLoader:
+        """The batches alone, for a loop of your own: `for batch in FullBatch(...).loader(data, model=model): ...`.
+
+        A batch has all nodes of this rank, a block per layer whose convs fetch the rows of other shards, and as seeds
+        the rank's nodes of `ids`. aggregation="auto" is "sequential" here, and "sweep" is refused.
+        model: a `GNN` or a PyG model; num_layers: in its place, of a module of your own (`hl.nn.convolve`).
+        data: a dataset, or a rank's shard of one. world: the ranks that share the graph (docs/own_loops.md).
+        """
+        from hopline.methods.full_batch.loader import make_loader
+
+        return make_loader(self, data, ids, model=model, num_layers=num_layers, seed=seed, device=device, world=world)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,27 +11,16 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.contract import Guard, Job, Plan, Unit, Work
-from hopline.core.batch import Batch, each_once
-from hopline.core.partition import Partition
-from hopline.core.row_handles import Rows
-from hopline.data.dataset import Dataset
-from hopline.distributed.all_to_all import Channel
-from hopline.distributed.world import World
-from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
+from hopline.core.batch import Batch
+from hopline.methods.full_batch.batches import Mode, ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.sweep import fill, go_back
 from hopline.methods.partitioned.trimming import NeededRows
-from hopline.methods.partitioned.work import PartsSpec, PartsWork, partition_together
+from hopline.methods.partitioned.work import PartsSpec, PartsWork
 from hopline.nn.gnn import GNN
-from hopline.nn.row_wise import described, mixing_in_training
 from hopline.nn.whole_module import Whole
-from hopline.shards.convs.norm import over_all_ranks
-from hopline.shards.convs.runner import ShardConvs
-from hopline.shards.convs.trimming import trimmed_convs
+from hopline.shards.convs.norm import norms_over_ranks
 from hopline.shards.data import ShardedData
-from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
-from hopline.shards.transports import LocalTransport, P2PTransport, Transport
-from hopline.tables import Table
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_on_pieces import batch_of_seeds, loss_at
 from hopline.units.watched_unit import WatchedUnit
@@ -46,27 +35,9 @@ def bind(method: FullBatch, job: Job) -> Work:
             f"{type(model.module).__name__} is not made of layers, of which each goes over all shards: use "
             "hl.nn.GNN, or a PyG model such as GCN"
         )
-    about = (job.data.num_features, _edge_arrays(job.data))
-    model.check_blocks(*about)
-    if job.world.size == 1 and method.num_shards > job.data.num_nodes:
-        raise ValueError(
-            f"num_shards={method.num_shards} is more than the {job.data.num_nodes} nodes: make it {job.data.num_nodes} "
-            "or less"
-        )
-    if method.compress != "none" and job.world.size == 1:
-        raise ValueError("compress= is about rows that travel between ranks: set devices=2 or more, or leave it out")
-    if job.world.size > 1 and (found := mixing_in_training(model, *about, over_ranks=True)) is not None:
-        raise ValueError(
-            f"{described(found)} mixes rows in training, and a rank has only its own: use BatchNorm or "
-            "LayerNorm(..., mode='node'), or devices=1"
-        )
-    mixing = mixing_in_training(model, *about)
-    if method.trim and mixing is not None:
-        raise ValueError(
-            f"{described(mixing)} looks at all rows at once, as batch norms do, and trim=true leaves some out: set "
-            "trim=false, or norm=layer"
-        )
-    chosen = _choose_aggregation(method, job, None if mixing is None else described(mixing))
+    check_settings(method, job.data, job.world)
+    mixing = check_model(method, model, job.data, job.world)
+    chosen = _choose_aggregation(method, job, mixing)
     if chosen == "sweep":
         return SweepWork(job, model, method)
     return ShardedWork(job, model, method, chosen)
@@ -95,10 +66,6 @@ def _choose_aggregation(
 
 def _num_shards(method: FullBatch, job: Job) -> int:
     return job.world.size if job.world.size > 1 else method.num_shards
-
-
-def _edge_arrays(data: Dataset) -> Mapping[str, Tensor]:
-    return data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
 
 
 class SweepWork(Work):
@@ -160,28 +127,13 @@ class SweepUnit(Unit):
 class ShardedWork(Work):
     """All own rows of a layer at once; those of other shards come one shard at a time, or all together."""
 
-    def __init__(
-        self, job: Job, model: GNN, method: FullBatch, mode: Literal["sequential", "stored", "one_shot"]
-    ) -> None:
-        self.job, self.model = job, model
-        device, self.channel = job.device, None
-        if job.world.size > 1:
-            self.channel = Channel(job.world)
-            self.channel.check_same(_common(job, model, method), "the method, the seed, the dataset or the layers")
-        self.tables, transport, ids, self.y = self._opened(method)
-        self.rows = torch.arange(ids.numel()) if isinstance(job.data, ShardedData) else ids
-        is_training = torch.zeros(job.data.num_nodes, dtype=torch.bool)
-        is_training[job.train_ids.cpu()] = True
-        self.output_idx = is_training[ids].nonzero().view(-1)
-        self.transport = transport
-        whole = ShardConvs.of(transport.layout, transport, mode=mode)
-        if method.trim:
-            trimmed = trimmed_convs(whole, is_training[ids], model.num_layers, device, mode=mode)
-            self.blocks = tuple(convs.block() for convs in trimmed)
-        else:
-            self.blocks = (whole.to(device).block(),) * model.num_layers
-        self.seeds = ids[self.output_idx]
-        self.total = job.train_ids.numel()
+    def __init__(self, job: Job, model: GNN, method: FullBatch, mode: Mode) -> None:
+        self.job = job
+        layers = [type(conv).__name__ for conv in model.convs]
+        self.batches = ShardBatches(
+            job.data, job.train_ids, method, mode, model.num_layers,
+            seed=job.seed, device=job.device, world=job.world, common=[layers, job.bf16],
+        )  # fmt: skip
         self.agreed = False
         self.guard: Guard | None = None
         self.step_bytes = 0.0  # what a plan promised of a step
@@ -191,56 +143,21 @@ class ShardedWork(Work):
         self.guard, self.step_bytes = guard, plan.step_bytes
         return self
 
-    def _opened(self, method: FullBatch) -> tuple[dict[str, Table], Transport, Tensor, Tensor | None]:
-        """(tables, transport, the own nodes' ids, their labels)."""
-        job, data, world = self.job, self.job.data, self.job.world
-        if isinstance(data, ShardedData):
-            layout = data.shard.layout
-            transport = _between_ranks(layout, method, world) if world.size > 1 else LocalTransport(layout)
-            return dict(data.shard.tables), transport, layout.own_ids, data.shard.y
-        num_shards = world.size if world.size > 1 else method.num_shards
-        partition = _cut(job, method, num_shards)
-        if world.size == 1:
-            layout = virtual_layout(data.graph, partition)
-            transport: Transport = LocalTransport(layout)
-        else:
-            layout = shard_layouts(data.graph, partition)[world.rank]
-            transport = _between_ranks(layout, method, world)
-        y = None if data.y is None else ops.gather_rows(data.y, layout.own_ids.to(data.y.device))
-        return dict(data.tables), transport, layout.own_ids, y
-
     def agree(self) -> None:
         """Ranks must have the same model, and begin with the first one's weights."""
         model = self.job.module
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        assert self.channel is not None
-        self.channel.check_same(repr([(n, tuple(t.shape), t.dtype) for n, t in tensors]).encode(), "the model")
+        assert self.batches.channel is not None
+        self.batches.channel.check_same(repr([(n, tuple(t.shape), t.dtype) for n, t in tensors]).encode(), "the model")
         self.job.world.broadcast_tensors(t.data for _, t in tensors)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        if self.channel is not None and not self.agreed:
+        if self.batches.channel is not None and not self.agreed:
             self.agree()
             self.agreed = True
         if not done:
             unit = ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
             yield unit if self.guard is None else WatchedUnit(unit, self.guard, self.step_bytes)
-
-    def batch(self, key: int | None) -> Batch:
-        """All own nodes; the seeds are those that train."""
-        device = self.job.device
-        blocks = each_once(self.blocks, lambda block: replace(block, key=key))
-
-        def rows_of(table: Table) -> Rows | Tensor:
-            if device.type == "cpu":
-                return Rows(table, self.rows)
-            near = table.tiers(device) is not None
-            return Rows(table, self.rows.to(device)) if near else table.read(self.rows).to(device)
-
-        found = {name: rows_of(table) for name, table in self.tables.items()}
-        y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)
-        x = found.pop("x", None)
-        seeds, output_idx = self.seeds.to(device), self.output_idx.to(device)
-        return Batch(seeds, blocks, x, y, found, key, self.total, output_idx)
 
 
 @dataclass(eq=False)
@@ -252,42 +169,42 @@ class ShardedUnit(Unit):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return self.work.seeds.numel()
+        return self.work.batches.seeds.numel()
 
     @property
     def total_size(self) -> int:
-        return self.work.total
+        return self.work.batches.total
 
     def forward_backward(self, total: float) -> Tensor:
-        job, batch = self.work.job, self.work.batch(self.key)
+        job, batch = self.work.job, self.work.batches.batch(self.key)
         if job.world.size > 1 and not job.usual_loss:
             return self._by_all_ranks(batch, total)
-        with autocast(job), over_all_ranks(job.world):
+        with autocast(job), norms_over_ranks(job.world):
             with trace.span("forward", job.device):
                 # A rank without seeds takes part: others wait for its rows and its gradients.
                 loss = job.train_step(job.model, batch) if self.size else job.model(batch).sum() * 0
             with trace.span("backward", job.device):
                 (loss * (max(1, self.size) / total)).backward()
-        self.work.transport.end_step()
+        self.work.batches.transport.end_step()
         return loss.detach() * self.size
 
     def _by_all_ranks(self, batch: Batch, total: float) -> Tensor:
         """The same, for a loss of the user's own: every rank computes it over the training nodes of all ranks."""
         work, job = self.work, self.work.job
-        assert work.channel is not None
-        with autocast(job), over_all_ranks(job.world):
+        assert work.batches.channel is not None
+        with autocast(job), norms_over_ranks(job.world):
             with trace.span("forward", job.device):
                 outputs = job.model(batch)
             # Random numbers of the loss are the same on all ranks, and those of the model go on as they would.
             with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []):
                 torch.manual_seed(self.key)
                 found = loss_at(job, self._of_all_ranks(batch), self._gathered(outputs.detach()), 1 / total)
-            first = int(work.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
+            first = int(work.batches.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
             with trace.span("backward", job.device):
                 (outputs * found.given[first : first + self.size]).sum().backward()
         found.add_to_parameters(1 / job.world.size)  # gradients are summed over the ranks, and all have these
-        work.transport.end_step()
-        return found.summed * (self.size / work.total)
+        work.batches.transport.end_step()
+        return found.summed * (self.size / work.batches.total)
 
     def _of_all_ranks(self, batch: Batch) -> Batch:
         y = None if batch.y is None else self._gathered(batch.y)
@@ -295,23 +212,5 @@ class ShardedUnit(Unit):
 
     def _gathered(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, one rank after the other."""
-        assert self.work.channel is not None
-        return self.work.channel.all(rows.cpu()).to(rows.device)
-
-
-def _between_ranks(layout: ShardLayout, method: FullBatch, world: World) -> Transport:
-    kinds = COMPRESSED[method.compress]
-    return HalfPrecisionTransport(layout, world, kinds) if kinds else P2PTransport(layout, world=world)
-
-
-def _common(job: Job, model: GNN, method: FullBatch) -> bytes:
-    """What decides which messages the ranks exchange."""
-    layers, data = [type(conv).__name__ for conv in model.convs], job.data
-    found = [repr(method), job.seed, data.num_nodes, data.num_edges, layers, int(job.train_ids.sum()), job.bf16]
-    if not isinstance(data, ShardedData):  # else the cuts were compared
-        found += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
-    return repr(found).encode()
-
-
-def _cut(job: Job, method: FullBatch, num_shards: int) -> Partition:
-    return partition_together(job, num_shards, method.partition)
+        assert self.work.batches.channel is not None
+        return self.work.batches.channel.all(rows.cpu()).to(rows.device)

@@ -11,6 +11,12 @@ from hopline.data.placement_settings import Placement, with_graph_on_host
 from hopline.util.config import Removed, check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
+    import torch
+    from torch import Tensor, nn
+
+    from hopline.data.dataset import Dataset
+    from hopline.distributed.world import World
+    from hopline.methods.historical.loader import HistoricalLoader
     from hopline.methods.historical.work import HistoricalWork
 
 FRESH_TABLES = "set refresh_every=1, which makes the tables exact at the beginning of every epoch"
@@ -140,3 +146,24 @@ class Historical(Method):
             raise ValueError("method=historical makes its batches on the host: give it a graph that is there")
         job.model.check_blocks(job.data.num_features, job.data.graph.edge)
         return HistoricalWork(job, job.model, self)
+
+    def loader(
+        self,
+        data: Dataset,
+        ids: Tensor | str = "train",
+        *,
+        model: nn.Module,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        world: World | None = None,
+    ) -> HistoricalLoader:
+        """The batches alone, for a loop of your own: `for batch in Historical(...).loader(data, model=model): ...`.
+
+        Calling the model with a batch pulls stored rows of its halo between layers. `batch.commit()`, after the
+        optimizer's step, pushes the rows of its own nodes.
+        model: a `GNN` or a PyG model, whose weights fill the tables where `warm_up` or `refresh_every` ask for it.
+        world: the ranks that take their turns together (docs/own_loops.md).
+        """
+        from hopline.methods.historical.loader import make_loader
+
+        return make_loader(self, data, ids, model=model, seed=seed, device=device, world=world)

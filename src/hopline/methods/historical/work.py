@@ -129,6 +129,10 @@ class HistoricalWork(PartsWork, Work):
             self.drift.end_step()
         self.drift.end_epoch()
 
+    def num_learning(self, epoch: int) -> int:
+        """Units of an epoch: the turns at which some rank has seeds."""
+        return sum(self.method.compensate or any(map(self._num_seeds, turn)) for turn in self.parts.turns_of(epoch))
+
     def _begin(self) -> None:
         """Leave nothing of a run before: its rows are of other weights."""
         if self.filled:

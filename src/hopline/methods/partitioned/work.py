@@ -15,6 +15,8 @@ from hopline.core.batch import Batch, Block
 from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
 from hopline.device.row_mover import RowMover
+from hopline.data.dataset import Dataset
+from hopline.distributed.world import World
 from hopline.inference import evaluating
 from hopline.layerwise.engine import Piece, Recorder, layer_rows
 from hopline.methods.partitioned.batches import PartBatches
@@ -51,7 +53,9 @@ class PartsWork:
     def __init__(self, job: Job, model: GNN, spec: PartsSpec, partition: Partition | None = None) -> None:
         self.job, self.model, self.spec = job, model, spec
         self.shares = Shares.of(job.world, spec.num_parts)
-        self.partition = partition or partition_together(job, spec.num_parts, spec.partition)
+        self.partition = partition or partition_together(
+            job.data, spec.num_parts, spec.partition, seed=job.seed, world=job.world
+        )
         self.parts = self._new_parts()
         self.owners = Owners(job.world, self.shares, self.partition.ptr)
         self.batches = self._new_batches()
@@ -151,16 +155,14 @@ class PartsWork:
         return next(p.dtype for p in self.model.parameters())
 
 
-def partition_together(job: Job, num_parts: int, how: str) -> Partition:
+def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, world: World) -> Partition:
     """The first rank divides the graph for all."""
-    world, problem = job.world, ""
-    part_of = torch.empty(job.data.num_nodes, dtype=torch.int32)
+    problem = ""
+    part_of = torch.empty(data.num_nodes, dtype=torch.int32)
     try:
         if world.rank == 0:
-            labels = _labels(job) if how == "labels" else None
-            made = make_partition(
-                job.data.graph, num_parts, how=how, seed=job.seed, labels=labels, cache=_cache_of(job)
-            )
+            labels = _labels(data) if how == "labels" else None
+            made = make_partition(data.graph, num_parts, how=how, seed=seed, labels=labels, cache=_cache_of(data))
             if world.size == 1:
                 return made
             part_of = made.part_of
@@ -174,13 +176,13 @@ def partition_together(job: Job, num_parts: int, how: str) -> Partition:
     return Partition(part_of, num_parts, how)
 
 
-def _labels(job: Job) -> Tensor:
-    y = job.data.y
+def _labels(data: Dataset) -> Tensor:
+    y = data.y
     if y is None or y.dim() != 1 or y.is_floating_point():
         raise ValueError("partition=labels takes the classes for the parts, and there are none: choose another one")
     return y.cpu()
 
 
-def _cache_of(job: Job) -> Path | None:
+def _cache_of(data: Dataset) -> Path | None:
     """Partitions of a dataset that lies in a folder are kept beside it."""
-    return None if job.data.folder is None else job.data.folder / "partitions"
+    return None if data.folder is None else data.folder / "partitions"

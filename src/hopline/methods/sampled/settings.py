@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.distributed.world import World
     from hopline.methods.sampled.loader import Loader
     from hopline.methods.sampled.on_shards import CollectiveLoader
+    from hopline.shards.data import ShardedData
     from hopline.shards.shard import Shard
 
 FIRST_FANOUTS = (15, 10, 5)
@@ -124,6 +125,17 @@ class Sampled(Method):
     @overload
     def loader(
         self,
+        data: Shard | ShardedData,
+        ids: Tensor | str = ...,
+        *,
+        seed: int = ...,
+        device: torch.device | str = ...,
+        model: nn.Module | None = ...,
+        world: World | None = ...,
+    ) -> CollectiveLoader: ...
+    @overload
+    def loader(
+        self,
         data: Dataset,
         ids: Tensor | str = ...,
         *,
@@ -132,17 +144,6 @@ class Sampled(Method):
         model: nn.Module | None = ...,
         world: World | None = ...,
     ) -> Loader: ...
-    @overload
-    def loader(
-        self,
-        data: Shard,
-        ids: Tensor | str = ...,
-        *,
-        seed: int = ...,
-        device: torch.device | str = ...,
-        model: nn.Module | None = ...,
-        world: World | None = ...,
-    ) -> CollectiveLoader: ...
 
     def loader(
         self,

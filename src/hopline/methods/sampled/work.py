@@ -72,6 +72,9 @@ def make_loader(
     world: World | None,
 ) -> Loader | CollectiveLoader:
     """The batches alone; `Sampled.loader` says what the arguments are."""
+    if isinstance(data, ShardedData):
+        world = data.channel.world if world is None else world
+        data = data.shard
     if isinstance(data, Shard):
         one_list = model is not None and isinstance(as_walkable(model), Whole)
         return CollectiveLoader(data, ids, method, seed, device, world, one_list=one_list)

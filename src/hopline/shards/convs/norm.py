@@ -15,10 +15,21 @@ from hopline.distributed.world import World
 from hopline.nn.norms import OwnStatistics
 
 
-def over_all_ranks(world: World) -> AbstractContextManager[Any]:
-    """Within, batch norms in training, also those inside convs, are those of all ranks' rows together.
+def norms_over_ranks(world: World) -> AbstractContextManager[Any]:
+    """Within, batch norms in training are those of all ranks' rows together, also those inside convs.
 
-    Every rank must run the same ones in the same order, forward and backward; in evaluation nothing changes.
+    The Trainer, `hl.nn.GNN` and `hl.nn.as_walkable(model)` do it by themselves. A module of your own, called with the
+    batches of `hl.FullBatch(...).loader(...)`, is to be called within. Every rank must run the same norms in the same
+    order, forward and backward. In evaluation, and in a single process, nothing changes.
+
+    Args:
+        world: The ranks.
+
+    Example:
+        >>> norm = torch.nn.BatchNorm1d(2)
+        >>> with hl.shards.norms_over_ranks(hl.extend.World.alone()):
+        ...     norm(torch.ones(3, 2)).shape
+        torch.Size([3, 2])
     """
     return nullcontext() if world.size == 1 else OwnStatistics(partial(_of_all_ranks, world))
 

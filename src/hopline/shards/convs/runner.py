@@ -8,6 +8,7 @@ itself in none of them is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self, get_args
@@ -23,6 +24,7 @@ from hopline.nn.fused import dtype_of
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of, without_caches
 from hopline.shards.convs.edges import Edges, gcn_edges, loop_attributes, to_keep
 from hopline.shards.convs.messages import CannotSplit
+from hopline.shards.convs.norm import norms_over_ranks
 from hopline.shards.convs.patch_message_passing import Mode, on_shard
 from hopline.shards.layout import ShardLayout, slab_layout
 from hopline.shards.transports import LocalTransport, Transport
@@ -99,6 +101,13 @@ class ShardConvs(ConvRunner):
     @cached_property
     def _norms(self) -> dict[Any, Tensor]:
         return {}
+
+    @property
+    def over_ranks(self) -> bool:  # type: ignore[override]
+        return self.transport.world is not None and self.transport.world.size > 1
+
+    def norms(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.transport.world is None else norms_over_ranks(self.transport.world)
 
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
         return run_conv(conv, h, self, x0)

@@ -1,0 +1,147 @@
+"""The batch of a full-batch step over shards: a rank's own nodes, whose convs fetch the rows of other shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hopline import ops
+from hopline.core.batch import Batch, each_once
+from hopline.core.row_handles import Rows
+from hopline.data.dataset import Dataset
+from hopline.distributed.all_to_all import Channel
+from hopline.distributed.world import World
+from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.partitioned.work import partition_together
+from hopline.nn.gnn import GNN
+from hopline.nn.row_wise import described, mixing_in_training
+from hopline.shards.convs.runner import ShardConvs
+from hopline.shards.convs.trimming import trimmed_convs
+from hopline.shards.data import ShardedData
+from hopline.shards.layout import ShardLayout, shard_layouts, virtual_layout
+from hopline.shards.transports import LocalTransport, P2PTransport, Transport
+from hopline.tables import Table
+
+Mode = Literal["sequential", "stored", "one_shot"]
+
+
+def check_settings(method: FullBatch, data: Dataset, world: World) -> None:
+    """Refuse settings that do not go with the graph or the ranks."""
+    if world.size == 1 and method.num_shards > data.num_nodes:
+        raise ValueError(
+            f"num_shards={method.num_shards} is more than the {data.num_nodes} nodes: make it {data.num_nodes} or less"
+        )
+    if method.compress != "none" and world.size == 1:
+        raise ValueError("compress= is about rows that travel between ranks: set devices=2 or more, or leave it out")
+
+
+def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> str | None:
+    """Refuse a model whose gradients would not be exact; returns what of it looks at all rows at once, by name."""
+    edge = data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
+    about = (data.num_features, edge)
+    model.check_blocks(*about)
+    if world.size > 1 and (part := mixing_in_training(model, *about, over_ranks=True)) is not None:
+        raise ValueError(
+            f"{described(part)} mixes rows in training, and a rank has only its own: use BatchNorm or "
+            "LayerNorm(..., mode='node'), or devices=1"
+        )
+    mixing = mixing_in_training(model, *about)
+    if method.trim and mixing is not None:
+        raise ValueError(
+            f"{described(mixing)} looks at all rows at once, as batch norms do, and trim=true leaves some out: set "
+            "trim=false, or norm=layer"
+        )
+    return None if mixing is None else described(mixing)
+
+
+class ShardBatches:
+    """Makes the batches of one rank: all its nodes, of which the seeds are those of `ids`.
+
+    Ranks make one together. common: what must be the same on all of them, beside data, method and ids.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        ids: Tensor,
+        method: FullBatch,
+        mode: Mode,
+        num_layers: int,
+        *,
+        seed: int,
+        device: torch.device,
+        world: World,
+        common: Sequence[object] = (),
+    ) -> None:
+        self.data, self.method, self.seed, self.device, self.world = data, method, seed, device, world
+        self.channel: Channel | None = None
+        if world.size > 1:
+            self.channel = Channel(world)
+            shared = repr([*common, num_layers, *self._facts(ids)]).encode()
+            self.channel.check_same(shared, "the method, the seed, the dataset or the layers")
+        self.tables, self.transport, own, self.y = self._opened()
+        self.rows = torch.arange(own.numel()) if isinstance(data, ShardedData) else own
+        is_seed = torch.zeros(data.num_nodes, dtype=torch.bool)
+        is_seed[ids.cpu()] = True
+        self.output_idx = is_seed[own].nonzero().view(-1)
+        self.seeds = own[self.output_idx]
+        self.total = ids.numel()
+        whole = ShardConvs.of(self.transport.layout, self.transport, mode=mode)
+        if method.trim:
+            trimmed = trimmed_convs(whole, is_seed[own], num_layers, device, mode=mode)
+            self.blocks = tuple(convs.block() for convs in trimmed)
+        else:
+            self.blocks = (whole.to(device).block(),) * num_layers
+
+    def _facts(self, ids: Tensor) -> list[object]:
+        """What decides which messages the ranks exchange."""
+        data = self.data
+        facts = [repr(self.method), self.seed, data.num_nodes, data.num_edges, int(ids.sum())]
+        if not isinstance(data, ShardedData):  # else the cuts were compared
+            facts += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
+        return facts
+
+    def _opened(self) -> tuple[dict[str, Table], Transport, Tensor, Tensor | None]:
+        """(tables, transport, the own nodes' ids, their labels)."""
+        data, method, world = self.data, self.method, self.world
+        if isinstance(data, ShardedData):
+            layout = data.shard.layout
+            transport = _between_ranks(layout, method, world) if world.size > 1 else LocalTransport(layout)
+            return dict(data.shard.tables), transport, layout.own_ids, data.shard.y
+        num_shards = world.size if world.size > 1 else method.num_shards
+        partition = partition_together(data, num_shards, method.partition, seed=self.seed, world=world)
+        if world.size == 1:
+            layout = virtual_layout(data.graph, partition)
+            transport: Transport = LocalTransport(layout)
+        else:
+            layout = shard_layouts(data.graph, partition)[world.rank]
+            transport = _between_ranks(layout, method, world)
+        y = None if data.y is None else ops.gather_rows(data.y, layout.own_ids.to(data.y.device))
+        return dict(data.tables), transport, layout.own_ids, y
+
+    def batch(self, key: int | None) -> Batch:
+        """All own nodes. key: of the step's random draws."""
+        device = self.device
+        blocks = each_once(self.blocks, lambda block: replace(block, key=key))
+
+        def rows_of(table: Table) -> Rows | Tensor:
+            if device.type == "cpu":
+                return Rows(table, self.rows)
+            near = table.tiers(device) is not None
+            return Rows(table, self.rows.to(device)) if near else table.read(self.rows).to(device)
+
+        tables = {name: rows_of(table) for name, table in self.tables.items()}
+        y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)
+        x = tables.pop("x", None)
+        seeds, output_idx = self.seeds.to(device), self.output_idx.to(device)
+        return Batch(seeds, blocks, x, y, tables, key, self.total, output_idx)
+
+
+def _between_ranks(layout: ShardLayout, method: FullBatch, world: World) -> Transport:
+    kinds = COMPRESSED[method.compress]
+    return HalfPrecisionTransport(layout, world, kinds) if kinds else P2PTransport(layout, world=world)

@@ -1,0 +1,134 @@
+"""The batches of full batch over shards, for a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hopline import ops
+from hopline.core.batch import Batch
+from hopline.data.dataset import Dataset
+from hopline.distributed.world import World
+from hopline.methods.full_batch.batches import Mode, ShardBatches, check_model, check_settings
+from hopline.methods.full_batch.settings import FullBatch
+from hopline.methods.partitioned.seeds import find_seeds
+from hopline.nn.gnn import GNN
+from hopline.nn.whole_module import as_walkable, is_layered, tell_calls, unwrapped
+from hopline.shards.data import ShardedData
+from hopline.shards.shard import Shard
+
+
+class FullBatchLoader:
+    """One batch per epoch: all nodes of this rank with all their in-edges. Iterating gives epoch after epoch.
+
+    Usually made by `hl.FullBatch(...).loader(data, model=model)`. The blocks of a batch run convs over shards: rows of
+    other shards come while a conv runs, one shard at a time with `aggregation="sequential"`, and again in backward.
+
+    The seeds of a batch are the rank's own nodes of `ids`, and `batch.total_seeds` counts those of all ranks: divide a
+    summed loss by it, and sum the gradients over the ranks. Every rank makes a loader, takes as many batches as the
+    others, and calls the model and backward on each of them, also where it has no seeds.
+
+    Args:
+        data: A dataset, of which every rank has all, or this rank's shard.
+        ids: [n] int64 nodes whose outputs are wanted, the same on every rank.
+        method: The aggregation, the cut and `trim`.
+        num_layers: Blocks of a batch.
+        seed: Of the cut, and with the epoch of every random draw.
+        device: Where batches come.
+        world: The ranks. Default: this process alone.
+
+    Raises:
+        ValueError: `aggregation` is "sweep", a setting does not go with the graph or the ranks, or ranks differ in
+            what they were given.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(
+        ...     torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4), y=torch.tensor([0, 1, 0, 1]),
+        ...     splits={"train": [0, 1, 2]},
+        ... )
+        >>> model = hl.nn.GNN([SAGEConv(4, 8), SAGEConv(8, 2)])
+        >>> loader = hl.FullBatch(num_shards=2, partition="range").loader(data, model=model)
+        >>> for batch in loader:
+        ...     torch.nn.functional.cross_entropy(model(batch), batch.labels).backward()
+        >>> len(loader), batch.seeds.tolist(), len(batch.blocks)
+        (1, [0, 1, 2], 2)
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        ids: Tensor,
+        method: FullBatch,
+        num_layers: int,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        world: World | None = None,
+    ) -> None:
+        chosen = method.aggregation
+        if chosen == "sweep":
+            raise ValueError(
+                "aggregation=sweep computes forward and backward by itself, part by part: train by hl.Trainer, or set "
+                "aggregation=sequential for a loop of your own"
+            )
+        mode: Mode = "sequential" if chosen == "auto" else chosen
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+        world = World.alone(device) if world is None else world
+        method = method.for_graph(data.num_nodes)
+        check_settings(method, data, world)
+        self.seed, self.world = seed, world
+        self._batches = ShardBatches(
+            data, ids, method, mode, num_layers, seed=seed, device=torch.device(device), world=world
+        )
+        self._next_epoch = 1
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        return self.epoch(epoch)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The batch of one epoch, counted from 1."""
+        yield self._batches.batch(ops.derive_key(self.seed, epoch, 0))
+        self._batches.transport.end_step()
+
+
+def make_loader(
+    method: FullBatch,
+    data: Dataset | Shard,
+    ids: Tensor | str,
+    *,
+    model: nn.Module | None,
+    num_layers: int | None,
+    seed: int,
+    device: torch.device | str,
+    world: World | None,
+) -> FullBatchLoader:
+    """The batches alone; `FullBatch.loader` says what the arguments are."""
+    if isinstance(data, Shard):
+        data = ShardedData(data, world)
+    chosen = find_seeds(data, ids)
+    if (model is None) == (num_layers is None):
+        raise ValueError(
+            "give model= that is made of layers (hl.nn.GNN, or a PyG model such as GCN), or num_layers= of a module of "
+            "your own, which runs its convs by hl.nn.convolve(conv, h, block)"
+        )
+    if model is not None:
+        inner = unwrapped(model)
+        if not is_layered(inner):
+            raise ValueError(
+                f"{type(inner).__name__} is not made of layers, of which each goes over all shards: give num_layers= "
+                "in place of model=, and run its convs by hl.nn.convolve(conv, h, block)"
+            )
+        tell_calls(inner)
+        walk = as_walkable(inner)
+        assert isinstance(walk, GNN)
+        check_model(method, walk, data, World.alone(device) if world is None else world)
+        num_layers = walk.num_layers
+    assert num_layers is not None
+    return FullBatchLoader(data, chosen, method, num_layers, seed, device, world)

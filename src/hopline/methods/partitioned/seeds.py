@@ -1,0 +1,25 @@
+"""The nodes that a loader of parts or shards is asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hopline.core.sampler import check_ids
+from hopline.data.dataset import Dataset
+
+
+def find_seeds(data: Dataset, ids: Tensor | str) -> Tensor:
+    """[n] int64: the nodes of a split, or those that are given, each once."""
+    if isinstance(ids, str):
+        if ids not in data.splits:
+            raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
+        seeds = data.splits[ids]
+    else:
+        seeds = torch.as_tensor(ids)
+        check_ids(seeds, data.num_nodes)
+    if seeds.numel() == 0:
+        raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
+    if seeds.unique().numel() < seeds.numel():
+        raise ValueError("the seeds must be distinct: pass each node id once, for example ids.unique()")
+    return seeds.long()

@@ -1,0 +1,87 @@
+"""A user's own loop over historical batches, and the Trainer's gradients at the same steps; alone and over ranks."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+import hopline as hl
+from hopline.distributed.world import World
+from tests.helpers import dataset_of, randn, random_graph
+
+DATA = dataset_of(random_graph(num_nodes=60, num_edges=300, loops=True), randn(60, 6))
+"""With loops, double edges, nodes without edges and parts without seeds."""
+EPOCHS = 3
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "pyg":
+        return pyg.GAT(6, 8, num_layers=3, out_channels=3, heads=2).double()
+    norm = "batch" if kind == "norm" else None
+    convs = [pyg.GCNConv(6, 8), pyg.SAGEConv(8, 8, aggr="max"), pyg.GCNConv(8, 3)]
+    return hl.nn.GNN(convs, dropout=0.3, norm=norm).double()
+
+
+def method_of(**settings: Any) -> hl.Historical:
+    return hl.Historical(**({"num_parts": 7, "parts_per_batch": 2, "partition": "range"} | settings))
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def own_loop(world: World, kind: str, accumulate: int = 1, **settings: Any) -> list[list[Tensor]]:
+    """The summed gradients of every step."""
+    model = model_of(kind)
+    walk = hl.nn.as_walkable(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = method_of(**settings).loader(DATA, model=model, seed=4, world=world)
+    steps = []
+    for _ in range(EPOCHS):
+        batches = iter(loader)
+        while group := list(islice(batches, accumulate)):
+            total = sum(batch.total_seeds or 0 for batch in group)
+            optimizer.zero_grad()
+            for batch in group:
+                (nn.functional.cross_entropy(walk(batch), batch.labels, reduction="sum") / total).backward()
+            world.sum_gradients(model.parameters())
+            steps.append(gradients_of(model))
+            optimizer.step()
+            for batch in group:
+                batch.commit()
+    return steps
+
+
+def trainers(world: World, kind: str, accumulate: int = 1, **settings: Any) -> list[list[Tensor]]:
+    """The same by the Trainer."""
+    steps = list[list[Tensor]]()
+
+    class Watched(hl.Trainer):
+        def make_optimizer(self) -> torch.optim.Optimizer:
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            optimizer.register_step_pre_hook(lambda *_: steps.append(gradients_of(self.model)))
+            return optimizer
+
+    options = {"epochs": EPOCHS, "seed": 4, "accumulate": accumulate, "show": False, "world": world}
+    Watched(model_of(kind), DATA, method_of(**settings), **options).fit()
+    return steps
+
+
+def difference(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
+    """The largest between two lists of steps, over all gradients."""
+    assert len(ours) == len(theirs) > 2
+    found = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        assert len(one) == len(other) > 0
+        found = max(found, *(float((a - b).abs().max()) for a, b in zip(one, other, strict=True)))
+    assert max(float(g.abs().max()) for g in theirs[-1]) > 1e-3
+    return found
+
+
+def on_ranks(world: World, cases: list[dict[str, Any]]) -> list[float]:
+    return [difference(own_loop(world, **case), trainers(world, **case)) for case in cases]

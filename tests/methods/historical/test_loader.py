@@ -1,0 +1,143 @@
+"""Historical batches in a loop of the user's own: the Trainer's gradients, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hopline as hl
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
+from tests.helpers import assert_close
+from tests.methods.historical.loops import DATA, difference, method_of, model_of, on_ranks, own_loop, trainers
+
+CASES: list[dict[str, Any]] = [
+    {"kind": "gnn"},
+    {"kind": "pyg", "refresh_every": 2},
+    {"kind": "norm", "lag": 1, "groups": "fixed"},
+    {"kind": "norm", "max_batches": 3},
+    {"kind": "gnn", "warm_up": False, "max_batches": 3, "edge_dropout": 0.2},
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, {"kind": "gnn", "accumulate": 2}], ids=str)
+def test_gradients_of_every_step_are_the_trainers(case: dict[str, Any]):
+    assert difference(own_loop(World.alone(), **case), trainers(World.alone(), **case)) < 1e-12
+
+
+def test_over_ranks_gradients_are_the_trainers():
+    found = run(on_ranks, LaunchSettings(devices=2, timeout_s=30), CASES)
+    assert max(found) < 1e-12
+
+
+def loader_of(model: nn.Module, ids: torch.Tensor | str = "train", **settings: Any) -> hl.HistoricalLoader:
+    return method_of(**settings).loader(DATA, ids, model=model)
+
+
+def train_epoch(model: nn.Module, loader: hl.HistoricalLoader, *, commits: bool = True) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch), batch.labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if commits:
+            batch.commit()
+    return losses
+
+
+def test_each_seed_is_trained_once_an_epoch_and_all_rows_are_pushed():
+    model = model_of("gnn")
+    loader = loader_of(model, torch.tensor([3, 59, 20]), warm_up=False)
+    assert len(loader) in (2, 3)
+    seen = []
+    for batch in loader:
+        seen += batch.seeds.tolist()
+        model(batch).sum().backward()
+        batch.commit()
+    assert sorted(seen) == [3, 20, 59]
+    assert (loader.work.histories.written >= 0).all()  # of parts without seeds too
+
+
+def test_tables_can_be_refreshed_read_and_kept():
+    model = model_of("gnn").eval()
+    loader = loader_of(model)
+    loader.refresh()
+    every = torch.arange(DATA.num_nodes)
+    batches = list(loader.reading(every))
+    order = torch.cat([batch.seeds for batch in batches]).argsort()
+    labels = torch.cat([batch.labels for batch in batches])[order]
+    assert torch.equal(labels, DATA.labels)
+    estimate = hl.infer.sampled(model, loader.reading(every))[order]
+    assert_close(estimate, hl.infer.exact(model, DATA))  # of exact tables
+
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    other = loader_of(model, refresh_every="evaluation")
+    assert loader.keep_rows is None
+    exact = hl.infer.exact(model, DATA, keep=other.keep_rows)
+    assert_close(hl.infer.sampled(model, other.reading(every))[order], exact)
+
+
+def test_it_goes_on_from_its_state():
+    whole = model_of("gnn")
+    loader = loader_of(whole)
+    expected = [train_epoch(whole, loader) for _ in range(3)]
+
+    first = model_of("gnn")
+    before = loader_of(first)
+    found = [train_epoch(first, before)]
+    again = model_of("gnn")
+    again.load_state_dict(first.state_dict())
+    after = loader_of(again)
+    after.load_state_dict(before.state_dict())
+    found += [train_epoch(again, after) for _ in range(2)]
+    assert found == expected
+
+
+def test_what_would_train_wrongly_is_refused():
+    model = model_of("gnn")
+    loader = loader_of(model)
+    train_epoch(model, loader, commits=False)
+    with pytest.raises(ValueError, match=r"no batch of the epoch before was committed.*call batch.commit\(\)"):
+        next(iter(loader))
+    batch = next(iter(loader_of(model)))
+    with pytest.raises(ValueError, match=r"no model was called with this batch: call model\(batch\) before"):
+        batch.commit()
+    model(batch)
+    batch.commit()
+    with pytest.raises(ValueError, match="was committed already"):
+        batch.commit()
+    with pytest.raises(ValueError, match=r"writes nothing: leave out batch.commit\(\)"):
+        next(loader_of(model).reading("test")).commit()
+    with pytest.raises(ValueError, match=r"compensate= adds terms to the loss.*hl.Trainer"):
+        loader_of(model, compensate=True)
+    with pytest.raises(ValueError, match=r"lipschitz= adds terms to the loss.*hl.Trainer"):
+        loader_of(model, lipschitz=0.1)
+    with pytest.raises(ValueError, match=r"there is no split 'trian': choose one of train, test"):
+        loader_of(model, "trian")
+    with pytest.raises(ValueError, match="the seeds must be distinct"):
+        loader_of(model, torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match="there are no seeds"):
+        loader_of(model, torch.tensor([], dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"0 to 59"):
+        loader_of(model, torch.tensor([60]))
+
+
+class OneModule(nn.Module):
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_model_without_layers_and_one_called_with_a_batch_are_told():
+    with pytest.raises(ValueError, match="OneModule is not made of layers"):
+        loader_of(OneModule())
+    model = model_of("pyg")
+    with pytest.raises(TypeError, match=r"call hl.nn.as_walkable\(model\)\(batch\)"):
+        model(next(iter(loader_of(model))))
