@@ -14,8 +14,8 @@ from hopline.contract import Job
 from hopline.core.batch import Batch, Block
 from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
-from hopline.device.row_mover import RowMover
 from hopline.data.dataset import Dataset
+from hopline.device.row_mover import RowMover
 from hopline.distributed.world import World
 from hopline.inference import evaluating
 from hopline.layerwise.engine import Piece, Recorder, layer_rows
