@@ -44,7 +44,7 @@ def train(world: hl.extend.World, name: str, epochs: int) -> dict[str, Any]:
     return {"losses": losses}
 
 
-def main(name: str = "demo", epochs: int = 20, devices: int = 1) -> dict[str, Any]:
+def main(name: str = "demo", epochs: int = 10, devices: int = 1) -> dict[str, Any]:
     return run(train, LaunchSettings(devices=devices), name, epochs)
 
 

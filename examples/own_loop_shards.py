@@ -21,15 +21,16 @@ def train(world: hl.extend.World, name: str, folder: str, epochs: int) -> dict[s
     model = hl.nn.GNN([SAGEConv(data.num_features, 64), SAGEConv(64, data.num_classes)], dropout=0.5)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     batches: Any = hl.Sampled(fanouts=(10, 5), batch_size=512).loader(data, "train", model=model, world=world)
-    for _ in range(epochs):
-        for batch in batches:  # as many on every rank; the last may be empty on some
-            optimizer.zero_grad()
-            scores = model(batch)
-            loss = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum") / batch.total_seeds
-            loss.backward()
-            world.sum_gradients(model.parameters())
-            optimizer.step()
-            losses += world.sum([loss.item()])
+    with hl.extend.own_threads(model):
+        for _ in range(epochs):
+            for batch in batches:  # as many on every rank; the last may be empty on some
+                optimizer.zero_grad()
+                scores = model(batch)
+                loss = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum") / batch.total_seeds
+                loss.backward()
+                world.sum_gradients(model.parameters())
+                optimizer.step()
+                losses += world.sum([loss.item()])
     return {"losses": losses}
 
 

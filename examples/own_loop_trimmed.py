@@ -19,20 +19,21 @@ def train(world: hl.extend.World, name: str, epochs: int) -> dict[str, Any]:
     walk = hl.nn.as_walkable(model)  # PyG's model, called with a batch
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     batches: Any = hl.FullBatch(trim=True).loader(data, "train", model=model, world=world)
-    for _ in range(epochs):
-        for batch in batches:
-            optimizer.zero_grad()
-            scores = walk(batch)
-            loss = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum") / batch.total_seeds
-            loss.backward()
-            world.sum_gradients(model.parameters())
-            optimizer.step()
-            losses += world.sum([loss.item()])
+    with hl.extend.own_threads(model):
+        for _ in range(epochs):
+            for batch in batches:
+                optimizer.zero_grad()
+                scores = walk(batch)
+                loss = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum") / batch.total_seeds
+                loss.backward()
+                world.sum_gradients(model.parameters())
+                optimizer.step()
+                losses += world.sum([loss.item()])
     ids = data.splits["test"]
     return {"losses": losses, "test": hl.metrics.accuracy(hl.infer.exact(model, data, ids), data.labels[ids])}
 
 
-def main(name: str = "demo", epochs: int = 20, devices: int = 1) -> dict[str, Any]:
+def main(name: str = "demo", epochs: int = 10, devices: int = 1) -> dict[str, Any]:
     return run(train, LaunchSettings(devices=devices), name, epochs)
 
 

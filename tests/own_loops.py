@@ -35,7 +35,7 @@ def trainer_like(name: str, data: hl.Dataset, **options: Any) -> hl.Trainer:
     if name == "own_loop_historical":
         convs = [GCNConv(features, 64), GCNConv(64, 64), GCNConv(64, classes)]
         model, method = hl.nn.GNN(convs, dropout=0.5), hl.Historical(num_parts=40, parts_per_batch=10)
-        return hl.Trainer(model, data, method, lr=0.003, **options)
+        return hl.Trainer(model, data, method, lr=0.01, **options)
     if name == "own_loop_shards":
         model = hl.nn.GNN([SAGEConv(features, 64), SAGEConv(64, classes)], dropout=0.5)
         return hl.Trainer(model, data, hl.Sampled(fanouts=(10, 5), batch_size=512), lr=0.003, **options)
@@ -43,7 +43,7 @@ def trainer_like(name: str, data: hl.Dataset, **options: Any) -> hl.Trainer:
         model = hl.nn.GNN([SAGEConv(features, 64), SAGEConv(64, classes)])
         method = hl.FullBatch(aggregation="sequential", num_shards=4)
     elif name == "own_loop_one_shot":
-        model = hl.nn.GNN([SAGEConv(features, 64, aggr="median"), SAGEConv(64, classes, aggr="median")], norm="batch")
+        model = hl.nn.GNN([SAGEConv(features, 64), SAGEConv(64, classes)], norm="batch")
         method = hl.FullBatch(aggregation="one_shot")
     else:
         model = GraphSAGE(features, 64, num_layers=2, out_channels=classes)

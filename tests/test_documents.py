@@ -12,6 +12,7 @@ import pytest
 import hopline as hl
 from hopline.recipes import find_recipe
 from hopline.util.config import override
+from tests.runs import small
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -28,6 +29,16 @@ def test_the_readme_example_runs_as_it_stands(tmp_path: Path, capsys: pytest.Cap
     assert left["scores"].shape == (left["data"].num_nodes, left["data"].num_classes)
     printed = capsys.readouterr().out
     assert f"test accuracy   {left['run'].test:.4f}" in printed
+
+
+def test_the_snippets_of_the_page_of_own_loops_run_one_after_the_other(tmp_path: Path):
+    small().save(tmp_path / "graph")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_loops.md").read_text(), flags=re.DOTALL))
+    script = tmp_path / "page.py"
+    script.write_text(code.replace('hl.open("demo")', f"hl.open({str(tmp_path / 'graph')!r})"))
+    left = runpy.run_path(str(script))
+    assert left["exact"].shape == left["estimate"].shape == (80, 4)
+    assert left["loss"].item() < 1.4
 
 
 def test_the_readme_is_short_and_its_commands_take_their_settings():

@@ -5,8 +5,8 @@ batch. `Method.plan` returns a `Plan` from an `Outline` of the run, and `Work.gu
 A table implements `Table`. `Block` and `Part` are what a conv gets in place of `edge_index`, `Rows` a handle to
 rows of a table. `Layers` computes a model layer by layer over the pieces of a `LayerPlan`, from and into the tables of
 `Boundaries`. `Gradients` says how ranks combine their gradients, and `World` has what ranks exchange. `StepEnd`,
-`EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters` listen to a run.
-`keep_freed_memory` makes loops of your own as fast as `Trainer.fit` where batches are large.
+`EpochEnd` and `Evaluation` are what the hooks of a callback get. `Timers` and `Counters` listen to a run. `own_threads`
+and `keep_freed_memory` make loops of your own as fast as `Trainer.fit`.
 """
 
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hopline.training.callbacks import EpochEnd, Evaluation, StepEnd
     from hopline.training.settings import TrainSettings
     from hopline.units.batch_unit import BatchUnit
+    from hopline.units.batch_unit import own_threads_for as own_threads
     from hopline.units.watched_unit import WatchedUnit
     from hopline.util.host import keep_freed_memory
     from hopline.util.trace import Counters, Timers
@@ -44,7 +45,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.tables.layers": ("LayerTables",),
         "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
         "hopline.training.settings": ("TrainSettings",),
-        "hopline.units.batch_unit": ("BatchUnit",),
+        "hopline.units.batch_unit": ("BatchUnit", "own_threads=own_threads_for"),
         "hopline.units.watched_unit": ("WatchedUnit",),
         "hopline.util.host": ("keep_freed_memory",),
         "hopline.util.trace": ("Counters", "Timers"),
@@ -86,4 +87,5 @@ __all__ = [
     "WorkDescription",
     "World",
     "keep_freed_memory",
+    "own_threads",
 ]

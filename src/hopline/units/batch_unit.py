@@ -12,7 +12,9 @@ from hopline import ops
 from hopline.contract import Job, TrainStep, Unit
 from hopline.core.batch import Batch
 from hopline.nn.gnn import GNN
+from hopline.nn.whole_module import as_walkable, is_layered, unwrapped
 from hopline.util import trace
+from hopline.util.host import num_cores
 
 
 def supervised(task: str, num_classes: int) -> TrainStep:
@@ -88,6 +90,33 @@ MOST_THREADS = 8
 
 def own_threads(job: Job) -> AbstractContextManager[None]:
     """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
-    if job.device.type == "cpu" and isinstance(job.model, GNN) and job.model.is_fused:
-        return ops.own_threads(min(torch.get_num_threads(), job.world.num_cores, MOST_THREADS))
+    return _threads_for(job.model, job.device, job.world.num_cores)
+
+
+def own_threads_for(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, a loop of your own divides the cores between hopline's threads and torch's as the Trainer does.
+
+    Both compute in a loop on the CPU, and where both have a thread per core they wait for each other. Within, a model
+    whose convs are all fused (SAGEConv, GCNConv, GINConv, GraphConv) leaves the long operations to hopline's threads.
+    For other models, and on a GPU, nothing changes. No result depends on it.
+
+    Args:
+        model: A `GNN` or a PyG model.
+
+    Example:
+        >>> from torch_geometric.nn import SAGEConv
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
+        >>> model = hl.nn.GNN([SAGEConv(2, 3)])
+        >>> with hl.extend.own_threads(model):
+        ...     for batch in hl.Sampled(fanouts=(2,)).loader(data, torch.arange(4), model=model):
+        ...         print(model(batch).shape)
+        torch.Size([4, 3])
+    """
+    walk = as_walkable(model) if is_layered(unwrapped(model)) else model
+    return _threads_for(walk, next(model.parameters()).device, num_cores())
+
+
+def _threads_for(model: nn.Module, device: torch.device, most: int) -> AbstractContextManager[None]:
+    if device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
+        return ops.own_threads(min(torch.get_num_threads(), most, MOST_THREADS))
     return nullcontext()
