@@ -5,9 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ray.train
+import ray.train  # type: ignore
 import torch
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchTrainer, get_device  # type: ignore
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
