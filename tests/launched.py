@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -200,6 +201,13 @@ def environment(**changes: str) -> dict[str, str]:
     """The environment for a subprocess: no launcher's variables but these."""
     plain = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     return plain | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"} | changes
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextmanager

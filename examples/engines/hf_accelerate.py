@@ -3,19 +3,19 @@
 import sys
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 
 
-def main(source: str = "demo", out: str | None = None, epochs: int = 3) -> None:
+def main(source: str = "demo", out: str | None = None) -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     data = hl.open(source)
     torch.manual_seed(0)
     model = hl.nn.GNN([SAGEConv(data.num_features, 64), SAGEConv(64, data.num_classes)], dropout=0.5)
     method = hl.Sampled(fanouts=(10, 10), batch_size=256)  # seeds of one rank
-    options = {"epochs": epochs, "out": out, "show": False, "device": accelerator.device.type}
+    options = {"epochs": 3, "out": out, "show": False, "device": accelerator.device.type}
     run = hl.Trainer(model, data, method, **options).fit()
 
     mean = accelerator.reduce(torch.tensor([run.test], device=accelerator.device), reduction="mean")

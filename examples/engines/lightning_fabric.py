@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric  # type: ignore
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
@@ -17,14 +17,14 @@ class LogByFabric(hl.Callback):
         self.fabric.log_dict({"loss": epoch.loss, "seeds_per_s": epoch.seeds_per_s}, step=epoch.epoch)
 
 
-def main(source: str = "demo", out: str | None = None, epochs: int = 3) -> None:
+def main(source: str = "demo", out: str | None = None) -> None:
     fabric = Fabric(accelerator="auto", devices=2, strategy="ddp")
     fabric.launch()  # from here on there are two processes and a process group
     data = hl.open(source)
     torch.manual_seed(0)
     model = hl.nn.GNN([SAGEConv(data.num_features, 64), SAGEConv(64, data.num_classes)], dropout=0.5)
     method = hl.Sampled(fanouts=(10, 10), batch_size=256)  # seeds of one rank
-    options = {"epochs": epochs, "out": out, "show": False, "device": fabric.device.type}
+    options = {"epochs": 3, "out": out, "show": False, "device": fabric.device.type}
     run = hl.Trainer(model, data, method, callbacks=[LogByFabric(fabric)], **options).fit()
 
     total = fabric.all_reduce(torch.tensor([run.test]), reduce_op="mean")

@@ -5,9 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ray.train
+import ray.train  # type: ignore
 import torch
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchTrainer, get_device  # type: ignore
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
@@ -31,18 +31,18 @@ def train(config: dict[str, Any]) -> None:
     out = Path(tempfile.mkdtemp())
     if (checkpoint := ray.train.get_checkpoint()) is not None and ray.train.get_context().get_world_rank() == 0:
         checkpoint.to_directory(out)
-    options = {"epochs": config["epochs"], "out": out, "resume": True, "checkpoint_s": 1, "device": get_device().type}
-    run = hl.Trainer(model, data, method, callbacks=[ReportToRay()], show=False, **options).fit()
+    options = {"out": out, "resume": True, "device": get_device().type, "show": False, **config["train"]}
+    run = hl.Trainer(model, data, method, callbacks=[ReportToRay()], **options).fit()
     last = ray.train.Checkpoint.from_directory(out) if run.rank == 0 else None
     ray.train.report({"test": run.test}, checkpoint=last)
 
 
-def main(source: str = "demo", storage: str | None = None, epochs: int = 3, loop: Any = train) -> ray.train.Result:
+def main(source: str = "demo", storage: str | None = None, loop: Any = train, **settings: Any) -> ray.train.Result:
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available())
     failure = ray.train.FailureConfig(max_failures=1)
     run_config = ray.train.RunConfig(storage_path=storage, failure_config=failure)
-    settings = {"data": source, "epochs": epochs}
-    return TorchTrainer(loop, train_loop_config=settings, scaling_config=scaling, run_config=run_config).fit()
+    config = {"data": source, "train": {"epochs": 3, "checkpoint_s": 10} | settings}
+    return TorchTrainer(loop, train_loop_config=config, scaling_config=scaling, run_config=run_config).fit()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,10 @@ from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import Seat, World
 from hopline.util.errors import PeerError
 from tests.group_ranks import NORMED
-from tests.launched import environment, started
+from tests.launched import environment, free_port, started
 from tests.methods.full_batch import ranks as full_batch
 from tests.methods.historical import ranks as historical
 from tests.ranks import train
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies: int | None = None) -> list[Any]:

@@ -49,7 +49,7 @@ def by_torchrun(folder: str) -> None:
 
 
 def by_fabric(folder: str) -> None:
-    from lightning.fabric import Fabric
+    from lightning.fabric import Fabric  # type: ignore
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
@@ -57,7 +57,7 @@ def by_fabric(folder: str) -> None:
 
 
 def by_accelerate(folder: str) -> None:
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # type: ignore
 
     accelerator = Accelerator(cpu=True)
     train_and_write(folder, accelerator.prepare)
@@ -65,8 +65,8 @@ def by_accelerate(folder: str) -> None:
 
 
 def by_ray(folder: str) -> None:
-    import ray.train
-    from ray.train.torch import TorchTrainer, prepare_model
+    import ray.train  # type: ignore
+    from ray.train.torch import TorchTrainer, prepare_model  # type: ignore
 
     def loop(config: dict[str, Any]) -> None:
         train_and_write(config["folder"], prepare_model)

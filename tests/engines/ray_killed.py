@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,45 @@ STEP = 5
 """In the second of three epochs, which have three steps each."""
 
 
+def wait_until_ray_knows(storage: Path) -> None:
+    """Ray's controller asks its workers every two seconds what they have reported: what it has not heard is lost."""
+    for _ in range(600):
+        if any(
+            "checkpoint_dir_name" in file.read_text() for file in storage.glob("*/checkpoint_manager_snapshot.json")
+        ):
+            return
+        time.sleep(0.1)
+    raise AssertionError("Ray has not stored the checkpoint that was reported")
+
+
 def train_until_killed(config: dict[str, Any]) -> None:
     """The example's own loop; rank 1 dies once, without a word."""
 
+    folder = Path(config["data"]).parent
+
     class KillOnce(ray_train.ReportToRay):
+        def __init__(self) -> None:
+            self.first_step = 0
+
         def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
-            mark = Path(config["data"]).parent / "killed"
-            if trainer.world.rank == 1 and step.step == STEP and not mark.exists():
-                mark.write_text(str(os.getpid()))
+            self.first_step = self.first_step or step.step
+            if trainer.world.rank == 1 and step.step == STEP and not (folder / "killed").exists():
+                wait_until_ray_knows(Path(config["storage"]))
+                (folder / "killed").write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def on_fit_end(self, trainer: hl.Trainer, run: hl.Run) -> None:
             if trainer.world.rank == 0 and run.finished:
-                began = Path(config["data"]).parent / "first_step_of_the_second_start"
-                began.write_text(str(self.first))
-
-        def on_fit_start(self, trainer: hl.Trainer) -> None:
-            self.first = trainer.num_steps
+                (folder / "first_step").write_text(str(self.first_step))
 
     ray_train.ReportToRay = KillOnce
     ray_train.train(config)
 
 
 if __name__ == "__main__":
-    result = ray_train.main(sys.argv[1], sys.argv[2], 3, train_until_killed)
+    stored = sys.argv[2]
+    result = ray_train.main(
+        sys.argv[1], stored, lambda config: train_until_killed(config | {"storage": stored}), checkpoint_s=0
+    )
     assert result.checkpoint is not None
     print("RESULT", json.dumps({"metrics": result.metrics, "checkpoint": result.checkpoint.path}))
