@@ -59,6 +59,7 @@ ROWS = (
 
 
 def method_of(config: RunConfig, way: str) -> Any:
+    assert isinstance(config.method, hl.Historical)
     if way == "random parts":
         return dataclasses.replace(config.method, partition="random")
     if way == "full batch":

@@ -56,6 +56,7 @@ def smaller(config: RunConfig) -> RunConfig:
     """The same run on fewer parts, and no deeper and wider than needed."""
     hidden = config.model.hidden if config.model.name == "gat" else min(config.model.hidden, 24)
     model = dataclasses.replace(config.model, hidden=hidden, layers=min(config.model.layers, 4))
+    assert isinstance(config.method, hl.Historical)
     method = dataclasses.replace(config.method, num_parts=6, parts_per_batch=2, partition="random")
     return dataclasses.replace(config, model=model, method=method)
 

@@ -102,9 +102,9 @@ def test_a_plan_and_evaluation_beside_training_take_shards_too(folder: Path):
     assert (status, err) == (0, "")
     assert "recommended: method=" in text
     metrics = []
-    for evaluate in ("async", "async_cpu", "blocking"):
+    for evaluate in ("async", "blocking"):
         torch.manual_seed(0)
         model, joined = hl.nn.GNN([SAGEConv(4, 5)]), hl.shards.join(folder)
         run = hl.Trainer(model, joined, hl.Sampled(fanouts=(3,)), epochs=2, evaluate=evaluate, show=False).fit()
         metrics.append([one.metrics for one in run.evaluations])
-    assert metrics[0] == metrics[1] == metrics[2]
+    assert metrics[0] == metrics[1]
