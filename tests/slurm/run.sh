@@ -70,12 +70,12 @@ for _ in $(seq 30); do
 done
 sinfo
 
-# One task per device, and one task per node with devices=2 under it: the same run.
-submit() { # name, tasks, settings
+# One task per device, one task per node with devices=2 under it, and tasks with a process group of their own: the same run.
+submit() { # name, tasks, settings, program
     cat > "$work/$1.sh" << JOB
 #!/bin/bash
 #SBATCH --ntasks=$2 --cpus-per-task=1 --output=$work/$1.log --time=5
-PYTHONPATH=$root/src srun $python -m hopline train demo epochs=2 model.hidden=32 out=$work/$1 $3
+PYTHONPATH=$root/src srun $python ${4:--m hopline} train demo epochs=2 model.hidden=32 out=$work/$1 $3
 JOB
     sbatch --wait "$work/$1.sh" || { cat "$work/$1.log" "$work"/slurm*.log; exit 1; }
     echo "--- $1"
@@ -83,6 +83,7 @@ JOB
 }
 submit tasks 2 ""
 submit devices 1 "devices=2"
+submit own_group 2 "" "$root/tests/slurm/own_group.py 16819"
 
 "$python" - "$work" << 'CHECK'
 import json, sys, pathlib
@@ -92,6 +93,7 @@ def losses(name):
     return [r["loss"] for r in map(json.loads, lines) if r["event"] == "epoch"]
 
 assert len(losses("tasks")) == 2, losses("tasks")
-assert losses("tasks") == losses("devices"), (losses("tasks"), losses("devices"))
-print("both ways give the same losses:", losses("tasks"))
+for other in ("devices", "own_group"):
+    assert losses("tasks") == losses(other), (losses("tasks"), other, losses(other))
+print("all three ways give the same losses:", losses("tasks"))
 CHECK
