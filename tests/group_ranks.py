@@ -154,23 +154,43 @@ def die(folder: Path) -> dict[str, Any]:
     return {"error": ""}
 
 
+def train_cpu_model_in_nccl_group(folder: Path) -> dict[str, Any]:
+    """NCCL exchanges no tensors on the host: ours go by gloo."""
+    assert dist.get_backend() == "nccl"
+    return train(None, "sage")
+
+
+def train_gpu_model_in_gloo_group(folder: Path) -> dict[str, Any]:
+    """Two ranks on one GPU, which gloo allows."""
+    torch.cuda.set_device(0)
+    return train(None, "sage", device="cuda:0")
+
+
 class NoClone:
     """In place of a store of a user's own making."""
 
 
-SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    f.__name__: f for f in (train_everything, fail_and_train_again, lose_a_rank, train_on_uneven_hosts, come_alone, die)
-}
+SCENARIOS: tuple[Callable[[Path], dict[str, Any]], ...] = (
+    train_everything,
+    fail_and_train_again,
+    lose_a_rank,
+    train_on_uneven_hosts,
+    come_alone,
+    die,
+    train_cpu_model_in_nccl_group,
+    train_gpu_model_in_gloo_group,
+)
 
 
 def main(name: str, folder: str, rank: str = "", size: str = "") -> None:
     """Under a launcher's environment, or with a rank and a size, where a file takes the place of a server."""
+    by_file: dict[str, Any] = {}
     if rank:
-        method = {"init_method": f"file://{folder}/store", "rank": int(rank), "world_size": int(size)}
-    else:
-        method = {}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **method)
-    found = SCENARIOS[name](Path(folder))
+        by_file = {"init_method": f"file://{folder}/store", "rank": int(rank), "world_size": int(size)}
+    backend = "nccl" if "nccl" in name else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60), **by_file)
+    scenario = next(function for function in SCENARIOS if function.__name__ == name)
+    found = scenario(Path(folder))
     (Path(folder) / f"found{dist.get_rank()}").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hopline as hl
-from hopline.distributed.existing_group import HostPlace, Introduction, OwnObjects, find_gpu, find_places
+from hopline.distributed.existing_group import HostPlace, Introduction, OwnObjects, backend_for, find_gpu, find_places
 from hopline.distributed.heartbeat import NoHeart
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
@@ -111,6 +111,46 @@ def test_a_group_that_met_in_a_file(tmp_path: Path):
     found = in_group("fail_and_train_again", tmp_path, 2, by_file=True)
     assert "rank 1 stopped with ValueError: the labels of rank 1 are wrong" in found[0]["first"]["error"]
     assert_same(found[0]["after"], train(World.alone(), "sage"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("name", "device"), [("train_cpu_model_in_nccl_group", "cpu"), ("train_gpu_model_in_gloo_group", "cuda:0")]
+)
+def test_the_backend_of_the_group_need_not_be_that_of_the_model(name: str, device: str, tmp_path: Path):
+    found = in_group(name, tmp_path, 2)
+    alone = train(World.alone(device), "sage", device=device)
+    for one in found:
+        assert one["size"] == 2
+        assert one["losses"] == pytest.approx(alone["losses"], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "backend"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", "gloo"),
+        ("cpu:gloo,cuda:gloo", "cuda", "gloo"),
+        ("cuda:nccl", "cpu", "gloo"),
+        ("cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("cpu:ucc", "cpu", "gloo"),
+    ],
+)
+def test_exchanges_have_a_backend_for_the_device_of_the_model(
+    config: str, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", dist.HashStore)
+    monkeypatch.setattr("torch.distributed.distributed_c10d.get_backend_config", lambda: config)
+    assert backend_for(torch.device(device)) == backend
+
+
+def test_a_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: None)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "mpi")
+    with pytest.raises(ValueError, match=r"\(backend mpi\) has no store .* initialise .* with backend gloo or nccl"):
+        backend_for(torch.device("cpu"))
 
 
 def test_a_rank_that_makes_a_world_alone_is_told_what_to_type(tmp_path: Path):

@@ -70,7 +70,7 @@ for _ in $(seq 30); do
 done
 sinfo
 
-# One task per device, and one task per node with devices=2 under it: the same run.
+# One task per device, one task per node with devices=2 under it, and tasks with a process group of their own: the same run.
 submit() { # name, tasks, what python runs
     cat > "$work/$1.sh" << JOB
 #!/bin/bash
@@ -81,9 +81,10 @@ JOB
     echo "--- $1"
     cat "$work/$1.log"
 }
-train="-m hopline train demo epochs=2 model.hidden=32"
-submit tasks 2 "$train out=$work/tasks"
-submit devices 1 "$train out=$work/devices devices=2"
+train="train demo epochs=2 model.hidden=32"
+submit tasks 2 "-m hopline $train out=$work/tasks"
+submit devices 1 "-m hopline $train out=$work/devices devices=2"
+submit own_group 2 "$root/tests/slurm/own_group.py 16819 $train out=$work/own_group"
 sampler=$root/examples/own_sampler/train.py
 submit sampler_tasks 2 "$sampler"
 submit sampler_devices 1 "$sampler 2"
@@ -96,8 +97,9 @@ def losses(name):
     return [r["loss"] for r in map(json.loads, lines) if r["event"] == "epoch"]
 
 assert len(losses("tasks")) == 2, losses("tasks")
-assert losses("tasks") == losses("devices"), (losses("tasks"), losses("devices"))
-print("both ways give the same losses:", losses("tasks"))
+for other in ("devices", "own_group"):
+    assert losses("tasks") == losses(other), (losses("tasks"), other, losses(other))
+print("all three ways give the same losses:", losses("tasks"))
 
 def printed(name):
     lines = (pathlib.Path(sys.argv[1]) / f"{name}.log").read_text().splitlines()

@@ -185,7 +185,7 @@ class OwnObjects:
 def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupWorld:
     """Meet the other ranks of torch's default group; every one of them must call this."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    backend = _backend_for(device)
+    backend = backend_for(device)
     timeout_s = timeout_s or _timeout_of_owner()
     try:
         group = _new_group(backend, timeout_s)
@@ -273,7 +273,7 @@ def find_gpu(device: torch.device, seat: Seat, on_host: Sequence[Introduction]) 
     return torch.device(device_of_rank(seat, "cuda", spawned=False))
 
 
-def _backend_for(device: torch.device) -> str:
+def backend_for(device: torch.device) -> str:
     """The backend of our group: NCCL for a GPU if the owner's group has it, else gloo, which takes all tensors."""
     if distributed_c10d._get_default_store() is None:
         raise ValueError(
