@@ -58,13 +58,13 @@ def method_of(settings: dict[str, Any]) -> hl.FullBatch:
 
 def own_loop(world: World, kind: str, folder: str | None = None, **settings: Any) -> list[list[Tensor]]:
     """The summed gradients of every step. folder: where each rank has a shard."""
-    model = model_of(kind)
+    model = model_of(kind).to(world.device)
     world.broadcast_tensors(model.state_dict().values())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = DATA if folder is None else hl.shards.open(Path(folder), world)
     walk = model if kind == "own" else hl.nn.as_walkable(model)
     depth: dict[str, Any] = {"num_layers": 3} if kind == "own" else {"model": model}
-    loader = method_of(settings).loader(data, seed=4, world=world, **depth)
+    loader = method_of(settings).loader(data, seed=4, device=world.device, world=world, **depth)
     steps = []
     for _ in range(EPOCHS):
         for batch in loader:

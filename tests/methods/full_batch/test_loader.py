@@ -32,6 +32,14 @@ def test_gradients_of_every_step_are_the_trainers(case: dict[str, Any]):
     assert apart(World.alone(), **case) < 1e-12
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu_gradients_are_the_trainers(case: dict[str, Any]):
+    world = World.alone("cuda")
+    assert apart(world, **case) < 1e-9
+
+
 def test_over_ranks_gradients_are_the_trainers_with_the_dataset_and_with_shards(tmp_path: Path):
     hl.shards.cut(DATA, tmp_path / "shards", 2, how="random", seed=1)
     hl.shards.cut(DATA, tmp_path / "one", 2, labels=(torch.arange(70) == 5).long())  # a shard of one node

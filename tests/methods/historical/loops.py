@@ -37,10 +37,10 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
 
 def own_loop(world: World, kind: str, accumulate: int = 1, **settings: Any) -> list[list[Tensor]]:
     """The summed gradients of every step."""
-    model = model_of(kind)
+    model = model_of(kind).to(world.device)
     walk = hl.nn.as_walkable(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = method_of(**settings).loader(DATA, model=model, seed=4, world=world)
+    loader = method_of(**settings).loader(DATA, model=model, seed=4, device=world.device, world=world)
     steps = []
     for _ in range(EPOCHS):
         batches = iter(loader)

@@ -29,6 +29,14 @@ def test_gradients_of_every_step_are_the_trainers(case: dict[str, Any]):
     assert difference(own_loop(World.alone(), **case), trainers(World.alone(), **case)) < 1e-12
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu_gradients_are_the_trainers(case: dict[str, Any]):
+    world = World.alone("cuda")
+    assert difference(own_loop(world, **case), trainers(world, **case)) < 1e-9
+
+
 def test_over_ranks_gradients_are_the_trainers():
     found = run(on_ranks, LaunchSettings(devices=2, timeout_s=30), CASES)
     assert max(found) < 1e-12
