@@ -70,7 +70,7 @@ def test_the_trainer_takes_the_model_out_or_says_what_to_give_it(ranks: int):
         assert hl.Trainer(DistributedDataParallel(model), data, epochs=1, show=False).model is model
     else:
         with pytest.raises(ValueError, match=r"wrapped for 2 ranks, and the Trainer knows of 1: .*world="):
-            hl.Trainer(DistributedDataParallel(model), data, epochs=1, show=False)
+            hl.Trainer(DistributedDataParallel(model), data, world=hl.World.alone(), epochs=1, show=False)
 
 
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])

@@ -46,8 +46,13 @@ class Fail(hl.Callback):
             raise OSError("the disk is gone")
 
 
-def fit(out: Path | None = None, callbacks: tuple[hl.Callback, ...] = (), **settings: Any) -> tuple[list[float], Any]:
-    model = sage(DATA, dropout=0.3)
+def fit(
+    out: Path | None = None,
+    callbacks: tuple[hl.Callback, ...] = (),
+    model: hl.nn.GNN | None = None,
+    **settings: Any,
+) -> tuple[list[float], Any]:
+    model = model or sage(DATA, dropout=0.3)
     options: dict[str, Any] = {"epochs": 3, "show": False, "checkpoint_s": 0.0} | settings
     run = hl.Trainer(model, DATA, method(), out=out, callbacks=callbacks, **options).fit()
     return losses(run), torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
@@ -76,9 +81,11 @@ def test_a_run_that_failed_in_a_thread_goes_on_in_another_one(tmp_path: Path):
 def test_two_threads_train_at_once(tmp_path: Path):
     expected = fit()
     results: dict[int, Any] = {}
+    # Weights are drawn from torch's generator, which threads share: both models are made before the threads start.
+    models = [sage(DATA, dropout=0.3) for _ in range(2)]
 
     def call(number: int) -> None:
-        results[number] = fit(tmp_path / str(number))
+        results[number] = fit(tmp_path / str(number), model=models[number])
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
     for thread in threads:
