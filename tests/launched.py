@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hopline.data import planted
 from hopline.data.dataset import Dataset
-from hopline.data.shared import share
+from hopline.data.host_copy import share
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World

@@ -85,7 +85,7 @@ def test_nothing_is_unpickled():
 WRITES_INTO_OTHERS = {
     "shards/convs/": "PyG's convs run with another `propagate` while they run over shards",
     "nn/probe.py": "caches of PyG's convs are emptied for a call, and come back after it",
-    "units/loss_on_pieces.py": "a train_step must get the model itself, which answers with outputs that are known",
+    "units/loss_at_outputs.py": "a train_step must get the model itself, which answers with outputs that are known",
     "device/pinned.py": "a tensor holds what keeps its memory registered, for as long as it lives",
     "util/lazy.py": "a package keeps the names that were imported on first use",
 }

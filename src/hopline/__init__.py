@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.methods.full_batch.settings import FullBatch
     from hopline.methods.historical.loader import HistoricalLoader
     from hopline.methods.historical.settings import Historical
+    from hopline.methods.sampled.collective_loader import CollectiveLoader
     from hopline.methods.sampled.loader import Loader
-    from hopline.methods.sampled.on_shards import CollectiveLoader
     from hopline.methods.sampled.pyg_loader import NeighborLoader
     from hopline.methods.sampled.settings import Sampled
     from hopline.tables import table
@@ -77,7 +77,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.methods.historical.loader": ("HistoricalLoader",),
         "hopline.methods.historical.settings": ("Historical",),
         "hopline.methods.sampled.loader": ("Loader",),
-        "hopline.methods.sampled.on_shards": ("CollectiveLoader",),
+        "hopline.methods.sampled.collective_loader": ("CollectiveLoader",),
         "hopline.methods.sampled.pyg_loader": ("NeighborLoader",),
         "hopline.methods.sampled.settings": ("Sampled",),
         "hopline.tables": ("table",),

@@ -26,7 +26,7 @@ from hopline.nn.whole_module import as_walkable
 from hopline.training.callbacks import Callback, Run, StepEnd
 from hopline.training.trainer import Trainer
 from hopline.units.batch_unit import BatchUnit, supervised
-from hopline.units.watched_unit import WatchedUnit
+from hopline.units.measured_unit import WatchedUnit
 from hopline.util import trace
 from tests.helpers import dataset_of, guarded, randn, random_graph, stack_of
 from tests.runs import records

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopline.data import shared as sharing
+from hopline.data import host_copy as sharing
 from hopline.distributed import shared_memory
 from hopline.distributed.world import World
 from tests.launched import same_dataset, tiny

@@ -18,7 +18,7 @@ from hopline.core.seed_order import share_of
 from hopline.distributed.all_to_all import Channel, Question
 from hopline.distributed.world import World
 from hopline.inference import distributed as shard_infer
-from hopline.methods.sampled.on_shards import CollectiveLoader
+from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.nn.gcn_norm import gcn_weights
 from hopline.shards.collective_sampler import CollectiveSampler
 from hopline.shards.shard import Shard

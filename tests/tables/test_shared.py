@@ -11,7 +11,7 @@ import torch
 
 import hopline as hl
 from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
-from hopline.tables.shared import share
+from hopline.tables.shareable import share
 from tests.device.test_pinned import Driver
 from tests.helpers import randn
 

@@ -41,7 +41,7 @@ from hopline.core.sizes import Sizes
 from hopline.device.meter import Meter, NoMeter, meter_of, numbered
 from hopline.device.out_of_memory import Before, attempt, gradient_bytes, state_bytes
 from hopline.units.batch_unit import BatchUnit, autocast
-from hopline.units.loss_on_pieces import LossAt, batch_of_seeds, loss_at
+from hopline.units.loss_at_outputs import LossAt, batch_of_seeds, loss_at
 from hopline.util import trace
 from hopline.util.config import format_size, parse_size
 

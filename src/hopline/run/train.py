@@ -15,8 +15,8 @@ from torch import nn
 
 from hopline.contract import Budget
 from hopline.data.dataset import Dataset
+from hopline.data.host_copy import share
 from hopline.data.registry import locate, open_dataset
-from hopline.data.shared import share
 from hopline.data.splits import random_split
 from hopline.device.meter import find_device
 from hopline.distributed import launch

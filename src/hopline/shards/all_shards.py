@@ -17,7 +17,7 @@ from hopline.data.store import SHARDS
 from hopline.shards.shard import Shard, read_about
 from hopline.shards.verify import open_shards
 from hopline.tables import SparseTable, Table
-from hopline.tables.shared import Shareable
+from hopline.tables.shareable import Shareable
 
 CHUNK = 1 << 22
 """Edges put in their places at a time."""

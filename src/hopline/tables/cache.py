@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.tables.base import Table
-from hopline.tables.shared import Shareable
+from hopline.tables.shareable import Shareable
 from hopline.util import trace
 
 

@@ -9,7 +9,7 @@ from hopline import ops
 from hopline.core.graph import version_of
 from hopline.device import pinned
 from hopline.tables.base import Table, Tiers
-from hopline.tables.shared import Shareable
+from hopline.tables.shareable import Shareable
 
 
 class TensorTable(Shareable, Table):

@@ -8,7 +8,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.graph import version_of
 from hopline.tables.base import Table
-from hopline.tables.shared import Shareable
+from hopline.tables.shareable import Shareable
 
 
 class SparseTable(Shareable, Table):

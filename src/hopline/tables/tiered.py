@@ -17,7 +17,7 @@ from hopline.distributed.shared_memory import SharedArray
 from hopline.ops.gather_tiers import count_ids, gather_tiers, new_counts, slot_of
 from hopline.tables.base import Table, Tiers
 from hopline.tables.hot_rows import hottest
-from hopline.tables.shared import Shareable
+from hopline.tables.shareable import Shareable
 from hopline.util import trace
 
 PIECE_BYTES = 1 << 26

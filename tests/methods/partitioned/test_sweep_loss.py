@@ -17,7 +17,7 @@ from hopline.core.batch import Batch
 from hopline.core.row_handles import as_tensor
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
-from hopline.units.watched_unit import WatchedUnit
+from hopline.units.measured_unit import WatchedUnit
 from tests.equivalence.test_5_historical import MODELS
 from tests.helpers import GNN_OPTIONS, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import model_of

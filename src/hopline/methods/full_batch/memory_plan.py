@@ -18,7 +18,7 @@ from hopline.methods.partitioned.memory_plan import (
     table_items,
 )
 from hopline.nn.gnn import GNN, row_widths
-from hopline.units.loss_on_pieces import LOSS_COPIES
+from hopline.units.loss_at_outputs import LOSS_COPIES
 
 MOST_SHARDS = 1 << 14
 

@@ -22,8 +22,8 @@ from hopline.nn.whole_module import Whole
 from hopline.shards.convs.norm import norms_over_ranks
 from hopline.shards.data import ShardedData
 from hopline.units.batch_unit import autocast
-from hopline.units.loss_on_pieces import batch_of_seeds, loss_at
-from hopline.units.watched_unit import WatchedUnit
+from hopline.units.loss_at_outputs import batch_of_seeds, loss_at
+from hopline.units.measured_unit import WatchedUnit
 from hopline.util import trace
 
 

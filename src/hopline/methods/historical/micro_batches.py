@@ -35,7 +35,7 @@ from hopline.methods.partitioned.sweep_loss import LossByPiece, SweepLoss, objec
 from hopline.nn.gnn import GNN
 from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
-from hopline.units.loss_on_pieces import LOSS_COPIES
+from hopline.units.loss_at_outputs import LOSS_COPIES
 from hopline.util import trace
 from hopline.util.config import format_size
 

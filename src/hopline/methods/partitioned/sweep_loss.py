@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hopline.core.batch import Batch
 from hopline.layerwise.engine import Layers
-from hopline.units.loss_on_pieces import answering, batch_of_seeds, loss_at
+from hopline.units.loss_at_outputs import answering, batch_of_seeds, loss_at
 
 if TYPE_CHECKING:
     from hopline.contract import Job

@@ -25,7 +25,7 @@ from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
 from hopline.ops.tree_slots import Slots
 from hopline.units.batch_unit import BatchUnit, autocast
-from hopline.units.watched_unit import WatchedUnit
+from hopline.units.measured_unit import WatchedUnit
 from hopline.util import trace
 
 WARM_UP_STEPS = 3

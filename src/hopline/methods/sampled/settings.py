@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.data.dataset import Dataset
     from hopline.data.placement_settings import Placement
     from hopline.distributed.world import World
+    from hopline.methods.sampled.collective_loader import CollectiveLoader
     from hopline.methods.sampled.loader import Loader
-    from hopline.methods.sampled.on_shards import CollectiveLoader
     from hopline.shards.data import ShardedData
     from hopline.shards.shard import Shard
 

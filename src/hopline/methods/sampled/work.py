@@ -14,8 +14,8 @@ from hopline.core.sampler import NeighborSampler
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.methods.sampled.captured_step import CapturedWork
+from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.methods.sampled.loader import Loader
-from hopline.methods.sampled.on_shards import CollectiveLoader
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.whole_module import Whole, as_walkable, tell_calls, unwrapped
 from hopline.nn.whole_module_probe import check_batches
