@@ -30,7 +30,7 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.shards.convs.runner import ShardConvs, run_conv
-from hopline.shards.layout import shard_layouts, slab_layout
+from hopline.shards.layout import contiguous_layout, shard_layouts
 from hopline.shards.transports import LocalTransport, P2PTransport
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
@@ -107,7 +107,7 @@ def compare(name: str, graph: Graph, width: int, shards: list[int], repeats: int
     rows = [{"model": name, "shards": "plain PyG", "seconds": seconds, "peak_bytes": peak, "difference": 0.0}]
     for num_shards in shards:
         ptr = torch.linspace(0, graph.num_nodes, num_shards + 1).long()
-        over = ShardConvs.of(slab_layout(graph, ptr))
+        over = ShardConvs.of(contiguous_layout(graph, ptr))
         s, b = measured(lambda: trained(convs, x, lambda conv, h: run_conv(conv, h, over)), repeats)  # noqa: B023
         found = [p.grad for p in convs.parameters() if p.grad is not None]
         worst = max(float((a - e).norm() / e.norm()) for a, e in zip(found, expected, strict=True))

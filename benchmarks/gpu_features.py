@@ -55,11 +55,11 @@ def _pinned_gather(lab: Lab) -> None:
     lab.row("copy from pinned memory", copied, "GB/s")
     shuffled = torch.randperm(num, device=lab.device)[: num // 10]
     hot = torch.empty(0, WIDTH, dtype=rows.dtype, device=lab.device)
-    place = torch.full((num,), -1, dtype=torch.int32, device=lab.device)
+    hot_slot = torch.full((num,), -1, dtype=torch.int32, device=lab.device)
     size = shuffled.numel() * rows[0].nbytes / 1e9
 
     def rate(ids: Tensor) -> float:
-        return size / seconds_per_call(lab, lambda: gather_tiers(hot, rows, place, ids), 4 * repeats)
+        return size / seconds_per_call(lab, lambda: gather_tiers(hot, rows, hot_slot, ids), 4 * repeats)
 
     name = "gather of a tenth of the rows from pinned memory"
     lab.row(f"{name}, sorted", rate(shuffled.sort().values), "GB/s", 45.0, at_least=True)

@@ -22,7 +22,7 @@ from hopline.nn import GNN
 from hopline.nn.conv_adapter import Layout, way_of
 from hopline.nn.probe import probe_graph
 from hopline.shards.convs.runner import ShardConvs, run_conv
-from hopline.shards.layout import slab_layout
+from hopline.shards.layout import contiguous_layout
 
 WIDTHS = (100, 256, 256, 47)
 CONVS: dict[str, Callable[[int, int], nn.Module]] = {
@@ -47,7 +47,7 @@ def on_blocks(model: GNN, layout: Layout) -> None:
 
 def on_shards(model: GNN) -> None:
     graph = probe_graph({})
-    convs = ShardConvs.of(slab_layout(graph, torch.tensor([0, graph.num_nodes])))
+    convs = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, graph.num_nodes])))
     for conv, width in zip(model.convs, WIDTHS, strict=False):
         run_conv(conv, torch.randn(graph.num_nodes, width), convs)
 

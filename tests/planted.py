@@ -336,8 +336,8 @@ FAULTS: tuple[Fault, ...] = (
         name="dropout of attention is the same in every layer",
         area="attention",
         file="src/hopline/nn/attention.py",
-        old="ops.place_key(block.key, PLACES - 2 - layer)",
-        new="ops.place_key(block.key, PLACES - 2)",
+        old="ops.purpose_key(block.key, NUM_PURPOSES - 2 - layer)",
+        new="ops.purpose_key(block.key, NUM_PURPOSES - 2)",
         tests=("tests/nn/test_attention.py",),
     ),
     Fault(

@@ -15,7 +15,7 @@ from hopline.tables import SparseTable, TensorTable, TieredTable
 from tests.helpers import dataset_of, randint, randn, random_graph
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SIZES = DataBytes(graph=1000, indptr=200, features=4000, places=50, labels=30)
+SIZES = DataBytes(graph=1000, indptr=200, features=4000, hot_slots=50, labels=30)
 CPU = torch.device("cpu")
 
 

@@ -12,14 +12,14 @@ from tests.helpers import randint, randn
 def test_alone_a_rank_answers_itself() -> None:
     for channel in (Channel(), Channel(World.alone())):
         assert (channel.rank, channel.size) == (0, 1)
-        rows, places = randn(20, 3), randint(0, 20, 50)
-        question = Question(channel, torch.tensor([0, 20]), places)
-        assert torch.equal(question.answer(rows[question.rows]), rows[places])
+        rows, positions = randn(20, 3), randint(0, 20, 50)
+        question = Question(channel, torch.tensor([0, 20]), positions)
+        assert torch.equal(question.answer(rows[question.rows]), rows[positions])
         indptr, (first, second) = question.answer_lists(
             question.rows % 3, [question.rows.repeat_interleave(question.rows % 3), torch.arange(1000)]
         )
-        assert torch.equal(indptr.diff(), places % 3)
-        assert torch.equal(first, places.repeat_interleave(places % 3))
+        assert torch.equal(indptr.diff(), positions % 3)
+        assert torch.equal(first, positions.repeat_interleave(positions % 3))
         assert torch.equal(second[: int(indptr[1])], torch.arange(int(indptr[1])))
         assert torch.equal(channel.all(rows), rows)
         assert torch.equal(channel.highest(rows), rows)

@@ -14,7 +14,7 @@ from hopline.nn.gnn import GNN
 from hopline.nn.probe import probe_graph
 from hopline.nn.row_wise import check_row_wise, described, mixing_in_training, mixing_module
 from hopline.shards.convs.runner import ShardConvs, run_conv
-from hopline.shards.layout import slab_layout
+from hopline.shards.layout import contiguous_layout
 from tests.helpers import mlp, randn
 
 
@@ -164,7 +164,7 @@ class Observed(pyg.SAGEConv):
 def test_a_module_that_changes_its_buffers_needs_all_rows_at_once() -> None:
     assert isinstance(mixing_in_training(GNN([Observed(6, 3)]), 6, {}), Observed)
     graph = probe_graph({})
-    layout = slab_layout(graph, torch.tensor([0, 5, 12]))
+    layout = contiguous_layout(graph, torch.tensor([0, 5, 12]))
     with pytest.raises(ValueError, match=r"Observed cannot run over shards.*changes its buffers in each call"):
         run_conv(Observed(4, 3).double().train(), randn(12, 4), ShardConvs.of(layout))
     at_once = ShardConvs.of(layout, mode="one_shot")

@@ -11,12 +11,12 @@ ROWS = randn(40, 3)
 
 def test_hot_rows_come_from_the_cache_and_the_rest_from_below() -> None:
     hot_ids = torch.tensor([7, 0, 39])
-    place = torch.full((40,), -1, dtype=torch.int32)
-    place[hot_ids] = torch.arange(3, dtype=torch.int32)
+    hot_slot = torch.full((40,), -1, dtype=torch.int32)
+    hot_slot[hot_ids] = torch.arange(3, dtype=torch.int32)
     ids = torch.cat([randint(0, 40, 50), hot_ids])
     marked = -ROWS[hot_ids]  # so that one sees where a row came from
     counts = new_counts("cpu")
-    found = gather_tiers(marked, ROWS, place, ids, counts)
+    found = gather_tiers(marked, ROWS, hot_slot, ids, counts)
     is_hot = torch.isin(ids, hot_ids)
     assert torch.equal(found, torch.where(is_hot[:, None], -ROWS[ids], ROWS[ids]))
     assert counts.sum(0).tolist() == [int(is_hot.sum()), int((~is_hot).sum()), 0]
@@ -30,12 +30,12 @@ def test_an_empty_slot_gives_zeros_and_counts_nothing() -> None:
 
 
 def test_staged_rows_are_read_where_they_stand_or_where_they_always_are() -> None:
-    place, counts = torch.tensor([-1, 0, -3], dtype=torch.int32), new_counts("cpu")
+    hot_slot, counts = torch.tensor([-1, 0, -3], dtype=torch.int32), new_counts("cpu")
     hot = torch.tensor([[1.0], [2.0], [3.0]])  # the second and third for staged rows
     cold, ids = torch.tensor([[10.0], [11.0], [12.0]]), torch.tensor([2, 1, 0])
-    assert gather_tiers(hot, cold, place, ids, counts).view(-1).tolist() == [2, 1, 10]
+    assert gather_tiers(hot, cold, hot_slot, ids, counts).view(-1).tolist() == [2, 1, 10]
     assert counts.sum(0).tolist() == [1, 1, 1]
-    assert gather_tiers(hot, cold, place, ids, counts, staged=False).view(-1).tolist() == [12, 1, 10]
+    assert gather_tiers(hot, cold, hot_slot, ids, counts, staged=False).view(-1).tolist() == [12, 1, 10]
     assert counts.sum(0).tolist() == [2, 3, 1]
 
 

@@ -55,15 +55,15 @@ def check_questions(channel: Channel, shard: Shard) -> None:
     table = (whole[:, None] * 10 + torch.arange(3)).to(torch.bfloat16)
     for number in range(3):
         count = [7, 0, shard.num_nodes][(number + channel.rank) % 3]
-        places = randint(0, shard.num_nodes, count, seed=number)
-        question = Question(channel, shard.ptr, places)
+        positions = randint(0, shard.num_nodes, count, seed=number)
+        question = Question(channel, shard.ptr, positions)
         first = shard.ptr[channel.rank]
-        assert torch.equal(question.answer(table[question.rows + first]), table[places])
+        assert torch.equal(question.answer(table[question.rows + first]), table[positions])
         counts = (question.rows + first) % 4
         entries = torch.repeat_interleave(question.rows + first, counts)
         indptr, (got,) = question.answer_lists(counts, [entries])
-        assert torch.equal(indptr.diff(), places % 4)
-        assert torch.equal(got, torch.repeat_interleave(places, places % 4))
+        assert torch.equal(indptr.diff(), positions % 4)
+        assert torch.equal(got, torch.repeat_interleave(positions, positions % 4))
 
 
 def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tensor) -> None:
@@ -117,7 +117,7 @@ def check_early_end(world: World, shard: Shard) -> None:
     batches.close()  # type: ignore[attr-defined]
     assert torch.equal(next(loader.epoch(1)).seeds, first.seeds)
     total = sum(batch.num_seeds for batch in loader.epoch(2))
-    assert world.sum([total])[0] == loader.places.numel()
+    assert world.sum([total])[0] == loader.positions.numel()
 
 
 def check_differences(world: World, shard: Shard) -> None:

@@ -17,9 +17,9 @@ def test_rows_come_back_as_they_were_written():
     histories = Histories(10)
     rows = randn(5, 4)
     histories.write(0, [slice(2, 4), slice(7, 10)], rows)
-    places = torch.tensor([7, 2, 9, 0])
+    positions = torch.tensor([7, 2, 9, 0])
     assert torch.equal(
-        histories.read(0, places, rows), torch.stack([rows[2], rows[0], rows[4], torch.zeros(4).double()])
+        histories.read(0, positions, rows), torch.stack([rows[2], rows[0], rows[4], torch.zeros(4).double()])
     )
     histories.write(1, [slice(0, 10)], randn(10, 3, 2))  # any width, any shape
     assert histories.tables[1].shape == (10, 3, 2)

@@ -58,23 +58,23 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
     ours = histories_at(WAYS[way], 200, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for turn in range(6):
-        slabs = [slice(start, start + 25) for start in torch.randperm(8, generator=generator)[:3].mul(25).tolist()]
+        row_ranges = [slice(start, start + 25) for start in torch.randperm(8, generator=generator)[:3].mul(25).tolist()]
         rows = randn(75, 5, seed=turn).float()
-        places = randint(0, 200, 90, seed=turn)
+        positions = randint(0, 200, 90, seed=turn)
         if turn:
-            reader = ours.prefetch((0, 1), places)
-            found = {l: reader.read(l, places, rows.to(DEVICE)) for l in (0, 1)}
+            reader = ours.prefetch((0, 1), positions)
+            found = {l: reader.read(l, positions, rows.to(DEVICE)) for l in (0, 1)}
             for l in (0, 1):
-                assert torch.equal(found[l].cpu(), plain.read(l, places, rows))
-                some = reader.read_some(l, places, torch.tensor([5, 2, 80]), rows.to(DEVICE))
+                assert torch.equal(found[l].cpu(), plain.read(l, positions, rows))
+                some = reader.read_some(l, positions, torch.tensor([5, 2, 80]), rows.to(DEVICE))
                 assert torch.equal(some, found[l][[5, 2, 80]])
-            assert torch.equal(reader.ages(places), plain.ages(places))
+            assert torch.equal(reader.ages(positions), plain.ages(positions))
         for l in (0, 1):
-            plain.write(l, slabs, rows + l)
-            ours.write(l, slabs, (rows + l).to(DEVICE), ours.now())
+            plain.write(l, row_ranges, rows + l)
+            ours.write(l, row_ranges, (rows + l).to(DEVICE), ours.now())
         for both in (plain, ours):
             both.step += 1
-            both.stamp(slabs, both.step)
+            both.stamp(row_ranges, both.step)
     state = ours.state_dict()
     again = histories_at(WAYS[way], 200, dtype=dtype)
     again.load_state_dict(state)
@@ -121,13 +121,13 @@ def test_a_pull_sees_what_was_pushed_before_it_and_nothing_after(where: Where, s
     small_buffers(1 << 10)
     ours = histories_at(where, 10)
     ours.write(0, [slice(0, 10)], torch.ones(10, 2, device=DEVICE))
-    places = torch.arange(10)
-    before = ours.prefetch((0,), places)
+    positions = torch.arange(10)
+    before = ours.prefetch((0,), positions)
     ours.write(0, [slice(0, 10)], torch.full((10, 2), 2.0, device=DEVICE))
-    after = ours.prefetch((0,), places)
+    after = ours.prefetch((0,), positions)
     like = torch.empty(0, device=DEVICE)
-    assert [float(r.read(0, places, like).mean()) for r in (before, after)] == [1.0, 2.0]
-    assert after.stamps(places).tolist() == [-1] * 10
+    assert [float(r.read(0, positions, like).mean()) for r in (before, after)] == [1.0, 2.0]
+    assert after.stamps(positions).tolist() == [-1] * 10
 
 
 def test_a_mover_has_no_more_buffers_than_it_may(small_buffers: Callable[[int], None]):

@@ -29,10 +29,10 @@ def test_three_ranks_read_what_each_other_wrote(two_hosts: bool):
 def test_alone_one_rank_keeps_everything():
     owners = Owners(World.alone(), Shares(0, (0,), (range(2),)), torch.tensor([0, 3, 5]))
     assert (owners.own, owners.host) == (range(5), range(5))
-    places, rows = torch.tensor([1, 4]), randn(2, 3)
-    assert owners.runs(places) == [slice(0, 2)]
-    expected = torch.zeros(5, 3).double().index_add_(0, places, rows)
-    assert torch.equal(owners.collect(places, rows), expected)
+    positions, rows = torch.tensor([1, 4]), randn(2, 3)
+    assert owners.runs(positions) == [slice(0, 2)]
+    expected = torch.zeros(5, 3).double().index_add_(0, positions, rows)
+    assert torch.equal(owners.collect(positions, rows), expected)
 
 
 def test_a_snapshot_finds_rows_by_their_places():

@@ -70,7 +70,7 @@ def test_kernels_read_all_rows_from_one_place() -> None:
         assert tiers is not None
         assert tiers.hot is rows
         assert tiers.cold is None
-        assert tiers.place is None
+        assert tiers.hot_slot is None
     assert table.tiers("cuda") is None  # a GPU does not read memory that is not pinned
     assert TensorTable(rows.T).tiers() is None
 

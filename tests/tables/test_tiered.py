@@ -53,18 +53,18 @@ def test_what_kernels_are_given() -> None:
     table = tiered()
     tiers = table.tiers()
     assert tiers is not None
-    hot, cold, place = tiers
+    hot, cold, hot_slot = tiers
     assert torch.equal(hot, ROWS[HOT])
     assert cold is table.below.storage()
-    assert place is not None
-    assert place.dtype == torch.int32
-    assert place[HOT].tolist() == [0, 1, 2, 3]
-    assert int((place >= 0).sum()) == 4
+    assert hot_slot is not None
+    assert hot_slot.dtype == torch.int32
+    assert hot_slot[HOT].tolist() == [0, 1, 2, 3]
+    assert int((hot_slot >= 0).sum()) == 4
     assert table.counts().shape[1] == 3
     everything = tiered(None).tiers()
     assert everything is not None
     assert everything.cold is None
-    assert everything.place is None
+    assert everything.hot_slot is None
 
 
 def test_rows_in_one_place_are_one_tensor() -> None:
@@ -192,9 +192,9 @@ def test_on_a_gpu_over_rows_that_only_the_host_reads() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 def test_beside_training_rows_are_read_where_they_always_are(device: str) -> None:
     table = TieredTable(TensorTable(ROWS.clone()), HOT, device)
-    hot, cold, place = table.reserve(torch.device(device), 1).tiers
-    assert place is not None
-    hot[4], place[7] = -1.0, -2 - 4  # the seventh row is staged, and will be another one soon
+    hot, cold, hot_slot = table.reserve(torch.device(device), 1).tiers
+    assert hot_slot is not None
+    hot[4], hot_slot[7] = -1.0, -2 - 4  # the seventh row is staged, and will be another one soon
     beside, ids = table.beside(), torch.tensor([7, 3])
     assert torch.equal(beside.read(ids.to(device)).cpu(), ROWS[ids])
     if device == "cuda":  # else the host reads what is not hot
@@ -207,11 +207,11 @@ def test_beside_training_rows_are_read_where_they_always_are(device: str) -> Non
 
 def test_room_behind_the_hot_rows() -> None:
     table = tiered()
-    hot, _, place = table.reserve(torch.device("cpu"), 3).tiers
+    hot, _, hot_slot = table.reserve(torch.device("cpu"), 3).tiers
     assert hot.shape == (7, 5)
     assert torch.equal(hot[:4], ROWS[HOT])
-    assert place is not None
-    assert place[HOT].tolist() == [0, 1, 2, 3]
+    assert hot_slot is not None
+    assert hot_slot[HOT].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu

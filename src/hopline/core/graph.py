@@ -187,19 +187,19 @@ class PartialGraph(Graph):
         found = self.ids.sort()
         return found.values, found.indices
 
-    def _places(self, ids: Tensor) -> Tensor:
+    def _positions(self, ids: Tensor) -> Tensor:
         known, order = self._sorted
         at = torch.searchsorted(known, ids.cpu()).clamp(max=max(0, known.numel() - 1))
         assert torch.equal(known[at], ids.cpu()), "a node is not of this batch"
         return order[at]
 
     def in_degrees(self, ids: Tensor | None = None) -> Tensor:
-        return self.degrees if ids is None else self.degrees[self._places(ids)].to(ids.device)
+        return self.degrees if ids is None else self.degrees[self._positions(ids)].to(ids.device)
 
     def weight_sums(self, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:
         """(weight of the in-edges, weight of the loop that is added) of some nodes: float64."""
         assert self.weights is not None
-        total, without_loops, loop = self.weights[self._places(ids)].to(ids.device).unbind(1)
+        total, without_loops, loop = self.weights[self._positions(ids)].to(ids.device).unbind(1)
         if not add_loops:
             return total, torch.zeros_like(total)
         return without_loops, torch.where(loop.isnan(), fill, loop)

@@ -35,7 +35,7 @@ class DataBytes:
     indptr: int
     """The part of the graph that is on the device also where its edges are pinned."""
     features: int
-    places: int
+    hot_slots: int
     """What the device keeps beside cached rows: where each row is."""
     labels: int
     can_cache: bool = True
@@ -48,7 +48,7 @@ class DataBytes:
             graph=data.graph.num_bytes,
             indptr=data.graph.indptr.nbytes,
             features=0 if x is None else _all_bytes(x),
-            places=4 * data.num_nodes,
+            hot_slots=4 * data.num_nodes,
             labels=0 if data.y is None else data.y.nbytes,
             can_cache=not isinstance(x, SparseTable),
         )
@@ -85,11 +85,11 @@ def make_layout(sizes: DataBytes, free: int, placement: Placement) -> Layout:
     if features == "device":
         room -= _taken("features", sizes.features, room, free)
     elif features == "pinned" and placement.cache == "auto":
-        cache = max(0, room - sizes.places)
+        cache = max(0, room - sizes.hot_slots)
         room = 0
     elif features == "pinned":
         cache = parse_size(placement.cache)
-        room -= _taken("cache", min(cache, sizes.features) + sizes.places, room, free)
+        room -= _taken("cache", min(cache, sizes.features) + sizes.hot_slots, room, free)
     return Layout(graph=graph, features=features, cache=cache, labels=labels, room=max(0, room))
 
 

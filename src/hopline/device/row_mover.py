@@ -167,9 +167,9 @@ class RowMover:
                 _write(table, at, stored)
         trace.count("bytes.pushed", stored.nbytes)
 
-    def _push_slabs(self, table: Tensor, slabs: Sequence[slice], rows: Tensor) -> None:
+    def _push_slabs(self, table: Tensor, row_ranges: Sequence[slice], rows: Tensor) -> None:
         start = 0
-        for slab in slabs:
+        for slab in row_ranges:
             target = table[slab]
             source = rows[start : start + target.size(0)]
             start += target.size(0)

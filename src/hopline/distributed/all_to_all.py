@@ -94,18 +94,18 @@ class Channel:
 class Question:
     """Rows asked of their owners: every rank asks at once, some perhaps for none.
 
-    places: [n] int64, rank r owning ptr[r] .. ptr[r + 1] - 1. Answers come back in the order of the places.
+    positions: [n] int64, rank r owning ptr[r] .. ptr[r + 1] - 1. Answers come back in the order of the places.
     """
 
-    def __init__(self, channel: Channel, ptr: Tensor, places: Tensor) -> None:
-        owners = torch.bucketize(places, ptr[1:-1], right=True)
+    def __init__(self, channel: Channel, ptr: Tensor, positions: Tensor) -> None:
+        owners = torch.bucketize(positions, ptr[1:-1], right=True)
         ends, order = ops.group_edges(owners, channel.size)
         self.channel = channel
         self._asked = ends.diff().tolist()
         self._heard = channel.counts(ends.diff()).tolist()
         self._back = torch.empty_like(order)
         self._back[order] = torch.arange(order.numel())
-        self.rows = channel.send(places[order], self._asked, self._heard) - ptr[channel.rank]
+        self.rows = channel.send(positions[order], self._asked, self._heard) - ptr[channel.rank]
         """[m] int64: the own rows that the ranks ask this one for."""
 
     def answer(self, rows: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
         return _member(function, args, World.current(device, settings.timeout_s))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent ends its ranks, unless it is killed itself
         _end_with_parent(os.getppid())
-    place = detect(os.environ)
-    count = _devices_here(settings, place, device)
-    seat = _first_seat(settings, place, count, device)
+    task = detect(os.environ)
+    count = _devices_here(settings, task, device)
+    seat = _first_seat(settings, task, count, device)
     if seat.size == 1:
         return function(World.alone(device), *args)
     if count > 1:
@@ -76,27 +76,27 @@ def _check_starts_none(settings: LaunchSettings) -> None:
         )
 
 
-def _devices_here(settings: LaunchSettings, place: Task | None, device: str) -> int:
+def _devices_here(settings: LaunchSettings, task: Task | None, device: str) -> int:
     """How many processes to start here."""
     kind = torch.device(device).type
-    one_per_node = place is None or place.size == place.num_nodes
+    one_per_node = task is None or task.size == task.num_nodes
     if settings.devices == "auto":
         return max(1, torch.cuda.device_count()) if kind == "cuda" and one_per_node else 1
     if settings.devices > 1 and not one_per_node:
-        assert place is not None
-        if settings.devices == place.local_size:  # said twice, but the same thing
+        assert task is not None
+        if settings.devices == task.local_size:  # said twice, but the same thing
             return 1
         raise ValueError(
-            f"{place.launcher} started {place.local_size} tasks on this host, under each of which devices="
+            f"{task.launcher} started {task.local_size} tasks on this host, under each of which devices="
             f"{settings.devices} would start more: leave out devices=, or start one task per host"
         )
     return settings.devices
 
 
-def _first_seat(settings: LaunchSettings, place: Task | None, count: int, device: str) -> Seat:
+def _first_seat(settings: LaunchSettings, task: Task | None, count: int, device: str) -> Seat:
     """The seat of this process, or of the first one to be started here."""
     backend = _backend(device)
-    if place is None:
+    if task is None:
         return Seat(
             size=count,
             local_size=count,
@@ -107,21 +107,21 @@ def _first_seat(settings: LaunchSettings, place: Task | None, count: int, device
             timeout_s=settings.timeout_s,
             keeps_store=True,
         )
-    if place.launcher == "torchrun" and settings.address:
+    if task.launcher == "torchrun" and settings.address:
         raise ValueError("leave out address= under torchrun: it has --master-addr and --master-port")
     return Seat(
-        rank=place.rank * count,
-        size=place.size * count,
-        local_rank=place.local_rank * count,
-        local_size=place.local_size * count,
-        node=place.node,
+        rank=task.rank * count,
+        size=task.size * count,
+        local_rank=task.local_rank * count,
+        local_size=task.local_size * count,
+        node=task.node,
         device=device,
         backend=backend,
-        address=settings.host or place.address,
-        port=settings.port or place.port,
+        address=settings.host or task.address,
+        port=settings.port or task.port,
         timeout_s=settings.timeout_s,
-        keeps_store=place.rank == 0 and not place.has_store,
-        key=place.key,
+        keeps_store=task.rank == 0 and not task.has_store,
+        key=task.key,
     )
 
 

@@ -82,7 +82,7 @@ class Replayed:
             stream.wait_event(after)
             own = job.module.state_dict()
             torch._foreach_copy_(list(own.values()), [weights[name] for name in own])
-            place = captured.result.next_place()
+            place = captured.result.next_host_buffer()
             begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
             begun.record()
             place.copy_(captured.replay().rows, non_blocking=True)
@@ -179,15 +179,15 @@ class _Recorded:
     reads_features: bool
     addresses: list[int]
     held: tuple[Chunks, Tensor]
-    places: list[Tensor] = field(default_factory=list)
+    host_buffers: list[Tensor] = field(default_factory=list)
     """Pinned memory for the output of two that are under way."""
 
-    def next_place(self) -> Tensor:
+    def next_host_buffer(self) -> Tensor:
         """That of the one before the last."""
-        if not self.places:
-            self.places = [torch.empty_like(self.rows, device=CPU, pin_memory=True) for _ in range(2)]
-        self.places.reverse()
-        return self.places[0]
+        if not self.host_buffers:
+            self.host_buffers = [torch.empty_like(self.rows, device=CPU, pin_memory=True) for _ in range(2)]
+        self.host_buffers.reverse()
+        return self.host_buffers[0]
 
 
 def _say_for(job: weakref.ref[Job]) -> Callable[[str], None]:

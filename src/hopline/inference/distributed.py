@@ -116,14 +116,14 @@ class RankChunks(Chunks):
         for _ in range(self.model.num_layers):
             sources = self._sources(needed[0])
             numbers = sources[sources >= num_own] - num_own
-            question = Question(self.channel, self.shard.ptr, self.shard.halo_places[numbers])
+            question = Question(self.channel, self.shard.ptr, self.shard.halo_positions[numbers])
             self.wanted.insert(0, _Wanted(numbers, question))
             needed.insert(0, torch.cat([sources[sources < num_own], question.rows]).unique())
         numbers = self.wanted[0].numbers
         if "x" in self.shard.tables:
             own = self.shard.tables["x"]
             rows = fetch(self.wanted[0].question, own)
-            self.data.tables["x"] = _joined(own, rows, numbers, self.shard.halo_places.numel())
+            self.data.tables["x"] = _joined(own, rows, numbers, self.shard.halo_positions.numel())
         return [torch.cat([needed[0], numbers + num_own]), *needed[1:]]
 
     def _sources(self, rows: Tensor) -> Tensor:
@@ -150,8 +150,8 @@ class RankChunks(Chunks):
 
 def _local(shard: Shard, channel: Channel) -> PartialGraph:
     """The own nodes with all their in-edges, and the sources of others."""
-    question = Question(channel, shard.ptr, shard.halo_places)
-    num_all = shard.num_own + shard.halo_places.numel()
+    question = Question(channel, shard.ptr, shard.halo_positions)
+    num_all = shard.num_own + shard.halo_positions.numel()
     first = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
     indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_all))
     for start in range(0, shard.at.numel(), CHUNK):

@@ -24,7 +24,7 @@ from hopline.nn.conv_adapter import SeesMore, way_of
 from hopline.nn.gnn import GNN, State
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.runner import ShardConvs
-from hopline.shards.layout import slab_layout
+from hopline.shards.layout import contiguous_layout
 from hopline.tables import TensorTable
 from hopline.tables.allocators import Allocator, DeviceThenPinned
 from hopline.tables.layers import LayerTables
@@ -86,13 +86,13 @@ class InferenceTables(LayerTables):
         if self.files is not None:
             self.tables = self.files.existing()
 
-    def _write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
+    def _write_at(self, l: int, positions: Tensor, rows: Tensor) -> None:
         if l not in self.tables and rows.size(0) == self.num_rows and self.allocator.adopts(rows):
             self.tables[l] = rows  # of all nodes in their order: nothing is copied
         else:
             table = TensorTable(self.table(l, rows))
             writer = rows.device if table.tiers(rows.device) is not None else CPU
-            table.write(places.to(writer), rows.to(writer))
+            table.write(positions.to(writer), rows.to(writer))
         if self.files is not None and l > ENCODED:
             self.files.chunk_done()
 
@@ -281,7 +281,7 @@ class Chunks(LayerPlan[Tensor]):
     def _graph_block(self, **options: Any) -> Block:
         """All edges as in full batch: messages in chunks, or of mode "one_shot" all at once."""
         graph = self.data.graph.to("cpu")
-        layout = slab_layout(graph, torch.tensor([0, graph.num_nodes]))
+        layout = contiguous_layout(graph, torch.tensor([0, graph.num_nodes]))
         return ShardConvs.of(layout, **options).to(self.device).block()
 
     # ---- the plan

@@ -120,24 +120,24 @@ class AllShards(Dataset):
         return self._opened
 
     @cached_property
-    def place(self) -> Tensor:
+    def position(self) -> Tensor:
         """[N] int64: the place of each node."""
-        place = torch.empty_like(self.nodes)
-        place[self.nodes] = torch.arange(self.num_nodes)
-        return place
+        position = torch.empty_like(self.nodes)
+        position[self.nodes] = torch.arange(self.num_nodes)
+        return position
 
     def __repr__(self) -> str:
         return f"AllShards({self.name!r}, {self.num_shards} shards, {self.num_nodes:,} nodes, {self.num_edges:,} edges)"
 
 
-class _ByPlace(PartialGraph):
+class _ByPosition(PartialGraph):
     """What is known of all nodes; their edges are read shard by shard."""
 
-    def _places(self, ids: Tensor) -> Tensor:
+    def _positions(self, ids: Tensor) -> Tensor:
         return ids.cpu()
 
 
-def _known(data: AllShards) -> _ByPlace:
+def _known(data: AllShards) -> _ByPosition:
     """Degrees of all nodes, and weights where there are weights or loops."""
     has_loops, weights, degrees = False, [], []
     for rank in range(data.num_shards):
@@ -147,7 +147,7 @@ def _known(data: AllShards) -> _ByPlace:
         degrees.append(shard.layout.degrees)
     if has_loops or "weight" in data.shard(0).edge:
         weights = [weights_of_shard(data.shard(rank)) for rank in range(data.num_shards)]
-    return _ByPlace(
+    return _ByPosition(
         torch.zeros(1, dtype=torch.int64).expand(data.num_nodes + 1),
         torch.zeros(0, dtype=torch.int64),
         {name: rows[:0] for name, rows in data.shard(0).edge.items()},
@@ -190,22 +190,22 @@ class ShardChunks(Chunks):
             needed.insert(0, needed[0] if full else self._with_sources(needed[0]))
         return needed
 
-    def _with_sources(self, places: Tensor) -> Tensor:
+    def _with_sources(self, positions: Tensor) -> Tensor:
         """Some nodes and all their sources."""
         marked = torch.zeros(self.data.num_nodes, dtype=torch.bool)
-        marked[places] = True
-        for chunk in self.chunks(places, CHUNK):
+        marked[positions] = True
+        for chunk in self.chunks(positions, CHUNK):
             marked[self._edges(chunk)[1]] = True
         return marked.nonzero().view(-1)
 
-    def _shard_of(self, places: Tensor) -> Shard:
+    def _shard_of(self, positions: Tensor) -> Shard:
         """The one that has all these nodes."""
-        return self.shards.shard(int(torch.searchsorted(self.shards.ptr, places[0], right=True)) - 1)
+        return self.shards.shard(int(torch.searchsorted(self.shards.ptr, positions[0], right=True)) - 1)
 
-    def _edges(self, places: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _edges(self, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(indptr, places of the sources, edge arrays) of the in-edges of nodes of one shard."""
-        shard = self._shard_of(places)
-        indptr, taken = ops.row_positions(shard.indptr, places - shard.ptr[shard.rank])
+        shard = self._shard_of(positions)
+        indptr, taken = ops.row_positions(shard.indptr, positions - shard.ptr[shard.rank])
         at = ops.gather_rows(shard.at, taken).long()
         return indptr, shard.sources(at), {name: ops.gather_rows(rows, at) for name, rows in shard.edge.items()}
 
@@ -260,5 +260,5 @@ def exact_rows(
         files = LayerFiles(Path(folder), identity(model, {"cut of the dataset": data.cut}, ids, chunk_edges, most))
     with evaluating(walk):
         work = ShardChunks(walk, data, chunk_edges, torch.device(device), most, files)
-        table = work.outputs(None if ids is None else data.place[ids], show)
-    return lambda some: Rows(table, data.place[some]).read_on(CPU)
+        table = work.outputs(None if ids is None else data.position[ids], show)
+    return lambda some: Rows(table, data.position[some]).read_on(CPU)

@@ -22,7 +22,7 @@ from hopline.device import pinned
 from hopline.nn.gnn import GNN, State
 from hopline.nn.smoothness import spread_of
 from hopline.pipeline.stages import Pipeline, Stage
-from hopline.tables.layers import LayerTables, RowSource, positions
+from hopline.tables.layers import LayerTables, RowSource, as_positions
 from hopline.util import trace
 
 C = TypeVar("C")
@@ -127,11 +127,11 @@ class Boundaries:
     def handle(self, l: int, piece: Piece) -> Rows | Tensor:
         """The sources' rows after layer `l`: a handle where a conv can read them in place, else a copy."""
         table = self.tables.in_place(l, self.device, self.dtype)
-        return self.read(l, piece.src) if table is None else Rows(table, positions(piece.src))
+        return self.read(l, piece.src) if table is None else Rows(table, as_positions(piece.src))
 
     def read(self, l: int, at: Any) -> Tensor:
         """Rows after layer `l`: new memory, where the model is."""
-        return self._source.rows(l, positions(at)).to(self.device, self.dtype)
+        return self._source.rows(l, as_positions(at)).to(self.device, self.dtype)
 
     def write(self, l: int, piece: Piece, rows: Tensor) -> None:
         """The destinations' rows after layer `l`."""
@@ -152,7 +152,7 @@ class Boundaries:
         """Add to the gradient after layer `l`, at each position once."""
         if rows is not None:
             sums = self._sum(l, rows)
-            ops.add_rows(sums, self._near(sums, self._among(l, positions(at))), rows)
+            ops.add_rows(sums, self._near(sums, self._among(l, as_positions(at))), rows)
 
     def gradients_complete(self, l: int) -> None:
         """Every piece has added to the gradient after layer `l`. Collective.
@@ -175,7 +175,7 @@ class Boundaries:
     def gradient(self, l: int, at: Any) -> Tensor:
         """The complete gradient after layer `l` at some rows."""
         assert self._gradient is not None
-        at = positions(at)
+        at = as_positions(at)
         at = self._among(l, at) if self.collect is None else at - self._first
         return ops.gather_rows(self._gradient, self._near(self._gradient, at))
 

@@ -18,7 +18,7 @@ from hopline import ops
 from hopline.core.batch import Block
 from hopline.core.row_handles import Handle, typed
 from hopline.nn.tree_layers import compute_dtype, edges_to_attend
-from hopline.ops.random import PLACES
+from hopline.ops.random import NUM_PURPOSES
 
 MOST_CHANNELS = 512
 """The widest head that is fused: a program of the kernel holds all columns of one."""
@@ -66,4 +66,4 @@ def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
     """Of this layer's draws: places from the last one down, since those from the first on are the layers' outputs'."""
     if block.key is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
-    return ops.place_key(block.key, PLACES - 2 - layer)
+    return ops.purpose_key(block.key, NUM_PURPOSES - 2 - layer)

@@ -265,7 +265,7 @@ class GNN(nn.Module):
         """Input rows to the first layer's state. ids: [n] what their draws are keyed by; key: of this step's draws."""
         if self.training and self.input_dropout:
             if key is not None and isinstance(x, Rows) and self.keeps_handle(x.table):
-                x = DroppedRows(x.table, x.ids, self.input_dropout, ops.place_key(key, INPUT), ids)
+                x = DroppedRows(x.table, x.ids, self.input_dropout, ops.purpose_key(key, INPUT), ids)
             else:
                 x = self._drop(self._typed(x), self.input_dropout, ids, key, INPUT)
         if self.encoder is not None:
@@ -297,7 +297,7 @@ class GNN(nn.Module):
         x0 = None if state.x0 is None else state.x0[:dst]
         if self._is_plain(l):
             p = self.dropout if self.training else 0.0
-            key = None if block.key is None or not p else ops.place_key(block.key, l)
+            key = None if block.key is None or not p else ops.purpose_key(block.key, l)
             pending = deferred(self.convs[l], state.h, block, p, key)
             if pending is not None:
                 return State(pending)
@@ -385,7 +385,7 @@ class GNN(nn.Module):
         if key is None:
             return torch.nn.functional.dropout(h, p)
         drop = ops.relu_dropout if with_relu else ops.keyed_dropout
-        return drop(h, p, ops.place_key(key, place), ids)
+        return drop(h, p, ops.purpose_key(key, place), ids)
 
     def _in_precision(self, h: Handle | Tensor) -> Handle | Tensor:
         """The first layer's input in the model's precision, where its conv has no parameters that would say which."""

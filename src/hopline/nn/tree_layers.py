@@ -47,9 +47,9 @@ def reduce_on_tree(
     tiers = rows.table.tiers(tree.nodes.device) if isinstance(rows, Rows) else None
     if isinstance(rows, Rows) and tiers is not None and tiers.hot.is_contiguous():
         cold = None
-        if tiers.place is not None:
+        if tiers.hot_slot is not None:
             rows.table.observe(tree.nodes)  # type: ignore[attr-defined]
-            cold = (tiers.cold, tiers.place, rows.table.counts(tree.nodes.device))  # type: ignore[attr-defined]
+            cold = (tiers.cold, tiers.hot_slot, rows.table.counts(tree.nodes.device))  # type: ignore[attr-defined]
         x, kind = tiers.hot, compute_dtype(dtype)
         return ops.gpu_kernels("tree").reduce_rows(
             x, tree.slots, block.hop, tree.nodes, how, weight, beside_own, kind, table=True, tiers=cold, dense_out=dense
@@ -113,7 +113,7 @@ class PendingRows(Handle):
         )  # fmt: skip
 
     def read(self) -> Tensor:
-        place = torch.where(self.block.present[: self.block.num_dst], self.rows.place, 0)
+        place = torch.where(self.block.present[: self.block.num_dst], self.rows.row_of_slot, 0)
         weight = torch.cat([self.left, self.right], dim=1)
         h = torch.relu(torch.nn.functional.linear(self.a[place.long()], weight, self.bias))
         if self.key is None or not self.p:
@@ -142,7 +142,7 @@ def pending_rows(
     kernels = ops.gpu_kernels("tree")
     numbered = kernels.dense_rows if reads else kernels.rows_by_slot
     rows = numbered(tree.nodes[:num_dst], tree.slots.parents(tree.nodes.device))
-    a = reduce_on_tree(h, block, how, None, left.dtype, True, rows.place if reads else None)
+    a = reduce_on_tree(h, block, how, None, left.dtype, True, rows.row_of_slot if reads else None)
     bias = linears[0].bias
     bias = torch.zeros(left.size(0), device=a.device) if bias is None else bias
     return PendingRows(a.to(dtype), left, right, bias, block, rows, p, key)

@@ -28,7 +28,7 @@ from hopline.ops.cpu import runtime as cpu_runtime
 from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.cpu.runtime import serial_here, start_threads
 from hopline.ops.cpu.sampling import IdMap
-from hopline.ops.random import another_key, derive_key, layer_key, permutation, place_key
+from hopline.ops.random import another_key, derive_key, layer_key, permutation, purpose_key
 from hopline.ops.reference import Children, Neighbors, SortedIdMap
 from hopline.ops.tree_slots import Slots
 
@@ -56,7 +56,7 @@ __all__ = [
     "optimizer_class",
     "own_threads",
     "permutation",
-    "place_key",
+    "purpose_key",
     "put_rows",
     "reduce_edges",
     "relabel",

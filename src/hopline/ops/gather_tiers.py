@@ -17,15 +17,15 @@ def new_counts(device: torch.device | str) -> Tensor:
     return torch.zeros(COUNTERS, 3, dtype=torch.int64, device=device)
 
 
-def slot_of(place: Tensor) -> Tensor:
+def slot_of(hot_slot: Tensor) -> Tensor:
     """Slots in `hot` of rows that are hot or staged; -1 for the others."""
-    return torch.where(place < -1, -2 - place, place)
+    return torch.where(hot_slot < -1, -2 - hot_slot, hot_slot)
 
 
 def gather_tiers(
     hot: Tensor,
     cold: Tensor | None,
-    place: Tensor | None,
+    hot_slot: Tensor | None,
     ids: Tensor,
     counts: Tensor | None = None,
     in_order: bool = False,
@@ -41,12 +41,12 @@ def gather_tiers(
     GB/s at 256 bytes a row). It costs a sort, so it pays where a sixth of the rows or more are cold.
     """
     if ids.device.type == "cpu":
-        return gather_tiers_reference(hot, cold, place, ids, counts, staged)
+        return gather_tiers_reference(hot, cold, hot_slot, ids, counts, staged)
     from hopline.ops.gpu import tiers as gpu_tiers  # Triton is imported by those who use it only
 
-    narrow = place is not None and place.numel() < 1 << 31  # half as many bits to sort by
+    narrow = hot_slot is not None and hot_slot.numel() < 1 << 31  # half as many bits to sort by
     order = (ids.int() if narrow else ids).argsort() if in_order else None
-    return gpu_tiers.gather_tiers(hot, cold, place, ids, counts, order, staged)
+    return gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts, order, staged)
 
 
 def count_ids(seen: Tensor, ids: Tensor) -> None:
@@ -63,18 +63,18 @@ def count_ids(seen: Tensor, ids: Tensor) -> None:
 def gather_tiers_reference(
     hot: Tensor,
     cold: Tensor | None,
-    place: Tensor | None,
+    hot_slot: Tensor | None,
     ids: Tensor,
     counts: Tensor | None = None,
     staged: bool = True,
 ) -> Tensor:
     """`gather_tiers` in plain torch: the definition."""
-    num_rows = hot.size(0) if place is None else place.numel()
+    num_rows = hot.size(0) if hot_slot is None else hot_slot.numel()
     if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_rows:
         raise IndexError(f"a row id is outside 0 .. {num_rows - 1}")
     rows = torch.zeros((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
     present = ids >= 0
-    slots = torch.where(present, ids.long() if place is None else place[ids.long()].long(), -1)
+    slots = torch.where(present, ids.long() if hot_slot is None else hot_slot[ids.long()].long(), -1)
     slots = slots if staged else slots.clamp(min=-1)
     hit, is_staged = slots >= 0, slots < -1
     near, miss = hit | is_staged, present & (slots == -1)

@@ -34,19 +34,19 @@ def derive_key(seed: int, *parts: int) -> int:
     return _signed(state)
 
 
-PLACES = 32
+NUM_PURPOSES = 32
 """How many places of a step a device's keys are made for: the input, the layers, the encoder."""
 
 
-def place_key(key: int | Tensor, place: int) -> int | Tensor:
+def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
     """The key of the draws at one place of a step, -1 being the input.
 
     On a device `key` is [1 + PLACES] int64: the step's own, and those of the places from -1 on, made in one kernel.
     """
     if isinstance(key, int):
-        return derive_key(key, place)
-    assert place + 1 < PLACES, "too many layers for the keys of a step"
-    return key[place + 2 : place + 3]
+        return derive_key(key, purpose)
+    assert purpose + 1 < NUM_PURPOSES, "too many layers for the keys of a step"
+    return key[purpose + 2 : purpose + 3]
 
 
 AGAIN = 1 << 23

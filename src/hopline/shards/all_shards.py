@@ -53,13 +53,13 @@ class RowsOfShards(Shareable, Table):
         return sum(known) if len(known) == len(versions) else None
 
     def read(self, ids: Tensor) -> Tensor:
-        places = self.place[ids]
+        positions = self.place[ids]
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
         first = 0
         for table, end in zip(self.tables, self.ends, strict=True):
-            own = ((places >= first) & (places < end)).nonzero().view(-1)
+            own = ((positions >= first) & (positions < end)).nonzero().view(-1)
             if own.numel():
-                rows[own] = table.read(places[own] - first)
+                rows[own] = table.read(positions[own] - first)
             first = end
         return rows
 

@@ -90,13 +90,13 @@ class CollectiveSampler:
             id_map.add(seeds)
             if id_map.size != seeds.numel():
                 raise ValueError("the seeds of a batch must be distinct: pass each node id once")
-            places, of_seeds = seeds, Question(self.channel, self.shard.ptr, seeds)
+            positions, of_seeds = seeds, Question(self.channel, self.shard.ptr, seeds)
             question = of_seeds
             for fanout, drawn_by in zip(self.fanouts, hop_keys(key, len(self.fanouts), self.one_list), strict=True):
                 indptr, (sources, *rest) = self._ask(question, fanout, int(drawn_by))
-                hops.append(_Hop(places.numel(), fanout, indptr, id_map.add(sources), rest))
-                places = id_map.ids()
-                question = Question(self.channel, self.shard.ptr, places)
+                hops.append(_Hop(positions.numel(), fanout, indptr, id_map.add(sources), rest))
+                positions = id_map.ids()
+                question = Question(self.channel, self.shard.ptr, positions)
         finally:
             id_map.clear()
         ids, graph = self._graph(question)

@@ -117,7 +117,7 @@ def virtual_layout(graph: Graph, partition: Partition) -> ShardLayout:
     return _in_one_process(graph, partition.position[graph.edge_index()], partition.ptr, partition.order)
 
 
-def slab_layout(graph: Graph, ptr: Tensor) -> ShardLayout:
+def contiguous_layout(graph: Graph, ptr: Tensor) -> ShardLayout:
     """All shards in one process, of a graph whose nodes are numbered shard after shard already."""
     return _in_one_process(graph, graph.edge_index(), ptr, torch.arange(graph.num_nodes))
 

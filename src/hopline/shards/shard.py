@@ -83,7 +83,7 @@ class Shard:
     """[num_shards + 1] int64: where each owner's nodes begin among those that are wanted of others."""
     halo_nodes: Tensor
     """[H] int64: the wanted nodes, by owner."""
-    halo_places: Tensor
+    halo_positions: Tensor
     """[H] int64: their places."""
     tables: dict[str, Table] = field(default_factory=dict)
     """Named rows of the own nodes."""
@@ -157,10 +157,10 @@ class Shard:
         """The places of the sources of some edges, given by their numbers among the edges by owner."""
         owner = torch.bucketize(positions, self.part_ptr[1:-1], right=True)
         idx = ops.gather_rows(self.src_idx, positions).long()
-        if not self.halo_places.numel():
+        if not self.halo_positions.numel():
             return idx + self.ptr[self.rank]
-        wanted = (idx + self.halo_ptr[owner]).clamp(max=self.halo_places.numel() - 1)
-        others = ops.gather_rows(self.halo_places, wanted)
+        wanted = (idx + self.halo_ptr[owner]).clamp(max=self.halo_positions.numel() - 1)
+        others = ops.gather_rows(self.halo_positions, wanted)
         return torch.where(owner == self.rank, idx + self.ptr[self.rank], others)
 
     @cached_property
@@ -256,7 +256,7 @@ def _assemble(path: Path, manifest: Manifest, about: dict[str, Any]) -> Shard:
         edge=edge,
         halo_ptr=halo_ptr,
         halo_nodes=arrays["halo_nodes"],
-        halo_places=halo_rows + arrays["ptr"][owners],
+        halo_positions=halo_rows + arrays["ptr"][owners],
         tables=tables_of(manifest, arrays),
         y=arrays.get("y"),
         all_splits=tuple(splits_of(manifest, arrays)),

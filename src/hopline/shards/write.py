@@ -123,7 +123,7 @@ def _commit(
 class _Halo:
     """The sources of one shard's edges."""
 
-    places: Tensor
+    positions: Tensor
     """[H] those that other shards own, by their places: sorted, so by owner."""
     ptr: Tensor
     """[P + 1] where each owner's begin."""
@@ -180,7 +180,7 @@ class _Cut:
     def __init__(self, data: Dataset, partition: Partition, scratch: Path, show: bool) -> None:
         self.data, self.part_of, self.ptr, self.show = data, partition.part_of, partition.ptr, show
         self.num_shards = partition.num_parts
-        self.place = _places(partition)
+        self.position = _positions(partition)
         self.slot = torch.zeros(data.num_nodes, dtype=torch.int32)
         """By place: a source's number among those of one owner, as far as the current shard has edges from it."""
         self.scratch, self.dealt = scratch, _Dealt(scratch / "dealt", self.num_shards)
@@ -214,7 +214,9 @@ class _Cut:
         self.dealt.deal("nodes", nodes, ends)
         self.dealt.deal("degrees", starts.diff(), ends)
         self.dealt.deal("first_edges", graph.indptr[nodes], ends)
-        self.dealt.deal("places", ops.gather_rows(self.place, ops.gather_rows(graph.indices, edge_ids)), starts[ends])
+        self.dealt.deal(
+            "places", ops.gather_rows(self.position, ops.gather_rows(graph.indices, edge_ids)), starts[ends]
+        )
         for name, array in graph.edge.items():
             self.dealt.deal(f"edge.{name}", ops.gather_rows(array, edge_ids), starts[ends])
 
@@ -239,16 +241,16 @@ class _Cut:
         """Which sources a shard needs from whom."""
         seen = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         counts = torch.zeros(self.num_shards, dtype=torch.int64)
-        for places in self.dealt.read("places", rank).split(CHUNK):
-            seen[places.long()] = True
-            counts += torch.bincount(self._owners(places), minlength=self.num_shards)
+        for positions in self.dealt.read("places", rank).split(CHUNK):
+            seen[positions.long()] = True
+            counts += torch.bincount(self._owners(positions), minlength=self.num_shards)
         seen[int(self.ptr[rank]) : int(self.ptr[rank + 1])] = False
         self.dealt.give("halo", rank, seen.nonzero().view(-1))
-        places = self.dealt.read("halo", rank)
-        return _Halo(places, torch.searchsorted(places, self.ptr), counts)
+        positions = self.dealt.read("halo", rank)
+        return _Halo(positions, torch.searchsorted(positions, self.ptr), counts)
 
-    def _owners(self, places: Tensor) -> Tensor:
-        return torch.bucketize(places, self.ptr[1:-1], right=True)
+    def _owners(self, positions: Tensor) -> Tensor:
+        return torch.bucketize(positions, self.ptr[1:-1], right=True)
 
     def write_nodes(self, out: FolderWriter, rank: int) -> dict[str, int]:
         """What is known of a shard's own nodes; returns what the manifest says about the tables."""
@@ -278,10 +280,10 @@ class _Cut:
         out.array("halo_nodes", torch.int64)
         out.array("send_rows", torch.int64)
         for peer, other in enumerate(halos):
-            rows = halo.places[int(halo.ptr[peer]) : int(halo.ptr[peer + 1])] - self.ptr[peer]
+            rows = halo.positions[int(halo.ptr[peer]) : int(halo.ptr[peer + 1])] - self.ptr[peer]
             out.append("halo_rows", rows)
             out.append("halo_nodes", ops.gather_rows(self.dealt.read("nodes", peer), rows))
-            out.append("send_rows", other.places[int(other.ptr[rank]) : int(other.ptr[rank + 1])] - self.ptr[rank])
+            out.append("send_rows", other.positions[int(other.ptr[rank]) : int(other.ptr[rank + 1])] - self.ptr[rank])
         out.add("send_ptr", _starts(torch.stack([other.ptr[rank + 1] - other.ptr[rank] for other in halos])))
 
     def write_edges(self, out: FolderWriter, rank: int, halo: _Halo, bar: Progress) -> None:
@@ -289,7 +291,7 @@ class _Cut:
         own = slice(int(self.ptr[rank]), int(self.ptr[rank + 1]))
         self.slot[own] = torch.arange(own.stop - own.start, dtype=torch.int32)
         for first, last in itertools.pairwise(halo.ptr.tolist()):
-            self.slot[halo.places[first:last]] = torch.arange(last - first, dtype=torch.int32)
+            self.slot[halo.positions[first:last]] = torch.arange(last - first, dtype=torch.int32)
         indptr = _starts(self.dealt.read("degrees", rank))
         part_ptr = _starts(halo.edge_counts)
         out.add("indptr", indptr)
@@ -315,13 +317,13 @@ class _Cut:
     ) -> tuple[Tensor, Tensor]:
         """Deal the in-edges of some nodes to their groups; (ends of the groups, each edge's place among all)."""
         low, high = int(indptr[first]), int(indptr[last])
-        places = self.dealt.read("places", rank)[low:high]
-        owners = self._owners(places)
+        positions = self.dealt.read("places", rank)[low:high]
+        owners = self._owners(positions)
         ends, order = ops.group_edges(owners, self.num_shards)
         degrees = indptr[first : last + 1].diff()
         rows = torch.repeat_interleave(torch.arange(last - first), degrees)
         counts += torch.bincount(owners * (last - first) + rows, minlength=counts.numel()).view(counts.shape)
-        groups.deal("src_idx", ops.gather_rows(self.slot, places[order]), ends)
+        groups.deal("src_idx", ops.gather_rows(self.slot, positions[order]), ends)
         first_edges = self.dealt.read("first_edges", rank)[first:last] - indptr[first:last]
         groups.deal("edge_ids", (torch.arange(low, high) + first_edges[rows])[order], ends)
         for name in self.data.graph.edge:
@@ -336,12 +338,12 @@ class _Cut:
             self.dealt.forget(name, rank)
 
 
-def _places(partition: Partition) -> Tensor:
+def _positions(partition: Partition) -> Tensor:
     """[N] each node's place; not `partition.position`, which would stay in memory with the order it is made from."""
     order = ops.group_edges(partition.part_of, partition.num_parts)[1]
-    place = torch.empty(order.numel(), dtype=index_dtype(order.numel()))
-    place[order] = torch.arange(order.numel(), dtype=place.dtype)
-    return place
+    position = torch.empty(order.numel(), dtype=index_dtype(order.numel()))
+    position[order] = torch.arange(order.numel(), dtype=position.dtype)
+    return position
 
 
 def _starts(counts: Tensor) -> Tensor:

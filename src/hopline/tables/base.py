@@ -13,10 +13,10 @@ class Tiers(NamedTuple):
     """Where a kernel finds rows: hot[place[id]] where that is a slot, else cold[id]."""
 
     hot: Tensor
-    """[num_hot, ...] near the kernel; where `place` is None, all rows by their ids."""
+    """[num_hot, ...] near the kernel; where `hot_slot` is None, all rows by their ids."""
     cold: Tensor | None
     """[num_rows, ...] further away, but readable by the kernel; None where there is none such."""
-    place: Tensor | None
+    hot_slot: Tensor | None
     """[num_rows] int32: each row's slot in `hot`, -1 for the others; None where every row is hot."""
 
 

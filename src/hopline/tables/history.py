@@ -33,25 +33,25 @@ class Reader(ABC):
     """The steps that were committed so far."""
 
     @abstractmethod
-    def rows(self, l: int, places: Tensor) -> Tensor:
+    def rows(self, l: int, positions: Tensor) -> Tensor:
         """The rows at some places of layer `l`, as they are stored."""
 
     @abstractmethod
-    def stamps(self, places: Tensor) -> Tensor:
+    def stamps(self, positions: Tensor) -> Tensor:
         """The step whose commit wrote these rows; -1 if none did."""
 
-    def ages(self, places: Tensor) -> Tensor:
+    def ages(self, positions: Tensor) -> Tensor:
         """How many steps ago these rows were written; -1 if never."""
-        stamps = self.stamps(places)
+        stamps = self.stamps(positions)
         return torch.where(stamps < 0, -1, self.step - stamps)
 
-    def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
+    def read(self, l: int, positions: Tensor, like: Tensor) -> Tensor:
         """The rows at some places of layer `l`, where `like` is and in its precision."""
-        return self.rows(l, places).to(like.device, like.dtype)
+        return self.rows(l, positions).to(like.device, like.dtype)
 
-    def read_some(self, l: int, places: Tensor, idx: Tensor, like: Tensor) -> Tensor:
-        """The rows at `places[idx]`, of places that a batch reads; idx is on the host."""
-        return self.read(l, places[idx], like)
+    def read_some(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
+        """The rows at `positions[idx]`, of places that a batch reads; idx is on the host."""
+        return self.read(l, positions[idx], like)
 
 
 def report_ages(ages: Tensor) -> None:
@@ -90,32 +90,32 @@ class Histories(LayerTables, Reader):
         self.written = torch.full((num_rows,), -1, dtype=torch.int64)  # the step of each row's last commit
         self.step = 0
 
-    def begin_reading(self, layers: Sequence[int], places: Tensor | None) -> Reader:
+    def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> Reader:
         return self
 
-    def prefetch(self, layers: Sequence[int], places: Tensor) -> Reader:
+    def prefetch(self, layers: Sequence[int], positions: Tensor) -> Reader:
         """Where a batch reads the rows at some places, as they are now. They may be on their way from now on."""
-        if self.mover is None or not places.numel():
+        if self.mover is None or not positions.numel():
             return self
         tables = {l: self.tables[l] for l in layers if l in self.tables}
-        pulled = self.mover.pull(tables, places)
+        pulled = self.mover.pull(tables, positions)
         # A batch reads at the same places after every layer: they are copied to the device once.
-        positions = self.mover.to_device(places) if len(pulled) < len(tables) else places
-        return PrefetchedRows(self, places, positions, pulled)
+        as_positions = self.mover.to_device(positions) if len(pulled) < len(tables) else positions
+        return PrefetchedRows(self, positions, as_positions, pulled)
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
         """None where a mover writes the tables: their rows may still be on their way."""
         return super().in_place(l, device, dtype) if self.mover is None else None
 
-    def rows(self, l: int, places: Tensor) -> Tensor:
-        return super().rows(l, places) if self.mover is None else self.mover.read(self.tables[l], places)
+    def rows(self, l: int, positions: Tensor) -> Tensor:
+        return super().rows(l, positions) if self.mover is None else self.mover.read(self.tables[l], positions)
 
-    def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
+    def read(self, l: int, positions: Tensor, like: Tensor) -> Tensor:
         self.table(l, like)
-        return super().read(l, places, like)
+        return super().read(l, positions, like)
 
-    def stamps(self, places: Tensor) -> Tensor:
-        return self.written[places]
+    def stamps(self, positions: Tensor) -> Tensor:
+        return self.written[positions]
 
     def now(self) -> Any:
         """This moment of the computation, for `write`; None where computation is done when it returns."""
@@ -127,9 +127,9 @@ class Histories(LayerTables, Reader):
         else:
             self.mover.push(self.table(l, rows), at, rows, computed)
 
-    def stamp(self, slabs: Sequence[slice], step: int) -> None:
+    def stamp(self, row_ranges: Sequence[slice], step: int) -> None:
         """These rows are as of a step."""
-        for slab in slabs:
+        for slab in row_ranges:
             self.written[slab] = step
 
     @property
@@ -155,32 +155,34 @@ class Histories(LayerTables, Reader):
 class PrefetchedRows(Reader):
     """Rows of one batch that are on their way, or that its device reads when they are needed."""
 
-    def __init__(self, histories: Histories, places: Tensor, positions: Tensor, pulled: dict[int, PulledRows]) -> None:
+    def __init__(
+        self, histories: Histories, positions: Tensor, as_positions: Tensor, pulled: dict[int, PulledRows]
+    ) -> None:
         self.histories = histories
-        self.places = places
-        """[n] int64 on the host."""
         self.positions = positions
+        """[n] int64 on the host."""
+        self.positions = as_positions
         """[n] int64: the same, on the device if tables are on it."""
         self.pulled = pulled
         """By layer. Rows of tables on the device are not among them."""
         self.step = histories.step
-        self._stamps = histories.stamps(places).clone()
+        self._stamps = histories.stamps(positions).clone()
 
-    def stamps(self, places: Tensor) -> Tensor:
-        return self._stamps if places is self.places else self.histories.stamps(places)
+    def stamps(self, positions: Tensor) -> Tensor:
+        return self._stamps if positions is self.positions else self.histories.stamps(positions)
 
-    def rows(self, l: int, places: Tensor) -> Tensor:
-        if places is not self.places:
-            return self.histories.rows(l, places)
+    def rows(self, l: int, positions: Tensor) -> Tensor:
+        if positions is not self.positions:
+            return self.histories.rows(l, positions)
         return self.pulled[l].wait() if l in self.pulled else self.histories.rows(l, self.positions)
 
-    def read(self, l: int, places: Tensor, like: Tensor) -> Tensor:
+    def read(self, l: int, positions: Tensor, like: Tensor) -> Tensor:
         if l not in self.pulled:
             self.histories.table(l, like)
-        return super().read(l, places, like)
+        return super().read(l, positions, like)
 
-    def read_some(self, l: int, places: Tensor, idx: Tensor, like: Tensor) -> Tensor:
-        if places is not self.places or l not in self.pulled:
-            return super().read_some(l, places, idx, like)
+    def read_some(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
+        if positions is not self.positions or l not in self.pulled:
+            return super().read_some(l, positions, idx, like)
         rows = self.pulled[l].wait()
         return ops.gather_rows(rows, idx.to(rows.device)).to(like.device, like.dtype)

@@ -39,16 +39,16 @@ class Owners:
         """Places of the rows that this rank keeps."""
         return self.spans[self.shares.rank]
 
-    def runs(self, places: Tensor) -> list[slice]:
+    def runs(self, positions: Tensor) -> list[slice]:
         """By rank, where among ascending places those are that it keeps."""
-        ends = torch.searchsorted(places, torch.tensor([self.spans[rank].stop for rank in self.order])).tolist()
+        ends = torch.searchsorted(positions, torch.tensor([self.spans[rank].stop for rank in self.order])).tolist()
         found = {rank: slice(*ends) for rank, *ends in zip(self.order, [0, *ends[:-1]], ends, strict=True)}
         return [found[rank] for rank in range(self.world.size)]
 
-    def collect(self, places: Tensor, rows: Tensor) -> Tensor:
-        """Sums of all ranks' rows, at the places that this one keeps. places: ascending, each once."""
-        runs = self.runs(places)
-        theirs = self.world.swap([places[run] for run in runs])
+    def collect(self, positions: Tensor, rows: Tensor) -> Tensor:
+        """Sums of all ranks' rows, at the places that this one keeps. positions: ascending, each once."""
+        runs = self.runs(positions)
+        theirs = self.world.swap([positions[run] for run in runs])
         total = rows.new_zeros(len(self.own), *rows.shape[1:])
         for at, what in zip(theirs, self.world.swap([rows[run] for run in runs]), strict=True):
             total.index_add_(0, at - self.own.start, what)
@@ -59,17 +59,17 @@ class Owners:
 class Snapshot(Reader):
     """Some rows as they were."""
 
-    places: Tensor
+    positions: Tensor
     """Ascending."""
     tables: Mapping[int, Tensor]
     written: Tensor
     step: int
 
-    def rows(self, l: int, places: Tensor) -> Tensor:
-        return ops.gather_rows(self.tables[l], torch.searchsorted(self.places, places))
+    def rows(self, l: int, positions: Tensor) -> Tensor:
+        return ops.gather_rows(self.tables[l], torch.searchsorted(self.positions, positions))
 
-    def stamps(self, places: Tensor) -> Tensor:
-        return self.written[torch.searchsorted(self.places, places)]
+    def stamps(self, positions: Tensor) -> Tensor:
+        return self.written[torch.searchsorted(self.positions, positions)]
 
 
 class SharedHistories(Histories):
@@ -97,42 +97,42 @@ class SharedHistories(Histories):
     def complete(self, l: int) -> None:
         self.world.barrier()  # the next layer reads what others wrote
 
-    def rows(self, l: int, places: Tensor) -> Tensor:
+    def rows(self, l: int, positions: Tensor) -> Tensor:
         """Of this host."""
-        return super().rows(l, places - self.owners.host.start)
+        return super().rows(l, positions - self.owners.host.start)
 
-    def stamps(self, places: Tensor) -> Tensor:
-        return super().stamps(places - self.owners.host.start)
+    def stamps(self, positions: Tensor) -> Tensor:
+        return super().stamps(positions - self.owners.host.start)
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
         assert not isinstance(at, Tensor), "ranks write whole slabs"
         super().write(l, self._here(at), rows)
 
-    def stamp(self, slabs: Sequence[slice], step: int) -> None:
-        super().stamp(self._here(slabs), step)
+    def stamp(self, row_ranges: Sequence[slice], step: int) -> None:
+        super().stamp(self._here(row_ranges), step)
 
-    def _here(self, slabs: Sequence[slice]) -> list[slice]:
+    def _here(self, row_ranges: Sequence[slice]) -> list[slice]:
         first = self.owners.host.start
-        return [slice(slab.start - first, slab.stop - first) for slab in slabs]
+        return [slice(slab.start - first, slab.stop - first) for slab in row_ranges]
 
-    def begin_reading(self, layers: Sequence[int], places: Tensor | None) -> Reader:
+    def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> Reader:
         if not self.owners.shares.several_hosts:
             return self
-        assert places is not None, "ranks ask for the rows that they read"
-        runs, hosts, host = self.owners.runs(places), self.owners.shares.hosts, self.owners.host
+        assert positions is not None, "ranks ask for the rows that they read"
+        runs, hosts, host = self.owners.runs(positions), self.owners.shares.hosts, self.owners.host
         far = [rank for rank, other in enumerate(hosts) if other != hosts[self.world.rank]]
-        here = ((places >= host.start) & (places < host.stop)).nonzero().view(-1)
-        asked = self.world.swap([places[run] if rank in far else places[:0] for rank, run in enumerate(runs)])
+        here = ((positions >= host.start) & (positions < host.stop)).nonzero().view(-1)
+        asked = self.world.swap([positions[run] if rank in far else positions[:0] for rank, run in enumerate(runs)])
 
         def pulled(table: Tensor) -> Tensor:
             got = self.world.swap([ops.gather_rows(table, ids - host.start) for ids in asked])
-            rows = table.new_empty(places.numel(), *table.shape[1:])
-            rows[here] = ops.gather_rows(table, places[here] - host.start)
+            rows = table.new_empty(positions.numel(), *table.shape[1:])
+            rows[here] = ops.gather_rows(table, positions[here] - host.start)
             for rank in far:
                 rows[runs[rank]] = got[rank]
             return rows
 
-        return Snapshot(places, {l: pulled(self.tables[l]) for l in layers}, pulled(self.written), self.step)
+        return Snapshot(positions, {l: pulled(self.tables[l]) for l in layers}, pulled(self.written), self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """All rows, in the first rank; the others have none to give."""

@@ -20,7 +20,7 @@ At = Tensor | Sequence[slice]
 """Positions of rows in a table: one by one, or as slabs that are copied whole."""
 
 
-def positions(at: At) -> Tensor:
+def as_positions(at: At) -> Tensor:
     """[n] int64: the positions one by one."""
     return at if isinstance(at, Tensor) else torch.cat([torch.arange(slab.start, slab.stop) for slab in at])
 
@@ -28,7 +28,7 @@ def positions(at: At) -> Tensor:
 class RowSource(Protocol):
     """Where rows after some layers are read."""
 
-    def rows(self, l: int, places: Tensor) -> Tensor:
+    def rows(self, l: int, positions: Tensor) -> Tensor:
         """Copies of the rows at some positions of layer `l`, as they are stored."""
         ...
 
@@ -73,10 +73,10 @@ class LayerTables:
         table = self.tables[l]
         return TensorTable(table) if (table.device, table.dtype) == (device, dtype) else None
 
-    def rows(self, l: int, places: Tensor) -> Tensor:
+    def rows(self, l: int, positions: Tensor) -> Tensor:
         """Copies of the rows at some positions of layer `l`, as they are stored."""
         table = self.tables[l]
-        return ops.gather_rows(table, places.to(table.device))
+        return ops.gather_rows(table, positions.to(table.device))
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
         """Write rows after layer `l`. computed: when they were computed, where a GPU writes later; by default now."""
@@ -89,18 +89,18 @@ class LayerTables:
             table[slab].copy_(rows[start : start + count])
             start += count
 
-    def _write_at(self, l: int, places: Tensor, rows: Tensor) -> None:
+    def _write_at(self, l: int, positions: Tensor, rows: Tensor) -> None:
         table = self.table(l, rows)
-        table[places.to(table.device)] = rows.to(table.device, table.dtype)
+        table[positions.to(table.device)] = rows.to(table.device, table.dtype)
 
     def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros to add the gradients after layer `l` to, near the tables. Those of an earlier call become invalid."""
         return self.allocator.sums(l, shape, dtype)
 
-    def begin_reading(self, layers: Sequence[int], places: Tensor | None) -> RowSource:
+    def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> RowSource:
         """Where rows after these layers are read: here, or in a copy of what is on other hosts. Collective.
 
-        places: the positions that will be read, ascending; None for all.
+        positions: the positions that will be read, ascending; None for all.
         """
         return self
 

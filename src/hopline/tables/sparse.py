@@ -65,8 +65,8 @@ class SparseTable(Shareable, Table):
 
         They are where the table is, wherever the ids were: no kernel reads these arrays from another device.
         """
-        indptr, positions = ops.row_positions(self.indptr, ids.to(self.indptr.device))
-        return indptr, self.columns[positions], self.values[positions]
+        indptr, as_positions = ops.row_positions(self.indptr, ids.to(self.indptr.device))
+        return indptr, self.columns[as_positions], self.values[as_positions]
 
     def read(self, ids: Tensor) -> Tensor:
         indptr, columns, values = self.read_csr(ids)

@@ -106,8 +106,8 @@ class TieredTable(Shareable, Table):
 
     @property
     def num_bytes(self) -> int:
-        places = 0 if self.hot_ids is None else 4 * len(self)
-        return self.num_hot * self.row_bytes + places
+        hot_slots = 0 if self.hot_ids is None else 4 * len(self)
+        return self.num_hot * self.row_bytes + hot_slots
 
     def read(self, ids: Tensor, *, staged: bool = True) -> Tensor:
         """staged: whether rows may be read where they stand for a step (`staging`), which training alone can do."""
@@ -123,19 +123,19 @@ class TieredTable(Shareable, Table):
         if placed.seen is not None and self.observing:
             with self._lock:
                 count_ids(placed.seen, ids)
-        if ids.device.type != "cpu" and (tiers.place is None or tiers.cold is not None):
+        if ids.device.type != "cpu" and (tiers.hot_slot is None or tiers.cold is not None):
             # With half of the rows here, hardly any read goes to the host.
             in_order = tiers.cold is not None and 2 * self.num_hot < len(self) and ids.numel() >= SORTED_FROM
-            return gather_tiers(tiers.hot, tiers.cold, tiers.place, ids, placed.counts, in_order, staged)
+            return gather_tiers(tiers.hot, tiers.cold, tiers.hot_slot, ids, placed.counts, in_order, staged)
         return self._read_by_host(placed, ids)
 
     def _read_by_host(self, placed: _Placed, ids: Tensor) -> Tensor:
         """Misses are read below, by the host. On a GPU this waits for the device."""
-        hot, _, place = placed.tiers
-        rows, present = gather_tiers(hot, None, place, ids), ids >= 0
+        hot, _, hot_slot = placed.tiers
+        rows, present = gather_tiers(hot, None, hot_slot, ids), ids >= 0
         num_present, num_missed = int(present.sum()), 0
-        if place is not None:
-            missed = (present & (place[ids.long().clamp(min=0)] < 0)).nonzero().view(-1)
+        if hot_slot is not None:
+            missed = (present & (hot_slot[ids.long().clamp(min=0)] < 0)).nonzero().view(-1)
             num_missed = missed.numel()
             if num_missed:
                 rows[missed] = self.below.read(ids[missed].cpu()).to(ids.device)
@@ -150,10 +150,10 @@ class TieredTable(Shareable, Table):
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids.cpu(), rows.cpu())
         for device, placed in self._placed.items():
-            hot, _, place = placed.tiers
+            hot, _, hot_slot = placed.tiers
             new, slots = rows.to(device, self.dtype), ids.to(device).long()
-            if place is not None:
-                slots = slot_of(place[slots].long())
+            if hot_slot is not None:
+                slots = slot_of(hot_slot[slots].long())
             hot[slots[slots >= 0]] = new[slots >= 0]
 
     def storage(self) -> Tensor | None:
@@ -167,7 +167,7 @@ class TieredTable(Shareable, Table):
         if target.type != self.device.type:
             return self.below.tiers(target)
         tiers = self._on(target).tiers
-        return tiers if tiers.place is None or tiers.cold is not None else None
+        return tiers if tiers.hot_slot is None or tiers.cold is not None else None
 
     def beside(self) -> Table:
         return _Beside(self)
@@ -211,12 +211,12 @@ class TieredTable(Shareable, Table):
         Nothing may be reading meanwhile: call it between epochs. Each device keeps what it read most itself.
         """
         for placed in self._placed.values():
-            hot, _, place = placed.tiers
-            if placed.seen is None or place is None:
+            hot, _, hot_slot = placed.tiers
+            if placed.seen is None or hot_slot is None:
                 continue
             # Of rows that were read equally often those that are here already stay.
-            chosen = hottest(2 * placed.seen.long() + (place >= 0).long(), self.num_hot)
-            self._fill(hot, place, chosen.cpu())
+            chosen = hottest(2 * placed.seen.long() + (hot_slot >= 0).long(), self.num_hot)
+            self._fill(hot, hot_slot, chosen.cpu())
             placed.seen.zero_()
             self.hot_ids = chosen.cpu()
         self.observing = False
@@ -235,34 +235,34 @@ class TieredTable(Shareable, Table):
         if self.hot_ids is None:
             self._fill(hot, None, torch.arange(len(self)))
             return _Placed(Tiers(hot, None, None), new_counts(device), None, _zero(device))
-        place = torch.full((len(self),), -1, dtype=torch.int32, device=device)
-        self._fill(hot, place, self.hot_ids.cpu())
+        hot_slot = torch.full((len(self),), -1, dtype=torch.int32, device=device)
+        self._fill(hot, hot_slot, self.hot_ids.cpu())
         seen = torch.zeros(len(self), dtype=torch.int32, device=device) if self.observing else None
-        return _Placed(Tiers(hot, self._readable(device), place), new_counts(device), seen, _zero(device))
+        return _Placed(Tiers(hot, self._readable(device), hot_slot), new_counts(device), seen, _zero(device))
 
     def reserve(self, device: torch.device, num_rows: int) -> _Placed:
         """Room for so many rows behind the hot ones, for `staging`: call it before a graph knows where they are."""
         placed = self._on(device)
-        hot, cold, place = placed.tiers
+        hot, cold, hot_slot = placed.tiers
         shape = (self.num_hot + num_rows, *self.shape[1:])
         if device.type != "cuda" or torch.Size(shape).numel() * self.dtype.itemsize <= free_bytes(device):
             grown = hot.new_empty(shape)
             grown[: self.num_hot] = hot[: self.num_hot]
         else:  # there is no room for both: they come from below once more
-            placed.tiers, hot = Tiers(hot[:0].clone(), cold, place), None
+            placed.tiers, hot = Tiers(hot[:0].clone(), cold, hot_slot), None
             grown = torch.empty(shape, dtype=self.dtype, device=device)
             assert self.hot_ids is not None
-            self._fill(grown, place, self.hot_ids.cpu())
-        placed.tiers = Tiers(grown, cold, place)
+            self._fill(grown, hot_slot, self.hot_ids.cpu())
+        placed.tiers = Tiers(grown, cold, hot_slot)
         return placed
 
-    def _fill(self, hot: Tensor, place: Tensor | None, hot_ids: Tensor) -> None:
+    def _fill(self, hot: Tensor, hot_slot: Tensor | None, hot_ids: Tensor) -> None:
         for start, ids in _pieces(hot_ids, self.row_bytes):
             hot[start : start + ids.numel()] = self.below.read(ids).to(hot.device)
-        if place is not None:
-            place.fill_(-1)
-            slots = torch.arange(hot_ids.numel(), dtype=torch.int32, device=place.device)
-            place[hot_ids.to(place.device)] = slots
+        if hot_slot is not None:
+            hot_slot.fill_(-1)
+            slots = torch.arange(hot_ids.numel(), dtype=torch.int32, device=hot_slot.device)
+            hot_slot[hot_ids.to(hot_slot.device)] = slots
 
     def _readable(self, device: torch.device) -> Tensor | None:
         """The rows below as a kernel on the device reads them."""

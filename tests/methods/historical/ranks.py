@@ -72,12 +72,12 @@ def check_tables(world: World, two_hosts: bool) -> str:
     histories.stamp([own], world.rank + 1)
     histories.step = 4
     world.barrier()
-    places = torch.tensor([[0, 3, 9, 11], [], [2, 7, 8, 10]][world.rank], dtype=torch.int64)
-    source = histories.begin_reading([0], places)
+    positions = torch.tensor([[0, 3, 9, 11], [], [2, 7, 8, 10]][world.rank], dtype=torch.int64)
+    source = histories.begin_reading([0], positions)
     assert (source is histories) != two_hosts
-    assert torch.equal(source.rows(0, places), expected[places])
-    keeper = [next(r for r, span in enumerate(owners.spans) if int(p) in span) for p in places]
-    assert source.ages(places).tolist() == [3 - rank for rank in keeper]
+    assert torch.equal(source.rows(0, positions), expected[positions])
+    keeper = [next(r for r, span in enumerate(owners.spans) if int(p) in span) for p in positions]
+    assert source.ages(positions).tolist() == [3 - rank for rank in keeper]
 
     given = [torch.arange(12)[rank::2] for rank in range(3)]
     total = torch.zeros(12, 4).double()
@@ -90,7 +90,7 @@ def check_tables(world: World, two_hosts: bool) -> str:
     assert state["tables"]["0"].shape[0] == (12 if world.rank == 0 else 0)
     state = {"tables": {"0": expected + 1}, "written": torch.arange(12), "step": 20}
     histories.load_state_dict(state)
-    assert torch.equal(histories.begin_reading([0], places).rows(0, places), expected[places] + 1)
+    assert torch.equal(histories.begin_reading([0], positions).rows(0, positions), expected[positions] + 1)
     back = histories.state_dict()
     if world.rank == 0:
         assert torch.equal(back["tables"]["0"], expected + 1)

@@ -151,7 +151,7 @@ def test_a_batch_without_seeds(few_seeds: None):
     assert float(unit.forward_backward(10)) == 0
     unit.commit()
     assert all(p.grad is None for p in plain.model.parameters())
-    assert all(plain.histories.tables[0][slab].any() for slab in plain.parts.slabs_of(group))
+    assert all(plain.histories.tables[0][slab].any() for slab in plain.parts.row_ranges_of(group))
     assert keeper.take_record()["split"] == 1
 
 

@@ -19,7 +19,7 @@ def test_nothing_is_written_before_the_optimizers_step():
     unit.forward_backward(unit.total_size)
     assert not work.histories.tables[0].any()
     unit.commit()
-    for slab in unit.made.halo.slabs:
+    for slab in unit.made.halo.row_ranges:
         assert work.histories.tables[0][slab].any()
         assert (work.histories.written[slab] == 1).all()
     assert int((work.histories.written < 0).sum()) == 60 - unit.made.nodes.numel()

@@ -31,8 +31,8 @@ def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
         edges.append(torch.stack([src, dst]))
         seeds.append(made.batch.seeds)
         assert torch.equal(block.dst_ids, made.nodes)
-        own = torch.cat([torch.arange(slab.start, slab.stop) for slab in made.halo.slabs])
-        assert torch.equal(torch.cat([own, made.halo.places]), work.partition.position[block.src_ids])
+        own = torch.cat([torch.arange(slab.start, slab.stop) for slab in made.halo.row_ranges])
+        assert torch.equal(torch.cat([own, made.halo.positions]), work.partition.position[block.src_ids])
         assert isinstance(made.batch.x, Rows)
         assert torch.equal(made.batch.labels, data.y[made.batch.seeds])
         later = made.later

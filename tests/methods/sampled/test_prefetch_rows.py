@@ -24,11 +24,11 @@ def test_an_epoch_reads_the_same_rows_and_hardly_any_from_the_host_itself():
     rows, trees = table(), [randint(-1, NUM_ROWS, 60, seed=s).int().to(DEVICE) for s in range(11)]
     waiting = iter(trees)
     ahead = LookAhead([Staging(rows, DEVICE, 240, torch.int32)], DEVICE, 4, lambda: next(waiting))
-    hot, cold, place = rows.tiers(DEVICE)  # type: ignore[misc]
+    hot, cold, hot_slot = rows.tiers(DEVICE)  # type: ignore[misc]
     ahead.start(len(trees))
     for step, nodes in enumerate(trees):
         ahead.before(step)
-        found = gather_tiers(hot, cold, place, nodes, rows.counts(DEVICE))
+        found = gather_tiers(hot, cold, hot_slot, nodes, rows.counts(DEVICE))
         there = nodes.cpu() >= 0
         assert torch.equal(found.cpu()[there], rows.below.read(nodes.cpu()[there].long()))
     ahead.end()
@@ -39,9 +39,9 @@ def test_an_epoch_reads_the_same_rows_and_hardly_any_from_the_host_itself():
     counts = rows.counters()
     assert (counts["hits"], counts["misses"]) == (hits, staged)
     assert counts["miss_bytes"] < staged * rows.row_bytes  # each once, however often it was read
-    assert place is not None
-    assert bool((place[100:] == -1).all()), "nothing is staged after the epoch"
-    assert torch.equal(place[:100].cpu(), torch.arange(100, dtype=torch.int32))
+    assert hot_slot is not None
+    assert bool((hot_slot[100:] == -1).all()), "nothing is staged after the epoch"
+    assert torch.equal(hot_slot[:100].cpu(), torch.arange(100, dtype=torch.int32))
 
 
 def test_what_does_not_fit_is_read_from_the_host():
@@ -49,12 +49,12 @@ def test_what_does_not_fit_is_read_from_the_host():
     ahead = LookAhead([Staging(rows, DEVICE, 50, torch.int32)], DEVICE, 1, lambda: nodes)
     ahead.start(1)
     ahead.before(0)
-    hot, cold, place = rows.tiers(DEVICE)  # type: ignore[misc]
-    found = gather_tiers(hot, cold, place, nodes, rows.counts(DEVICE))
+    hot, cold, hot_slot = rows.tiers(DEVICE)  # type: ignore[misc]
+    found = gather_tiers(hot, cold, hot_slot, nodes, rows.counts(DEVICE))
     assert torch.equal(found.cpu(), rows.below.read(nodes.cpu().long()))
     assert rows.counts(DEVICE).sum(0).tolist() == [0, 250, 50]
     rows.write(torch.arange(100, 400), torch.ones(300, 6))  # staged copies follow
-    assert bool((gather_tiers(hot, cold, place, nodes) == 1).all())
+    assert bool((gather_tiers(hot, cold, hot_slot, nodes) == 1).all())
 
 
 def test_without_hot_rows_everything_is_staged():
@@ -62,8 +62,8 @@ def test_without_hot_rows_everything_is_staged():
     ahead = LookAhead([Staging(rows, DEVICE, 300, torch.int32)], DEVICE, 2, lambda: nodes)
     ahead.start(2)
     ahead.before(0)
-    hot, cold, place = rows.tiers(DEVICE)  # type: ignore[misc]
-    assert torch.equal(gather_tiers(hot, cold, place, nodes).cpu(), rows.below.read(nodes.cpu().long()))
+    hot, cold, hot_slot = rows.tiers(DEVICE)  # type: ignore[misc]
+    assert torch.equal(gather_tiers(hot, cold, hot_slot, nodes).cpu(), rows.below.read(nodes.cpu().long()))
     assert int(rows._on(DEVICE).fetched) == 300
 
 

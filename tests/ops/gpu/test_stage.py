@@ -17,30 +17,30 @@ NUM_ROWS, NUM_HOT = 300, 60
 DEVICE = torch.device(KERNEL_DEVICE)
 
 
-def places() -> torch.Tensor:
-    place = torch.full((NUM_ROWS,), -1, dtype=torch.int32)
-    place[randint(0, NUM_ROWS, 1000).unique()[:NUM_HOT]] = torch.arange(NUM_HOT, dtype=torch.int32)
-    return place
+def hot_slots() -> torch.Tensor:
+    hot_slot = torch.full((NUM_ROWS,), -1, dtype=torch.int32)
+    hot_slot[randint(0, NUM_ROWS, 1000).unique()[:NUM_HOT]] = torch.arange(NUM_HOT, dtype=torch.int32)
+    return hot_slot
 
 
-def claimed(trees: list[torch.Tensor], place: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def claimed(trees: list[torch.Tensor], hot_slot: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
     found = torch.full((capacity,), gpu_tiers.unclaimed(torch.int32), dtype=torch.int32, device=DEVICE)
     count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     stamp = torch.zeros(NUM_ROWS, dtype=torch.int32, device=DEVICE)
     for nodes in trees:
-        gpu_tiers.claim(nodes.to(DEVICE), place.to(DEVICE), stamp, 7, found, count)
+        gpu_tiers.claim(nodes.to(DEVICE), hot_slot.to(DEVICE), stamp, 7, found, count)
     return found, count
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_cold_rows_are_claimed_once(dtype: torch.dtype):
-    place = places()
-    place[5] = -2 - (NUM_HOT + 1)  # staged at present, and wanted again
+    hot_slot = hot_slots()
+    hot_slot[5] = -2 - (NUM_HOT + 1)  # staged at present, and wanted again
     trees = [torch.cat([randint(-1, NUM_ROWS, 400, seed=s), torch.tensor([5, 5, -1])]).to(dtype) for s in (1, 2)]
-    found, count = claimed(trees, place, NUM_ROWS)
+    found, count = claimed(trees, hot_slot, NUM_ROWS)
     wanted = torch.cat(trees).long()
     wanted = wanted[wanted >= 0].unique()
-    wanted = wanted[place[wanted] < 0]
+    wanted = wanted[hot_slot[wanted] < 0]
     assert int(count) == wanted.numel()
     assert torch.equal(found.sort().values[: wanted.numel()].cpu().long(), wanted)
     assert bool((found.sort().values[wanted.numel() :] == gpu_tiers.unclaimed(torch.int32)).all())
@@ -89,27 +89,29 @@ def test_rows_are_put_and_added_into_the_hosts(shape: tuple[int, ...], dtype: to
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 128), (torch.float32, 7), (torch.float64, 300)])
 def test_staged_rows_are_read_where_they_stand(dtype: torch.dtype, width: int):
-    rows, place = randn(NUM_ROWS, width).to(dtype), places()
-    hot_ids = (place >= 0).nonzero().view(-1)
+    rows, hot_slot = randn(NUM_ROWS, width).to(dtype), hot_slots()
+    hot_ids = (hot_slot >= 0).nonzero().view(-1)
     capacity = 50
     hot = torch.zeros(NUM_HOT + 2 * capacity, width, dtype=dtype)
-    hot[place[hot_ids].long()] = rows[hot_ids]
+    hot[hot_slot[hot_ids].long()] = rows[hot_ids]
     cold = rows.pin_memory() if DEVICE.type == "cuda" else rows
-    hot, place, count = hot.to(DEVICE), place.to(DEVICE), torch.tensor([40], dtype=torch.int32, device=DEVICE)
+    hot, hot_slot, count = hot.to(DEVICE), hot_slot.to(DEVICE), torch.tensor([40], dtype=torch.int32, device=DEVICE)
     fetched = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    wanted = (place < 0).nonzero().view(-1)[:capacity].int()
-    gpu_tiers.stage(hot, cold, place, wanted, count, NUM_HOT, fetched)
-    gpu_tiers.point(place, wanted, count, NUM_HOT)
-    assert (int(fetched), int((place < -1).sum())) == (40, 40)
+    wanted = (hot_slot < 0).nonzero().view(-1)[:capacity].int()
+    gpu_tiers.stage(hot, cold, hot_slot, wanted, count, NUM_HOT, fetched)
+    gpu_tiers.point(hot_slot, wanted, count, NUM_HOT)
+    assert (int(fetched), int((hot_slot < -1).sum())) == (40, 40)
     # The next window takes over what both want, from the device.
-    again = torch.cat([wanted[30:40], (place == -1).nonzero().view(-1)[-20:].int()])
+    again = torch.cat([wanted[30:40], (hot_slot == -1).nonzero().view(-1)[-20:].int()])
     number = torch.tensor([again.numel()], dtype=torch.int32, device=DEVICE)
-    gpu_tiers.stage(hot, torch.zeros_like(cold) if DEVICE.type == "cpu" else cold, place, again, number, 110, fetched)
+    gpu_tiers.stage(
+        hot, torch.zeros_like(cold) if DEVICE.type == "cpu" else cold, hot_slot, again, number, 110, fetched
+    )
     assert int(fetched) == 60
     assert torch.equal(hot[110:120].cpu(), rows[wanted[30:40].long().cpu()])
-    gpu_tiers.point(place, wanted, count, None)
-    gpu_tiers.stage(hot, cold, place, again, number, 110, fetched)
-    gpu_tiers.point(place, again, number, 110)
+    gpu_tiers.point(hot_slot, wanted, count, None)
+    gpu_tiers.stage(hot, cold, hot_slot, again, number, 110, fetched)
+    gpu_tiers.point(hot_slot, again, number, 110)
     counts, ids = new_counts(DEVICE), torch.arange(NUM_ROWS, device=DEVICE)
-    assert torch.equal(gpu_tiers.gather_tiers(hot, cold, place, ids, counts).cpu(), rows)
+    assert torch.equal(gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts).cpu(), rows)
     assert counts.sum(0).tolist() == [NUM_HOT, NUM_ROWS - NUM_HOT - 30, 30]

@@ -18,9 +18,9 @@ NUM_ROWS = 200
 def tiers(rows: Tensor, num_hot: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """(hot, place) of randomly chosen rows, on the kernels' device."""
     chosen = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(seed))[:num_hot]
-    place = torch.full((NUM_ROWS,), -1, dtype=torch.int32)
-    place[chosen] = torch.arange(num_hot, dtype=torch.int32)
-    return rows[chosen].to(KERNEL_DEVICE), place.to(KERNEL_DEVICE)
+    hot_slot = torch.full((NUM_ROWS,), -1, dtype=torch.int32)
+    hot_slot[chosen] = torch.arange(num_hot, dtype=torch.int32)
+    return rows[chosen].to(KERNEL_DEVICE), hot_slot.to(KERNEL_DEVICE)
 
 
 def readable(rows: Tensor) -> Tensor:
@@ -32,11 +32,11 @@ def readable(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
 def test_reads_as_the_definition_says(num_hot: int, id_dtype: torch.dtype) -> None:
     rows = randn(NUM_ROWS, 16, dtype=torch.float32)
-    hot, place = tiers(rows, num_hot)
+    hot, hot_slot = tiers(rows, num_hot)
     ids = torch.cat([randint(0, NUM_ROWS, 300), torch.tensor([-1, 0, NUM_ROWS - 1, -1])]).to(id_dtype)
     counts, expected_counts = new_counts(KERNEL_DEVICE), new_counts("cpu")
-    found = gpu_tiers.gather_tiers(hot, readable(rows), place, ids.to(KERNEL_DEVICE), counts)
-    expected = gather_tiers_reference(hot.cpu(), rows, place.cpu(), ids, expected_counts)
+    found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts)
+    expected = gather_tiers_reference(hot.cpu(), rows, hot_slot.cpu(), ids, expected_counts)
     assert torch.equal(found.cpu(), expected)
     assert counts.sum(0).tolist() == expected_counts.sum(0).tolist()
 
@@ -44,16 +44,16 @@ def test_reads_as_the_definition_says(num_hot: int, id_dtype: torch.dtype) -> No
 @pytest.mark.parametrize("staged", [True, False])
 def test_staged_rows_as_the_definition_says(staged: bool) -> None:
     rows = randn(NUM_ROWS, 16, dtype=torch.float32)
-    hot, place = tiers(rows, 50)
-    others = (place < 0).nonzero().view(-1)[:30]
-    place[others] = -2 - torch.arange(50, 80, dtype=torch.int32, device=place.device)
+    hot, hot_slot = tiers(rows, 50)
+    others = (hot_slot < 0).nonzero().view(-1)[:30]
+    hot_slot[others] = -2 - torch.arange(50, 80, dtype=torch.int32, device=hot_slot.device)
     hot = torch.cat([hot, -rows[others.cpu()].to(hot.device)])  # so that one sees where a row came from
     ids = torch.cat([randint(0, NUM_ROWS, 300), torch.tensor([-1])])
     counts, expected_counts = new_counts(KERNEL_DEVICE), new_counts("cpu")
     found = gpu_tiers.gather_tiers(
-        hot, readable(rows), place, ids.to(KERNEL_DEVICE), counts, ids.argsort().to(KERNEL_DEVICE), staged
+        hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts, ids.argsort().to(KERNEL_DEVICE), staged
     )
-    expected = gather_tiers_reference(hot.cpu(), rows, place.cpu(), ids, expected_counts, staged)
+    expected = gather_tiers_reference(hot.cpu(), rows, hot_slot.cpu(), ids, expected_counts, staged)
     assert torch.equal(found.cpu(), expected)
     assert counts.sum(0).tolist() == expected_counts.sum(0).tolist()
     assert bool((expected_counts.sum(0)[2] > 0) == staged)
@@ -76,9 +76,9 @@ def test_staged_rows_as_the_definition_says(staged: bool) -> None:
 )
 def test_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = (10 * randn(NUM_ROWS, *shape)).to(dtype)
-    hot, place = tiers(rows, 60)
+    hot, hot_slot = tiers(rows, 60)
     ids = randint(0, NUM_ROWS, 90).to(KERNEL_DEVICE)
-    found = gpu_tiers.gather_tiers(hot, readable(rows), place, ids)
+    found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids)
     assert (found.dtype, found.device) == (dtype, ids.device)
     assert torch.equal(found.cpu(), rows[ids.cpu()])
 
@@ -86,8 +86,8 @@ def test_any_type_and_width(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_rows_wider_than_a_program_and_rows_that_are_not_aligned() -> None:
     wide = randn(NUM_ROWS, 2 * gpu_tiers.MAX_COLUMNS + 3, dtype=torch.float64)
     ids = randint(0, NUM_ROWS, 20).to(KERNEL_DEVICE)
-    hot, place = tiers(wide, 60)
-    assert torch.equal(gpu_tiers.gather_tiers(hot, readable(wide), place, ids).cpu(), wide[ids.cpu()])
+    hot, hot_slot = tiers(wide, 60)
+    assert torch.equal(gpu_tiers.gather_tiers(hot, readable(wide), hot_slot, ids).cpu(), wide[ids.cpu()])
     buffer = randn(1 + NUM_ROWS * 4, dtype=torch.float32).to(KERNEL_DEVICE)
     shifted = buffer[1:].view(NUM_ROWS, 4)
     assert torch.equal(gpu_tiers.gather_tiers(shifted, None, None, ids), shifted[ids])
@@ -107,20 +107,20 @@ def test_everything_hot_needs_no_places() -> None:
 
 def test_the_order_of_reading_changes_nothing() -> None:
     rows = randn(NUM_ROWS, 6)
-    hot, place = tiers(rows, 50)
+    hot, hot_slot = tiers(rows, 50)
     ids = torch.cat([randint(0, NUM_ROWS, 70), torch.tensor([-1])]).to(KERNEL_DEVICE)
-    found = gpu_tiers.gather_tiers(hot, readable(rows), place, ids, None, ids.argsort())
-    assert torch.equal(found, gpu_tiers.gather_tiers(hot, readable(rows), place, ids))
+    found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids, None, ids.argsort())
+    assert torch.equal(found, gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids))
 
 
 def test_several_programs_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tiers, "BLOCK_WORDS", 8)
     rows = randn(NUM_ROWS, 64)
-    hot, place = tiers(rows, 100)
+    hot, hot_slot = tiers(rows, 100)
     ids = randint(0, NUM_ROWS, 150)
     counts = new_counts(KERNEL_DEVICE)
-    found = gpu_tiers.gather_tiers(hot, readable(rows), place, ids.to(KERNEL_DEVICE), counts)
-    num_hits = int((place.cpu()[ids] >= 0).sum())
+    found = gpu_tiers.gather_tiers(hot, readable(rows), hot_slot, ids.to(KERNEL_DEVICE), counts)
+    num_hits = int((hot_slot.cpu()[ids] >= 0).sum())
     assert torch.equal(found.cpu(), rows[ids])
     assert counts.sum(0).tolist() == [num_hits, 150 - num_hits, 0]
     assert int((counts.sum(1) > 0).sum()) > 1
@@ -138,13 +138,13 @@ def test_accesses_are_counted_by_row() -> None:
 @needs_gpu
 def test_can_be_captured() -> None:
     rows = randn(NUM_ROWS, 33, dtype=torch.float32)
-    hot, place = tiers(rows, 50)
+    hot, hot_slot = tiers(rows, 50)
     cold, ids, counts = rows.pin_memory(), randint(0, NUM_ROWS, 400).cuda(), new_counts("cuda")
-    gpu_tiers.gather_tiers(hot, cold, place, ids, counts)  # compiled before it is captured
+    gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts)  # compiled before it is captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gpu_tiers.gather_tiers(hot, cold, place, ids, counts)
+        found = gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts)
     counts.zero_()
     for seed in range(3):
         ids.copy_(randint(0, NUM_ROWS, 400, seed))

@@ -65,6 +65,6 @@ def test_a_step_has_the_seeds_and_keys_of_the_host():
         assert torch.equal(seeds.cpu(), expected)
         key = random.derive_key(epoch_key, step)
         assert int(keys[0]) == key
-        for place in (-1, 0, 1, 5, random.PLACES - 2):
-            assert int(random.place_key(keys, place)) == random.place_key(key, place)
+        for place in (-1, 0, 1, 5, random.NUM_PURPOSES - 2):
+            assert int(random.purpose_key(keys, place)) == random.purpose_key(key, place)
     assert state.tolist() == [epoch_key, 5, 54]

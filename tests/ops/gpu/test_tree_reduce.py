@@ -109,10 +109,10 @@ def test_dense_rows_are_those_of_the_slots_that_are_there():
     table = randn(58, 10).to(DEVICE)
     plain = (table, slots, hop, nodes, "mean", None, True, table.dtype, True)
     by_slot = gpu_tree.reduce_rows(*plain)
-    found = gpu_tree.reduce_rows(*plain, dense_out=inner.place)
+    found = gpu_tree.reduce_rows(*plain, dense_out=inner.row_of_slot)
     there = inner.slots[: int(inner.total)].long()
     assert torch.equal(found[: there.numel()], by_slot[there])
 
     below = (slots, 0, nodes, "sum", None, True, table.dtype, False)
     expected = gpu_tree.reduce_rows(by_slot, *below)
-    assert torch.equal(gpu_tree.reduce_rows(found, *below, dense_in=inner.place), expected)
+    assert torch.equal(gpu_tree.reduce_rows(found, *below, dense_in=inner.row_of_slot), expected)

@@ -34,7 +34,7 @@ def in_order(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("most_edges", [1, 7, 50, 10_000])
 def test_chunks_are_all_edges_in_order(most_edges: int) -> None:
     edges = Edges.of(LAYOUT)
-    src, dst, places = [], [], []
+    src, dst, positions = [], [], []
     for k in range(3):
         for chunk in edges.chunks(k, most_edges):
             assert 1 <= chunk.num_edges <= most_edges
@@ -42,9 +42,9 @@ def test_chunks_are_all_edges_in_order(most_edges: int) -> None:
             assert int(chunk.dst.max()) == chunk.num_dst - 1  # no destination too many
             src.append(LAYOUT.own_ids[chunk.src + LAYOUT.own_range(k)[0]])
             dst.append(LAYOUT.own_ids[chunk.dst + chunk.dst_rows.start])
-            places.append(torch.arange(chunk.edges.start, chunk.edges.stop))
+            positions.append(torch.arange(chunk.edges.start, chunk.edges.stop))
     assert torch.equal(torch.stack([torch.cat(src), torch.cat(dst)]), GRAPH.edge_index()[:, LAYOUT.edge_ids])
-    assert torch.equal(torch.cat(places), torch.arange(GRAPH.num_edges))
+    assert torch.equal(torch.cat(positions), torch.arange(GRAPH.num_edges))
 
 
 def test_a_shard_of_its_own_has_loops_in_its_first_part() -> None:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from hopline.shards.convs.edges import Edges
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.patch_message_passing import Mode, on_shard
-from hopline.shards.layout import slab_layout
+from hopline.shards.layout import contiguous_layout
 from hopline.shards.transports import LocalTransport
 from tests.helpers import randn, random_graph
 
 GRAPH = random_graph(30, 150)
-LAYOUT = slab_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
+LAYOUT = contiguous_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
 
 
 def run(module: nn.Module, mode: Mode, *args: Any) -> Any:

@@ -21,7 +21,7 @@ from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.nn.conv_adapter import convolve
 from hopline.shards.convs.runner import ShardConvs, find_rule, run_conv
-from hopline.shards.layout import slab_layout, virtual_layout
+from hopline.shards.layout import contiguous_layout, virtual_layout
 from tests.helpers import batch_of, mlp, pna, randn, random_graph
 from tests.shards.cases import SUITE, TIES, case, error, model, on_ranks, plain, sharded
 
@@ -62,7 +62,7 @@ def test_ranks_equal_plain_pyg(size: int) -> None:
 
 def small(**options: Any) -> tuple[ShardConvs, Graph]:
     graph = random_graph(40, 220, loops=True)
-    layout = slab_layout(graph, torch.tensor([0, 11, 30, 40]))
+    layout = contiguous_layout(graph, torch.tensor([0, 11, 30, 40]))
     return ShardConvs.of(layout, **{"chunk_bytes": 4000, **options}), graph
 
 

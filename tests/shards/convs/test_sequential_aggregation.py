@@ -18,13 +18,13 @@ from hopline.shards.convs.edges import Edges
 from hopline.shards.convs.messages import Inputs, plan
 from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.convs.sequential_aggregation import aggregate, look
-from hopline.shards.layout import shard_layouts, slab_layout
+from hopline.shards.layout import contiguous_layout, shard_layouts
 from hopline.shards.transports import LocalTransport
 from tests.helpers import mlp, randn, random_graph
 from tests.shards.test_transports import Wires
 
 GRAPH = random_graph(30, 150)
-LAYOUT = slab_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
+LAYOUT = contiguous_layout(GRAPH, torch.tensor([0, 9, 20, 30]))
 
 
 def convs(**options: Any) -> ShardConvs:
@@ -109,7 +109,7 @@ def test_nothing_with_a_row_per_edge_is_kept(make: Callable[[], Any]) -> None:
     x, sizes = randn(30, 4).requires_grad_(), []
     for num_edges in (300, 3000):
         graph = random_graph(30, num_edges)
-        b = ShardConvs.of(slab_layout(graph, torch.tensor([0, 9, 20, 30])), chunk_bytes=2000)
+        b = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 9, 20, 30])), chunk_bytes=2000)
         conv = make().double()
         run_conv(conv, x, b)
         sizes.append((kept(lambda: run_conv(conv, x, b)), kept(lambda: conv(x, graph.edge_index()))))  # noqa: B023
@@ -133,7 +133,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("aggr", ["mean", "max", "std", "softmax"])
 def test_no_matrix_with_a_row_per_edge_of_a_part_is_made(aggr: str) -> None:
     graph = random_graph(30, 3000)
-    b = ShardConvs.of(slab_layout(graph, torch.tensor([0, 15, 30])), chunk_bytes=8000)
+    b = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 15, 30])), chunk_bytes=8000)
     conv, x = pyg.SAGEConv(4, 8, aggr=aggr, project=True).double(), randn(30, 4).requires_grad_()
     run_conv(conv, x, b)
     with Largest() as largest:
@@ -146,7 +146,7 @@ def test_no_matrix_with_a_row_per_edge_of_a_part_is_made(aggr: str) -> None:
 
 def test_dropout_draws_what_plain_pyg_draws() -> None:
     """With one part and one chunk the edges are in plain PyG's order."""
-    b = ShardConvs.of(slab_layout(GRAPH, torch.tensor([0, 30])))
+    b = ShardConvs.of(contiguous_layout(GRAPH, torch.tensor([0, 30])))
     for conv in (pyg.GATConv(4, 3, dropout=0.5, add_self_loops=False), pyg.TransformerConv(4, 3, dropout=0.5)):
         conv, found = conv.double(), []
         for run in (lambda x: run_conv(conv, x, b), lambda x: conv(x, GRAPH.edge_index())):  # noqa: B023

@@ -47,7 +47,7 @@ class HistoricalBatches(PartBatches):
 
     def __init__(self, work: HistoricalWork) -> None:
         super().__init__(work)
-        self._place = torch.full((self.data.num_nodes,), -1, dtype=torch.int64)
+        self._local_idx = torch.full((self.data.num_nodes,), -1, dtype=torch.int64)
 
     def make(self, group: Group, key: int | None) -> HistoricalBatch | None:
         """All in-edges of the group's nodes; None for a group of no parts.
@@ -60,12 +60,12 @@ class HistoricalBatches(PartBatches):
         work, parts = self.work, self.work.parts
         nodes = parts.nodes_of(group)
         block = parts.block_of(group, nodes, key)
-        places = self.halo_places(group, block)
+        positions = self.halo_positions(group, block)
         later = self._later(nodes, parts.readers_of(group, nodes, key))
-        stored, gradients = self._readers(places, later)
-        self.pin(group, block, places)
+        stored, gradients = self._readers(positions, later)
+        self.pin(group, block, positions)
         halo = Halo(
-            parts.slabs_of(group), places, stored, work.model.num_layers - 1,
+            parts.row_ranges_of(group), positions, stored, work.model.num_layers - 1,
             keeps_gradients=work.method.compensate, measures=work.method.lipschitz > 0,
         )  # fmt: skip
         batch = self.batch_of(replace(block, key=key, graph=self.graph, between=halo), nodes, key)
@@ -76,9 +76,9 @@ class HistoricalBatches(PartBatches):
     def _later(self, nodes: Tensor, block: Block | None) -> Later | None:
         if block is None:
             return None
-        self._place[nodes] = torch.arange(nodes.numel())
-        own = self._place[block.src_ids]
-        self._place[nodes] = -1
+        self._local_idx[nodes] = torch.arange(nodes.numel())
+        own = self._local_idx[block.src_ids]
+        self._local_idx[nodes] = -1
         position, src_idx = self.work.partition.position, (own >= 0).nonzero().view(-1)
         block = replace(block, graph=self.graph)
         return Later(block, src_idx, own[src_idx], position[block.src_ids], position[block.dst_ids])
@@ -89,7 +89,7 @@ class HistoricalBatches(PartBatches):
         layers = range(work.model.num_layers)
         if not work.shares.several_hosts:
             return work.histories.prefetch(layers[:-1], halo), work.gradients
-        src, dst = (halo[:0], halo[:0]) if later is None else (later.src_places, later.dst_places)
+        src, dst = (halo[:0], halo[:0]) if later is None else (later.src_positions, later.dst_positions)
         rows = work.histories.begin_reading(layers[:-1], torch.cat([halo, src]).unique())
         if not work.method.compensate:
             return rows, work.gradients

@@ -31,8 +31,8 @@ class Later:
     """Those of its sources that are the batch's nodes,"""
     own_idx: Tensor
     """and which of the batch's they are."""
-    src_places: Tensor
-    dst_places: Tensor
+    src_positions: Tensor
+    dst_positions: Tensor
     """Of all its sources and destinations, on the host."""
 
     def some(self, dst: slice, block: Block, among: Tensor) -> Later:
@@ -41,7 +41,7 @@ class Later:
         own[self.src_idx] = self.own_idx
         own = own[among]
         src_idx = (own >= 0).nonzero().view(-1)
-        return Later(block, src_idx, own[src_idx], self.src_places[among.cpu()], self.dst_places[dst])
+        return Later(block, src_idx, own[src_idx], self.src_positions[among.cpu()], self.dst_positions[dst])
 
     def to(self, device: torch.device) -> Later:
         return replace(
@@ -63,10 +63,10 @@ def missing_messages(work: HistoricalWork, made: HistoricalBatch) -> Tensor:
 def messages_back(work: HistoricalWork, made: HistoricalBatch, later: Later, l: int, own: Tensor) -> Tensor:
     """What nodes outside send back to the batch's own rows after layer `l`, by the tables."""
     block, fresh = replace(later.block, key=made.batch.key), own.detach().requires_grad_()
-    rows = made.stored.read(l, later.src_places, fresh).index_put((later.src_idx,), fresh[later.own_idx])
+    rows = made.stored.read(l, later.src_positions, fresh).index_put((later.src_idx,), fresh[later.own_idx])
     with torch.enable_grad(), _norms_as_in_evaluation(work.model, l + 1):
         out = work.layer_at(l + 1, block, rows)
-    given = made.gradients.read(l + 1, later.dst_places, out)
+    given = made.gradients.read(l + 1, later.dst_positions, out)
     if not out.requires_grad:  # a layer that lets no gradient through
         return torch.zeros_like(fresh)
     (found,) = torch.autograd.grad(out, fresh, given, allow_unused=True)

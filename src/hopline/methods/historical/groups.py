@@ -106,9 +106,9 @@ class Groups(Parts):
     def _nodes_that_read(self, nodes: Tensor) -> Tensor:
         """Nodes outside the batch that have an in-edge from inside."""
         indptr, readers = self._out_edges
-        _, positions = ops.row_positions(indptr, nodes)
+        _, as_positions = ops.row_positions(indptr, nodes)
         found = torch.zeros(self.graph.num_nodes, dtype=torch.bool)
-        found[readers[positions]] = True
+        found[readers[as_positions]] = True
         found[nodes] = False
         return found.nonzero().view(-1)
 

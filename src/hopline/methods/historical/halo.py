@@ -16,7 +16,7 @@ class Halo(Recorder):
 
     Args:
         slabs: The places of the batch's nodes, in their order.
-        places: Those of the halo, on the host. In the batch's block the halo's nodes come behind its own.
+        positions: Those of the halo, on the host. In the batch's block the halo's nodes come behind its own.
         stored: Where rows of the halo are read.
         last: The last layer, after which no rows are needed.
         keeps_gradients: Whether gradients of the batch's own rows are wanted.
@@ -25,8 +25,8 @@ class Halo(Recorder):
 
     def __init__(
         self,
-        slabs: Sequence[slice],
-        places: Tensor,
+        row_ranges: Sequence[slice],
+        positions: Tensor,
         stored: Reader,
         last: int,
         *,
@@ -34,13 +34,13 @@ class Halo(Recorder):
         measures: bool = False,
     ) -> None:
         super().__init__(keeps_gradients=keeps_gradients, measures=measures)
-        self.slabs, self.places, self.stored, self.last = slabs, places, stored, last
+        self.row_ranges, self.positions, self.stored, self.last = row_ranges, positions, stored, last
 
     def after(self, l: int, h: Tensor) -> Tensor:
-        if l == self.last or not self.places.numel():
+        if l == self.last or not self.positions.numel():
             return super().after(l, h)
         self.record(l, h)
-        return torch.cat([h, self.stored.read(l, self.places, h)])
+        return torch.cat([h, self.stored.read(l, self.positions, h)])
 
     def commits(self) -> Iterator[tuple[int, Tensor]]:
         """(layer, the batch's own rows after it) to write into the tables: all but the last layer's."""

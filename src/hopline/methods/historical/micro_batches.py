@@ -358,7 +358,7 @@ class MicroBatches(BatchPlan):
             )
         if not work.layer_bytes.is_sure:
             Probe(work, made).teach(work.layer_bytes, room)
-        ends = torch.tensor([slab.stop - slab.start for slab in made.halo.slabs]).cumsum(0).tolist()
+        ends = torch.tensor([slab.stop - slab.start for slab in made.halo.row_ranges]).cumsum(0).tolist()
         runs = self._runs(made.block, ends, range(self.last + 1))
         self.all = [MicroBatch(made, number, run) for number, run in enumerate(runs)]
         self.later: Iterable[tuple[slice, Block, Tensor]] = ()
@@ -471,7 +471,7 @@ class BatchRows(Boundaries):
         near = ops.gather_rows(self.own[l], at.near_idx)
         if not at.halo_idx.numel():
             return near.to(self.dtype)
-        halo = self.made.stored.read_some(l, self.made.halo.places, at.halo_idx, near)
+        halo = self.made.stored.read_some(l, self.made.halo.positions, at.halo_idx, near)
         return torch.cat([near, halo]).to(self.dtype)
 
     def write(self, l: int, piece: Piece, rows: Tensor) -> None:
@@ -562,7 +562,7 @@ class HistoricalStep:
     def in_pieces(self, meter: Meter, promise: Callable[[float], None]) -> Tensor:
         work, made, micro_batches = self.unit.work, self.made, self.cut()
         promise(micro_batches.promised_bytes)
-        ages = made.stored.ages(made.halo.places)
+        ages = made.stored.ages(made.halo.positions)
         report_ages(ages)
         work.drift.saw(ages)
         micro_batches.meter = meter

@@ -48,7 +48,7 @@ class HistoricalUnit(Unit):
         if made is None or not self.learns:
             self._forward_only()
             return torch.zeros((), device=job.device)
-        ages = made.stored.ages(made.halo.places)
+        ages = made.stored.ages(made.halo.positions)
         report_ages(ages)
         self.work.drift.saw(ages)
         with autocast(job), trace.span("forward", job.device):

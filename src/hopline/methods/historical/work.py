@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Commit:
     """What a batch writes into the tables."""
 
-    slabs: Sequence[slice]
+    row_ranges: Sequence[slice]
     rows: Mapping[int, Tensor]
     """By layer, the batch's own rows."""
     gradients: Mapping[int, Tensor]
@@ -45,7 +45,7 @@ class Commit:
     def state_dict(self) -> dict[str, Any]:
         """On the host."""
         return {
-            "slabs": [[slab.start, slab.stop] for slab in self.slabs],
+            "slabs": [[slab.start, slab.stop] for slab in self.row_ranges],
             "rows": _on_host(self.rows),
             "gradients": _on_host(self.gradients),
             "step": self.step,
@@ -53,8 +53,8 @@ class Commit:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Commit:
-        slabs = [slice(*ends) for ends in state["slabs"]]
-        return cls(slabs, state["rows"], state["gradients"], state["step"])
+        row_ranges = [slice(*ends) for ends in state["slabs"]]
+        return cls(row_ranges, state["rows"], state["gradients"], state["step"])
 
 
 class HistoricalWork(PartsWork, Work):
@@ -182,19 +182,19 @@ class HistoricalWork(PartsWork, Work):
 
         def keep(l: int, ids: Tensor, rows: Tensor) -> None:
             self.settle(0)  # older rows must not come later
-            places = self.partition.position[ids.cpu()]
-            self.histories.write(l, places, rows)
-            self.histories.written[places] = self.histories.step
+            positions = self.partition.position[ids.cpu()]
+            self.histories.write(l, positions, rows)
+            self.histories.written[positions] = self.histories.step
 
         return keep
 
     def commit(self, made: HistoricalBatch | None, gradients: Mapping[int, Tensor]) -> None:
         """What this rank writes at the end of a turn, if it had a batch; all ranks end it together."""
         self.histories.step += 1
-        slabs, rows = (), {}
+        row_ranges, rows = (), {}
         if made is not None:
-            slabs, rows = made.halo.slabs, dict(made.halo.commits())
-        self.waiting.append(Commit(slabs, rows, gradients, self.histories.step, self.histories.now()))
+            row_ranges, rows = made.halo.row_ranges, dict(made.halo.commits())
+        self.waiting.append(Commit(row_ranges, rows, gradients, self.histories.step, self.histories.now()))
         self.settle(self.method.lag)
         # Ranks that read each other's rows go by the same running statistics.
         self.job.world.broadcast_tensors(self.job.module.buffers())
@@ -207,10 +207,10 @@ class HistoricalWork(PartsWork, Work):
         while len(self.waiting) > most:
             commit = self.waiting.popleft()
             for l, rows in commit.rows.items():
-                self.histories.write(l, commit.slabs, rows, commit.computed)
+                self.histories.write(l, commit.row_ranges, rows, commit.computed)
             for l, rows in commit.gradients.items():
-                self.gradients.write(l, commit.slabs, rows, commit.computed)
-            self.histories.stamp(commit.slabs, commit.step)
+                self.gradients.write(l, commit.row_ranges, rows, commit.computed)
+            self.histories.stamp(commit.row_ranges, commit.step)
         self.job.world.barrier()  # all is written
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,25 +34,25 @@ class PartBatches:
         graph = work.parts.graph
         # Degrees are asked where the batch is; edges stay on the host.
         self.graph = Graph(graph.indptr.to(self.device), graph.indices, graph.edge) if self.on_gpu else graph
-        self._places: dict[Group, Tensor] = {}
+        self._positions: dict[Group, Tensor] = {}
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type != "cpu"
 
-    def halo_places(self, group: Group, block: Block) -> Tensor:
+    def halo_positions(self, group: Group, block: Block) -> Tensor:
         """Places of the sources behind the group's own nodes, on the host."""
-        if group in self._places:
-            return self._places[group]
-        places = self.work.partition.position[block.src_ids[block.num_dst :]]
+        if group in self._positions:
+            return self._positions[group]
+        positions = self.work.partition.position[block.src_ids[block.num_dst :]]
         if self.work.parts.keeps(group):
-            self._places[group] = places
-        return places
+            self._positions[group] = positions
+        return positions
 
-    def pin(self, group: Group, block: Block, places: Tensor) -> None:
+    def pin(self, group: Group, block: Block, positions: Tensor) -> None:
         """Pin what is moved to a GPU again and again; what cannot be pinned goes through the mover's buffers."""
         if self.on_gpu and self.work.parts.keeps(group):
-            for tensor in (*block.tensors(), places):
+            for tensor in (*block.tensors(), positions):
                 if tensor is not None and tensor.numel() and not pinned.is_registered(tensor):
                     pinned.register(tensor)
 

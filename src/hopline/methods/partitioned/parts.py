@@ -45,14 +45,14 @@ class Parts:
         self._swept = frozenset(self.sweep)
         self._kept: dict[Group, Block] = {}
 
-    def slabs_of(self, group: Group) -> list[slice]:
+    def row_ranges_of(self, group: Group) -> list[slice]:
         """Where the group's nodes are in the order of the partition."""
         ptr = self.partition.ptr
         return [slice(int(ptr[part]), int(ptr[part + 1])) for part in group]
 
     def nodes_of(self, group: Group) -> Tensor:
         """The group's nodes, part by part."""
-        return torch.cat([self.partition.order[slab] for slab in self.slabs_of(group)])
+        return torch.cat([self.partition.order[slab] for slab in self.row_ranges_of(group)])
 
     def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
         """All in-edges of the group's nodes; sources of other parts, the halo, come behind them.

@@ -42,13 +42,13 @@ class AllParts(LayerPlan[Group]):
 
     def _made(self, group: Group) -> Piece:
         parts, batches = self.work.parts, self.work.batches
-        nodes, slabs = parts.nodes_of(group), parts.slabs_of(group)
+        nodes, row_ranges = parts.nodes_of(group), parts.row_ranges_of(group)
         block = parts.block_of(group, nodes, self.key)
-        halo = batches.halo_places(group, block)
+        halo = batches.halo_positions(group, block)
         batches.pin(group, block, halo)
         batch = batches.batch_of(replace(block, key=self.key, graph=batches.graph), nodes, self.key, inputs=False)
-        places = torch.cat([self.work.partition.position[nodes], halo])
-        return Piece(batch.blocks[-1], places, slabs, slabs[0].start, batch)
+        positions = torch.cat([self.work.partition.position[nodes], halo])
+        return Piece(batch.blocks[-1], positions, row_ranges, row_ranges[0].start, batch)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         return self.work.batches.inputs_of(ids)
@@ -56,13 +56,13 @@ class AllParts(LayerPlan[Group]):
 
 def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[Group]:
     """A sweep over all parts. keep: write the gradients at all rows into the tables of gradients."""
-    swept, several = work.swept_places, work.job.world.size > 1
+    swept, several = work.swept_positions, work.job.world.size > 1
     rows = Boundaries(
         work.histories,
         device=work.job.device,
         dtype=work.dtype,
         reads=lambda l: swept if several else None,
-        keep_gradients=(lambda l, rows: work.gradients.write(l, [work.own_slab], rows)) if keep else None,
+        keep_gradients=(lambda l, rows: work.gradients.write(l, [work.own_row_range], rows)) if keep else None,
         collect=(lambda rows: (work.owners.collect(swept, rows), work.owners.own.start)) if several else None,
     )
     return Layers(work.model, AllParts(work, key), rows, key=key)
@@ -77,7 +77,7 @@ def fill(work: PartsWork, key: int | None = None) -> None:
     work.job.world.barrier()  # nobody reads any more
     with _mode(work, key), torch.no_grad():
         _layers(work, key).forward(range(work.model.num_layers - 1))
-    work.histories.stamp([work.own_slab], work.histories.step)
+    work.histories.stamp([work.own_row_range], work.histories.step)
     work.job.world.barrier()
 
 

@@ -32,32 +32,32 @@ class NeededRows:
         needed = [work.job.train_ids.cpu()]
         for _ in range(work.model.num_layers - 1):
             needed.insert(0, in_neighborhood(self.graph, needed[0]))
-        self.places = [work.partition.position[nodes].sort().values for nodes in needed]
+        self.positions = [work.partition.position[nodes].sort().values for nodes in needed]
         """[n] int64 by layer, ascending: the places of the nodes whose rows are needed after it."""
         self._blocks: dict[tuple[int, int], tuple[Block, Tensor]] = {}
 
     @cached_property
     def num_rows(self) -> int:
         """Rows that one pass over the layers computes."""
-        return sum(places.numel() for places in self.places)
+        return sum(positions.numel() for positions in self.positions)
 
     @cached_property
     def num_edges(self) -> int:
         """Edges over which it does."""
         order = self.work.partition.order
-        return sum(int(self.graph.in_degrees(order[places]).sum()) for places in self.places)
+        return sum(int(self.graph.in_degrees(order[positions]).sum()) for positions in self.positions)
 
     def blocks(self, l: int) -> Iterable[NeededChunk]:
         """(part, in-edges of its nodes that are needed after layer `l`, places of their sources)."""
         partition = self.work.partition
-        bounds = torch.searchsorted(self.places[l], partition.ptr)
-        for part, places in enumerate(self.places[l].split(bounds.diff().tolist())):
+        bounds = torch.searchsorted(self.positions[l], partition.ptr)
+        for part, positions in enumerate(self.positions[l].split(bounds.diff().tolist())):
             # What is needed later is part of what is needed earlier: as many nodes are the same nodes.
-            known = (part, places.numel())
-            if places.numel() and known not in self._blocks:
-                block = full_block(self.work.parts.sampler, partition.order[places])
+            known = (part, positions.numel())
+            if positions.numel() and known not in self._blocks:
+                block = full_block(self.work.parts.sampler, partition.order[positions])
                 self._blocks[known] = block, partition.position[block.src_ids]
-            if places.numel():
+            if positions.numel():
                 yield part, *self._blocks[known]
 
     def forward(self, key: int | None) -> None:
@@ -73,8 +73,8 @@ class NeededRows:
         return objective.summed
 
     def _layers(self, key: int | None) -> Layers[NeededChunk]:
-        work, places = self.work, self.places
-        rows = Boundaries(work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: places[l])
+        work, positions = self.work, self.positions
+        rows = Boundaries(work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: positions[l])
         return Layers(work.model, NeededParts(self, key), rows, key=key)
 
 
@@ -90,13 +90,13 @@ class NeededParts(LayerPlan[NeededChunk]):
 
     def piece(self, l: int, chunk: NeededChunk) -> Piece:
         """With seeds and labels after the last layer alone."""
-        (part, block, places), batches = chunk, self.work.batches
+        (part, block, positions), batches = chunk, self.work.batches
         block = replace(block, key=self.key, graph=batches.graph)
         if l == self.last:
             batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
         else:
             batch = batches.moved(Batch(block.dst_ids, (block,), None, None, key=self.key))
-        return Piece(batch.blocks[-1], places, places[: block.num_dst], part, batch)
+        return Piece(batch.blocks[-1], positions, positions[: block.num_dst], part, batch)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         return self.work.batches.inputs_of(ids)

@@ -119,19 +119,19 @@ class PartsWork:
         return [like[:1].detach() for _, like in sorted(self._probed().items())]
 
     @property
-    def own_slab(self) -> slice:
+    def own_row_range(self) -> slice:
         """The places of the rows that this rank keeps."""
         return slice(self.owners.own.start, self.owners.own.stop)
 
     @cached_property
-    def swept_places(self) -> Tensor:
+    def swept_positions(self) -> Tensor:
         """Places of all rows that a sweep of this rank reads, ascending."""
         if self.job.world.size == 1:
             return torch.arange(self.partition.num_nodes)
         found = []
         for group in self.parts.sweep:
             nodes = self.parts.nodes_of(group)
-            halo = self.batches.halo_places(group, self.parts.block_of(group, nodes, None))
+            halo = self.batches.halo_positions(group, self.parts.block_of(group, nodes, None))
             found += [self.partition.position[nodes], halo]
         return torch.cat(found).unique()
 

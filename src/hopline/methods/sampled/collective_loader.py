@@ -94,10 +94,10 @@ class CollectiveLoader:
             shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
         )
         self.tables = _chosen(shard.tables, tables)
-        self.places = self._find(ids if isinstance(ids, str) else torch.as_tensor(ids))
+        self.positions = self._find(ids if isinstance(ids, str) else torch.as_tensor(ids))
         settings = f"{to_dict(method)} {seed} {list(self.tables)}".encode()
-        self.channel.check_same(settings + self.places.numpy().tobytes(), "the seeds, the method or the tables")
-        if self.places.numel() == 0:
+        self.channel.check_same(settings + self.positions.numpy().tobytes(), "the seeds, the method or the tables")
+        if self.positions.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self._next_epoch = 1
 
@@ -115,7 +115,7 @@ class CollectiveLoader:
         return self.channel.highest(torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1))
 
     def __len__(self) -> int:
-        full, rest = divmod(self.places.numel(), self.method.batch_size * self.channel.size)
+        full, rest = divmod(self.positions.numel(), self.method.batch_size * self.channel.size)
         return full + (rest > 0 and not self.method.drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -143,17 +143,17 @@ class CollectiveLoader:
     def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
         epoch_key, rank, size = ops.derive_key(self.seed, epoch), self.channel.rank, self.channel.size
         steps = seed_batches(
-            self.places,
+            self.positions,
             self.method.batch_size * size,
             epoch_key,
             shuffle=self.method.shuffle,
             drop_last=self.method.drop_last,
             done=seeds_done,
         )
-        for step, places in enumerate(steps, start=done):
+        for step, positions in enumerate(steps, start=done):
             # In the order of their places the shares are of own nodes where the shards have equally many seeds.
-            share = share_of(places.sort().values if self.method.shuffle else places, rank, size)
-            yield _Request(share, places.numel(), ops.derive_key(epoch_key, step))
+            share = share_of(positions.sort().values if self.method.shuffle else positions, rank, size)
+            yield _Request(share, positions.numel(), ops.derive_key(epoch_key, step))
 
     def _prepare(self, request: _Request) -> Batch:
         blocks, question, of_seeds = self.sampler.sample(request.seeds, request.key)

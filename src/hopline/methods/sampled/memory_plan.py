@@ -189,7 +189,7 @@ def placed_within(outline: Outline, room: float) -> tuple[list[Item], Placement]
         return [], replace(wanted, graph="host", features="host", cache="auto")
     graph = {"device": sizes.graph, "pinned": sizes.indptr, "host": 0}[found.graph]
     cache = min(found.cache, sizes.features)
-    rows = {"device": sizes.features, "pinned": cache + sizes.places, "host": 0}[found.features]
+    rows = {"device": sizes.features, "pinned": cache + sizes.hot_slots, "host": 0}[found.features]
     items = [Item("graph", "device", graph), Item("features", "device", rows)]
     items.append(Item("labels", "device", sizes.labels if found.labels else 0))
     kept = str(cache) if found.features == "pinned" else "auto"

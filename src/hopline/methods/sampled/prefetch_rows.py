@@ -30,7 +30,7 @@ class Staging:
 
     def __init__(self, table: TieredTable, device: torch.device, capacity: int, id_dtype: torch.dtype) -> None:
         placed = table.reserve(device, 2 * capacity)
-        self.hot, self.cold, self.place = placed.tiers
+        self.hot, self.cold, self.hot_slot = placed.tiers
         self.fetched = placed.fetched
         self.first_slots = (table.num_hot, table.num_hot + capacity)
         self.stamp = torch.zeros(len(table), dtype=torch.int32, device=device)
@@ -45,22 +45,22 @@ class Staging:
         found.fill_(kernels.unclaimed(found.dtype))
         count.zero_()
         for nodes in trees:
-            kernels.claim(nodes, self.place, self.stamp, window, found, count)
+            kernels.claim(nodes, self.hot_slot, self.stamp, window, found, count)
         found.copy_(found.sort().values)
         first_slot = self.first_slots[window % 2]
-        kernels.stage(self.hot, self.cold, self.place, found, count, first_slot, self.fetched)
+        kernels.stage(self.hot, self.cold, self.hot_slot, found, count, first_slot, self.fetched)
 
     def turn(self) -> None:
         """From now on rows are read where the last `fill` put them."""
         self.clear()
         self.window += 1
         here = self.window % 2
-        ops.gpu_kernels("tiers").point(self.place, self.found[here], self.count[here], self.first_slots[here])
+        ops.gpu_kernels("tiers").point(self.hot_slot, self.found[here], self.count[here], self.first_slots[here])
 
     def clear(self) -> None:
         """Forget what is staged."""
         here = self.window % 2
-        ops.gpu_kernels("tiers").point(self.place, self.found[here], self.count[here], None)
+        ops.gpu_kernels("tiers").point(self.hot_slot, self.found[here], self.count[here], None)
         self.count[here].zero_()
 
 

@@ -256,7 +256,7 @@ class _Hidden(torch.autograd.Function):
         )  # fmt: skip
         ctx.plan = (slots, hop, how, scale if drops else 1.0, (left.size(1), right.size(1)), left.dtype)
         ctx.save_for_backward(a, w, h, counts, rows.slots, rows.parents, rows.total)
-        return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False, dense_in=rows.place)
+        return reduce_rows(h, slots, hop, nodes, how, None, True, a.dtype, table=False, dense_in=rows.row_of_slot)
 
     @staticmethod
     @once_differentiable

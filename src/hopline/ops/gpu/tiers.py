@@ -26,9 +26,9 @@ COUNT_BLOCK = 1024
 
 
 @triton.jit
-def slot_of(place):
+def slot_of(hot_slot):
     """As `tiers.slot_of`."""
-    return tl.where(place < -1, -2 - place, place)
+    return tl.where(hot_slot < -1, -2 - hot_slot, hot_slot)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_rows", "num_counters"])
@@ -93,7 +93,7 @@ def _count_ids(seen_ptr, ids_ptr, num_ids, num_rows, BLOCK: tl.constexpr):
 def gather_tiers(
     hot: Tensor,
     cold: Tensor | None,
-    place: Tensor | None,
+    hot_slot: Tensor | None,
     ids: Tensor,
     counts: Tensor | None = None,
     order: Tensor | None = None,
@@ -103,7 +103,7 @@ def gather_tiers(
 
     order: a permutation of the positions in `ids`, in which they are read.
     """
-    assert place is None or place.dtype == torch.int32
+    assert hot_slot is None or hot_slot.dtype == torch.int32
     out = torch.empty((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
     if not out.numel():
         return out
@@ -119,18 +119,18 @@ def gather_tiers(
         _gather_tiers[(triton.cdiv(ids.numel(), rows),)](
             words_of(source, word),
             words_of(source if cold is None else cold, word),
-            ids if place is None else place,
+            ids if hot_slot is None else hot_slot,
             ids,
             ids if order is None else order,
             ids if counts is None else counts,
             words_of(out, word),
             ids.numel(),
-            hot.size(0) if place is None else place.numel(),
+            hot.size(0) if hot_slot is None else hot_slot.numel(),
             1 if counts is None else counts.size(0),
             WIDTH=width,
             ROWS=rows,
             COLUMNS=columns,
-            ALL_HOT=place is None,
+            ALL_HOT=hot_slot is None,
             HAS_COLD=cold is not None,
             COUNTS=counts is not None,
             ORDERED=order is not None,
@@ -170,11 +170,11 @@ STAGED_COLUMNS = 64
 
 
 @triton.jit(do_not_specialize=["num", "window", "capacity"])
-def _claim_kernel(nodes, place, stamp, found, count, num, window, capacity, T: tl.constexpr):
+def _claim_kernel(nodes, hot_slot, stamp, found, count, num, window, capacity, T: tl.constexpr):
     at = tl.program_id(0) * T + tl.arange(0, T)
     node = tl.load(nodes + at, mask=at < num, other=-1).to(tl.int64)
     cold = node >= 0
-    cold = cold & (tl.load(place + node, mask=cold, other=0) < 0)
+    cold = cold & (tl.load(hot_slot + node, mask=cold, other=0) < 0)
     before = tl.atomic_xchg(stamp + node, tl.full((T,), 0, tl.int32) + window, mask=cold, sem="relaxed")
     new = cold & (before != window)
     first = tl.atomic_add(count, tl.sum(new.to(tl.int32)), sem="relaxed")
@@ -184,7 +184,7 @@ def _claim_kernel(nodes, place, stamp, found, count, num, window, capacity, T: t
 
 @triton.jit(do_not_specialize=["capacity", "first_slot"])
 def _stage_kernel(
-    hot, cold, place, found, count, fetched, capacity, first_slot,
+    hot, cold, hot_slot, found, count, fetched, capacity, first_slot,
     WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Few programs that go over all rows; those staged already are copied from where they stand."""
@@ -194,7 +194,7 @@ def _stage_kernel(
         at = start + tl.arange(0, R)
         inside = at < total
         node = tl.load(found + at, mask=inside, other=0).to(tl.int64)
-        where = tl.load(place + node, mask=inside, other=-1).to(tl.int64)
+        where = tl.load(hot_slot + node, mask=inside, other=-1).to(tl.int64)
         source = tl.where(where < -1, hot + slot_of(where) * WIDTH, cold + node * WIDTH)
         target = hot + (first_slot + at).to(tl.int64) * WIDTH
         for begin in tl.static_range(0, WIDTH, C):
@@ -235,17 +235,17 @@ def _put_kernel(table, ids, order, rows, num, ADD: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit(do_not_specialize=["capacity", "first_slot"])
-def _point_kernel(place, found, count, capacity, first_slot, STANDS: tl.constexpr, T: tl.constexpr):
+def _point_kernel(hot_slot, found, count, capacity, first_slot, STANDS: tl.constexpr, T: tl.constexpr):
     at = tl.program_id(0) * T + tl.arange(0, T)
     inside = at < tl.minimum(tl.load(count), capacity)
     node = tl.load(found + at, mask=inside, other=0).to(tl.int64)
     value = tl.full((T,), -1, tl.int32)
     if STANDS:
         value = -2 - (first_slot + at).to(tl.int32)
-    tl.store(place + node, value, mask=inside)
+    tl.store(hot_slot + node, value, mask=inside)
 
 
-def claim(nodes: Tensor, place: Tensor, stamp: Tensor, window: int, found: Tensor, count: Tensor) -> None:
+def claim(nodes: Tensor, hot_slot: Tensor, stamp: Tensor, window: int, found: Tensor, count: Tensor) -> None:
     """Add the nodes [n] that are not hot and that nobody has claimed in this window to `found`, -1 being none.
 
     stamp: [num_rows] int32, the last window that claimed each row. count: [1] int32, how many were claimed; only the
@@ -255,28 +255,28 @@ def claim(nodes: Tensor, place: Tensor, stamp: Tensor, window: int, found: Tenso
     block = triton.next_power_of_2(max(1, block))
     with launching(nodes.device):
         _claim_kernel[(triton.cdiv(nodes.numel(), block),)](
-            nodes, place, stamp, found, count, nodes.numel(), window, found.numel(), block
+            nodes, hot_slot, stamp, found, count, nodes.numel(), window, found.numel(), block
         )
 
 
-def stage(hot: Tensor, cold: Tensor, place: Tensor, found: Tensor, count: Tensor, first_slot: int, fetched: Tensor):
+def stage(hot: Tensor, cold: Tensor, hot_slot: Tensor, found: Tensor, count: Tensor, first_slot: int, fetched: Tensor):
     """Copy the rows `found` [capacity], of which `count` are there, to hot[first_slot:]; `fetched` += from the host."""
     width, word = row_words(hot, cold)
     columns = min(STAGED_COLUMNS, triton.next_power_of_2(width))
     rows = triton.next_power_of_2(found.numel()) if is_interpreted() else ROWS
     with launching(hot.device):
         _stage_kernel[(1 if is_interpreted() else PROGRAMS,)](
-            words_of(hot, word), words_of(cold, word), place, found, count, fetched, found.numel(), first_slot,
+            words_of(hot, word), words_of(cold, word), hot_slot, found, count, fetched, found.numel(), first_slot,
             WIDTH=width, R=rows, C=columns, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
-def point(place: Tensor, found: Tensor, count: Tensor, first_slot: int | None) -> None:
+def point(hot_slot: Tensor, found: Tensor, count: Tensor, first_slot: int | None) -> None:
     """Let the places of these rows be the slots from `first_slot` on, or nowhere."""
     block = triton.next_power_of_2(found.numel()) if is_interpreted() else CLAIM_BLOCK
-    with launching(place.device):
+    with launching(hot_slot.device):
         _point_kernel[(triton.cdiv(found.numel(), block),)](
-            place, found, count, found.numel(), first_slot or 0, first_slot is not None, block
+            hot_slot, found, count, found.numel(), first_slot or 0, first_slot is not None, block
         )
 
 

@@ -23,7 +23,7 @@ from hopline.ops.gpu.tiers import slot_of
 from hopline.ops.tree_slots import Slots
 
 SLOTS_PER_PROGRAM = 128
-_NUM_KEYS = tl.constexpr(triton.next_power_of_2(random.PLACES + 1))
+_NUM_KEYS = tl.constexpr(triton.next_power_of_2(random.NUM_PURPOSES + 1))
 
 # ---- the order of an epoch, and keys and seeds of a step
 
@@ -85,12 +85,12 @@ def next_step(state: Tensor, order: Tensor, batch_size: int, first: int, seeds_p
     """(seeds, keys) of the step that `state` stands at, and `state` moved on to the next one.
 
     state: [3] int64, the epoch's key, the step's number, and where its seeds begin in `order`. first: where this
-    rank's share begins among the step's `seeds_per_step`. Keys are as `random.place_key` reads them.
+    rank's share begins among the step's `seeds_per_step`. Keys are as `random.purpose_key` reads them.
     """
     seeds = torch.empty(batch_size, dtype=order.dtype, device=order.device)
-    keys = torch.empty(random.PLACES + 1, dtype=torch.int64, device=order.device)
+    keys = torch.empty(random.NUM_PURPOSES + 1, dtype=torch.int64, device=order.device)
     grid = (triton.cdiv(batch_size, 1024),)
-    _step_kernel[grid](state, order, order.numel(), seeds, keys, first, batch_size, random.PLACES + 1, 1024)
+    _step_kernel[grid](state, order, order.numel(), seeds, keys, first, batch_size, random.NUM_PURPOSES + 1, 1024)
     _advance_kernel[(1,)](state, seeds_per_step)
     return seeds, keys
 
@@ -171,7 +171,7 @@ def sample_tree(
 class RowMap(NamedTuple):
     """Which slots the rows of a matrix belong to: all of them in order, or only those that are not empty."""
 
-    place: Tensor
+    row_of_slot: Tensor
     """[num_slots] int32: each slot's row; any where it has none."""
     slots: Tensor
     """[num_slots] int32: each row's slot, any beyond the last row."""
@@ -414,7 +414,7 @@ def reduce_rows(
 
     x: rows of a table, read by the slots' nodes, or of all slots. tiers: (cold rows, place of each row as in
     `ops.tiers.gather_tiers`, counters as `ops.tiers.new_counts`), where `x` holds a table's hot rows only. dense_in,
-    dense_out: `RowMap.place`, where rows are kept only for slots that are there.
+    dense_out: `RowMap.row_of_slot`, where rows are kept only for slots that are there.
     """
     width = prod(x.shape[1:])
     out = torch.empty(slots.up_to(hop), 2 * width if own else width, dtype=dtype, device=nodes.device)

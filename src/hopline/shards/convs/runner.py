@@ -26,7 +26,7 @@ from hopline.shards.convs.edges import Edges, gcn_edges, loop_attributes, to_kee
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.norm import norms_over_ranks
 from hopline.shards.convs.patch_message_passing import Mode, on_shard
-from hopline.shards.layout import ShardLayout, slab_layout
+from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import LocalTransport, Transport
 
 Rule = Literal["plain", "loops", "gcn"]
@@ -205,7 +205,7 @@ class MixesRows(CannotSplit):
 def _small_convs(graph: Graph, mode: Mode) -> ShardConvs:
     """Three virtual shards."""
     ptr = torch.tensor([0, 5, 8, graph.num_nodes])
-    return ShardConvs.of(slab_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
+    return ShardConvs.of(contiguous_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
 
 
 def _check_row_wise(

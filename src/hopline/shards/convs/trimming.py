@@ -19,7 +19,7 @@ from hopline.nn.conv_adapter import initialise, takes_x0
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
 from hopline.shards.convs.edges import Edges, to_keep
 from hopline.shards.convs.runner import ShardConvs, find_rule, run_by_rule
-from hopline.shards.layout import ShardLayout, slab_layout
+from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import Transport
 
 
@@ -136,7 +136,7 @@ def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | N
     trial, graph = trial_of(conv), probe_graph(convs.edge_rows)
     x = random_rows(graph.num_nodes, width)
     start = () if x0 is None or not takes_x0(conv) else (random_rows(graph.num_nodes, x0.size(1)),)
-    whole = ShardConvs.of(slab_layout(graph, torch.tensor([0, 5, 8, 12])), mode=convs.mode)
+    whole = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 5, 8, 12])), mode=convs.mode)
     is_needed = torch.arange(graph.num_nodes) % 3 == 0
     (trimmed,) = trimmed_convs(whole, is_needed, 1, mode=convs.mode)
     is_read = is_needed.clone()
