@@ -44,8 +44,8 @@ def afresh(data: hl.Dataset) -> hl.Dataset:
     return replace(data, graph=replace(data.graph))
 
 
-def kept_with(data: hl.Dataset) -> cache.Kept:
-    kept = cache.LastInference.on(data.graph).kept
+def kept_with(data: hl.Dataset) -> cache.InferenceCache:
+    kept = cache.LastInference.on(data.graph).cache
     assert kept is not None
     return kept
 
@@ -59,7 +59,7 @@ def test_no_bit_depends_on_what_was_kept(name: str, chunk_edges: int | None):
     for model, rows in zip(models, expected, strict=True):
         assert torch.equal(infer.exact(model, data, ids, chunk_edges=chunk_edges), rows)
     known = kept_with(data)
-    assert known.times == 4
+    assert known.num_uses == 4
     assert bool(known.sums) == (name in REDUCED)
     assert known.blocks
 
@@ -158,17 +158,17 @@ def test_of_a_table_that_tells_of_no_change_only_blocks_are_kept():
 def test_what_has_no_room_is_made_again(monkeypatch: pytest.MonkeyPatch):
     data, ids, model = small(), torch.tensor([3, 5, 90]), hl.nn.GNN(CONVS["mean"]())
     expected = made_anew(model, data, ids, chunk_edges=150)
-    full = cache.room_on(torch.device("cpu"))
+    full = cache.max_cache_bytes(torch.device("cpu"))
     assert full > 1 << 20
     taken = []
     for room in (0, 5_000, 8_000, full):
-        monkeypatch.setattr(cache, "room_on", lambda device, room=room: room)
+        monkeypatch.setattr(cache, "max_cache_bytes", lambda device, room=room: room)
         data = afresh(data)
         for _ in range(3):
             assert torch.equal(infer.exact(model, data, ids, chunk_edges=150), expected)
         known = kept_with(data)
-        assert 0 <= known.room <= room
-        taken.append(room - known.room)
+        assert 0 <= known.free_bytes <= room
+        taken.append(room - known.free_bytes)
     assert taken[0] == 0 < taken[1] < taken[2] < taken[3]
 
 
@@ -189,7 +189,7 @@ def test_a_graph_whose_edges_change_keeps_nothing_and_another_one_has_its_own(ch
     for _ in range(3):
         infer.exact(model, data, ids, chunk_edges=chunk_edges)
         infer.exact(model, other, ids, chunk_edges=chunk_edges)
-    assert kept_with(data).times == kept_with(other).times == 3
+    assert kept_with(data).num_uses == kept_with(other).num_uses == 3
     known = kept_with(data)
     data.graph.indices.copy_((data.graph.indices + 1) % 400)
     expected = made_anew(model, data, ids, chunk_edges=chunk_edges)

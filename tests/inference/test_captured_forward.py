@@ -243,7 +243,7 @@ def change(model: nn.Module) -> None:
 
 
 def eager(job: Job, ids: Tensor) -> Tensor:
-    LastInference.on(job.data.graph).kept = None
+    LastInference.on(job.data.graph).cache = None
     return infer.exact(job.model, job.data, ids.clone(), device=job.device)
 
 

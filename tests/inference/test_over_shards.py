@@ -91,7 +91,7 @@ def test_a_shard_is_open_before_it_is_measured_what_a_few_nodes_take(shards: Pat
     data = AllShards(shards)
     work = ShardChunks(model_of("sage"), data, 1, layerwise_chunks.CPU, 1 << 22, None)
     data._opened = None
-    few = work.probed(EVERYTHING)
+    few = work.probe_nodes(EVERYTHING)
     assert data._opened is not None
     first, stop = data.ptr[data._opened.rank : data._opened.rank + 2].tolist()
     assert ((few >= first) & (few < stop)).all()

@@ -137,7 +137,7 @@ def exact_rows(
         >>> read(torch.tensor([3, 1])).shape
         torch.Size([2, 3])
     """
-    check_wanted(ids, data.num_nodes)
+    check_node_ids(ids, data.num_nodes)
     most = checked_bytes(chunk_bytes)
     walk = as_walkable(model)
     with evaluating(walk):
@@ -169,7 +169,7 @@ def exact_rows(
         return lambda asked: Rows(outputs, asked).read_on(CPU)
 
 
-def check_wanted(ids: Tensor | None, num_nodes: int) -> None:
+def check_node_ids(ids: Tensor | None, num_nodes: int) -> None:
     """Refuse what are no nodes to infer at."""
     if ids is not None:
         check_ids(ids, num_nodes)

@@ -19,7 +19,7 @@ SHARE = 32
 """What may be kept is 1 / so many of the memory of the device that computes."""
 
 
-def room_on(device: torch.device) -> int:
+def max_cache_bytes(device: torch.device) -> int:
     """Bytes that may be kept there."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // SHARE
@@ -28,7 +28,7 @@ def room_on(device: torch.device) -> int:
 
 
 @dataclass(eq=False)
-class Kept:
+class InferenceCache:
     """Of inference at some nodes: the nodes of each layer in chunks, their blocks, and the first layer's sums.
 
     These need no parameter, so they are the same whatever the weights are. Nodes that are asked for only once leave
@@ -37,29 +37,29 @@ class Kept:
 
     ids: weakref.ref[Tensor]
     version: int
-    about: Hashable
+    settings: Hashable
     """What else the rest depends on."""
     x: weakref.ref[Table]
     x_version: int | None
     edge_versions: Mapping[str, int]
     """Of the graph's arrays, whose rows are in the blocks."""
-    needed: list[Tensor]
+    layer_nodes: list[Tensor]
     """Nodes whose rows are needed before each layer, and at the end."""
-    room: int
-    times: int = 1
+    free_bytes: int
+    num_uses: int = 1
     """How often the nodes were asked for."""
     chunks: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By the identity of the nodes, which are among `needed`."""
+    """By the identity of the nodes, which are among `layer_nodes`."""
     blocks: dict[int, Block] = field(default_factory=dict)
     """By the identity of the chunk; without their graph, which would live as long as they do."""
     sums: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
     """Of chunks in the first layer: what `ReducedRows` need beside the table."""
 
-    def is_of(self, graph: Graph, ids: Tensor, about: Hashable, x: Table) -> bool:
-        same = self.ids() is ids and self.version == ids._version and self.about == about
+    def matches(self, graph: Graph, ids: Tensor, settings: Hashable, x: Table) -> bool:
+        same = self.ids() is ids and self.version == ids._version and self.settings == settings
         return same and self.x() is x and self.x_version == x.version and self.edge_versions == graph.versions
 
-    def in_chunks(self, nodes: Tensor, cut: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def get_chunks(self, nodes: Tensor, cut: Callable[[], list[Tensor]]) -> list[Tensor]:
         """The nodes as they were cut before, or are cut now."""
         known = self.chunks.get(id(nodes))
         # Of two threads that cut at once both take the first one's: the rest goes by what the chunks are.
@@ -67,27 +67,27 @@ class Kept:
 
     def is_complete(self, num_layers: int) -> bool:
         """Whether it has the blocks of all layers, none of which is cut into chunks."""
-        return all(id(nodes) in self.blocks for nodes in self.needed[-num_layers:])
+        return all(id(nodes) in self.blocks for nodes in self.layer_nodes[-num_layers:])
 
     def has_sums(self, num_layers: int) -> bool:
         """Whether the features are not read again."""
-        return id(self.needed[-num_layers]) in self.sums
+        return id(self.layer_nodes[-num_layers]) in self.sums
 
     def block(self, chunk: Tensor, graph: Graph) -> Block | None:
         """All in-edges of a chunk, if they are known."""
         block = self.blocks.get(id(chunk))
         return None if block is None else replace(block, graph=graph)
 
-    def keep(self, chunk: Tensor, block: Block, rows: ReducedRows | None) -> None:
+    def store(self, chunk: Tensor, block: Block, rows: ReducedRows | None) -> None:
         """For the next time, if there is room: the block of a chunk, and in the first layer its sums."""
-        if self.times < 2 or id(chunk) in self.blocks:
+        if self.num_uses < 2 or id(chunk) in self.blocks:
             return
         sums = None if rows is None or self.x_version is None else (rows.beside, rows.how)
         taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
         taken += 0 if sums is None else sums[0].nbytes
-        if taken > self.room:
+        if taken > self.free_bytes:
             return
-        self.room -= taken
+        self.free_bytes -= taken
         if sums is not None:
             self.sums[id(chunk)] = sums
         self.blocks[id(chunk)] = replace(block, graph=None)
@@ -97,7 +97,7 @@ class Kept:
 class LastInference:
     """What the last inference on a graph has kept. The graph owns it, so that it goes with the graph."""
 
-    kept: Kept | None = None
+    cache: InferenceCache | None = None
 
     @classmethod
     def on(cls, graph: Graph) -> LastInference:
@@ -105,17 +105,29 @@ class LastInference:
         return graph.derived("last inference", cls)
 
 
-def kept_of(
-    graph: Graph, x: Table, ids: Tensor, about: Hashable, device: torch.device, needed: Callable[[], list[Tensor]]
-) -> Kept:
+def get_inference_cache(
+    graph: Graph,
+    x: Table,
+    ids: Tensor,
+    settings: Hashable,
+    device: torch.device,
+    layer_nodes: Callable[[], list[Tensor]],
+) -> InferenceCache:
     """What was kept of the last inference on a graph, if that was the same but for the weights; else a new one."""
     last = LastInference.on(graph)
-    kept = last.kept
-    if kept is not None and kept.is_of(graph, ids, about, x):
-        kept.times += 1
+    cache = last.cache
+    if cache is not None and cache.matches(graph, ids, settings, x):
+        cache.num_uses += 1
     else:
-        kept = Kept(
-            weakref.ref(ids), ids._version, about, weakref.ref(x), x.version, graph.versions, needed(), room_on(device)
+        cache = InferenceCache(
+            weakref.ref(ids),
+            ids._version,
+            settings,
+            weakref.ref(x),
+            x.version,
+            graph.versions,
+            layer_nodes(),
+            max_cache_bytes(device),
         )
-        last.kept = kept
-    return kept
+        last.cache = cache
+    return cache

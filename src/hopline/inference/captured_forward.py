@@ -17,7 +17,7 @@ from hopline.contract import Job
 from hopline.core.row_handles import Rows
 from hopline.device.cuda_graph import Captured, Declined
 from hopline.device.meter import free_bytes
-from hopline.inference.cache import Kept
+from hopline.inference.cache import InferenceCache
 from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.nn.attention import is_fused_attention
 from hopline.nn.fused import is_fused
@@ -117,30 +117,30 @@ class Replayed:
         with infer.evaluating(model):
             work, ids = Chunks(model, self.data, None, device), self.ids.to(device)
             for _ in range(2):  # as a rehearsal: what is asked for twice is kept
-                if not work.is_known:
+                if not work.is_cached:
                     Rows(work.outputs(self.ids, show=False), ids).read_on(device)
-            kept = work.kept
-            if not work.is_known or kept is None or (model.encodes and kept.needed[0].device.type == "cpu"):
+            cache = work.cache
+            if not work.is_cached or cache is None or (model.encodes and cache.layer_nodes[0].device.type == "cpu"):
                 raise Declined
-            reads_features = not kept.has_sums(model.num_layers)
+            reads_features = not cache.has_sums(model.num_layers)
             addresses = self.addresses(features=reads_features)
             if addresses is None:
                 raise Declined
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(device).total_memory
-            room, before = min(total // SHARE, free_bytes(device) // 4), torch.cuda.memory_reserved(device)
+            max_bytes, before = min(total // SHARE, free_bytes(device) // 4), torch.cuda.memory_reserved(device)
 
             def run() -> _Recorded:
                 rows = Rows(work.outputs(self.ids, show=False), ids).read_on(device)
-                return _Recorded(rows, kept, reads_features, addresses, (work, ids))
+                return _Recorded(rows, cache, reads_features, addresses, (work, ids))
 
             yield run
-            if torch.cuda.memory_reserved(device) - before > room:
+            if torch.cuda.memory_reserved(device) - before > max_bytes:
                 raise Declined
 
     def _is_current(self, recorded: _Recorded) -> bool:
         """Whether all that a graph reads is where it was, and of the same nodes and features."""
-        same = recorded.kept.is_of(self.data.graph, self.ids, recorded.kept.about, self.data.x)
+        same = recorded.cache.matches(self.data.graph, self.ids, recorded.cache.settings, self.data.x)
         return same and self.addresses(features=recorded.reads_features) == recorded.addresses
 
     def addresses(self, *, features: bool) -> list[int] | None:
@@ -175,7 +175,7 @@ class _Recorded:
 
     rows: Tensor
     """Where it leaves the output."""
-    kept: Kept
+    cache: InferenceCache
     reads_features: bool
     addresses: list[int]
     held: tuple[Chunks, Tensor]

@@ -81,7 +81,7 @@ def exact(
         return work.run(rows if rows.numel() else torch.zeros(1, dtype=torch.int64), show)[: rows.numel()]
 
 
-class _Wanted(NamedTuple):
+class _RemoteRows(NamedTuple):
     """Rows of others that a layer reads."""
 
     numbers: Tensor
@@ -105,26 +105,26 @@ class RankChunks(Chunks):
         chunk_bytes: int | None = None,
     ) -> None:
         self.shard, self.channel = shard, channel
-        self.wanted: list[_Wanted] = []
+        self.wanted: list[_RemoteRows] = []
         data = Dataset(name=shard.name, graph=_local(shard, channel))
         super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes)
 
-    def needed(self, ids: Tensor | None) -> list[Tensor]:
+    def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         """Own nodes whose rows are needed after each layer, by this rank or another; first, all that the input is."""
         assert ids is not None
-        needed, num_own = [ids.unique()], self.shard.num_own
+        layer_nodes, num_own = [ids.unique()], self.shard.num_own
         for _ in range(self.model.num_layers):
-            sources = self._sources(needed[0])
+            sources = self._sources(layer_nodes[0])
             numbers = sources[sources >= num_own] - num_own
             question = Question(self.channel, self.shard.ptr, self.shard.halo_positions[numbers])
-            self.wanted.insert(0, _Wanted(numbers, question))
-            needed.insert(0, torch.cat([sources[sources < num_own], question.rows]).unique())
+            self.wanted.insert(0, _RemoteRows(numbers, question))
+            layer_nodes.insert(0, torch.cat([sources[sources < num_own], question.rows]).unique())
         numbers = self.wanted[0].numbers
         if "x" in self.shard.tables:
             own = self.shard.tables["x"]
             rows = fetch(self.wanted[0].question, own)
             self.data.tables["x"] = _joined(own, rows, numbers, self.shard.halo_positions.numel())
-        return [torch.cat([needed[0], numbers + num_own]), *needed[1:]]
+        return [torch.cat([layer_nodes[0], numbers + num_own]), *layer_nodes[1:]]
 
     def _sources(self, rows: Tensor) -> Tensor:
         """The rows themselves and all that their edges lead from, ascending."""

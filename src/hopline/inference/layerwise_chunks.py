@@ -17,7 +17,7 @@ from hopline.core.row_handles import Readable, ReducedRows, Rows, as_tensor
 from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood, whole_block
 from hopline.data.dataset import Dataset
 from hopline.device.meter import free_bytes, meter_of, numbered
-from hopline.inference.cache import Kept, kept_of
+from hopline.inference.cache import InferenceCache, get_inference_cache
 from hopline.inference.resumable import LayerFiles
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece, layer_rows
 from hopline.nn.conv_adapter import SeesMore, way_of
@@ -36,7 +36,7 @@ MOST_EDGES, BYTES_PER_EDGE = 1 << 24, 1 << 13
 """so many, by the bytes that it has; where no conv makes a row per edge up to"""
 MOST_FUSED_EDGES, BYTES_PER_FUSED_EDGE = 1 << 26, 1 << 9
 """so many."""
-WORTH_ALL = 0.5
+WHOLE_GRAPH_FRACTION = 0.5
 """The part of all nodes from which on a GPU computes a layer at all of them: that needs no block to be made."""
 DEVICE_SHARE = 0.25
 """The part of the free device memory that a layer's hidden rows may take; larger ones are kept on the host."""
@@ -63,7 +63,7 @@ class LayerInput:
     """Of the destinations, after each layer before the last one, for jumping knowledge."""
 
 
-def edges_at_once(device: torch.device, data: Dataset, *, fused: bool = False) -> int:
+def default_chunk_edges(device: torch.device, data: Dataset, *, fused: bool = False) -> int:
     """Edges of a chunk, where nobody says: by what a GPU has and not by what is free, so that results stay the same.
 
     fused: no conv makes a row per edge.
@@ -135,12 +135,12 @@ class Chunks(LayerPlan[Tensor]):
         files: LayerFiles | None = None,
     ) -> None:
         self.model, self.data, self.device, self.keep = model, data, numbered(device), keep
-        self.chunk_edges = chunk_edges or edges_at_once(device, data, fused=model.is_fused)
+        self.chunk_edges = chunk_edges or default_chunk_edges(device, data, fused=model.is_fused)
         self.chunk_bytes, self.files, self.last = chunk_bytes, files, model.num_layers - 1
         self.ahead = AHEAD if data.graph.device.type == "cpu" else 0  # a GPU's kernels are asked for by one thread
         self.behind = BEHIND if files is not None or device.type != "cpu" else 0  # else it is a copy within memory
         self.sampler = NeighborSampler(data.graph, (-1,))
-        self.kept: Kept | None = None
+        self.cache: InferenceCache | None = None
         self.everywhere = False
         """Whether every layer is computed at all nodes."""
         self._whole: Block | None = None
@@ -156,18 +156,18 @@ class Chunks(LayerPlan[Tensor]):
         """The output rows by node id, as they were kept; those of nodes that were not asked for are undefined."""
         self.everywhere = ids is None
         try:
-            return self._outputs(self._needed_again(ids), show)
+            return self._outputs(self._cached_layer_nodes(ids), show)
         except SeesMore:  # found out when the width of its rows was known
             if self.everywhere or not self.has_all_edges or self.files is not None:
                 raise
-        self.everywhere, self.kept = True, None
-        return self._outputs(self.needed(None), show)
+        self.everywhere, self.cache = True, None
+        return self._outputs(self.layer_nodes(None), show)
 
-    def _outputs(self, needed: list[Tensor], show: bool) -> Readable:
+    def _outputs(self, layer_nodes: list[Tensor], show: bool) -> Readable:
         first = 0 if self.files is None else self.files.layer
         # Made anew for each inference: a CUDA graph that records one must not find the tables of another.
         self.needed_at, self.tables = (
-            needed,
+            layer_nodes,
             InferenceTables(self.data.num_nodes, self._allocator, self.model, self.device),
         )
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
@@ -177,11 +177,11 @@ class Chunks(LayerPlan[Tensor]):
             Boundaries(self.tables, device=self.device, dtype=dtype),
             keep=None if self.keep is None else self._keep_rows,
         )
-        total = sum(nodes.numel() for nodes in needed[1:])
+        total = sum(nodes.numel() for nodes in layer_nodes[1:])
         with progress("inference", total, "rows", enabled=show, brief=True) as self.bar:
-            self.bar.advance(sum(nodes.numel() for nodes in needed[1 : first + 1]))
+            self.bar.advance(sum(nodes.numel() for nodes in layer_nodes[1 : first + 1]))
             if not first and self.model.encodes:
-                self._encode(needed[0])
+                self._encode(layer_nodes[0])
             for l in range(first, self.model.num_layers):
                 self._over_graph = self._graph_block() if self._sees_more(l) else None
                 try:
@@ -204,29 +204,29 @@ class Chunks(LayerPlan[Tensor]):
         has_room = self.chunk_bytes is None and self.device.type == "cuda"
         return DeviceThenPinned(self.device, int(DEVICE_SHARE * free_bytes(self.device)) if has_room else 0)
 
-    def needed(self, ids: Tensor | None) -> list[Tensor]:
+    def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         """Nodes whose rows are needed before each layer, and at the end; before the first, where they are encoded."""
         home = self.data.graph.indptr.device
         everything = torch.arange(self.data.num_nodes, device=home)
         if ids is None:
             return [everything] * (self.model.num_layers + 1)
-        needed = [torch.unique(ids.to(home))]
+        layer_nodes = [torch.unique(ids.to(home))]
         if self.keep is not None:
-            return [everything] * self.model.num_layers + needed
-        many = WORTH_ALL if self.device.type == "cuda" and self._at_once(self.chunk_edges) else 1
+            return [everything] * self.model.num_layers + layer_nodes
+        many = WHOLE_GRAPH_FRACTION if self.device.type == "cuda" and self._is_single_chunk(self.chunk_edges) else 1
         for _ in range(self.model.num_layers - (not self.model.encodes)):
-            grown = needed[0]
+            grown = layer_nodes[0]
             if grown.numel() < everything.numel():
                 grown = in_neighborhood(self.data.graph, grown)
-            needed.insert(0, everything if grown.numel() >= many * everything.numel() else grown)
-        return needed if self.model.encodes else [everything, *needed]
+            layer_nodes.insert(0, everything if grown.numel() >= many * everything.numel() else grown)
+        return layer_nodes if self.model.encodes else [everything, *layer_nodes]
 
-    def _needed_again(self, ids: Tensor | None) -> list[Tensor]:
+    def _cached_layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         """The same; what the last inference at these nodes found out is known."""
         if ids is None or self.files is not None or self.chunk_bytes is not None or not self.by_graph_alone:
-            return self.needed(ids)
+            return self.layer_nodes(ids)
         model = self.model
-        about = (
+        settings = (
             model.num_layers,
             model.encodes,
             model.input_reduction,
@@ -234,17 +234,19 @@ class Chunks(LayerPlan[Tensor]):
             self.chunk_edges,
             self.device,
         )
-        self.kept = kept_of(self.data.graph, self.data.x, ids, about, self.device, lambda: self.needed(ids))
-        return self.kept.needed
+        self.cache = get_inference_cache(
+            self.data.graph, self.data.x, ids, settings, self.device, lambda: self.layer_nodes(ids)
+        )
+        return self.cache.layer_nodes
 
     @property
-    def is_known(self) -> bool:
+    def is_cached(self) -> bool:
         """Whether the next inference finds all blocks made, each of a whole layer."""
-        return self.kept is not None and self.kept.is_complete(self.model.num_layers)
+        return self.cache is not None and self.cache.is_complete(self.model.num_layers)
 
     def block(self, nodes: Tensor) -> Block:
         """All in-edges of some nodes."""
-        known = None if self.kept is None else self.kept.block(nodes, self.data.graph)
+        known = None if self.cache is None else self.cache.block(nodes, self.data.graph)
         if known is not None:
             return known
         everything = nodes.numel() == self.data.num_nodes
@@ -257,11 +259,11 @@ class Chunks(LayerPlan[Tensor]):
         self._whole = self._whole or block.to(self.device)
         return self._whole
 
-    def _at_once(self, chunk_edges: int) -> bool:
+    def _is_single_chunk(self, chunk_edges: int) -> bool:
         """Whether a layer over all nodes is a single chunk."""
         return self.data.num_edges + self.data.num_nodes <= chunk_edges
 
-    def probed(self, nodes: Tensor) -> Tensor:
+    def probe_nodes(self, nodes: Tensor) -> Tensor:
         """A few of the nodes, by which it is found what a chunk takes."""
         return nodes[:: -(-nodes.numel() // PROBED_NODES)].contiguous()
 
@@ -294,7 +296,7 @@ class Chunks(LayerPlan[Tensor]):
         else:
             edges = edges or self._edges_of_a_chunk(l, nodes)
             cut = partial(self.chunks, nodes, edges)
-            chunks = cut() if self.kept is None else self.kept.in_chunks(nodes, cut)
+            chunks = cut() if self.cache is None else self.cache.get_chunks(nodes, cut)
         done = 0 if self.files is None else self.files.begin(l, edges)
         self.bar.advance(sum(chunk.numel() for chunk in chunks[:done]))
         return chunks[done:]
@@ -310,7 +312,7 @@ class Chunks(LayerPlan[Tensor]):
     def read_ahead(self, l: int, piece: Piece, rows: Boundaries | None = None) -> None:
         """What a layer needs, as far as a thread of the host can read it: the hidden rows of all sources, and other
         rows of the destinations. On the CPU a layer may read the first itself."""
-        sums = None if self.kept is None or l else self.kept.sums.get(id(piece.chunk))
+        sums = None if self.cache is None or l else self.cache.sums.get(id(piece.chunk))
         if sums is not None:
             piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
             return
@@ -345,8 +347,8 @@ class Chunks(LayerPlan[Tensor]):
             reduced = self.model.reduced_input(state.h, block)
             if reduced is not None:
                 state = State(ReducedRows(self.data.x, block.src_ids, *reduced))
-        if self.kept is not None:
-            self.kept.keep(piece.chunk, block, state.h if isinstance(state.h, ReducedRows) else None)
+        if self.cache is not None:
+            self.cache.store(piece.chunk, block, state.h if isinstance(state.h, ReducedRows) else None)
         if self.device.type == "cuda":
             piece.dst = block.dst_ids  # the GPU writes them
         piece.ahead = None
@@ -386,7 +388,7 @@ class Chunks(LayerPlan[Tensor]):
         """As many as fit the bytes given, by what a few nodes take."""
         if self.chunk_bytes is None:
             return self.chunk_edges
-        few = self.probed(nodes)
+        few = self.probe_nodes(nodes)
         with meter_of(self.device) as preparing:
             piece = self.piece(l, few)
             self.read_ahead(l, piece)
@@ -398,7 +400,7 @@ class Chunks(LayerPlan[Tensor]):
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
         """Runs of nodes with about `chunk_edges` in-edges; a node with more is a chunk of its own."""
-        if self._at_once(chunk_edges):
+        if self._is_single_chunk(chunk_edges):
             return [nodes]
         cost = (self.data.graph.in_degrees(nodes) + 1).cumsum(0)
         chunks, start = [], 0

@@ -25,7 +25,7 @@ from hopline.core.row_handles import Rows
 from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of, numbered
-from hopline.inference.layerwise_chunks import MARGIN, WORTH_ALL, edges_at_once
+from hopline.inference.layerwise_chunks import MARGIN, WHOLE_GRAPH_FRACTION, default_chunk_edges
 from hopline.nn.whole_module import Whole
 from hopline.util.progress import progress
 
@@ -73,7 +73,7 @@ class LocalInference:
             costs = costs_of(walk, data.x, 1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:
-            self.limit = chunk_edges or edges_at_once(self.device, data)
+            self.limit = chunk_edges or default_chunk_edges(self.device, data)
         graph = data.graph
         self._id_map = ops.new_id_map(graph.num_nodes, graph.device)
         self._most_bytes = 0.0
@@ -83,7 +83,7 @@ class LocalInference:
         """Whether all chunks together have about as many nodes and edges as the whole graph, by the first of them."""
         chunk, block = next(self._chunks(seeds))
         whole = self.data.num_nodes + self.data.num_edges
-        return _size(block) * seeds.numel() / chunk.numel() >= WORTH_ALL * whole
+        return _size(block) * seeds.numel() / chunk.numel() >= WHOLE_GRAPH_FRACTION * whole
 
     def rows(self, seeds: Tensor, show: bool = False) -> Tensor:
         """The outputs of distinct nodes: [n, ...] on the host."""

@@ -15,7 +15,7 @@ from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
 from hopline.core.row_handles import Rows
 from hopline.data.dataset import Dataset
-from hopline.inference import ReadRows, check_wanted, evaluating, identity
+from hopline.inference import ReadRows, check_node_ids, evaluating, identity
 from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.inference.resumable import LayerFiles
 from hopline.nn.gnn import GNN
@@ -180,15 +180,15 @@ class ShardChunks(Chunks):
         super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes, files=files)
         self.id_map = ops.new_id_map(shards.num_nodes, CPU)
 
-    def needed(self, ids: Tensor | None) -> list[Tensor]:
+    def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         everything = torch.arange(self.data.num_nodes)
         if ids is None:
             return [everything] * (self.model.num_layers + 1)
-        needed = [ids.unique()]
+        layer_nodes = [ids.unique()]
         for _ in range(self.model.num_layers):
-            full = needed[0].numel() == everything.numel()
-            needed.insert(0, needed[0] if full else self._with_sources(needed[0]))
-        return needed
+            full = layer_nodes[0].numel() == everything.numel()
+            layer_nodes.insert(0, layer_nodes[0] if full else self._with_sources(layer_nodes[0]))
+        return layer_nodes
 
     def _with_sources(self, positions: Tensor) -> Tensor:
         """Some nodes and all their sources."""
@@ -223,8 +223,8 @@ class ShardChunks(Chunks):
         bounds = torch.searchsorted(nodes, self.shards.ptr)
         return [some for some in nodes.split(bounds.diff().tolist()) if some.numel()]
 
-    def probed(self, nodes: Tensor) -> Tensor:
-        few = super().probed(max(self._by_shard(nodes), key=len))
+    def probe_nodes(self, nodes: Tensor) -> Tensor:
+        few = super().probe_nodes(max(self._by_shard(nodes), key=len))
         self._shard_of(few)  # opened now: it is not what a few nodes take
         return few
 
@@ -249,7 +249,7 @@ def exact_rows(
     In memory are the hidden rows of two layers (with `folder` in mapped files instead), a chunk, and some 40 bytes a
     node; features and edges are read from the shards.
     """
-    check_wanted(ids, data.num_nodes)
+    check_node_ids(ids, data.num_nodes)
     most = checked_bytes(chunk_bytes)
     walk = as_walkable(model)
     if not isinstance(walk, GNN):
