@@ -561,7 +561,7 @@ FAULTS: tuple[Fault, ...] = (
         name="recorded inference goes on after the weights moved",
         area="evaluation on a GPU",
         file="src/hopline/inference/captured_forward.py",
-        old="return same and self.addresses(features=recorded.reads_features) == recorded.addresses",
+        old="return same and self.addresses(features=capture.reads_features) == capture.addresses",
         new="return same",
         tests=("tests/inference/test_captured_forward.py",),
     ),

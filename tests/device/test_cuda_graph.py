@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from hopline.device import streams
-from hopline.device.cuda_graph import Captured, Declined
+from hopline.device.cuda_graph import CapturedCall, CaptureDeclined
 from tests.fake_cuda import FakeCuda, Stream
 
 GPU = torch.device("cuda", 0)
 
 
-def captured_of(lines: list[str] | None = None, **options: Any) -> Captured[Any]:
+def captured_of(lines: list[str] | None = None, **options: Any) -> CapturedCall[Any]:
     say = print if lines is None else lines.append
-    return Captured(GPU, purpose="this", subject="steps are", say=say, **options)
+    return CapturedCall(GPU, purpose="this", subject="steps are", say=say, **options)
 
 
 def is_free() -> bool:
@@ -29,9 +29,9 @@ def is_free() -> bool:
     found: list[bool] = []
 
     def ask() -> None:
-        found.append(streams.turn.acquire(blocking=False))
+        found.append(streams.capture_lock.acquire(blocking=False))
         if found[0]:
-            streams.turn.release()
+            streams.capture_lock.release()
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -87,7 +87,9 @@ def test_streams_wait_for_each_other_and_the_rest_happens_between(fake_cuda: Fak
 
 
 @pytest.mark.parametrize("where", ["before", "within", "after"])
-@pytest.mark.parametrize("error", [ZeroDivisionError("no\n  more"), Declined()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("no\n  more"), CaptureDeclined()], ids=lambda error: type(error).__name__
+)
 def test_after_a_failure_nothing_is_left_and_nobody_tries_again(where: str, error: Exception, fake_cuda: FakeCuda):
     lines: list[str] = []
     captured = captured_of(lines, most=3)
@@ -113,7 +115,7 @@ def test_after_a_failure_nothing_is_left_and_nobody_tries_again(where: str, erro
     assert is_free()
     assert fake_cuda.log[-1] == "main waits for side 1"
     assert ("put back" in fake_cuda.log) == (where != "before")
-    if isinstance(error, Declined):
+    if isinstance(error, CaptureDeclined):
         assert lines == []
     else:
         assert lines == ["steps are not captured in a CUDA graph, so kernels are launched one by one: no more"]
@@ -137,7 +139,7 @@ def evaluation_elsewhere() -> Iterator[threading.Event]:
     begun, ended = threading.Event(), threading.Event()
 
     def evaluate() -> None:
-        with streams.turn:
+        with streams.capture_lock:
             begun.set()
             ended.wait()
 

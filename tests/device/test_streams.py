@@ -12,7 +12,7 @@ import hopline as hl
 from hopline.data import planted
 from hopline.device import streams
 from hopline.methods.sampled import captured_step
-from hopline.methods.sampled.captured_step import CapturedUnit, CapturedWork, DrawnUnit
+from hopline.methods.sampled.captured_step import CapturedUnit, CapturedWork, EagerUnit
 from hopline.training.async_evaluation import EvaluationThread
 from tests.runs import losses, sage, small
 
@@ -21,12 +21,12 @@ def test_who_has_the_turn_has_it_alone_and_may_ask_again():
     others: list[bool] = []
 
     def ask() -> None:
-        taken = streams.turn.acquire(blocking=False)
+        taken = streams.capture_lock.acquire(blocking=False)
         others.append(taken)
         if taken:
-            streams.turn.release()
+            streams.capture_lock.release()
 
-    with streams.turn, streams.turn:
+    with streams.capture_lock, streams.capture_lock:
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
@@ -46,7 +46,7 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
     work, taken, ended = CapturedWork(trainer.job, loader), threading.Event(), threading.Event()
 
     def evaluate() -> None:
-        with streams.turn:
+        with streams.capture_lock:
             taken.set()
             ended.wait()
 
@@ -62,7 +62,7 @@ def test_which_steps_are_captured_follows_from_the_epoch_and_not_from_who_has_th
         ended.set()
         if others_turn:
             evaluation.join()
-    assert first == [CapturedUnit, CapturedUnit, DrawnUnit]
+    assert first == [CapturedUnit, CapturedUnit, EagerUnit]
     assert second == [CapturedUnit] * 3
     assert resumed == second[1:]
 
@@ -101,7 +101,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     evaluated = EvaluationThread._evaluated
 
     def slowly(thread: EvaluationThread, room: Any) -> Any:
-        with streams.turn:
+        with streams.capture_lock:
             time.sleep(seconds)
             return evaluated(thread, room)
 

@@ -20,7 +20,7 @@ from hopline.contract import Job
 from hopline.data import planted
 from hopline.inference import captured_forward as replayed
 from hopline.inference.cache import LastInference
-from hopline.inference.captured_forward import CapturedInferences, Replayed, repeats
+from hopline.inference.captured_forward import CapturedInference, CapturedInferences, repeats
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
 from hopline.units.batch_unit import supervised
@@ -78,7 +78,7 @@ def test_there_is_none_on_a_cpu_and_none_under_a_budget():
     trainer = hl.Trainer(sage(data), data, hl.Sampled(fanouts=(3, 3)), show=False)
     captured = CapturedInferences()
     assert captured.of(trainer.job, data.splits["valid"]) is None
-    assert Measure(trainer.method).replayed(trainer.job) is None
+    assert Measure(trainer.method).captured_inference(trainer.job) is None
     gpu = Job(
         data=data,
         model=GNN([SAGEConv(8, 4)]),
@@ -87,14 +87,14 @@ def test_there_is_none_on_a_cpu_and_none_under_a_budget():
         train_step=supervised("multiclass", 4),
         device=torch.device("cuda"),
     )
-    found = Measure(trainer.method, captured=captured).replayed(gpu)
+    found = Measure(trainer.method, captured=captured).captured_inference(gpu)
     assert found is not None
-    assert Measure(trainer.method, captured=captured).replayed(gpu) is found
-    assert Measure(trainer.method, split="test", captured=captured).replayed(gpu) is not found
+    assert Measure(trainer.method, captured=captured).captured_inference(gpu) is found
+    assert Measure(trainer.method, split="test", captured=captured).captured_inference(gpu) is not found
     assert captured.of(replace(gpu), data.splits["valid"]) is not found
-    assert Measure(trainer.method).replayed(gpu) is not found, "it is of another owner"
+    assert Measure(trainer.method).captured_inference(gpu) is not found, "it is of another owner"
     for bound in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}, {"test_step": lambda *_: {}}):
-        assert Measure(trainer.method, **bound).replayed(gpu) is None  # type: ignore[arg-type]
+        assert Measure(trainer.method, **bound).captured_inference(gpu) is None  # type: ignore[arg-type]
     known = weakref.ref(found)
     del gpu, found
     gc.collect()
@@ -124,7 +124,7 @@ def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
     )
 
 
-def did(found: Replayed, fake_cuda: FakeCuda) -> str:
+def did(found: CapturedInference, fake_cuda: FakeCuda) -> str:
     """Whether the next time is run as it is, captured or only replayed."""
     fake_cuda.log.clear()
     found()
@@ -150,7 +150,7 @@ def test_it_is_captured_the_second_time_and_again_when_what_it_reads_has_changed
         lambda: graph.indices.copy_(graph.indices.flip(0)),
     ]
     for first, second in itertools.pairwise(changes):
-        found = Replayed(job, ids)
+        found = CapturedInference(job, ids)
         assert [did(found, fake_cuda) for _ in range(3)] == ["run", "captured", "replayed"]
         for change in (first, second):
             with torch.no_grad():
@@ -166,22 +166,24 @@ def test_it_is_captured_the_second_time_and_again_when_what_it_reads_has_changed
 
 def test_a_capture_is_left_to_others_where_these_draw_meanwhile(fake_cuda: FakeCuda):
     data = small()
-    found = Replayed(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data), torch.tensor([3, 5, 90]))
+    found = CapturedInference(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data), torch.tensor([3, 5, 90]))
     found.left_to_others = True
     assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
     assert found.is_due
-    found.record(Stream(fake_cuda.log, "evaluate"))  # type: ignore[arg-type]
+    found.capture(Stream(fake_cuda.log, "evaluate"))  # type: ignore[arg-type]
     assert "capture 0 on evaluate in pool of 0" in fake_cuda.log
     assert did(found, fake_cuda) == "replayed"
 
 
 def test_a_graph_of_too_many_bytes_is_dropped_and_nothing_is_said(fake_cuda: FakeCuda):
     data, lines = small(), []
-    found = Replayed(job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data, lines.append), torch.tensor([3, 5, 90]))
+    found = CapturedInference(
+        job_with(GNN([SAGEConv(8, 8), SAGEConv(8, 4)]), data, lines.append), torch.tensor([3, 5, 90])
+    )
     fake_cuda.bytes_per_graph = (1 << 30) // replayed.SHARE + 1
     found()
     found()
-    assert not found.is_recorded
+    assert not found.is_captured
     assert found.is_settled
     assert did(found, fake_cuda) == "run"
     assert not lines
@@ -190,7 +192,7 @@ def test_a_graph_of_too_many_bytes_is_dropped_and_nothing_is_said(fake_cuda: Fak
 def test_features_that_a_gpu_cannot_read_again_are_not_captured_and_modes_come_back(fake_cuda: FakeCuda):
     data, lines = small(), []
     model = GNN([GATConv(8, 8), SAGEConv(8, 4)], norm="batch").train()
-    found = Replayed(job_with(model, data, lines.append), torch.tensor([3, 5, 90]))
+    found = CapturedInference(job_with(model, data, lines.append), torch.tensor([3, 5, 90]))
     assert [did(found, fake_cuda) for _ in range(3)] == ["run"] * 3
     assert found.is_settled
     assert all(module.training for module in model.modules())
@@ -268,7 +270,7 @@ def test_replayed_is_what_runs_kernel_by_kernel(name: str, where: dict[str, Any]
     assert not lines
     reads_features = name in ("narrow gcn", "gat", "gatv2", "encoder")
     near = where.get("features") != "pinned" and (name != "encoder" or "graph" not in where)
-    assert found.is_recorded == (near or not reads_features)
+    assert found.is_captured == (near or not reads_features)
 
 
 @mark_gpu
@@ -277,16 +279,16 @@ def test_what_has_changed_beside_the_weights_is_noticed():
     data = dataset()
     job = job_on_gpu(MODELS["gat"](), data)
     ids = data.splits["valid"]
-    found = Replayed(job, ids)
+    found = CapturedInference(job, ids)
     for _ in range(3):
         found()
-    assert found.is_recorded
+    assert found.is_captured
     stored = job.data.x.storage()
     assert stored is not None
     stored.mul_(1.5)
     assert torch.equal(found(), eager(job, ids))
     found()
-    assert found.is_recorded
+    assert found.is_captured
     weight = next(job.model.parameters())
 
     def move() -> None:
@@ -296,7 +298,7 @@ def test_what_has_changed_beside_the_weights_is_noticed():
         happens()
         for _ in range(3):
             assert torch.equal(found(), eager(job, ids))
-        assert found.is_recorded == again
+        assert found.is_captured == again
 
 
 @mark_gpu
@@ -304,11 +306,11 @@ def test_a_graph_that_takes_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch
     data, lines = dataset(), []
     job = job_on_gpu(MODELS["sage"](), data, lines)
     monkeypatch.setattr(replayed, "SHARE", 1 << 20)
-    found = Replayed(job, data.splits["valid"])
+    found = CapturedInference(job, data.splits["valid"])
     for _ in range(4):
         change(job.model)
         assert torch.equal(found(), eager(job, data.splits["valid"]))
-    assert not found.is_recorded
+    assert not found.is_captured
     assert found.is_settled
     assert not lines
 
@@ -333,19 +335,19 @@ def test_two_may_be_under_way_with_weights_of_their_own():
     data = dataset()
     job = job_on_gpu(MODELS["residual"](), data)
     ids, stream = data.splits["valid"], torch.cuda.Stream()
-    found = Replayed(job, ids)
-    assert found.launched({}, torch.cuda.Event(), stream) is None
+    found = CapturedInference(job, ids)
+    assert found.launch({}, torch.cuda.Event(), stream) is None
     found.left_to_others = True
     found()
     assert found.is_due
-    found.record(stream)
+    found.capture(stream)
     for _ in range(3):
         weights, expected = [], []
         for _ in range(2):
             change(job.model)
             weights.append({name: t.clone() for name, t in job.module.state_dict().items()})
             expected.append(eager(job, ids))
-        launched = [found.launched(one, torch.cuda.current_stream().record_event(), stream) for one in weights]
+        launched = [found.launch(one, torch.cuda.current_stream().record_event(), stream) for one in weights]
         for one, rows in zip(launched, expected, strict=True):
             assert one is not None
             scores, seconds = one.wait()

@@ -11,7 +11,7 @@ import torch
 import hopline as hl
 from hopline import infer
 from hopline.contract import Job
-from hopline.inference.captured_forward import Launched
+from hopline.inference.captured_forward import PendingInference
 from hopline.nn import GNN
 from hopline.training.async_evaluation import EvaluationError, EvaluationThread, Room
 from hopline.training.evaluation import Measure
@@ -141,16 +141,16 @@ class Recorded:
     def __init__(self, trainer: hl.Trainer) -> None:
         self.job, self.ids, self.given = trainer.job, trainer.data.splits["valid"], []
 
-    def record(self, stream: object) -> None:
+    def capture(self, stream: object) -> None:
         self.is_due, self.is_settled = False, True
 
-    def launched(self, weights: Any, after: object, stream: object) -> Launched:
+    def launch(self, weights: Any, after: object, stream: object) -> PendingInference:
         self.given.append(threading.current_thread().name)
         before = {name: t.clone() for name, t in self.job.module.state_dict().items()}
         self.job.module.load_state_dict(weights)
         rows = infer.exact(self.job.model, self.job.data, self.ids)
         self.job.module.load_state_dict(before)
-        return Launched(rows, Come(), Come())  # type: ignore[arg-type]
+        return PendingInference(rows, Come(), Come())  # type: ignore[arg-type]
 
 
 def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread():
@@ -158,7 +158,7 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
     measure, rooms = Measure(trainer.method), rooms_of(trainer, 3)
     thread = EvaluationThread(measure, trainer.job)
     assert thread.is_ready
-    thread._replayed = recorded = Recorded(trainer)  # type: ignore[assignment]
+    thread._captured_inference = recorded = Recorded(trainer)  # type: ignore[assignment]
     assert not thread.is_ready
     assert thread.most_asked == 1, "until it is recorded, so that the same ones are replayed every time"
     thread.prepare()

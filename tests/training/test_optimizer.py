@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hopline.device import streams
-from hopline.training.optimizer import MOST_CAPTURES, MOST_SEEN, Update, make_optimizer, split_decay
+from hopline.training.optimizer import MAX_CAPTURES, MOST_SEEN, Update, make_optimizer, split_decay
 from tests.fake_cuda import FakeCuda
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
@@ -92,7 +92,7 @@ def test_captured_steps_are_to_the_bit_those_that_are_not_wherever_gradients_wer
             for p, place in zip(module.parameters(), places[turn % 12], strict=True):
                 p.grad = place.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)))
             update()
-    assert updates[0].num_graphs == MOST_CAPTURES
+    assert updates[0].num_graphs == MAX_CAPTURES
     for p, q in zip(*(module.parameters() for module in modules), strict=True):
         assert torch.equal(p, q)
 
@@ -140,10 +140,10 @@ def test_a_graph_is_replayed_for_gradients_where_it_reads_them_only(
     assert did[:4] == ["run", "run", CAPTURED.format(0), "replay of 0"]
     assert did[4:7] == ["run", CAPTURED.format(1), "replay of 1"]
     assert did[7:] == ["replay of 0", "replay of 1", "replay of 0"]
-    for _ in range(MOST_CAPTURES + 2):  # places that come twice, one after the other
+    for _ in range(MAX_CAPTURES + 2):  # places that come twice, one after the other
         both.append(noted.place())
         did = [noted.did(both[-1]) for _ in range(2)]
-    assert noted.update.num_graphs == MOST_CAPTURES
+    assert noted.update.num_graphs == MAX_CAPTURES
     assert did == ["run", "run"]
     assert noted.did(both[0]) == "replay of 0"
 
@@ -188,7 +188,7 @@ def test_a_step_is_run_while_another_thread_has_the_capture_lock_and_captured_la
     begun, ended = threading.Event(), threading.Event()
 
     def evaluate() -> None:
-        with streams.turn:
+        with streams.capture_lock:
             begun.set()
             ended.wait()
 

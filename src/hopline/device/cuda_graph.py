@@ -25,11 +25,11 @@ from hopline.device import streams
 R = TypeVar("R")
 
 
-class Declined(Exception):
+class CaptureDeclined(Exception):
     """Raised by who prepares a capture and finds a graph not worth making: nothing is said, and nobody tries again."""
 
 
-class Captured(Generic[R]):
+class CapturedCall(Generic[R]):
     """A call without arguments as a CUDA graph: when it is due for capture, the graph, and the result of the call.
 
     Its owner runs the call while there is no graph, and counts that in `runs`. One thread at a time may use it.
@@ -90,27 +90,27 @@ class Captured(Generic[R]):
         prepared: AbstractContextManager[Callable[[], R]],
         *,
         stream: torch.cuda.Stream | None = None,
-        pool_of: Captured[Any] | None = None,
+        pool_of: CapturedCall[Any] | None = None,
         wait: bool = True,
     ) -> bool:
         """Capture a call, whose kernels do not run by that. Returns whether there is a graph now.
 
         Args:
             prepared: Gives the call. It is entered on the stream that captures, to warm the call up, and left there
-                after the capture, to put things back. `Declined` ends the capture without a word, at either end.
+                after the capture, to put things back. `CaptureDeclined` ends the capture without a word, at either end.
             stream: Kernels of a graph keep its priority. Default: this thread's for the purpose, with the priority
                 of the current stream.
             pool_of: Another call that never runs at the same time. This graph computes in that one's memory: it leaves
                 that one's result alone, and a replay of that one writes over the result of this one.
             wait: Whether to wait for another thread that has the capture lock. Otherwise it is left for another time.
         """
-        if not streams.turn.acquire(blocking=wait):
+        if not streams.capture_lock.acquire(blocking=wait):
             return False
         try:
             self.captures += 1
             self._capture(prepared, stream, pool_of)
         finally:
-            streams.turn.release()
+            streams.capture_lock.release()
         return self.graph is not None
 
     def replay(self) -> R:
@@ -128,13 +128,13 @@ class Captured(Generic[R]):
         self,
         prepared: AbstractContextManager[Callable[[], R]],
         stream: torch.cuda.Stream | None,
-        pool_of: Captured[Any] | None,
+        pool_of: CapturedCall[Any] | None,
     ) -> None:
         outer = torch.cuda.current_stream(self.device)
         if stream is None:
-            stream = streams.stream_to_record(self.purpose, self.device)
+            stream = streams.capture_stream(self.purpose, self.device)
         graph = torch.cuda.CUDAGraph()
-        beside = None if pool_of is None else pool_of.graph
+        pool_graph = None if pool_of is None else pool_of.graph
         # Both ways: the call reads what the current stream has still to write, and warm-up writes what that one reads.
         stream.wait_stream(outer)
         try:
@@ -142,11 +142,11 @@ class Captured(Generic[R]):
                 torch.cuda.device(self.device),
                 torch.cuda.stream(stream),  # torch.cuda.graph enters it too, but stays in it after a failed capture
                 prepared as run,
-                _recording(graph, stream, beside),
+                _recording(graph, stream, pool_graph),
             ):
                 result = run()
             self.graph, self._result = graph, result
-        except Declined:
+        except CaptureDeclined:
             self.captures = self.most
         except Exception as error:
             self.captures = self.most
@@ -158,13 +158,13 @@ class Captured(Generic[R]):
 
 @contextmanager
 def _recording(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, beside: torch.cuda.CUDAGraph | None
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool_graph: torch.cuda.CUDAGraph | None
 ) -> Iterator[None]:
     """Within, what this thread gives the stream becomes a graph; another, that moves batches, may wait for copies.
 
-    beside: a graph that never runs at the same time, whose memory it may use.
+    pool_graph: a graph that never runs at the same time, whose memory it may use.
     """
-    pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
+    pool = torch.cuda.graph_pool_handle() if pool_graph is None else pool_graph.pool()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield

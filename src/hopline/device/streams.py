@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 import torch
 
-turn = threading.RLock()
+capture_lock = threading.RLock()
 """The process's lock for capturing CUDA graphs, owned by this module. Capture fails if another thread synchronises with
 the device, and async evaluation does, so both take this lock. A run captures most graphs in its first steps, before
 there is anything to evaluate."""
 
-FIRST = -1
+HIGH_PRIORITY = -1
 """The priority of what shall not wait for evaluation; streams have 0, the lowest, unless one asks."""
 
 
@@ -29,7 +29,7 @@ def stream_for(purpose: str, device: torch.device, priority: int = 0) -> torch.c
     return streams[key]
 
 
-def stream_to_record(purpose: str, device: torch.device) -> torch.cuda.Stream:
+def capture_stream(purpose: str, device: torch.device) -> torch.cuda.Stream:
     """With the current stream's priority, which the kernels of a graph keep.
 
     Graphs of one purpose must not run at the same time: their products share memory.
@@ -38,9 +38,9 @@ def stream_to_record(purpose: str, device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def going_first(device: torch.device) -> Iterator[None]:
+def high_priority_stream(device: torch.device) -> Iterator[None]:
     """Within, what this thread gives a GPU goes before what others give it."""
-    outer, stream = torch.cuda.current_stream(device), stream_for("train", device, FIRST)
+    outer, stream = torch.cuda.current_stream(device), stream_for("train", device, HIGH_PRIORITY)
     stream.wait_stream(outer)
     try:
         with torch.cuda.stream(stream):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hopline import inference as infer
 from hopline.contract import Job
 from hopline.core.row_handles import Rows
-from hopline.device.cuda_graph import Captured, Declined
+from hopline.device.cuda_graph import CapturedCall, CaptureDeclined
 from hopline.device.meter import free_bytes
 from hopline.inference.cache import InferenceCache
 from hopline.inference.layerwise_chunks import CPU, Chunks
@@ -24,9 +24,9 @@ from hopline.nn.fused import is_fused
 from hopline.nn.gnn import GNN
 from hopline.util import trace
 
-BEFORE = 1
+WARM_UP_INFERENCES = 1
 """Inferences before one is recorded, in which kernels are compiled."""
-MOST_RECORDED = 3
+MAX_CAPTURES = 3
 """Weights or features that keep moving about in memory are not worth another graph."""
 SHARE = 16
 """A graph keeps the memory that it computes in: at most 1 / so many of the GPU's, and of what is free a quarter."""
@@ -34,7 +34,7 @@ KNOWN = ("torch", "torch_geometric", "hopline")
 """Whose modules do the same every time: others may count, or read what is no weight."""
 
 
-class Replayed:
+class CapturedInference:
     """Exact inference with a job's model at some nodes: recorded when it was done once, and then replayed.
 
     A graph computes with the weights that are in memory when it is replayed, and leaves the host alone, which launching
@@ -45,15 +45,15 @@ class Replayed:
         assert isinstance(job.model, GNN)
         self.model, self.data, self.device, self.ids = job.model, job.data, job.device, ids
         self.left_to_others = False
-        """Whether it waits for somebody to call `record`, and does not do so itself."""
+        """Whether it waits for somebody to call `capture`, and does not do so itself."""
         self._job = weakref.ref(job)
-        self._captured: Captured[_Recorded] = Captured(
+        self._captured: CapturedCall[_Capture] = CapturedCall(
             job.device,
             purpose="evaluations",
             subject="evaluation is",
             say=_say_for(self._job),
-            warm_up=BEFORE,
-            most=MOST_RECORDED,
+            warm_up=WARM_UP_INFERENCES,
+            most=MAX_CAPTURES,
         )
 
     def __call__(self) -> Tensor:
@@ -62,7 +62,7 @@ class Replayed:
         if captured.graph is not None and not self._is_current(captured.result):
             captured.forget()
         if captured.is_due and not self.left_to_others:
-            self.record()
+            self.capture()
         if captured.graph is not None:
             with trace.span("infer.layer", self.device):
                 rows = captured.replay().rows
@@ -70,7 +70,7 @@ class Replayed:
         captured.runs += 1
         return infer.exact(self.model, self.data, self.ids, device=self.device)
 
-    def launched(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> Launched | None:
+    def launch(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> PendingInference | None:
         """Given to a stream with other weights, when those are there, and not waited for; None if it is not recorded.
 
         At most two may be under way, since each leaves its rows in one of two places.
@@ -87,10 +87,10 @@ class Replayed:
             begun.record()
             place.copy_(captured.replay().rows, non_blocking=True)
             done.record()
-        return Launched(place, begun, done)
+        return PendingInference(place, begun, done)
 
     @property
-    def is_recorded(self) -> bool:
+    def is_captured(self) -> bool:
         return self._captured.graph is not None
 
     @property
@@ -103,12 +103,12 @@ class Replayed:
         """Whether it is recorded, or never will be."""
         return self._captured.is_settled
 
-    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+    def capture(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make it a graph whose kernels have the stream's priority, if that can be; nobody else may draw meanwhile."""
-        self._captured.capture(self._rehearsed(), stream=stream)
+        self._captured.capture(self._prepare_capture(), stream=stream)
 
     @contextmanager
-    def _rehearsed(self) -> Iterator[Callable[[], _Recorded]]:
+    def _prepare_capture(self) -> Iterator[Callable[[], _Capture]]:
         """Gives the inference to record, when it finds all blocks made.
 
         Declined where a graph would take too much memory, or read what may move or is the host's.
@@ -121,27 +121,27 @@ class Replayed:
                     Rows(work.outputs(self.ids, show=False), ids).read_on(device)
             cache = work.cache
             if not work.is_cached or cache is None or (model.encodes and cache.layer_nodes[0].device.type == "cpu"):
-                raise Declined
+                raise CaptureDeclined
             reads_features = not cache.has_sums(model.num_layers)
             addresses = self.addresses(features=reads_features)
             if addresses is None:
-                raise Declined
+                raise CaptureDeclined
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(device).total_memory
             max_bytes, before = min(total // SHARE, free_bytes(device) // 4), torch.cuda.memory_reserved(device)
 
-            def run() -> _Recorded:
+            def run() -> _Capture:
                 rows = Rows(work.outputs(self.ids, show=False), ids).read_on(device)
-                return _Recorded(rows, cache, reads_features, addresses, (work, ids))
+                return _Capture(rows, cache, reads_features, addresses, (work, ids))
 
             yield run
             if torch.cuda.memory_reserved(device) - before > max_bytes:
-                raise Declined
+                raise CaptureDeclined
 
-    def _is_current(self, recorded: _Recorded) -> bool:
+    def _is_current(self, capture: _Capture) -> bool:
         """Whether all that a graph reads is where it was, and of the same nodes and features."""
-        same = recorded.cache.matches(self.data.graph, self.ids, recorded.cache.settings, self.data.x)
-        return same and self.addresses(features=recorded.reads_features) == recorded.addresses
+        same = capture.cache.matches(self.data.graph, self.ids, capture.cache.settings, self.data.x)
+        return same and self.addresses(features=capture.reads_features) == capture.addresses
 
     def addresses(self, *, features: bool) -> list[int] | None:
         """Where the weights are, and the features; None where these are not on the GPU, or may be moved there."""
@@ -154,7 +154,7 @@ class Replayed:
         return [tensor.data_ptr() for tensor in read]
 
 
-class Launched(NamedTuple):
+class PendingInference(NamedTuple):
     """An inference that a GPU has been given."""
 
     rows: Tensor
@@ -170,7 +170,7 @@ class Launched(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Recorded:
+class _Capture:
     """What a recorded inference reads and leaves: the graph itself knows only where that is."""
 
     rows: Tensor
@@ -178,7 +178,7 @@ class _Recorded:
     cache: InferenceCache
     reads_features: bool
     addresses: list[int]
-    held: tuple[Chunks, Tensor]
+    keep_alive: tuple[Chunks, Tensor]
     host_buffers: list[Tensor] = field(default_factory=list)
     """Pinned memory for the output of two that are under way."""
 
@@ -223,13 +223,13 @@ class CapturedInferences:
     """
 
     def __init__(self) -> None:
-        self._by_job: WeakKeyDictionary[Job, dict[int, Replayed]] = WeakKeyDictionary()
+        self._by_job: WeakKeyDictionary[Job, dict[int, CapturedInference]] = WeakKeyDictionary()
 
-    def of(self, job: Job, ids: Tensor) -> Replayed | None:
+    def of(self, job: Job, ids: Tensor) -> CapturedInference | None:
         """A job's inference at some nodes, the same one every time; None where it is not for a graph."""
         if job.device.type != "cuda" or not repeats(job.model):
             return None
         known = self._by_job.setdefault(job, {})
         if id(ids) not in known:
-            known[id(ids)] = Replayed(job, ids)
+            known[id(ids)] = CapturedInference(job, ids)
         return known[id(ids)]

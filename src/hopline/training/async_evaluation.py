@@ -21,7 +21,7 @@ from hopline import ops
 from hopline.contract import Job
 from hopline.device import streams
 from hopline.device.snapshots import weights_restored
-from hopline.inference.captured_forward import Launched
+from hopline.inference.captured_forward import PendingInference
 from hopline.nn.gnn import GNN
 from hopline.pipeline.stages import give_way
 from hopline.shards.data import ShardedData
@@ -79,17 +79,17 @@ class EvaluationThread:
         self._job = for_copy(job, module, data)
         self._measure = measure
         self._ends = threading.Event()
-        self._asked: queue.SimpleQueue[tuple[int, Room | Launched] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[int, Room | PendingInference] | None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self._failure: Exception | None = None
         model = self._job.model
         if isinstance(model, GNN):
             model.layer = self._checked(model.layer)  # type: ignore[method-assign]
         self._threads = torch.get_num_threads()
-        self._replayed = measure.replayed(self._job)
+        self._captured_inference = measure.captured_inference(self._job)
         self._labels: Tensor | None = None
-        if self._replayed is not None:
-            self._replayed.left_to_others = True  # of whom one draws while it would record
+        if self._captured_inference is not None:
+            self._captured_inference.left_to_others = True  # of whom one draws while it would record
         self._stream: Any = streams.stream_for("evaluate", job.device) if job.device.type == "cuda" else None
         self._pool = ops.start_threads(1, "hopline-evaluation", self._begin)
         self._served = self._pool.submit(self._serve)
@@ -97,7 +97,7 @@ class EvaluationThread:
     @property
     def is_ready(self) -> bool:
         """Whether it may be asked for another; else, when it has answered all, somebody is to `prepare` it."""
-        return self._replayed is None or not self._replayed.is_due
+        return self._captured_inference is None or not self._captured_inference.is_due
 
     @property
     def most_asked(self) -> int:
@@ -106,12 +106,12 @@ class EvaluationThread:
         One, until it is settled whether they are replayed: otherwise it would depend on how long the first one took
         which of them is the first replay.
         """
-        return 2 if self._replayed is None or self._replayed.is_settled else 1
+        return 2 if self._captured_inference is None or self._captured_inference.is_settled else 1
 
     def prepare(self) -> None:
         """While it does nothing: what the thread that trains has to do for it."""
-        if self._replayed is not None and self._replayed.is_due:
-            self._replayed.record(self._stream)
+        if self._captured_inference is not None and self._captured_inference.is_due:
+            self._captured_inference.capture(self._stream)
             self._labels = self._measure.labels(self._job)
 
     def ask(self, epoch: int, room: Room) -> None:
@@ -120,8 +120,8 @@ class EvaluationThread:
         What is recorded is given to the GPU here: two threads that do so would take turns in the interpreter.
         """
         launched = None
-        if self._replayed is not None:
-            launched = self._replayed.launched(room.weights, room.filled, self._stream)
+        if self._captured_inference is not None:
+            launched = self._captured_inference.launch(room.weights, room.filled, self._stream)
         self._asked.put((epoch, room if launched is None else launched))
 
     def answers(self, *, wait: bool = False) -> list[dict[str, Any]]:
@@ -172,7 +172,9 @@ class EvaluationThread:
         while (asked := self._asked.get()) is not None and not self._ends.is_set():
             epoch, given = asked
             try:
-                found, seconds = self._waited_for(given) if isinstance(given, Launched) else self._evaluated(given)
+                found, seconds = (
+                    self._waited_for(given) if isinstance(given, PendingInference) else self._evaluated(given)
+                )
                 self._told.put({"epoch": epoch, "metrics": found, "seconds": seconds})
             except _Cancelled:
                 return
@@ -193,7 +195,7 @@ class EvaluationThread:
             found = self._measure(self._job)
         return found, time.perf_counter() - started
 
-    def _waited_for(self, launched: Launched) -> tuple[dict[str, float], float]:
+    def _waited_for(self, launched: PendingInference) -> tuple[dict[str, float], float]:
         assert self._labels is not None
         (scores, on_gpu_s), waited = launched.wait(), time.perf_counter()
         trace.tell("infer.layer", waited - on_gpu_s, on_gpu_s)
@@ -206,7 +208,7 @@ class EvaluationThread:
         if room.filled is None:
             yield
             return
-        with streams.turn, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
+        with streams.capture_lock, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(room.filled)
             yield
 
@@ -234,7 +236,7 @@ class Beside(Evaluations):
 
     def __enter__(self) -> Beside:
         if self.trainer.device.type == "cuda":  # which training and the thread share
-            self.first.enter_context(streams.going_first(self.trainer.device))
+            self.first.enter_context(streams.high_priority_stream(self.trainer.device))
         return self
 
     def __exit__(self, *error: object) -> None:

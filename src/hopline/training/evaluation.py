@@ -16,7 +16,7 @@ from hopline.budget.guard import Guard
 from hopline.contract import Budget, Job, KeepRows, Method
 from hopline.data.dataset import Dataset
 from hopline.inference import distributed as shard_infer
-from hopline.inference.captured_forward import CapturedInferences, Replayed
+from hopline.inference.captured_forward import CapturedInference, CapturedInferences
 from hopline.inference.neighborhoods import whole_bytes
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
@@ -61,7 +61,7 @@ class Measure:
         with own_threads(job):
             if isinstance(data, ShardedData):
                 return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
-            if batches is None and keep is None and (replayed := self.replayed(job)) is not None:
+            if batches is None and keep is None and (replayed := self.captured_inference(job)) is not None:
                 scores = replayed()
             elif batches is None and isinstance(job.model, Whole):
                 # On the whole graph nothing comes in chunks: `check_whole` has seen that it fits.
@@ -87,7 +87,7 @@ class Measure:
         assert y is not None
         return y[ids.to(y.device)].cpu()
 
-    def replayed(self, job: Job) -> Replayed | None:
+    def captured_inference(self, job: Job) -> CapturedInference | None:
         """What becomes a CUDA graph of it, if something does."""
         bound = self.chunk_bytes is not None or self.rows_on_disk
         if bound or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.device.cuda_graph import Captured
+from hopline.device.cuda_graph import CapturedCall
 from hopline.util import trace
 
 WARM_UP_STEPS = 2
 """Steps before any is captured: they set the optimizer up."""
-MOST_CAPTURES = 3
+MAX_CAPTURES = 3
 """Graphs of one optimizer: gradients that keep moving about in memory are not worth another."""
 MOST_SEEN = 64
 """Places of gradients that are remembered."""
@@ -63,7 +63,7 @@ class Update:
         self.optimizer, self.clip_norm, self.say = optimizer, clip_norm, say
         self._refuse_others()
         self.device = self.parameters[0].device
-        self.captured: dict[Hashable, Captured[None]] = {}
+        self.captured: dict[Hashable, CapturedCall[None]] = {}
         """By all that a graph takes down: where gradients and settings were before, captured or not."""
         self.steps = 0
         rate = optimizer.param_groups[0]["lr"]
@@ -95,7 +95,7 @@ class Update:
                 self._run()
                 return
             captured = self._captured_at(self._key())
-            if captured.is_due and self.steps > WARM_UP_STEPS and self.num_graphs < MOST_CAPTURES:
+            if captured.is_due and self.steps > WARM_UP_STEPS and self.num_graphs < MAX_CAPTURES:
                 self._capture(captured)
             if captured.graph is not None:
                 captured.replay()
@@ -119,18 +119,18 @@ class Update:
         values = [value for group in groups for name, value in group.items() if name != "params"]
         return *gradients, *(value.data_ptr() if isinstance(value, Tensor) else value for value in values)
 
-    def _captured_at(self, key: Hashable) -> Captured[None]:
+    def _captured_at(self, key: Hashable) -> CapturedCall[None]:
         """The step with gradients and settings at that place; a new one where they were never before."""
         if key not in self.captured:
             if len(self.captured) >= MOST_SEEN:
                 self.captured = {other: known for other, known in self.captured.items() if known.graph is not None}
             # Run once before it is captured: gradients that were never there before may move each time.
-            self.captured[key] = Captured(
+            self.captured[key] = CapturedCall(
                 self.device, purpose="updates", subject="the optimizer's step is", say=self.say, warm_up=1
             )
         return self.captured[key]
 
-    def _capture(self, captured: Captured[None]) -> None:
+    def _capture(self, captured: CapturedCall[None]) -> None:
         prepare = getattr(self.optimizer, "prepare", None)  # of our own kernels
         if prepare is not None:
             prepare()

@@ -20,7 +20,7 @@ from hopline.contract import Guard, Job, Plan, Unit, Work, WorkDescription
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
 from hopline.core.tree_layout import TreeSampler
-from hopline.device.cuda_graph import Captured
+from hopline.device.cuda_graph import CapturedCall
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
 from hopline.ops.tree_slots import Slots
@@ -54,7 +54,7 @@ class DeviceBatches:
         else:
             self.order.copy_(self.ids)
 
-    def held(self, num_seeds: int, first: int) -> list[Tensor]:
+    def keep_alive(self, num_seeds: int, first: int) -> list[Tensor]:
         """What every batch of that size reads beside its own tensors."""
         slots, device = Slots(num_seeds, self.sampler.fanouts, first), self.loader.device
         return [slots.ids(device), slots.parents(device), slots.first_children(device)]
@@ -130,10 +130,10 @@ class CapturedWork(Work):
         worth = size and epoch > 1 and None not in others and self.trained == self._trained_now()
         if rest not in self.steps and worth:
             self.steps[rest] = capture(job, batches, size, first, rest, others[0] if others else None)
-        step = self._captured(rest)
-        return DrawnUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
+        step = self._captured_step(rest)
+        return EagerUnit(job, batches, size, first, rest) if step is None else CapturedUnit(step, size, rest)
 
-    def _captured(self, num_seeds: int) -> CapturedStep | None:
+    def _captured_step(self, num_seeds: int) -> CapturedStep | None:
         """The captured step of that size, unless a callback has frozen parameters since, or trains more of them."""
         return self.steps.get(num_seeds) if self.trained == self._trained_now() else None
 
@@ -145,12 +145,12 @@ class CapturedWork(Work):
         if ahead is not None:
             ahead.start(num_steps)
         for number in range(num_steps):
-            step = self._captured(per_step)
+            step = self._captured_step(per_step)
             first = partial(ahead.before, number) if ahead is not None else None
             if step is not None:
                 yield CapturedUnit(step, size, per_step, first)
             else:
-                yield DrawnUnit(self.job, self.batches, size, self.loader.rank * size, per_step, first)
+                yield EagerUnit(self.job, self.batches, size, self.loader.rank * size, per_step, first)
         if ahead is not None:
             ahead.end()
 
@@ -188,7 +188,7 @@ class CapturedUnit(Unit):
 
 
 @dataclass
-class DrawnUnit(Unit):
+class EagerUnit(Unit):
     """A batch that is drawn when its turn comes, since the device counts the steps."""
 
     job: Job
@@ -211,14 +211,15 @@ class DrawnUnit(Unit):
 
 
 def capture(
-    job: Job, batches: DeviceBatches, size: int, first: int, per_step: int, beside: CapturedStep | None = None
+    job: Job, batches: DeviceBatches, size: int, first: int, per_step: int, shared_pool_step: CapturedStep | None = None
 ) -> CapturedStep | None:
     """A captured step, or None and a line that says why there is none.
 
-    beside: another, in whose memory it may compute. It keeps what that leaves, while what it leaves is written over.
+    shared_pool_step: another, in whose memory it may compute. It keeps what that leaves, while what it leaves is
+    written over.
     """
     step = CapturedStep(job, batches, size, first, per_step)
-    return step if step.capture(beside) else None
+    return step if step.capture(shared_pool_step) else None
 
 
 class CapturedStep:
@@ -232,18 +233,22 @@ class CapturedStep:
         # Of the step's seeds, by which its gradient is weighted.
         self.share = torch.ones((), dtype=precision, device=job.device)
         self.total = size
-        self.captured: Captured[Tensor] = Captured(job.device, purpose="steps", subject="steps are", say=job.say)
+        self.captured: CapturedCall[Tensor] = CapturedCall(
+            job.device, purpose="steps", subject="steps are", say=job.say
+        )
 
-    def capture(self, beside: CapturedStep | None) -> bool:
+    def capture(self, shared_pool_step: CapturedStep | None) -> bool:
         """Whether it is captured now."""
-        return self.captured.capture(self._warmed_up(), pool_of=None if beside is None else beside.captured)
+        return self.captured.capture(
+            self._warm_up(), pool_of=None if shared_pool_step is None else shared_pool_step.captured
+        )
 
     @contextmanager
-    def _warmed_up(self) -> Iterator[Callable[[], Tensor]]:
+    def _warm_up(self) -> Iterator[Callable[[], Tensor]]:
         """Gives the step after a few runs of it. What these change is put back, also where the capture fails."""
         renew_accumulators(self.parameters)
         state = self.batches.state
-        with _unchanged(self.job.module, state, self.job.device):
+        with _preserve_state(self.job.module, state, self.job.device):
             try:
                 begin = state.clone()
                 self._run()  # compiles, and asks the host whatever is asked only once
@@ -255,7 +260,7 @@ class CapturedStep:
                 yield self._run
                 self.gradients = [p.grad for p in self.parameters]
                 # The graph knows only where they are.
-                self.held = self.batches.held(self.size, self.first)
+                self.keep_alive = self.batches.keep_alive(self.size, self.first)
             finally:
                 self._forget_gradients()
 
@@ -312,7 +317,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged(module: nn.Module, state: Tensor, device: torch.device) -> Iterator[None]:
+def _preserve_state(module: nn.Module, state: Tensor, device: torch.device) -> Iterator[None]:
     """What warming up changes is put back: running statistics, the place in the epoch, torch's generator."""
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     place, random_state = state.clone(), torch.cuda.get_rng_state(device)
