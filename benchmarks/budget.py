@@ -74,7 +74,7 @@ def setting_of(graph: str, folder: Path | None) -> Setting:
 class Late(Guard):
     """Finds pieces in the training thread."""
 
-    def prepare(self, batch: Batch) -> Batch:
+    def split_ahead(self, batch: Batch) -> Batch:
         return batch
 
 
@@ -105,7 +105,7 @@ class Outcome:
     tally: Tally
     test: float
     predictor: Predictor | None
-    beside_bytes: int
+    overhead_bytes: int
     """What is there beside a step."""
 
 
@@ -134,7 +134,9 @@ def trained(
     run = trainer.fit()
     guard, test = trainer.guard, 100 * (run.test or 0.0)
     return (
-        Outcome(tally, test, None, 0) if guard is None else Outcome(tally, test, guard.predictor, guard.beside_bytes())
+        Outcome(tally, test, None, 0)
+        if guard is None
+        else Outcome(tally, test, guard.predictor, guard.overhead_bytes())
     )
 
 
@@ -202,7 +204,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
 def overhead(setting: Setting, name: str, epochs: int, rounds: int) -> dict[str, Any]:
     found, limit = trained(setting, name, epochs, 1 << 60), 1 << 60
     for _ in range(2):  # promises become tighter with the first runs, and pieces are known after a run that had some
-        limit = int(np.quantile(found.tally.all("before"), 0.9)) + found.beside_bytes
+        limit = int(np.quantile(found.tally.all("before"), 0.9)) + found.overhead_bytes
         found = trained(setting, name, epochs, limit, Guard, found.predictor)
     ways: dict[str, tuple[int | None, type[Guard]]] = {
         "plain": (None, Guard),

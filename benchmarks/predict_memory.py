@@ -103,13 +103,13 @@ def compare(name: str, data: Dataset, probes: int, steps: int, device: str = "cp
     for number in range(steps):
         batch = batch_at(data, model, 64 + ops.derive_key(7, number) % 1985, 1000 + number)
         sizes, taken = Sizes.of(batch), measured(model, batch)
-        errors.append(abs(predictor.expected(sizes) - taken) / taken)
-        promised.append(predictor.promise(sizes) / taken)
+        errors.append(abs(predictor.expected_bytes(sizes) - taken) / taken)
+        promised.append(predictor.predict_peak(sizes) / taken)
         bounds.append(predictor.costs.bound(sizes) / taken)
         over, largest = over + (promised[-1] < 1), max(largest, taken)
     start = time.perf_counter()
     for _ in range(1000):
-        predictor.promise(Sizes.of(batch))  # type: ignore[possibly-undefined]
+        predictor.predict_peak(Sizes.of(batch))  # type: ignore[possibly-undefined]
     return {
         "model": name,
         "mape": 100 * statistics.mean(errors),
@@ -161,7 +161,7 @@ def show_splits(name: str, data: Dataset) -> None:
     columns = ("share", "pieces", "rows", "peak", "split", "steps")
     print(*[f"{column:>8}" for column in columns])
     for share in (0.8, 0.6, 0.4, 0.2):
-        args = (batch, predictor.promise, share * peak, predictor.costs)
+        args = (batch, predictor.predict_peak, share * peak, predictor.costs)
         pieces = split_to_fit(*args)
         batches = [piece.batch() for piece in pieces]
         worst = max(measured(model, b) for b in batches) / (share * peak)

@@ -338,5 +338,5 @@ def torch_threads(count: int) -> Iterator[None]:
 
 def guarded(work: Work, method: Method, guard: Guard) -> Work:
     """The work of a method, whose steps keep to the limit of a guard; its plan promises nothing."""
-    sizes = {"step_bytes": 0.0, "least_bytes": 0.0, "steps": 1, "count": 1, "covers": "steps of {}"}
-    return work.guarded(guard, Plan(method=method, items=(), limits={}, home="host", **sizes))
+    sizes = {"step_bytes": 0.0, "min_step_bytes": 0.0, "steps": 1, "count": 1, "covers": "steps of {}"}
+    return work.guarded(guard, Plan(method=method, items=(), limits={}, compute_place="host", **sizes))

@@ -34,7 +34,7 @@ EXEMPT = {
     "hl.extend.Guard": "made by the Trainer; in the example of `hl.extend.Plan`",
     "hl.extend.Item": "a record; in the example of `hl.extend.Plan`",
     "hl.extend.Outline": "made by the Trainer; in the example of `hl.extend.Plan`",
-    "hl.extend.WatchedUnit": "in the example of `hl.extend.Plan`",
+    "hl.extend.MeasuredUnit": "in the example of `hl.extend.Plan`",
     "hl.extend.LayerPlan": "in the example of `hl.extend.Layers`",
     "hl.extend.Piece": "a record; in the example of `hl.extend.Layers`",
     "hl.extend.EpochEnd": "a record; in the example of `hl.Callback`",

@@ -389,7 +389,7 @@ class Outline(ABC):
         return self.job.device
 
     @property
-    def home(self) -> Place:
+    def compute_place(self) -> Place:
         """Where the model and its steps are; a CPU is the host."""
         return "host" if self.device.type == "cpu" else "device"
 
@@ -403,7 +403,7 @@ class Outline(ABC):
         """Bytes that a budget leaves at each place, None where nothing was said. On a CPU the device is the host."""
 
     @abstractmethod
-    def kept(self) -> list[Item]:
+    def resident_items(self) -> list[Item]:
         """Weights, and what the optimizer remembers of them; their gradients belong to a step."""
 
     @abstractmethod
@@ -439,15 +439,17 @@ class Plan:
         ...     def plan(self, outline, budget):
         ...         features = outline.data.x.num_bytes
         ...         return hl.extend.Plan(
-        ...             method=self, items=(*outline.kept(), *outline.data_on_host()), limits=outline.limits(budget),
-        ...             home=outline.home, step_bytes=4 * features, least_bytes=4 * features, steps=1,
+        ...             method=self, limits=outline.limits(budget),
+        ...             items=(*outline.resident_items(), *outline.data_on_host()),
+        ...             compute_place=outline.compute_place, step_bytes=4 * features, min_step_bytes=4 * features,
+        ...             steps=1,
         ...             count=outline.data.num_nodes, covers="steps of {} nodes",
         ...         )
         >>> class OwnWork(hl.extend.Work):
         ...     def __init__(self, job, watched=None):
         ...         self.job, self.watched = job, watched
         ...     def guarded(self, guard, plan):
-        ...         return OwnWork(self.job, lambda unit: hl.extend.WatchedUnit(unit, guard, plan.step_bytes))
+        ...         return OwnWork(self.job, lambda unit: hl.extend.MeasuredUnit(unit, guard, plan.step_bytes))
         ...     def units(self, epoch, done=0, examples=0):
         ...         for batch in hl.Sampled(fanouts=(-1,)).loader(self.job.data):
         ...             yield self.watched(hl.extend.BatchUnit(self.job, batch))
@@ -466,11 +468,11 @@ class Plan:
     """What is there all the time."""
     limits: Mapping[Place, int | None]
     """What may be taken, by place; None where nothing was said."""
-    home: Place
+    compute_place: Place
     """Where steps are computed."""
     step_bytes: float
     """What the largest step takes by prediction, were it not cut,"""
-    least_bytes: float
+    min_step_bytes: float
     """and what it takes at least, cut as finely as it can be."""
     steps: int
     """Optimizer steps of an epoch."""
@@ -482,7 +484,7 @@ class Plan:
     """Hidden rows of all nodes between two layers, which exact evaluation keeps."""
     placement: Placement | None = None
     """Where a GPU finds the data."""
-    waits_on_host: bool = False
+    batches_on_host: bool = False
     """Whether batches wait on the host, and go to the GPU, whole or in pieces, when their turn comes."""
     num_blocks: int | None = None
     """Blocks of a batch by whose steps the method was planned; None: no measured step would tell more."""
@@ -493,24 +495,24 @@ class Plan:
         """What may be taken at a place; None where nothing was said."""
         return self.limits[place]
 
-    def kept_bytes(self, place: Place) -> int:
+    def resident_bytes(self, place: Place) -> int:
         """What is there all the time."""
         return sum(item.num_bytes for item in self.items if item.place == place)
 
     @property
-    def left_bytes(self) -> float:
+    def available_bytes(self) -> float:
         """What is left where steps are computed,"""
-        return _left(self.limits[self.home], self.kept_bytes(self.home))
+        return _available(self.limits[self.compute_place], self.resident_bytes(self.compute_place))
 
     @property
     def limit_bytes(self) -> float:
         """and for a step of it."""
-        return (1 - BESIDE) * self.left_bytes if self.beside else self.left_bytes
+        return (1 - BESIDE) * self.available_bytes if self.beside else self.available_bytes
 
     @property
     def evaluation_bytes(self) -> float:
         """What is left for evaluation: all, unless it goes on beside the steps."""
-        return BESIDE * self.left_bytes if self.beside else self.left_bytes
+        return BESIDE * self.available_bytes if self.beside else self.available_bytes
 
     @property
     def pieces(self) -> int:
@@ -527,19 +529,23 @@ class Plan:
 
     def peak_bytes(self, place: Place) -> int:
         """What will be taken at most."""
-        step = min(self.step_bytes, self.limit_bytes) if place == self.home else 0
-        return self.kept_bytes(place) + math.ceil(with_evaluation(step, self.beside))
+        step = min(self.step_bytes, self.limit_bytes) if place == self.compute_place else 0
+        return self.resident_bytes(place) + math.ceil(with_evaluation(step, self.beside))
 
     def smallest_bytes(self, place: Place) -> int:
         """The smallest limit that would do."""
-        step = with_evaluation(self.least_bytes, self.beside)
-        besides = step if place == self.home else self.hidden_bytes if place == self.hidden_at else 0
-        return self.kept_bytes(place) + math.ceil(besides)
+        step = with_evaluation(self.min_step_bytes, self.beside)
+        besides = step if place == self.compute_place else self.hidden_bytes if place == self.hidden_place else 0
+        return self.resident_bytes(place) + math.ceil(besides)
 
     @property
-    def hidden_at(self) -> Place:
+    def hidden_place(self) -> Place:
         """Where exact evaluation keeps hidden rows: in files where memory would have no room for them and a chunk."""
-        room = self.evaluation_bytes if self.home == "host" else _left(self.limits["host"], self.kept_bytes("host"))
+        room = (
+            self.evaluation_bytes
+            if self.compute_place == "host"
+            else _available(self.limits["host"], self.resident_bytes("host"))
+        )
         return "host" if 2 * self.hidden_bytes <= room else "disk"
 
     @property
@@ -547,7 +553,7 @@ class Plan:
         """What a chunk of exact evaluation may take; None where there is no limit."""
         if self.limit_bytes == math.inf:
             return None
-        hidden = self.hidden_bytes if self.hidden_at == self.home else 0
+        hidden = self.hidden_bytes if self.hidden_place == self.compute_place else 0
         return max(1, int(self.evaluation_bytes - hidden))
 
     @property
@@ -566,10 +572,10 @@ class Plan:
         """Where it does not keep to its limits, and the smallest ones that would do."""
         return {place: self.smallest_bytes(place) for place in PLACES if not self._fits(place)}
 
-    def refusal(self, smallest: Mapping[Place, int], home_key: str = "budget") -> DoesNotFit:
-        """An error with limits that would do. home_key: how the one where steps are computed was given."""
-        keys = {place: home_key if place == self.home else f"budget.{place}" for place in smallest}
-        needs = ", ".join(f"{keys[place]}={_written(size)}" for place, size in smallest.items())
+    def refusal(self, smallest: Mapping[Place, int], budget_key: str = "budget") -> DoesNotFit:
+        """An error with limits that would do. budget_key: how the one where steps are computed was given."""
+        keys = {place: budget_key if place == self.compute_place else f"budget.{place}" for place in smallest}
+        needs = ", ".join(f"{keys[place]}={_format_limit(size)}" for place, size in smallest.items())
         given = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
         return DoesNotFit(
             f"{type(self.method).__name__} does not fit {given}: it needs at least {needs} ({self._largest(smallest)})",
@@ -583,8 +589,8 @@ class Plan:
     def _largest(self, places: Mapping[Place, int]) -> str:
         """What takes most where too little is left."""
         found = [(item.num_bytes, item.name) for item in self.items if item.place in places]
-        if self.home in places:
-            found.append((math.ceil(self.least_bytes), "the smallest step"))
+        if self.compute_place in places:
+            found.append((math.ceil(self.min_step_bytes), "the smallest step"))
         size, name = max(found)
         return f"{name} alone {'take' if name.endswith('s') else 'takes'} {format_size(size)}"
 
@@ -593,10 +599,10 @@ class Plan:
         found = []
         for place in PLACES:
             items = [item for item in self.items if item.place == place and item.num_bytes]
-            if not items and place != self.home:
+            if not items and place != self.compute_place:
                 continue
             parts = [f"{item.name} {format_size(item.num_bytes)}" for item in items]
-            if place == self.home:
+            if place == self.compute_place:
                 cut = f", in up to {self.pieces} pieces" if self.pieces > 1 else ""
                 step = min(self.step_bytes, self.limit_bytes)
                 parts.append(f"a step {format_size(step)}{cut}")
@@ -613,11 +619,11 @@ def with_evaluation(step_bytes: float, beside: bool) -> float:
     return step_bytes / (1 - BESIDE) if beside else step_bytes
 
 
-def _left(limit: int | None, taken: int) -> float:
+def _available(limit: int | None, taken: int) -> float:
     return math.inf if limit is None else limit - taken
 
 
-def _written(num_bytes: int) -> str:
+def _format_limit(num_bytes: int) -> str:
     """A size that `parse_size` reads as no less."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
@@ -631,10 +637,10 @@ Redraw: TypeAlias = "Callable[[Tensor, int], tuple[Block, ...]]"
 """(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""
 
 
-class Cuttable(Protocol):
+class SplittableStep(Protocol):
     """A step that runs at once, or in pieces that need each other's rows."""
 
-    smaller: str
+    smaller_by: str
     """The setting that makes such steps smaller."""
 
     def sizes(self) -> Sizes:
@@ -647,8 +653,9 @@ class Cuttable(Protocol):
 
     def at_once(self) -> Tensor: ...
 
-    def in_pieces(self, meter: Meter, promise: Callable[[float], None]) -> Tensor:
-        """Cut it into pieces within `Guard.room_bytes`, call `promise` with what they take at most, and run them."""
+    def in_pieces(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
+        """Cut it into pieces within `Guard.target_bytes`, call `set_predicted_bytes` with what they take at most, and
+        run them."""
         ...
 
     def forget(self) -> None:
@@ -659,13 +666,13 @@ class Cuttable(Protocol):
 class Guard(Protocol):
     """Keeps steps within the bytes that a plan leaves for one; `hopline.budget.guard` has it.
 
-    `prepare` may be called in any thread, all else in the one that trains.
+    `split_ahead` may be called in any thread, all else in the one that trains.
     """
 
-    room_bytes: float
+    target_bytes: float
     """What a step may take now: less for a while after memory ran out."""
 
-    def beside_bytes(self) -> int:
+    def overhead_bytes(self) -> int:
         """What is there beside a step: gradients of steps before it, and buffers."""
         ...
 
@@ -673,22 +680,22 @@ class Guard(Protocol):
         """A batch whose seeds can be trained apart, as a unit that keeps to the room."""
         ...
 
-    def prepare(self, batch: Batch) -> Batch:
+    def split_ahead(self, batch: Batch) -> Batch:
         """The batch with its groups of seeds, if it will be split."""
         ...
 
-    def step(self, step: Cuttable) -> Tensor:
+    def step(self, step: SplittableStep) -> Tensor:
         """Run a step at once or in pieces, smaller ones after memory ran out."""
         ...
 
-    def must_cut(self, step: Cuttable) -> bool:
+    def must_split(self, step: SplittableStep) -> bool:
         """Whether a step has to go in pieces; an error where it may not."""
         ...
 
-    def split(self, num_pieces: int) -> None:
+    def note_split(self, num_pieces: int) -> None:
         """Note that a step goes in pieces."""
         ...
 
-    def watch(self, run: Callable[[], Tensor], promised_bytes: float) -> Tensor:
+    def measure(self, run: Callable[[], Tensor], predicted_bytes: float) -> Tensor:
         """Run a step that cannot be cut, and note what it took of what was promised."""
         ...

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hopline.training.settings import TrainSettings
     from hopline.units.batch_unit import BatchUnit
     from hopline.units.batch_unit import own_threads_for as own_threads
-    from hopline.units.measured_unit import WatchedUnit
+    from hopline.units.measured_unit import MeasuredUnit
     from hopline.util.host import keep_freed_memory
     from hopline.util.trace import Counters, Timers
 
@@ -46,7 +46,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
         "hopline.training.settings": ("TrainSettings",),
         "hopline.units.batch_unit": ("BatchUnit", "own_threads=own_threads_for"),
-        "hopline.units.measured_unit": ("WatchedUnit",),
+        "hopline.units.measured_unit": ("MeasuredUnit",),
         "hopline.util.host": ("keep_freed_memory",),
         "hopline.util.trace": ("Counters", "Timers"),
     },
@@ -67,6 +67,7 @@ __all__ = [
     "LayerPlan",
     "LayerTables",
     "Layers",
+    "MeasuredUnit",
     "Method",
     "NeighborSampler",
     "Outline",
@@ -82,7 +83,6 @@ __all__ = [
     "Timers",
     "TrainSettings",
     "Unit",
-    "WatchedUnit",
     "Work",
     "WorkDescription",
     "World",

@@ -50,7 +50,7 @@ def guard_of(
     limit: int,
     loss: TrainStep | None = None,
     predictor: Predictor | None = None,
-    waits_on_host: bool = False,
+    batches_on_host: bool = False,
     measure_every: int = 8,
     **settings: Any,
 ) -> Guard:
@@ -59,7 +59,7 @@ def guard_of(
         Budget(**settings),
         limit,
         predictor=predictor,
-        waits_on_host=waits_on_host,
+        batches_on_host=batches_on_host,
         measure_every=measure_every,
     )
 
@@ -90,7 +90,7 @@ def test_a_budget_that_leaves_nothing_for_a_step_is_refused():
 def test_a_batch_that_fits_runs_as_it_is():
     model = model_of()
     guard, batch = guard_of(model, 1 << 30), first_batch(model)
-    assert guard.arrange(batch) is batch
+    assert guard.make_fit(batch) is batch
     unit = guard.unit(batch)
     assert isinstance(unit, GuardedUnit)
     assert unit.size == 300
@@ -164,7 +164,7 @@ def test_fewer_pieces_once_steps_were_measured():
     guard, batch = guard_of(model, int(0.6 * peak_of(model))), first_batch(model)
     numbers = []
     for _ in range(3):
-        numbers.append(len(guard.arrange(batch).groups))
+        numbers.append(len(guard.make_fit(batch).groups))
         guard.unit(batch).forward_backward(300)
     assert guard.predictor is not None
     assert guard.predictor.num_seen >= ENOUGH
@@ -201,7 +201,7 @@ def test_batch_norms_are_refused_when_a_batch_would_be_split():
     model = gnn_of("batch-norm")
     batch = batch_of(DATA.graph, randn(2000, 6), (3, 3, 3), torch.arange(500))
     with pytest.raises(ValueError, match="norm='layer'"):
-        guard_of(model, 1000).arrange(batch)
+        guard_of(model, 1000).make_fit(batch)
 
 
 def test_refusing_says_how_much_is_missing():
@@ -210,23 +210,23 @@ def test_refusing_says_how_much_is_missing():
     with pytest.raises(
         ValueError, match=r"a batch may take .* more, make batch_size smaller, or set over_budget=split"
     ):
-        guard.arrange(batch)
+        guard.make_fit(batch)
 
 
 @pytest.mark.parametrize("how", ["cut", "cut_by_degree", "cut_by_pagerank"])
 def test_cutting_keeps_to_the_budget_and_counts_the_edges(how: str):
     model = model_of()
     batch = first_batch(model)
-    whole = guard_of(model, 1 << 30).promise(batch)
+    whole = guard_of(model, 1 << 30).predict_peak(batch)
     guard, counters = guard_of(model, int(0.5 * whole), over_budget=how), trace.Counters()
     with trace.listen(counters):
-        cut = guard.arrange(batch)
+        cut = guard.make_fit(batch)
     counters.next_epoch()
     lost = sum(Sizes.of(batch).edges) - sum(Sizes.of(cut).edges)
     assert counters.last_epoch() == {"budget.batches_cut": 1, "budget.edges_cut": lost}
     assert lost > 0
     assert torch.equal(cut.seeds, batch.seeds)
-    assert 0.85 * guard.limit_bytes < guard.promise(cut) <= guard.limit_bytes - cut.num_bytes
+    assert 0.85 * guard.limit_bytes < guard.predict_peak(cut) <= guard.limit_bytes - cut.num_bytes
     guard.unit(batch).forward_backward(300)
     assert cut.num_bytes < guard.ledger.peak_bytes <= guard.ledger.promised_bytes <= guard.limit_bytes
 
@@ -234,12 +234,12 @@ def test_cutting_keeps_to_the_budget_and_counts_the_edges(how: str):
 def test_a_batch_drawn_anew_is_another_sample_of_the_same_seeds():
     model = model_of()
     batch = first_batch(model)
-    whole = guard_of(model, 1 << 30).promise(batch)
+    whole = guard_of(model, 1 << 30).predict_peak(batch)
     guard = guard_of(model, int(whole) - 1, over_budget="resample")
     sampler = NeighborSampler(DATA.graph, (3, 3))
-    found = guard.arrange(batch, sampler.sample)
+    found = guard.make_fit(batch, sampler.sample)
     assert guard.take_record()["resampled"] == 1
-    assert guard.promise(found) < whole
+    assert guard.predict_peak(found) < whole
     assert torch.equal(found.seeds, batch.seeds)
     assert found.key != batch.key
     expected = sampler.sample(batch.seeds, found.key)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ def test_where_no_other_sample_fits_the_batch_is_split():
     model = model_of()
     batch = replace(first_batch(model), x=DATA.x.read(first_batch(model).input_ids))
     guard = guard_of(model, int(0.5 * peak_of(model)), over_budget="resample")
-    found = guard.arrange(batch, REDRAW)
+    found = guard.make_fit(batch, REDRAW)
     assert guard.take_record()["resampled"] == 10
     assert found.blocks is batch.blocks
     assert torch.equal(torch.cat(found.groups).sort().values, torch.arange(300))
@@ -312,21 +312,23 @@ def test_nothing_that_changes_a_batch_is_decided_ahead():
         ("refuse", False),
     ):
         guard = guard_of(model, limit, over_budget=over_budget)
-        assert guard.prepare(batch) is batch  # nothing is known yet
+        assert guard.split_ahead(batch) is batch  # nothing is known yet
         for _ in range(ENOUGH):
             guard.observe_sizes(Sizes.of(batch), 0, 2 * limit)
-        found = guard.prepare(batch)
+        found = guard.split_ahead(batch)
         assert bool(found.groups) == divided
         assert (found is batch) != divided
     # Nor one that has no answer: training says what is wrong.
-    assert guard_of(gnn_of("batch-norm"), 1000).prepare(batch_of(DATA.graph, randn(2000, 6), (3, 3, 3))).groups == ()
+    assert (
+        guard_of(gnn_of("batch-norm"), 1000).split_ahead(batch_of(DATA.graph, randn(2000, 6), (3, 3, 3))).groups == ()
+    )
     # A batch that turns out to fit runs whole, whatever was found before.
     guard = guard_of(model, 1 << 30)
-    assert guard.arrange(replace(batch, groups=(torch.arange(300),))).groups == ()
+    assert guard.make_fit(replace(batch, groups=(torch.arange(300),))).groups == ()
 
 
-@pytest.mark.parametrize("waits_on_host", [False, True])
-def test_what_is_prepared_ahead_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch, waits_on_host: bool):
+@pytest.mark.parametrize("batches_on_host", [False, True])
+def test_what_is_prepared_ahead_leaves_gradients_alone(monkeypatch: pytest.MonkeyPatch, batches_on_host: bool):
     """They belong to the thread that trains: torch lets none look at one that another sets."""
     model = model_of()
     batch, limit = first_batch(model), int(0.5 * peak_of(model))
@@ -336,13 +338,13 @@ def test_what_is_prepared_ahead_leaves_gradients_alone(monkeypatch: pytest.Monke
 
     for module in ("budget.guard", "device.out_of_memory"):
         monkeypatch.setattr(f"hopline.{module}.gradient_bytes", seen)
-    guard = guard_of(model, limit, waits_on_host=waits_on_host)
+    guard = guard_of(model, limit, batches_on_host=batches_on_host)
     for taken in (2 * limit, limit // 2):
         for _ in range(200):
             guard.observe_sizes(Sizes.of(batch), 0, taken)
-        guard.prepare(batch)
+        guard.split_ahead(batch)
     with pytest.raises(AssertionError, match="was looked at"):
-        guard.arrange(batch)
+        guard.make_fit(batch)
 
 
 # ---- when memory runs out
@@ -420,7 +422,7 @@ def test_gradients_are_those_of_the_undisturbed_batch(conv: str, dtype: torch.dt
         assert left[0] < 0, "no operation failed"
         assert record["oom"] == 1
         assert record["pieces"] >= 2
-        assert guard.room_bytes < limit
+        assert guard.target_bytes < limit
         for name, grad in gradients(model).items():
             assert float((grad - expected[name]).abs().max()) <= tolerance * scale, (number, name)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.nn import SAGEConv
 
 from hopline import contract
-from hopline.budget.guard import Guard, capped
+from hopline.budget.guard import Guard, limit_cuda_memory
 from hopline.contract import Budget, Job, Method, Outline, Plan, Unit, Work
 from hopline.data import planted
 from hopline.data.placement_settings import Placement
@@ -26,7 +26,7 @@ from hopline.nn.whole_module import as_walkable
 from hopline.training.callbacks import Callback, Run, StepEnd
 from hopline.training.trainer import Trainer
 from hopline.units.batch_unit import BatchUnit, supervised
-from hopline.units.measured_unit import WatchedUnit
+from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 from tests.helpers import dataset_of, guarded, randn, random_graph, stack_of
 from tests.runs import records
@@ -52,7 +52,7 @@ def test_a_run_within_a_budget_is_the_run_without(method: Method, tmp_path: Path
     measured.fit()
     assert measured.plan is not None
     taken = max(record["peak_bytes"] for record in records(tmp_path / "measured", "budget"))
-    least = measured.plan.kept_bytes("host") + taken
+    least = measured.plan.resident_bytes("host") + taken
     limit = str(max(int(least * 0.8), measured.plan.smallest_bytes("host")))
     tight = trainer_of(method, budget=limit, out=tmp_path / "tight")
     run = tight.fit()
@@ -67,7 +67,7 @@ def test_a_run_within_a_budget_is_the_run_without(method: Method, tmp_path: Path
 
 def test_what_cannot_be_cut_is_watched(tmp_path: Path):
     trainer = trainer_of(METHODS[2], budget="1GiB", out=tmp_path / "run")
-    assert all(isinstance(unit, WatchedUnit) for unit in trainer.work.units(1))
+    assert all(isinstance(unit, MeasuredUnit) for unit in trainer.work.units(1))
     trainer.fit()
     found = records(tmp_path / "run", "budget")
     assert [record["epoch"] for record in found] == [1, 2]
@@ -143,7 +143,7 @@ def test_on_a_gpu_made_small_only_the_run_with_a_budget_ends(share: float, infer
     assert [e.loss for e in held.history] == pytest.approx([e.loss for e in free.history], rel=1e-3)
     assert plan is not None
     if plan.step_bytes > plan.limit_bytes:
-        assert plan.waits_on_host, "rather than take room that pieces could have"
+        assert plan.batches_on_host, "rather than take room that pieces could have"
         # The plan's bound is for shapes that were not seen yet. At 0.7 the batches turn out to fit as they are.
         assert share == 0.7 or sum(e.counters.get("budget.batches_split", 0) for e in held.history) > 0
     assert share > 0.2 or plan.step_bytes > plan.limit_bytes
@@ -161,7 +161,7 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
     ids = data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
-    loader = method.loader(data, ids, model=model, device=device).with_budget(None, waits_on_host=on_host)
+    loader = method.loader(data, ids, model=model, device=device).with_budget(None, batches_on_host=on_host)
     given = next(iter(loader))
     assert given.seeds.is_cuda != on_host
     batch = given.to(device)
@@ -174,7 +174,7 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
     free_all()
     room = torch.cuda.memory_allocated() + int(0.7 * meter.peak_bytes)
     guard = Guard(job, Budget(), 1 << 40)  # whose promise is too good: what it does not know is how small the GPU is
-    with capped(Budget(device=str(room)), device):
+    with limit_cuda_memory(Budget(device=str(room)), device):
         found = guard.unit(given).forward_backward(seeds)
     record = guard.take_record()
     assert record["oom"] >= 1
@@ -205,7 +205,7 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
         num_bytes = next(batches).num_bytes
     room = free_all() + num_bytes // 2
     counters = trace.Counters()
-    with capped(Budget(device=str(room)), device), trace.listen(counters):
+    with limit_cuda_memory(Budget(device=str(room)), device), trace.listen(counters):
         found = [unit.forward_backward(4096).item() for unit in work.units(1)]
     assert found == pytest.approx(expected, rel=1e-4)
     counters.next_epoch()
@@ -221,7 +221,7 @@ def test_what_a_process_had_on_a_gpu_before_counts():
     after = trainer_of(METHODS[0], budget="1GiB", device="cuda").plan
     assert before is not None
     assert after is not None
-    assert after.kept_bytes("device") - before.kept_bytes("device") == pytest.approx(other.nbytes, rel=0.05)
+    assert after.resident_bytes("device") - before.resident_bytes("device") == pytest.approx(other.nbytes, rel=0.05)
 
 
 class Seven(Unit):
@@ -240,7 +240,7 @@ class OwnWork(Work):
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         assert self.watched is not None
         guard, plan = self.watched
-        yield WatchedUnit(Seven(), guard, plan.step_bytes)
+        yield MeasuredUnit(Seven(), guard, plan.step_bytes)
 
 
 class WatchedOwnWork(OwnWork):
@@ -259,11 +259,11 @@ class Own(Method):
     def plan(self, outline: Outline, budget: Budget) -> Plan:
         return Plan(
             method=self,
-            items=tuple(outline.kept()),
+            items=tuple(outline.resident_items()),
             limits=outline.limits(budget),
-            home=outline.home,
+            compute_place=outline.compute_place,
             step_bytes=500.0,
-            least_bytes=500.0,
+            min_step_bytes=500.0,
             steps=1,
             count=7,
             covers="steps of {} nodes",

@@ -6,13 +6,13 @@ from hopline.util import trace
 
 def test_an_epochs_record_is_taken_once_and_the_largest_bytes_stay():
     ledger = Ledger(100)
-    ledger.peak(90.0, 80)
-    ledger.peak(70.0, 60)
-    ledger.batch(150.0, 80)
+    ledger.note_peak(90.0, 80)
+    ledger.note_peak(70.0, 60)
+    ledger.note_batch(150.0, 80)
     record = ledger.take()
     assert (record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]) == (100, 90.0, 80)
     assert (record["before"], record["after"], record["over"]) == ([150.0], [80], 0)
-    ledger.peak(50.0, 40)
+    ledger.note_peak(50.0, 40)
     assert ledger.take()["peak_bytes"] == 40
     assert (ledger.promised_bytes, ledger.peak_bytes) == (90.0, 80)
 
@@ -20,12 +20,12 @@ def test_an_epochs_record_is_taken_once_and_the_largest_bytes_stay():
 def test_what_happens_is_counted_in_the_trace_too():
     ledger, counters = Ledger(100), trace.Counters()
     with trace.listen(counters):
-        ledger.peak(90.0, 101)
-        ledger.split(3)
-        ledger.split(4)
-        ledger.resampled()
-        ledger.cut(500)
-        ledger.out_of_memory()
+        ledger.note_peak(90.0, 101)
+        ledger.note_split(3)
+        ledger.note_split(4)
+        ledger.note_resampled()
+        ledger.note_cut(500)
+        ledger.note_out_of_memory()
     counters.next_epoch()
     record = ledger.take()
     names = ("over", "split", "pieces", "resampled", "cut", "edges_cut", "oom")

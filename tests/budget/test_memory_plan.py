@@ -24,9 +24,9 @@ def plan_of(**changed: object) -> Plan:
         "method": Sampled(),
         "items": ITEMS,
         "limits": limits,
-        "home": "device",
+        "compute_place": "device",
         "step_bytes": 2500.0,
-        "least_bytes": 100.0,
+        "min_step_bytes": 100.0,
         "steps": 3,
         "count": 64,
         "covers": "batches of {} seeds",
@@ -58,7 +58,7 @@ def test_a_step_that_takes_more_goes_in_pieces():
 
 def test_what_is_missing_is_named_with_what_takes_most():
     with pytest.raises(DoesNotFit, match=r"does not fit 3.9 KiB on the device.*budget=9.77KiB.*the smallest step.*8.8"):
-        plan_of(least_bytes=9000.0).check()
+        plan_of(min_step_bytes=9000.0).check()
     limits = {"device": None, "host": 4000, "disk": 600}
     with pytest.raises(
         DoesNotFit, match=r"budget\.host=4\.89KiB, budget\.disk=700 \(graph alone takes 4\.9 KiB\)"
@@ -68,10 +68,10 @@ def test_what_is_missing_is_named_with_what_takes_most():
 
 
 def test_evaluation_keeps_its_rows_where_there_is_room():
-    on_host = {"home": "host", "limits": {"device": None, "host": 9000, "disk": 5000}}
+    on_host = {"compute_place": "host", "limits": {"device": None, "host": 9000, "disk": 5000}}
     assert plan_of(**on_host, hidden_bytes=1000).chunk_bytes == 3000
     tight = plan_of(**on_host, hidden_bytes=3000)
-    assert tight.hidden_at == "disk"
+    assert tight.hidden_place == "disk"
     assert tight.chunk_bytes == 4000
     assert tight.smallest_bytes("disk") == 3700
     assert plan_of(limits=dict.fromkeys(("device", "host", "disk")), hidden_bytes=10 * GIB).chunk_bytes is None
@@ -80,7 +80,7 @@ def test_evaluation_keeps_its_rows_where_there_is_room():
 def test_evaluation_beside_the_steps_has_a_part_of_what_is_left():
     alone = plan_of(step_bytes=1500.0)
     plan = plan_of(step_bytes=1500.0, beside=True)
-    assert plan.limit_bytes + plan.evaluation_bytes == plan.left_bytes == alone.limit_bytes
+    assert plan.limit_bytes + plan.evaluation_bytes == plan.available_bytes == alone.limit_bytes
     assert plan.chunk_bytes is not None
     assert 0 < plan.chunk_bytes <= plan.evaluation_bytes < plan.limit_bytes
     assert plan.peak_bytes("device") > alone.peak_bytes("device")
@@ -98,8 +98,8 @@ def test_a_cpu_is_the_host():
 def test_an_outline_counts_weights_optimizer_and_data():
     outline = outline_of()
     weights = sum(p.numel() * 8 for p in outline.model.parameters())
-    assert outline.kept() == [Item("weights", "host", weights), Item("optimizer", "host", 2 * weights)]
-    assert outline_of("sgd").kept()[1].num_bytes == 0
+    assert outline.resident_items() == [Item("weights", "host", weights), Item("optimizer", "host", 2 * weights)]
+    assert outline_of("sgd").resident_items()[1].num_bytes == 0
     assert sum(item.num_bytes for item in outline.data_on_host()) == outline.data.num_bytes
     assert outline.dtype == torch.float64
     assert not math.isinf(outline.predictor(2).costs.fixed)

@@ -116,33 +116,37 @@ def test_before_enough_steps_the_bound_is_promised():
     predictor = learnt(linear, ENOUGH - 1)
     sizes = Sizes((900, 300, 100), (1000, 400))
     assert not predictor.is_sure
-    assert predictor.promise(sizes) == COSTS.bound(sizes)
-    assert Predictor(COSTS).expected(sizes) == COSTS.bound(sizes)
-    assert learnt(linear, ENOUGH).promise(sizes) < COSTS.bound(sizes)
+    assert predictor.predict_peak(sizes) == COSTS.bound(sizes)
+    assert Predictor(COSTS).expected_bytes(sizes) == COSTS.bound(sizes)
+    assert learnt(linear, ENOUGH).predict_peak(sizes) < COSTS.bound(sizes)
 
 
 def test_what_is_linear_is_learnt():
     predictor, rng = learnt(linear, 30), np.random.default_rng(1)
     held_out = [drawn(rng) for _ in range(50)]
-    errors = [abs(predictor.expected(s) - linear(s)) / linear(s) for s in held_out]
+    errors = [abs(predictor.expected_bytes(s) - linear(s)) / linear(s) for s in held_out]
     assert np.mean(errors) < 0.01
     for sizes in held_out:
-        assert linear(sizes) <= predictor.promise(sizes) <= 1.1 * linear(sizes)
+        assert linear(sizes) <= predictor.predict_peak(sizes) <= 1.1 * linear(sizes)
 
 
 def test_a_promise_grows_with_the_residuals():
     rng = np.random.default_rng(2)
     noisy = learnt(lambda sizes: linear(sizes) * rng.uniform(0.9, 1.1), 60)
     calm, sizes = learnt(linear, 60), Sizes((900, 300, 100), (1000, 400))
-    assert noisy.promise(sizes) / noisy.expected(sizes) > 1.1 > calm.promise(sizes) / calm.expected(sizes)
-    kept = [linear(s) * rng.uniform(0.9, 1.1) <= noisy.promise(s) for s in (drawn(rng) for _ in range(300))]
+    assert (
+        noisy.predict_peak(sizes) / noisy.expected_bytes(sizes)
+        > 1.1
+        > calm.predict_peak(sizes) / calm.expected_bytes(sizes)
+    )
+    kept = [linear(s) * rng.uniform(0.9, 1.1) <= noisy.predict_peak(s) for s in (drawn(rng) for _ in range(300))]
     assert all(kept)
 
 
 def test_what_goes_beyond_all_steps_seen_is_promised_with_care():
     predictor = learnt(linear, 30)
     inside, outside = Sizes((9000, 3000, 1000), (12_000, 4000)), Sizes((90_000, 30_000, 10_000), (120_000, 40_000))
-    margins = [predictor.promise(s) / predictor.expected(s) for s in (inside, outside)]
+    margins = [predictor.predict_peak(s) / predictor.expected_bytes(s) for s in (inside, outside)]
     assert margins[1] > margins[0] + 0.05
 
 
@@ -161,7 +165,7 @@ def test_a_step_somewhat_larger_than_one_seen_takes_so_much_more_at_most():
         larger = Sizes((4000 + 4 * 320, 4 * 320, int(320 * times)), (8 * 320, 3 * 320))
         assert (
             convex(larger)
-            <= predictor.promise(larger)
+            <= predictor.predict_peak(larger)
             <= (1 + max(0.02, DEVIATIONS * predictor._learnt.deviation)) * times * convex(sizes) + 1
         )
     assert predictor._learnt.unsteady == pytest.approx(0, abs=2)
@@ -175,13 +179,13 @@ def test_it_follows_a_change():
         sizes = drawn(rng)
         predictor.observe(sizes, int(1.5 * linear(sizes)))
     sizes = drawn(rng)
-    assert abs(predictor.expected(sizes) / (1.5 * linear(sizes)) - 1) < 0.01
+    assert abs(predictor.expected_bytes(sizes) / (1.5 * linear(sizes)) - 1) < 0.01
 
 
 def test_a_bound_that_was_exceeded_is_raised():
     predictor, sizes = Predictor(COSTS), Sizes((900, 300, 100), (1000, 400))
     predictor.observe(sizes, int(2 * COSTS.bound(sizes)))
-    assert predictor.promise(sizes) >= 1.99 * COSTS.bound(sizes)
+    assert predictor.predict_peak(sizes) >= 1.99 * COSTS.bound(sizes)
 
 
 def test_more_never_takes_less():
@@ -190,7 +194,7 @@ def test_more_never_takes_less():
     for place in range(5):
         counts = [*base.nodes, *base.edges]
         counts[place] += 500
-        assert predictor.expected(Sizes(tuple(counts[:3]), tuple(counts[3:]))) >= predictor.expected(base)
+        assert predictor.expected_bytes(Sizes(tuple(counts[:3]), tuple(counts[3:]))) >= predictor.expected_bytes(base)
 
 
 @pytest.mark.parametrize("name", ["sage-mean", "gcn", "gat", "gin"])
@@ -204,7 +208,7 @@ def test_held_out_steps_are_predicted(name: str):
     errors = []
     for step, num_seeds in enumerate((70, 150, 350, 500, 700, 1000)):
         batch = batch_at(num_seeds, key=100 + step)
-        errors.append(abs(predictor.expected(Sizes.of(batch)) / taken(model, batch) - 1))
+        errors.append(abs(predictor.expected_bytes(Sizes.of(batch)) / taken(model, batch) - 1))
     assert np.mean(errors) < 0.03
 
 
@@ -216,15 +220,15 @@ def test_asked_in_other_threads_while_it_learns():
 
     def ask() -> None:
         while not learning.is_set():
-            answers.add(predictor.promise(sizes))
+            answers.add(predictor.predict_peak(sizes))
 
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(ask) for _ in range(2)]
-        exact = {predictor.promise(sizes)}
+        exact = {predictor.predict_peak(sizes)}
         for number in range(200):
             seen = Sizes((100 + number, 50, 10), (300 + 2 * number, 40))
             predictor.observe(seen, int(0.3 * COSTS.bound(seen)) + number % 7)
-            exact.add(predictor.promise(sizes))
+            exact.add(predictor.predict_peak(sizes))
         learning.set()
         for one in asked:
             one.result()
@@ -244,6 +248,6 @@ def test_pieces_are_promised_enough_where_only_whole_batches_were_seen(name: str
     for num_pieces in (2, 6, 30):
         piece = micro_batches.piece_of(whole, torch.arange(0, 900, num_pieces)).batch()  # type: ignore[possibly-undefined]
         sizes = Sizes.of(piece)
-        assert taken(model, piece) <= predictor.promise(sizes)
+        assert taken(model, piece) <= predictor.predict_peak(sizes)
         predictor.observe(sizes, taken(model, piece))
-        assert predictor.promise(sizes) < 1.2 * taken(model, piece)
+        assert predictor.predict_peak(sizes) < 1.2 * taken(model, piece)

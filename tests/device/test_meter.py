@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopline.budget.guard import capped
+from hopline.budget.guard import limit_cuda_memory
 from hopline.contract import Budget
 from hopline.device.meter import TensorMeter, free_bytes, meter_of
 from tests.helpers import batch_of, conv_of, randn, random_graph
@@ -127,7 +127,7 @@ def test_what_is_free_on_a_gpu_is_within_the_limit_of_the_process():
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved(device) + (1 << 30)  # other tests may have left something
     before, total = free_bytes(device), torch.cuda.get_device_properties(device).total_memory
-    with capped(Budget(device=str(room)), device):
+    with limit_cuda_memory(Budget(device=str(room)), device):
         assert kept.nbytes < room - free_bytes(device) < room
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2 * room, dtype=torch.uint8, device=device)

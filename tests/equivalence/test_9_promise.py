@@ -93,7 +93,7 @@ def holds(plan: Plan, budget: Budget, outline: RunOutline) -> bool:
             unit.forward_backward(unit.total_size)
             job.module.zero_grad(set_to_none=True)
     record = guard.take_record()
-    most = plan.kept_bytes("host") + max(record["after"], default=0)
+    most = plan.resident_bytes("host") + max(record["after"], default=0)
     prepared = next(item for item in plan.items if "prepared" in item.name).num_bytes
     limit = plan.limits["host"]
     assert limit is not None
@@ -105,8 +105,8 @@ def check(triple: Triple) -> tuple[bool, bool]:
     outline = outline_of(triple)
     method = Sampled(fanouts=triple.fanouts, batch_size=triple.batch_size, workers=0)
     free = plan_of(method, outline_of(triple), Budget())
-    least = free.kept_bytes("host") + one_seed_bytes(outline, method)
-    total = int(least / 2 + triple.share * (1.2 * (free.kept_bytes("host") + free.step_bytes) - least / 2))
+    least = free.resident_bytes("host") + one_seed_bytes(outline, method)
+    total = int(least / 2 + triple.share * (1.2 * (free.resident_bytes("host") + free.step_bytes) - least / 2))
     budget = Budget(host=str(max(1, total)))
     possible = total >= least
     plan = plan_of(method, outline, budget)

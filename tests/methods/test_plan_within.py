@@ -84,7 +84,7 @@ def test_a_tighter_budget_prepares_less_ahead_and_then_cuts():
     outline, method = outline_of(), METHODS[0]
     learn(outline, 2)
     free = plan_of(method, outline, Budget())
-    room = [free.peak_bytes("host"), free.peak_bytes("host") - 1000, free.kept_bytes("host")]
+    room = [free.peak_bytes("host"), free.peak_bytes("host") - 1000, free.resident_bytes("host")]
     plans = [plan_of(method, outline, Budget(host=str(n))).check() for n in room]
     ahead = [plan.method.look_ahead for plan in plans]  # type: ignore[attr-defined]
     assert ahead[0] > ahead[1] >= ahead[2]
@@ -94,7 +94,9 @@ def test_a_tighter_budget_prepares_less_ahead_and_then_cuts():
 def test_full_batch_takes_as_many_shards_as_it_needs():
     outline = outline_of()
     free = plan_of(METHODS[2], outline, Budget())
-    tight = plan_of(METHODS[2], outline, Budget(host=str(free.kept_bytes("host") + int(free.step_bytes / 4)))).check()
+    tight = plan_of(
+        METHODS[2], outline, Budget(host=str(free.resident_bytes("host") + int(free.step_bytes / 4)))
+    ).check()
     assert isinstance(tight.method, FullBatch)
     assert tight.method.num_shards > 2
     assert tight.step_bytes <= tight.limit_bytes
@@ -103,7 +105,7 @@ def test_full_batch_takes_as_many_shards_as_it_needs():
 def test_tables_in_files_are_on_the_disk():
     method = Historical(num_parts=8, parts_per_batch=2, partition="range", folder=Path("tables"))
     plan = plan_of(method, outline_of(), Budget(disk="1KiB"))
-    assert plan.kept_bytes("disk") == 1000 * 32 * 8
+    assert plan.resident_bytes("disk") == 1000 * 32 * 8
     with pytest.raises(DoesNotFit, match=r"budget\.disk=250"):
         plan.check()
 
@@ -130,10 +132,10 @@ def test_hidden_rows_go_to_files_where_memory_is_short():
     learn(outline, 2)
     data = outline.data
     free = plan_of(METHODS[0], outline, Budget())
-    assert free.hidden_at == "host"
+    assert free.hidden_place == "host"
     assert free.hidden_bytes == 2 * 32 * 8 * data.num_nodes
     tight = plan_of(METHODS[0], outline, Budget(host=str(free.smallest_bytes("host")), disk="1MiB"))
-    assert tight.hidden_at == "disk"
+    assert tight.hidden_place == "disk"
     assert tight.chunk_bytes == int(tight.limit_bytes)
 
 
@@ -161,6 +163,6 @@ def test_pinned_buffers_of_tables_that_a_gpu_cannot_read_are_in_the_plan(
 def test_the_smallest_step_is_that_of_the_seeds_alone_whichever_edges_are_cut():
     outline = outline_of()
     ways: tuple[OverBudget, ...] = ("cut", "cut_by_degree", "cut_by_pagerank", "refuse")
-    least = {how: plan_of(METHODS[0], outline, Budget(host="1GiB", over_budget=how)).least_bytes for how in ways}
+    least = {how: plan_of(METHODS[0], outline, Budget(host="1GiB", over_budget=how)).min_step_bytes for how in ways}
     assert least["cut"] == least["cut_by_degree"] == least["cut_by_pagerank"]
     assert least["cut"] < least["refuse"]

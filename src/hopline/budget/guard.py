@@ -3,7 +3,7 @@
 A `Guard` is asked before each step, measures it, and cuts one that would take too much. There are three kinds of steps:
 
     run     a sampled batch    its pieces are independent: a piece that fails is made smaller, and tried alone
-    step    a `Cuttable`       its pieces need each other's rows: after out-of-memory all of it starts again
+    step    a `SplittableStep`       its pieces need each other's rows: after out-of-memory all of it starts again
     watch   any other          cannot be cut: it is measured against what the plan promised
 
 Promises, measurements and what is put back after out-of-memory are the same for the first two (`_attempt`).
@@ -35,7 +35,7 @@ from hopline.budget.micro_batches import (
     with_rows,
 )
 from hopline.budget.predictor import Predictor, costs_of
-from hopline.contract import CUTS, Budget, Cuttable, Job, Outline, Plan, Redraw, Unit
+from hopline.contract import CUTS, Budget, Job, Outline, Plan, Redraw, SplittableStep, Unit
 from hopline.core.batch import Batch
 from hopline.core.sizes import Sizes
 from hopline.device.meter import Meter, NoMeter, meter_of, numbered
@@ -65,14 +65,14 @@ class Guard:
     """What a step may take beyond all else that the run keeps: weights, optimizer, data, batches prepared ahead."""
     predictor: Predictor | None = None
     """What is known of steps; None: the bound by the model's widths, made with the first batch."""
-    waits_on_host: bool = False
+    batches_on_host: bool = False
     """Whether batches come on the host, for a GPU, to which what runs of them is copied when its turn comes."""
     forward_only: bool = False
     """Whether steps are forward passes without gradients."""
     measure_every: int = 8
     """On a CPU, where it takes time, every so many-th whole batch is measured once steps are known; besides those that
     are expected to take more than any before them in an epoch, and all pieces."""
-    room_bytes: float = field(init=False)
+    target_bytes: float = field(init=False)
     """What pieces are made for: the limit, and less for a while after memory ran out."""
     ledger: Ledger = field(init=False)
 
@@ -82,7 +82,7 @@ class Guard:
                 f"the budget leaves {format_size(max(0, self.limit_bytes))} for a step: give more, or make the model "
                 "smaller"
             )
-        self.room_bytes, self.ledger = self.limit_bytes, Ledger(self.limit_bytes)
+        self.target_bytes, self.ledger = self.limit_bytes, Ledger(self.limit_bytes)
         self._lock = threading.Lock()
         self._failed_alone, self._aside_bytes = 0, 0
         self._not_measured, self._most_measured = 0, 0.0
@@ -103,50 +103,50 @@ class Guard:
         """A batch as a unit of work. redraw: how other edges are drawn for its seeds, for over_budget=resample."""
         return GuardedUnit(self.job, batch, self, redraw)
 
-    def prepare(self, batch: Batch) -> Batch:
+    def split_ahead(self, batch: Batch) -> Batch:
         """The batch with its groups, if it will be split: for threads that prepare batches, so that training need not.
 
         Only what leaves the gradients as they are is decided here: what was learnt by now depends on timing.
         """
-        predictor, copied = self._predictor(Sizes.of(batch)), self.waits_on_host
+        predictor, copied = self._predictor(Sizes.of(batch)), self.batches_on_host
         if self.budget.over_budget != "split" or not predictor.is_sure:
             return batch
         # What gradients take is left out: the thread that trains makes and frees them while this one runs.
         copies = PieceBytes.of(batch, None).kept(Sizes.of(batch)) if copied else 0
-        if self.promise(batch) + copies <= self.room_bytes:
+        if self.predict_peak(batch) + copies <= self.target_bytes:
             return batch
         with suppress(ValueError):  # the training thread will meet the same, and say so
             batch = replace(batch, groups=tuple(self._groups(batch, copied=copied)))
         return batch
 
-    def arrange(self, batch: Batch, redraw: Redraw | None = None) -> Batch:
+    def make_fit(self, batch: Batch, redraw: Redraw | None = None) -> Batch:
         """The batch as it may run: whole, in groups of its seeds, drawn anew or with fewer edges."""
         needed = self._bytes_of(batch, in_pieces=False)(Sizes.of(batch))
-        if needed <= self.room_bytes:
+        if needed <= self.target_bytes:
             return replace(batch, groups=()) if batch.groups else batch
         match self.budget.over_budget:
             case "refuse":
                 raise self._refusal(needed, "batch_size")
             case how if how in CUTS:
                 return self._cut(batch)
-            case "resample" if (found := self._resampled(batch, redraw)) is not None:
+            case "resample" if (found := self._resample(batch, redraw)) is not None:
                 return found
         self._check_split()
         return batch if batch.groups else replace(batch, groups=tuple(self._groups(batch)))
 
     def run(self, batch: Batch, step: Step, redraw: Redraw | None = None) -> list[tuple[Tensor | None, Tensor]]:
         """Give a batch to `step`, whole or in pieces within the limit: [(positions of seeds or None: all, result)]."""
-        promised, given, done = self.promise(batch), batch, []
+        promised, given, done = self.predict_peak(batch), batch, []
         with meter_of(self.job.device) as meter:
-            batch = self.arrange(batch, redraw)
+            batch = self.make_fit(batch, redraw)
         largest, todo = meter.peak_bytes, deque[Tensor | None](batch.groups or (None,))
         by_bound = not self._predictor(Sizes.of(batch)).is_sure
         while todo:
-            as_given = batch.blocks is given.blocks or self._is_elsewhere(batch)
+            as_given = batch.blocks is given.blocks or self._is_on_other_device(batch)
             seed_idx, other_bytes = todo.popleft(), 0 if as_given else batch.num_bytes
             result, peak_bytes = self._try(batch, seed_idx, step, other_bytes)
             if result is None:
-                batch, smaller = self._smaller(batch, seed_idx)
+                batch, smaller = self._make_smaller(batch, seed_idx)
                 todo.extendleft(reversed(smaller))
                 continue
             done.append((seed_idx, result))
@@ -155,8 +155,8 @@ class Guard:
                 by_bound, rest = False, torch.cat([group for group in todo if group is not None])
                 todo = deque[Tensor | None](self._groups(batch, rest))
         if len(done) > 1:
-            self.ledger.split(len(done))
-        self.ledger.batch(promised, largest)
+            self.ledger.note_split(len(done))
+        self.ledger.note_batch(promised, largest)
         return done
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -177,15 +177,15 @@ class Guard:
         def made_and_run(this: Attempt) -> Tensor | None:
             piece = batch if seed_idx is None else piece_of(batch, seed_idx).batch()
             this.sizes = Sizes.of(piece)
-            this.promised_bytes = bytes_of(this.sizes) + other_bytes
-            if this.promised_bytes > self.room_bytes and seed_idx is not None and seed_idx.numel() > 1:
+            this.predicted_bytes = bytes_of(this.sizes) + other_bytes
+            if this.predicted_bytes > self.target_bytes and seed_idx is not None and seed_idx.numel() > 1:
                 return None  # more was learnt since it was found
             piece = piece.to(self.job.device)
             this.meter.lap()
             return step(piece)
 
         measured = seed_idx is not None or self._is_measured(Sizes.of(batch))
-        result, peak_bytes = self._attempt(made_and_run, self.room_bytes, measured=measured, other_bytes=other_bytes)
+        result, peak_bytes = self._attempt(made_and_run, self.target_bytes, measured=measured, other_bytes=other_bytes)
         if result is not None:
             self._failed_alone = 0
         return result, peak_bytes
@@ -195,13 +195,13 @@ class Guard:
         predictor = self._predictor(sizes)
         if self.job.device.type != "cpu" or not predictor.is_sure:
             return True
-        expected, self._not_measured = predictor.expected(sizes), self._not_measured + 1
+        expected, self._not_measured = predictor.expected_bytes(sizes), self._not_measured + 1
         if expected <= self._most_measured and self._not_measured < self.measure_every:
             return False
         self._most_measured, self._not_measured = max(expected, self._most_measured), 0
         return True
 
-    def _smaller(self, batch: Batch, seed_idx: Tensor | None) -> tuple[Batch, Sequence[Tensor | None]]:
+    def _make_smaller(self, batch: Batch, seed_idx: Tensor | None) -> tuple[Batch, Sequence[Tensor | None]]:
         """What goes on instead of some seeds that took too much."""
         if self.budget.over_budget == "refuse":
             raise ValueError("memory ran out in a step: make batch_size smaller, or set over_budget=split")
@@ -223,58 +223,58 @@ class Guard:
         together = Sizes.of(batch) if among is None else sizes_of(batch, [among])[0]
 
         def expected(sizes: Sizes) -> float:  # a promise for what is unlike all that was seen is far above it
-            return bytes_of(sizes) - predictor.promise(sizes) + predictor.expected(sizes)
+            return bytes_of(sizes) - predictor.predict_peak(sizes) + predictor.expected_bytes(sizes)
 
-        options: dict[str, Any] = {"among": among, "first": max(2, math.ceil(expected(together) / self.room_bytes))}
+        options: dict[str, Any] = {"among": among, "first": max(2, math.ceil(expected(together) / self.target_bytes))}
         options |= {"most_bytes": self.limit_bytes if predictor.is_sure else math.inf, "least_of": expected}
-        return groups_to_fit(batch, bytes_of, self.room_bytes, predictor.costs, **options)
+        return groups_to_fit(batch, bytes_of, self.target_bytes, predictor.costs, **options)
 
     def _check_split(self) -> None:
         check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
 
     # ---- a step whose pieces need each other's rows
 
-    def step(self, step: Cuttable) -> Tensor:
+    def step(self, step: SplittableStep) -> Tensor:
         """Run it at once if it fits, else in pieces; after out-of-memory all of it again, in smaller ones."""
-        beside = self.beside_bytes()
+        beside = self.overhead_bytes()
         needed, result, peak_bytes = self._needed_bytes(step) + beside, None, 0
         while result is None:
-            if self._must_cut(needed, step):
+            if self._must_split(needed, step):
                 result, peak_bytes = self._attempt(partial(_run_in_pieces, step), needed)
             else:
                 result, peak_bytes = self._attempt(partial(_run_at_once, step), needed)
             if result is None:
                 step.forget()
-        self.ledger.batch(needed, peak_bytes)
+        self.ledger.note_batch(needed, peak_bytes)
         return result
 
-    def must_cut(self, step: Cuttable) -> bool:
+    def must_split(self, step: SplittableStep) -> bool:
         """Whether a step has to go in pieces; an error where it may not."""
-        return self._must_cut(self._needed_bytes(step), step)
+        return self._must_split(self._needed_bytes(step), step)
 
-    def _must_cut(self, needed: float, step: Cuttable) -> bool:
-        if needed <= self.room_bytes:
+    def _must_split(self, needed: float, step: SplittableStep) -> bool:
+        if needed <= self.target_bytes:
             return False
         if self.budget.over_budget != "split":
-            raise self._refusal(needed, step.smaller)
+            raise self._refusal(needed, step.smaller_by)
         return True
 
-    def _needed_bytes(self, step: Cuttable) -> float:
+    def _needed_bytes(self, step: SplittableStep) -> float:
         """What a step takes at once: by steps like it, or by what its pieces took."""
-        return min(self.promise_sizes(step.sizes()), step.bound_bytes())
+        return min(self.predict_peak_of_sizes(step.sizes()), step.bound_bytes())
 
-    def split(self, num_pieces: int) -> None:
+    def note_split(self, num_pieces: int) -> None:
         """Note that a step goes in pieces."""
-        self.ledger.split(num_pieces)
+        self.ledger.note_split(num_pieces)
 
     # ---- a step that cannot be cut
 
-    def watch(self, run: Callable[[], Tensor], promised_bytes: float) -> Tensor:
+    def measure(self, run: Callable[[], Tensor], predicted_bytes: float) -> Tensor:
         """Run a step, and note what it took of what was promised."""
         with meter_of(self.job.device) as meter:
             result = run()
-        self.ledger.peak(promised_bytes, meter.peak_bytes)
-        self.ledger.batch(promised_bytes, meter.peak_bytes)
+        self.ledger.note_peak(predicted_bytes, meter.peak_bytes)
+        self.ledger.note_batch(predicted_bytes, meter.peak_bytes)
         return result
 
     # ---- promises, and what became of them
@@ -282,45 +282,45 @@ class Guard:
     def _attempt(
         self,
         run: Callable[[Attempt], Tensor | None],
-        promised_bytes: float,
+        predicted_bytes: float,
         *,
         measured: bool = True,
         other_bytes: int = 0,
     ) -> tuple[Tensor | None, int]:
         """(result, peak) of a step or a piece; no result where it takes too much, and then nothing has changed.
 
-        promised_bytes: as far as is known before it is made; other_bytes: what it has already taken.
+        predicted_bytes: as far as is known before it is made; other_bytes: what it has already taken.
         """
         with meter_of(self.job.device) if measured else NoMeter() as meter:
             before = Before(self.job.module, self.job.device)
             self._aside_bytes = before.gradient_bytes
-            this = Attempt(meter, promised_bytes)
+            this = Attempt(meter, predicted_bytes)
             try:
                 result, ran_out = attempt(before, partial(run, this))
             finally:
                 self._aside_bytes = 0
         peak_bytes = before.gradient_bytes + other_bytes + meter.peak_bytes
         if ran_out:
-            self.ledger.out_of_memory()
-            self.room_bytes = SHRINK * min(this.promised_bytes, self.room_bytes)
+            self.ledger.note_out_of_memory()
+            self.target_bytes = SHRINK * min(this.predicted_bytes, self.target_bytes)
         if result is None:
             return None, peak_bytes
         if this.sizes is not None and measured:
             self.learn(this.sizes, meter.lap_bytes)
         elif this.sizes is not None:
-            peak_bytes += int(self._predictor(this.sizes).expected(this.sizes))
-        self.ledger.peak(this.promised_bytes, peak_bytes if measured else 0)
-        self.room_bytes = min(self.limit_bytes, RECOVER * self.room_bytes)
+            peak_bytes += int(self._predictor(this.sizes).expected_bytes(this.sizes))
+        self.ledger.note_peak(this.predicted_bytes, peak_bytes if measured else 0)
+        self.target_bytes = min(self.limit_bytes, RECOVER * self.target_bytes)
         return result, peak_bytes
 
     def _refusal(self, needed: float, smaller: str) -> ValueError:
-        room, how = self.room_bytes, self.budget.over_budget
+        room, how = self.target_bytes, self.budget.over_budget
         return ValueError(
             f"a batch may take {format_size(needed)}, and {format_size(room)} are left for a step: give the budget "
             f"{format_size(needed - room)} more, make {smaller} smaller, or set over_budget=split instead of {how}"
         )
 
-    def beside_bytes(self, in_pieces: bool = False) -> int:
+    def overhead_bytes(self, in_pieces: bool = False) -> int:
         """What is there beside a step: gradients from before, which the first of several pieces leaves, and buffers."""
         gradients, buffers = state_bytes(self.job.module)
         if in_pieces and not self.forward_only:
@@ -332,30 +332,30 @@ class Guard:
 
         copied: whether from the host, if not by where the batch is now.
         """
-        beside, copied = self.beside_bytes(in_pieces), self._is_elsewhere(batch) if copied is None else copied
+        beside, copied = self.overhead_bytes(in_pieces), self._is_on_other_device(batch) if copied is None else copied
         copies = PieceBytes.of(batch, None if copied else self.job.device) if in_pieces or copied else None
 
         def bytes_of(sizes: Sizes) -> float:
-            step = self.promise_sizes(sizes)
+            step = self.predict_peak_of_sizes(sizes)
             return beside + (step if copies is None else copies.with_step(sizes, step))
 
         return bytes_of
 
-    def _is_elsewhere(self, batch: Batch) -> bool:
+    def _is_on_other_device(self, batch: Batch) -> bool:
         """Whether a batch waits on the host for a GPU, where what runs of it is a copy."""
         return batch.seeds.device.type != self.job.device.type
 
-    def promise(self, batch: Batch) -> float:
-        return self.promise_sizes(Sizes.of(batch))
+    def predict_peak(self, batch: Batch) -> float:
+        return self.predict_peak_of_sizes(Sizes.of(batch))
 
-    def promise_sizes(self, sizes: Sizes) -> float:
+    def predict_peak_of_sizes(self, sizes: Sizes) -> float:
         """Bytes that a step of so many nodes and edges will not exceed."""
-        return self._predictor(sizes).promise(sizes)
+        return self._predictor(sizes).predict_peak(sizes)
 
-    def observe_sizes(self, sizes: Sizes, promised_bytes: float, peak_bytes: int) -> None:
+    def observe_sizes(self, sizes: Sizes, predicted_bytes: float, peak_bytes: int) -> None:
         """Learn from a step of so many nodes and edges."""
         self.learn(sizes, peak_bytes)
-        self.ledger.peak(promised_bytes, peak_bytes)
+        self.ledger.note_peak(predicted_bytes, peak_bytes)
 
     def learn(self, sizes: Sizes, peak_bytes: int) -> None:
         """What so many nodes and edges took, of a step or of a stretch of one."""
@@ -372,11 +372,11 @@ class Guard:
 
     def _cut(self, batch: Batch) -> Batch:
         key, bytes_of = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1), self._bytes_of(batch, in_pieces=True)
-        found = cut_to_fit(batch, bytes_of, self.room_bytes, CUTS[self.budget.over_budget], key)
-        self.ledger.cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
+        found = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
+        self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
         return found
 
-    def _resampled(self, batch: Batch, redraw: Redraw | None) -> Batch | None:
+    def _resample(self, batch: Batch, redraw: Redraw | None) -> Batch | None:
         """The first of some other samples that fits beside the batch; None where none does."""
         if redraw is None:
             raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
@@ -384,8 +384,8 @@ class Guard:
         for number in range(MOST_REDRAWS):
             key = ops.derive_key(_key_of(batch), number)
             blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
-            self.ledger.resampled()
-            if bytes_of(Sizes.of_blocks(blocks)) <= self.room_bytes:
+            self.ledger.note_resampled()
+            if bytes_of(Sizes.of_blocks(blocks)) <= self.target_bytes:
                 return with_rows(replace(batch, blocks=blocks, key=key), self.job.data.tables)
         return None
 
@@ -395,23 +395,23 @@ class Attempt:
     """A step or a piece that is being tried: what it says of itself once it is made."""
 
     meter: Meter
-    promised_bytes: float
+    predicted_bytes: float
     """What it will not exceed."""
     sizes: Sizes | None = None
     """What is learnt from the bytes since the meter's last lap; None: nothing."""
 
 
-def _run_at_once(step: Cuttable, this: Attempt) -> Tensor:
+def _run_at_once(step: SplittableStep, this: Attempt) -> Tensor:
     this.sizes = step.sizes()
     this.meter.lap()
     return step.at_once()
 
 
-def _run_in_pieces(step: Cuttable, this: Attempt) -> Tensor:
-    def promise(num_bytes: float) -> None:
-        this.promised_bytes = num_bytes
+def _run_in_pieces(step: SplittableStep, this: Attempt) -> Tensor:
+    def set_predicted_bytes(num_bytes: float) -> None:
+        this.predicted_bytes = num_bytes
 
-    return step.in_pieces(this.meter, promise)
+    return step.in_pieces(this.meter, set_predicted_bytes)
 
 
 def _key_of(batch: Batch) -> int:
@@ -445,7 +445,7 @@ class GuardedUnit(Unit):
 
     def _own_loss(self, total: float) -> Tensor:
         """The same, for a loss of the user's own, which is over all seeds of a batch that goes in pieces."""
-        job, batch = self.job, self.guard.arrange(self.batch, self.redraw)
+        job, batch = self.job, self.guard.make_fit(self.batch, self.redraw)
         found = self._loss_at_once(batch, total) if batch.groups else None
         ordered = batch.seeds.sort()
 
@@ -502,11 +502,11 @@ def guard_of(plan: Plan, budget: Budget, job: Job, outline: Outline) -> Guard | 
     if plan.limit_bytes == math.inf:
         return None
     known = None if plan.num_blocks is None else outline.predictor(plan.num_blocks)
-    return Guard(job, budget, int(plan.limit_bytes), known, plan.waits_on_host)
+    return Guard(job, budget, int(plan.limit_bytes), known, plan.batches_on_host)
 
 
 @contextmanager
-def capped(budget: Budget | None, device: torch.device) -> Iterator[None]:
+def limit_cuda_memory(budget: Budget | None, device: torch.device) -> Iterator[None]:
     """Within, CUDA gives this process no more than a budget has for the device."""
     if budget is None or budget.device is None or device.type != "cuda":
         yield

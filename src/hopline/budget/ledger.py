@@ -52,7 +52,7 @@ class Ledger:
         record, self._record = self._record, Record()
         return {"limit_bytes": self.limit_bytes, **asdict(record)}
 
-    def peak(self, promised_bytes: float, peak_bytes: int) -> None:
+    def note_peak(self, promised_bytes: float, peak_bytes: int) -> None:
         """A step or a piece of one ran: what was promised, and what it took."""
         for total in (self, self._record):
             total.promised_bytes = max(total.promised_bytes, promised_bytes)
@@ -61,31 +61,31 @@ class Ledger:
             self._record.over += 1
             trace.count("budget.steps_over", 1)
 
-    def batch(self, before_bytes: float, after_bytes: int) -> None:
+    def note_batch(self, before_bytes: float, after_bytes: int) -> None:
         """A batch ran: what it would have taken whole, and what the largest of its pieces took."""
         self._record.before.append(before_bytes)
         self._record.after.append(after_bytes)
 
-    def split(self, num_pieces: int) -> None:
+    def note_split(self, num_pieces: int) -> None:
         """A batch goes in pieces."""
         self._record.split += 1
         self._record.pieces += num_pieces
         trace.count("budget.batches_split", 1)
         trace.count("budget.pieces", num_pieces)
 
-    def resampled(self) -> None:
+    def note_resampled(self) -> None:
         """A batch was drawn anew."""
         self._record.resampled += 1
         trace.count("budget.resampled", 1)
 
-    def cut(self, num_edges: int) -> None:
+    def note_cut(self, num_edges: int) -> None:
         """A batch goes on without some of its edges."""
         self._record.cut += 1
         self._record.edges_cut += num_edges
         trace.count("budget.batches_cut", 1)
         trace.count("budget.edges_cut", num_edges)
 
-    def out_of_memory(self) -> None:
+    def note_out_of_memory(self) -> None:
         """Memory ran out in a step."""
         self._record.oom += 1
         trace.count("budget.out_of_memory", 1)

@@ -41,19 +41,22 @@ class RunOutline(Outline):
     def dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
-    def kept(self) -> list[Item]:
+    def resident_items(self) -> list[Item]:
         weights = [p for p in self.model.parameters() if not isinstance(p, nn.UninitializedParameter)]
         total = sum(p.numel() * p.element_size() for p in weights)
-        items = [Item("weights", self.home, total), Item("optimizer", self.home, STATES[self.optimizer] * total)]
+        items = [
+            Item("weights", self.compute_place, total),
+            Item("optimizer", self.compute_place, STATES[self.optimizer] * total),
+        ]
         if self.device.type == "cuda":
             # Beside evaluation, training has a stream of its own too, next to the one that was there.
             streams = 3 if self.beside else 1
             items.append(Item("workspace of CUDA's libraries", "device", streams * library_bytes(self.device)))
-            items.append(Item("what the process had there before", "device", self._there_before))
+            items.append(Item("what the process had there before", "device", self._other_bytes))
         return items
 
     @cached_property
-    def _there_before(self) -> int:
+    def _other_bytes(self) -> int:
         """Bytes of a GPU that this process took for something else than the run, such as a run before it."""
         tables = self.data.tables.values()
         if self.data.graph.indptr.is_cuda or any(isinstance(table, TieredTable) for table in tables):
@@ -68,7 +71,7 @@ class RunOutline(Outline):
         for place in PLACES:
             size = getattr(budget, place)
             found[place] = None if size is None else parse_size(size)
-        if self.home == "host":
+        if self.compute_place == "host":
             return {**found, "device": None, "host": budget.bytes_on(self.device)}
         if found["device"] is None:
             found["device"] = free_bytes(self.device) + torch.cuda.memory_allocated(self.device)

@@ -32,7 +32,7 @@ FORWARD = 0.5
 """How much of a training step's bound bounds a forward pass."""
 ENOUGH = 6
 """Steps that must have been measured before anything but the bound is promised."""
-KEPT = 128
+MAX_OBSERVED = 128
 """Steps that are remembered: the latest."""
 RIDGE = 1e-4
 """How much the terms are held together: few steps tell how large all are, many how large each is."""
@@ -127,7 +127,7 @@ def _widths(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Learnt:
+class _Fit:
     """What a predictor makes of the steps it saw; replaced as a whole, so that any thread may ask at any time."""
 
     factors: np.ndarray
@@ -180,11 +180,9 @@ class Predictor:
         self.costs = costs
         ones = np.ones_like(costs.array)
         shapes = np.outer([np.inf, -np.inf], ones[1:])
-        self._learnt = _Learnt(
-            ones, np.zeros((ones.size, ones.size)), 0.0, ones, shapes, ones[None], np.array([np.inf])
-        )
-        self._sizes: deque[np.ndarray] = deque(maxlen=KEPT)
-        self._taken: deque[float] = deque(maxlen=KEPT)
+        self._learnt = _Fit(ones, np.zeros((ones.size, ones.size)), 0.0, ones, shapes, ones[None], np.array([np.inf]))
+        self._sizes: deque[np.ndarray] = deque(maxlen=MAX_OBSERVED)
+        self._taken: deque[float] = deque(maxlen=MAX_OBSERVED)
         self._lock = threading.Lock()
 
     @property
@@ -206,7 +204,7 @@ class Predictor:
             self._sizes.append(sizes.array)
             self._taken.append(float(max(peak_bytes, 1)))
             factors, spread, deviation = self._fit()
-            self._learnt = _Learnt(
+            self._learnt = _Fit(
                 factors,
                 spread,
                 deviation,
@@ -220,17 +218,17 @@ class Predictor:
             )
 
     @staticmethod
-    def _apart(learnt: _Learnt, sizes: Sizes, peak_bytes: float) -> float:
+    def _apart(learnt: _Fit, sizes: Sizes, peak_bytes: float) -> float:
         """By how many bytes a step took more or less than all before it say."""
         if learnt.num_seen < 2:
             return 0.0
         return max(peak_bytes - learnt.scaled(sizes), learnt.scaled_down(sizes) - peak_bytes)
 
-    def expected(self, sizes: Sizes) -> float:
+    def expected_bytes(self, sizes: Sizes) -> float:
         """Bytes that a step of these sizes is expected to take; the bound as long as nothing was measured."""
         return float((self.costs.array * sizes.array) @ self._learnt.factors)
 
-    def promise(self, sizes: Sizes) -> float:
+    def predict_peak(self, sizes: Sizes) -> float:
         """Bytes that a step of these sizes will not exceed: the bound at first, then what was learnt and a margin."""
         learnt = self._learnt
         terms = self.costs.array * sizes.array

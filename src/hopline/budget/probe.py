@@ -24,7 +24,9 @@ MOST_PROBED, LONG_S = 1024, 0.3
 """Most seeds of the steps by which a model is learnt, and the seconds after which one is the last."""
 
 
-def teach(predictor: Predictor, outline: Outline, draw: Callable[[int], Batch], limit: float = math.inf) -> None:
+def measure_steps(
+    predictor: Predictor, outline: Outline, draw: Callable[[int], Batch], limit: float = math.inf
+) -> None:
     """Measure steps of a copy of the model: from one seed on to more, none above the limit as far as is known, and none
     that takes long.
 
@@ -36,7 +38,7 @@ def teach(predictor: Predictor, outline: Outline, draw: Callable[[int], Batch], 
             try:
                 batch = draw(size)
                 sizes, began = Sizes.of(batch), time.perf_counter()
-                if predictor.num_seen and predictor.expected(sizes) > limit:
+                if predictor.num_seen and predictor.expected_bytes(sizes) > limit:
                     break
                 batch = batch.to(outline.device)
                 with meter_of(outline.device) as meter:

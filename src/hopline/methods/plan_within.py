@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.predictor import Predictor
-from hopline.budget.probe import teach
+from hopline.budget.probe import measure_steps
 from hopline.contract import PLACES, Budget, DoesNotFit, Method, Place, Plan
 from hopline.core.batch import Batch
 from hopline.methods.full_batch.settings import FullBatch
@@ -45,7 +45,7 @@ def checked_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     plan = _best_known(method, outline, budget)
     if plan.fits:
         return plan
-    by_host = outline.home == "host" and budget.host is not None
+    by_host = outline.compute_place == "host" and budget.host is not None
     by_host = by_host and parse_size(budget.host or 0) == budget.bytes_on(outline.device)
     smallest = _smallest_that_does(method, outline, budget, plan.missing)
     raise plan.refusal(smallest, "budget.host" if by_host else "budget")
@@ -71,7 +71,7 @@ def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) 
     def draw(num_seeds: int) -> Batch:
         return next(drawn(method, outline, num_seeds))
 
-    teach(predictor, outline, draw, limit)
+    measure_steps(predictor, outline, draw, limit)
     return predictor
 
 
@@ -115,7 +115,7 @@ def _best_known(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 def _raised(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
     """The budget with limits that are at least these; on a CPU the device's is the host's."""
     found = {place: str(size) for place, size in smallest.items()}
-    if "host" in found and outline.home == "host":
+    if "host" in found and outline.compute_place == "host":
         found["device"] = found["host"]
     return replace(budget, **found)
 

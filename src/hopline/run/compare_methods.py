@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from hopline.budget.guard import capped, guard_of
+from hopline.budget.guard import guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.probe import job_of
 from hopline.contract import PLACES, Budget, Job, Method, Plan, Work, units_from
@@ -134,7 +134,7 @@ def _seconds(plan: Plan, budget: Budget, outline: RunOutline) -> float:
     with TemporaryDirectory() as folder:
         if isinstance(method, Historical | FullBatch) and method.folder is not None:
             method = replace(method, folder=Path(folder))
-        with capped(budget, job.device):
+        with limit_cuda_memory(budget, job.device):
             work, guard = method.bind(job), guard_of(plan, budget, job, outline)
             lasted = _timed(work if guard is None else work.guarded(guard, plan), job)
     return scale * plan.steps * sum(lasted) / len(lasted)

@@ -82,10 +82,11 @@ class PinnedMemory(Allocator):
 
 
 class DeviceThenPinned(Allocator):
-    """On a GPU while a table takes less than `room_bytes`, else in host memory that the GPU reads and writes itself."""
+    """On a GPU while a table takes less than `max_device_bytes`, else in host memory that the GPU reads and writes
+    itself."""
 
-    def __init__(self, device: torch.device, room_bytes: int) -> None:
-        self.device, self.room_bytes = device, room_bytes
+    def __init__(self, device: torch.device, max_device_bytes: int) -> None:
+        self.device, self.max_device_bytes = device, max_device_bytes
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Not filled: inference reads no row that it has not written, and a GPU would take time to clear them."""
@@ -97,7 +98,7 @@ class DeviceThenPinned(Allocator):
         return table
 
     def _fits(self, num_bytes: int) -> bool:
-        return self.device.type == "cpu" or num_bytes < self.room_bytes
+        return self.device.type == "cpu" or num_bytes < self.max_device_bytes
 
     def adopts(self, rows: Tensor) -> bool:
         return rows.device == self.device and self._fits(rows.nbytes)

@@ -77,7 +77,7 @@ class Measure:
                 guard = None if self.chunk_bytes is None else Guard(job, Budget(), self.chunk_bytes)
                 if guard is not None and isinstance(batches, Loader):
                     # No more of them than the guard has room for goes to a GPU.
-                    batches = batches.with_budget(None, waits_on_host=True)
+                    batches = batches.with_budget(None, batches_on_host=True)
                 scores = infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
         return infer.measure(data, scores, self.labels(job))
 

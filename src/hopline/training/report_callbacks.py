@@ -46,7 +46,7 @@ class WatchBudget(Callback):
         if self.report is None or plan is None:
             return
         items = [item for item in plan.items if item.num_bytes]
-        places: dict[Place, None] = dict.fromkeys([*(item.place for item in items), plan.home])
+        places: dict[Place, None] = dict.fromkeys([*(item.place for item in items), plan.compute_place])
         totals = [
             {"place": place, "promised_bytes": plan.peak_bytes(place), "budget_bytes": plan.budget_bytes(place)}
             for place in places

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hopline import inference as infer
 from hopline import ops
-from hopline.budget.guard import Guard, capped, guard_of
+from hopline.budget.guard import Guard, guard_of, limit_cuda_memory
 from hopline.budget.memory_plan import RunOutline
 from hopline.contract import Budget, Method, Plan, TrainStep, Unit, Work, in_groups, units_from
 from hopline.data.checks import check_training
@@ -569,7 +569,7 @@ class Trainer:
         """How exact evaluation keeps to a plan."""
         if self.plan is None:
             return {"part_hops": self.part_hops}
-        on_disk = self.plan.hidden_at == "disk"
+        on_disk = self.plan.hidden_place == "disk"
         return {"part_hops": self.part_hops, "chunk_bytes": self.plan.chunk_bytes, "rows_on_disk": on_disk}
 
     @property
@@ -590,7 +590,7 @@ class Trainer:
         if self.settings.patience is not None:
             self.active.append(EarlyStop(self.settings.patience))
         stack.enter_context(self.checkpoints)
-        stack.enter_context(capped(self.budget, self.device))
+        stack.enter_context(limit_cuda_memory(self.budget, self.device))
         if self.out is not None and self.world.rank == 0:
             resumes = self.settings.resume
             stack.enter_context(RunLock(self.out, HANDOVER_S if resumes else 0.0))

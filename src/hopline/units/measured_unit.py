@@ -11,12 +11,12 @@ from hopline.contract import Guard, Unit
 
 
 @dataclass(eq=False)
-class WatchedUnit(Unit):
+class MeasuredUnit(Unit):
     """A unit that a guard measures."""
 
     unit: Unit
     guard: Guard
-    promised_bytes: float
+    predicted_bytes: float
     """What the plan has for a step: `Plan.step_bytes`."""
 
     @property
@@ -28,7 +28,7 @@ class WatchedUnit(Unit):
         return self.unit.total_size
 
     def forward_backward(self, total: float) -> Tensor:
-        return self.guard.watch(partial(self.unit.forward_backward, total), self.promised_bytes)
+        return self.guard.measure(partial(self.unit.forward_backward, total), self.predicted_bytes)
 
     def commit(self) -> None:
         self.unit.commit()

@@ -170,11 +170,11 @@ def test_layers_are_learnt_apart():
     assert not layers.is_sure
     whole = Sizes((40, 40, 40, 30), (90, 90, 90))
     bound = layers.together(whole)
-    assert bound == sum(layers.promise(l, Sizes((40, 30), (90,))) for l in range(3))
+    assert bound == sum(layers.predict_peak(l, Sizes((40, 30), (90,))) for l in range(3))
     for l in range(3):
         for num in (10, 12, 15, 20, 30, 40):
             layers.learn(l, Sizes((num, num // 2), (3 * num,)), 1000 * (l + 1) * num)
     assert layers.is_sure
     for l in range(3):
-        assert layers.promise(l, Sizes((20, 10), (60,))) == pytest.approx(20_000 * (l + 1), rel=0.05)
+        assert layers.predict_peak(l, Sizes((20, 10), (60,))) == pytest.approx(20_000 * (l + 1), rel=0.05)
     assert layers.together(whole) < bound

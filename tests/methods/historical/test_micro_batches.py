@@ -32,14 +32,14 @@ class Counting(LayerBytes):
 
     is_sure = True  # type: ignore[assignment]
 
-    def promise(self, l: int, sizes: Sizes) -> float:
+    def predict_peak(self, l: int, sizes: Sizes) -> float:
         return UNIT * (sum(sizes.nodes) + sum(sizes.edges))
 
 
 class ByLayers(Guard):
     """Goes by what the layers take."""
 
-    def promise_sizes(self, sizes: Sizes) -> float:
+    def predict_peak_of_sizes(self, sizes: Sizes) -> float:
         return math.inf
 
 
@@ -264,7 +264,7 @@ def test_memory_that_runs_out_leaves_no_trace(name: str, settings: dict[str, Any
     record = keeper.take_record()
     assert record["oom"] == 2
     assert record["pieces"] > 2
-    assert keeper.room_bytes < keeper.limit_bytes
+    assert keeper.target_bytes < keeper.limit_bytes
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
@@ -277,7 +277,7 @@ class Fixed:
     def __init__(self, promised: float) -> None:
         self.promised = promised
 
-    def promise(self, sizes: Sizes) -> float:
+    def predict_peak(self, sizes: Sizes) -> float:
         return self.promised
 
     def observe(self, sizes: Sizes, peak_bytes: int) -> None: ...

@@ -17,7 +17,7 @@ from hopline.core.batch import Batch
 from hopline.core.row_handles import as_tensor
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
-from hopline.units.measured_unit import WatchedUnit
+from hopline.units.measured_unit import MeasuredUnit
 from tests.equivalence.test_5_historical import MODELS
 from tests.helpers import GNN_OPTIONS, dataset_of, gnn_of, plain_gnn, randn, random_graph
 from tests.methods.full_batch.ranks import model_of
@@ -172,7 +172,7 @@ def test_a_plan_knows_of_the_outputs_of_all_training_nodes():
 
     trainer = hl.Trainer(model, data, method, train_step=loss, budget="1GiB", epochs=1, show=False)
     (unit,) = trainer.work.units(1)
-    assert isinstance(unit, WatchedUnit)
+    assert isinstance(unit, MeasuredUnit)
     unit.forward_backward(unit.size)
     assert trainer.guard is not None
     record = trainer.guard.take_record()

@@ -106,16 +106,16 @@ def test_a_loader_for_a_budget_is_another_loader_of_the_same_batches():
     plain = hl.Sampled(fanouts=(3,), batch_size=4, workers=1).loader(DATA, seed=5)
     divided: list[int] = []
 
-    def divide(batch: hl.Batch) -> hl.Batch:
+    def split_ahead(batch: hl.Batch) -> hl.Batch:
         divided.append(batch.num_seeds)
         return batch
 
-    other = plain.with_budget(divide, waits_on_host=True)
+    other = plain.with_budget(split_ahead, batches_on_host=True)
     for found, expected in zip(other.epoch(3), plain.epoch(3), strict=True):
         assert torch.equal(found.input_ids, expected.input_ids)
         assert torch.equal(found.seeds, expected.seeds)
     assert sum(divided) == plain.ids.numel(), "by the new loader alone"
-    assert (plain.divide, plain.waits_on_host) == (None, False)
+    assert (plain.split_ahead, plain.batches_on_host) == (None, False)
 
 
 def test_an_epoch_that_is_left_says_nothing_of_its_load():

@@ -36,7 +36,7 @@ def gpu_outline(monkeypatch: pytest.MonkeyPatch) -> RunOutline:
     """Of a run on a GPU: nothing of its plan needs one, but for what CUDA takes for itself."""
     for module in ("budget.memory_plan", "methods.sampled.memory_plan"):
         monkeypatch.setattr(f"hopline.{module}.library_bytes", lambda device: 0)
-    monkeypatch.setattr(RunOutline, "_there_before", 0)
+    monkeypatch.setattr(RunOutline, "_other_bytes", 0)
     outline = outline_of()
     return replace(outline, job=replace(outline.job, device=torch.device("cuda", 0)))
 
@@ -49,7 +49,7 @@ def forms(outline: RunOutline, limits: dict[Place, int | None] | None = None, me
 def described(plan: Plan) -> tuple[bool, int, bool]:
     """(whether batches wait on the host, how many are made ahead, whether they go whole)."""
     assert isinstance(plan.method, Sampled)
-    return plan.waits_on_host, plan.method.look_ahead * plan.method.workers, plan.step_bytes <= plan.limit_bytes  # type: ignore[operator]
+    return plan.batches_on_host, plan.method.look_ahead * plan.method.workers, plan.step_bytes <= plan.limit_bytes  # type: ignore[operator]
 
 
 def test_batches_are_drawn_on_the_host_for_a_gpu_too(gpu_outline: RunOutline):
@@ -65,9 +65,9 @@ def test_with_less_and_less_of_a_gpu_batches_wait_on_the_host_and_then_go_in_pie
     there, here = (forms(gpu_outline).plan(2, 4, waits) for waits in (False, True))
     batches = {item.place: item.num_bytes for item in there.items if item.name == "5 prepared batches"}
     assert batches["device"] == 6 / 5 * batches["host"]
-    assert here.kept_bytes("device") == there.kept_bytes("device") - batches["device"]
+    assert here.resident_bytes("device") == there.resident_bytes("device") - batches["device"]
     assert here.step_bytes > there.step_bytes, "with a copy of the batch"
-    assert here.kept_bytes("host") == there.kept_bytes("host")
+    assert here.resident_bytes("host") == there.resident_bytes("host")
     ends = [there.peak_bytes("device"), here.peak_bytes("device"), here.smallest_bytes("device")]
     assert ends == sorted(ends, reverse=True)
     found = [described(forms(gpu_outline, {"device": end}).best()) for end in ends]
@@ -79,7 +79,7 @@ def test_what_waits_on_the_host_keeps_to_the_hosts_limit(gpu_outline: RunOutline
     device = forms(gpu_outline).plan(2, 4, True).smallest_bytes("device")
     for look_ahead, workers in ((4, 2), (2, 2), (1, 2), (1, 0)):
         smallest = forms(gpu_outline).plan(workers, look_ahead, True)
-        limits: dict[Place, int | None] = {"device": device, "host": smallest.kept_bytes("host")}
+        limits: dict[Place, int | None] = {"device": device, "host": smallest.resident_bytes("host")}
         plan = forms(gpu_outline, limits).best()
         assert plan.fits
         assert described(plan) == (True, look_ahead * workers, False)
@@ -96,17 +96,17 @@ def test_what_waits_on_the_host_keeps_to_the_hosts_limit(gpu_outline: RunOutline
 )
 def test_batches_that_a_gpu_makes_do_not_wait(gpu_outline: RunOutline, placement: Placement, layout: Any):
     made = forms(replace(gpu_outline, placement=placement), method=replace(METHOD, layout=layout))
-    assert not any(plan.waits_on_host for plan in made.plans())
+    assert not any(plan.batches_on_host for plan in made.plans())
     assert forms(gpu_outline).best().placement is not None
 
 
 def test_on_a_cpu_batches_are_where_they_are_needed():
-    assert not any(plan.waits_on_host for plan in forms(outline_of()).plans())
+    assert not any(plan.batches_on_host for plan in forms(outline_of()).plans())
 
 
 def test_a_loader_leaves_batches_that_wait_on_the_host(gpu_outline: RunOutline):
     data, job = gpu_outline.data, gpu_outline.job
-    loader = Loader(data, job.train_ids, METHOD, 0, job.device, job.model, waits_on_host=True)
+    loader = Loader(data, job.train_ids, METHOD, 0, job.device, job.model, batches_on_host=True)
     on_cpu = Loader(data, job.train_ids, METHOD, 0, torch.device("cpu"), None)
     for batch, expected in zip(loader.epoch(1), on_cpu.epoch(1), strict=True):
         assert_same(batch, expected)

@@ -28,22 +28,22 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     model, data = layers_of(outline, method), outline.data
     widths, limits = row_widths(model, data.num_features), outline.limits(budget)
     rows = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # those of a sweep, and their gradients
-    fixed = [*outline.kept(), *outline.data_on_host()]
+    fixed = [*outline.resident_items(), *outline.data_on_host()]
     fixed += table_items("rows and gradients", method.folder, rows, outline, method.tables)
     loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
 
     def form(num_shards: int) -> Plan:
         sizes = part_sizes(data.graph, min(1.0, UNEVEN / num_shards), model.num_layers)
-        step = max(map(outline.predictor(model.num_layers).promise, _by_layer(sizes))) + loss_bytes
+        step = max(map(outline.predictor(model.num_layers).predict_peak, _by_layer(sizes))) + loss_bytes
         return Plan(
             method=replace(method, num_shards=num_shards),
             items=(*fixed, Item("prepared shard", "host", block_bytes(data.graph, sizes.edges[0]))),
             limits=limits,
-            home=outline.home,
+            compute_place=outline.compute_place,
             beside=outline.beside,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step,
-            least_bytes=step,
+            min_step_bytes=step,
             steps=1,
             count=num_shards,
             covers="a graph in {} shards",

@@ -23,7 +23,7 @@ from hopline.shards.convs.norm import norms_over_ranks
 from hopline.shards.data import ShardedData
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_at_outputs import batch_of_seeds, loss_at
-from hopline.units.measured_unit import WatchedUnit
+from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 
 
@@ -91,7 +91,7 @@ class SweepWork(Work):
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         if not done:
             unit = SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0), self.needed)
-            yield unit if self.guard is None else WatchedUnit(unit, self.guard, self.step_bytes)
+            yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class ShardedWork(Work):
             self.agreed = True
         if not done:
             unit = ShardedUnit(self, ops.derive_key(self.job.seed, epoch, 0))
-            yield unit if self.guard is None else WatchedUnit(unit, self.guard, self.step_bytes)
+            yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
 
 
 @dataclass(eq=False)

@@ -29,7 +29,7 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
     between = 2 * own * sum(widths[1:]) * outline.dtype.itemsize
     one = Sizes((*[1 + hub] * model.num_layers, 1), (hub,) * model.num_layers)
     prepared = block_bytes(data.graph, data.graph.num_edges if method.groups == "fixed" else sizes.edges[0])
-    fixed = [*outline.kept(), *outline.data_on_host(), Item("prepared batch", "host", prepared)]
+    fixed = [*outline.resident_items(), *outline.data_on_host(), Item("prepared batch", "host", prepared)]
     num_bytes = rows * data.num_nodes * storage.itemsize
     tables = table_items("history", method.folder, num_bytes, outline, method.tables)
     cuts = budget.over_budget == "split" and can_split(model)
@@ -38,11 +38,11 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
         method=method,
         items=(*fixed, *tables),
         limits=limits,
-        home=outline.home,
+        compute_place=outline.compute_place,
         beside=outline.beside,
         hidden_bytes=outline.hidden_bytes(),
-        step_bytes=predictor.promise(sizes),
-        least_bytes=predictor.promise(one) + between if cuts else predictor.promise(sizes),
+        step_bytes=predictor.predict_peak(sizes),
+        min_step_bytes=predictor.predict_peak(one) + between if cuts else predictor.predict_peak(sizes),
         steps=-(-method.num_parts // method.parts_per_batch),
         count=method.parts_per_batch,
         covers=f"batches of {{}} of {method.num_parts} parts",

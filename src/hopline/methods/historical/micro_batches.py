@@ -135,14 +135,14 @@ class LayerBytes:
     def is_sure(self) -> bool:
         return all(predictor.is_sure for predictor in self.predictors)
 
-    def promise(self, l: int, sizes: Sizes) -> float:
+    def predict_peak(self, l: int, sizes: Sizes) -> float:
         """Bytes that layer `l` at a block of these sizes will not exceed, there and back."""
-        return self.predictors[l].promise(at_layer(self.model, sizes, l))
+        return self.predictors[l].predict_peak(at_layer(self.model, sizes, l))
 
     def together(self, sizes: Sizes) -> float:
         """The same for all layers of a batch at once, of which none keeps more than it has alone."""
         own = sizes.nodes[-1]
-        return sum(self.promise(l, Sizes((sizes.nodes[l], own), (e,))) for l, e in enumerate(sizes.edges))
+        return sum(self.predict_peak(l, Sizes((sizes.nodes[l], own), (e,))) for l, e in enumerate(sizes.edges))
 
     def learn(self, l: int, sizes: Sizes, peak_bytes: int) -> None:
         self.predictors[l].observe(at_layer(self.model, sizes, l), peak_bytes)
@@ -285,12 +285,12 @@ class Probe:
         self.work, self.made, self.plan = work, made, plan
         self.layers = Layers(work.model, plan, ZeroRows(work), key=plan.key)
 
-    def teach(self, layers: LayerBytes, room_bytes: float) -> None:
-        """Until they are sure, and twice as many nodes might take more than `room_bytes`."""
+    def teach(self, layers: LayerBytes, target_bytes: float) -> None:
+        """Until they are sure, and twice as many nodes might take more than `target_bytes`."""
         before = [(p, p.grad) for p in self.work.job.module.parameters()]
         count, most, first, taken = 1, self.made.block.num_dst, 0, 0
         # What a layer takes for itself, whatever the nodes, does not grow.
-        while count <= most and (first + 3 * (taken - first) < room_bytes or count < ENOUGH_NODES):
+        while count <= most and (first + 3 * (taken - first) < target_bytes or count < ENOUGH_NODES):
             for l in range(self.work.model.num_layers):
                 taken = max(taken, self._measure(l, count, layers))
             first, count = first or taken, 2 * count
@@ -348,12 +348,13 @@ class MicroBatches(BatchPlan):
         assert self.key is not None or not work.model.training, "what is drawn must be drawn again"
         self.guard = guard
         self.compensates = work.method.compensate
-        self.kept_bytes = self._kept_bytes()
+        self.resident_bytes = self._find_resident_bytes()
         self.worst_bytes = 0.0
-        if (room := guard.room_bytes - self.kept_bytes) <= 0:
+        if (room := guard.target_bytes - self.resident_bytes) <= 0:
             raise ValueError(
                 f"the rows of a batch's {made.block.num_dst} nodes and their gradients take "
-                f"{format_size(self.kept_bytes)}, and {format_size(guard.room_bytes)} are left for a step: give the "
+                f"{format_size(self.resident_bytes)}, and {format_size(guard.target_bytes)} are left for a step: give "
+                f"the "
                 f"budget {format_size(-room)} more and something for the layers, or make parts_per_batch smaller"
             )
         if not work.layer_bytes.is_sure:
@@ -373,7 +374,7 @@ class MicroBatches(BatchPlan):
         self.taken: dict[int, tuple[int, Sizes]] = {}
         """By layer, what its largest piece took."""
 
-    def _kept_bytes(self) -> int:
+    def _find_resident_bytes(self) -> int:
         """Of the whole batch: rows and gradients."""
         work, own = self.work, self.made.block.num_dst
         *hidden, last = [row.nbytes for row in work.row_of]
@@ -381,25 +382,25 @@ class MicroBatches(BatchPlan):
         num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self.keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
         num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.made.batch.num_seeds
-        return num_bytes + OF_A_MAP * self.made.block.num_src + self.guard.beside_bytes()
+        return num_bytes + OF_A_MAP * self.made.block.num_src + self.guard.overhead_bytes()
 
     @property
     def keeps_all(self) -> bool:
         """Whether gradients after all layers are there at once."""
         return self.work.model.keeps_jk or self.compensates
 
-    def _promise(self, sizes: Sizes, layers: Sequence[int]) -> float:
-        return max((self.work.layer_bytes.promise(l, sizes) for l in layers), default=0.0)
+    def _predict_peak(self, sizes: Sizes, layers: Sequence[int]) -> float:
+        return max((self.work.layer_bytes.predict_peak(l, sizes) for l in layers), default=0.0)
 
     def _runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:
-        room = self.guard.room_bytes - self.kept_bytes
-        runs, worst = runs_to_fit(block, ends, lambda sizes: self._promise(sizes, layers), room)
+        room = self.guard.target_bytes - self.resident_bytes
+        runs, worst = runs_to_fit(block, ends, lambda sizes: self._predict_peak(sizes, layers), room)
         self.worst_bytes = max(self.worst_bytes, worst)
         return runs
 
     @property
-    def promised_bytes(self) -> float:
-        return self.kept_bytes + self.worst_bytes
+    def predicted_bytes(self) -> float:
+        return self.resident_bytes + self.worst_bytes
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
         if l < self.last or not self.made.batch.num_seeds or self.work.method.lipschitz:
@@ -523,7 +524,7 @@ class GuardedHistoricalUnit(HistoricalUnit):
         return self.guard.step(HistoricalStep(self, self.made, total))
 
     def _forward_only(self) -> None:
-        if self.made is not None and self.guard.must_cut(step := HistoricalStep(self, self.made, total=1)):
+        if self.made is not None and self.guard.must_split(step := HistoricalStep(self, self.made, total=1)):
             step.cut().forward()
         else:
             super()._forward_only()
@@ -536,12 +537,12 @@ class GuardedHistoricalUnit(HistoricalUnit):
 
 @dataclass(eq=False)
 class HistoricalStep:
-    """The step of one batch, for a guard: a `Cuttable`."""
+    """The step of one batch, for a guard: a `SplittableStep`."""
 
     unit: GuardedHistoricalUnit
     made: HistoricalBatch
     total: float
-    smaller: str = "parts_per_batch"
+    smaller_by: str = "parts_per_batch"
 
     def sizes(self) -> Sizes:
         return whole_sizes(self.made)
@@ -556,12 +557,12 @@ class HistoricalStep:
         work, guard = self.unit.work, self.unit.guard
         check_pieces(work.model)
         micro_batches = MicroBatches(work, self.made, guard)
-        guard.split(len(micro_batches.all))
+        guard.note_split(len(micro_batches.all))
         return micro_batches
 
-    def in_pieces(self, meter: Meter, promise: Callable[[float], None]) -> Tensor:
+    def in_pieces(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
         work, made, micro_batches = self.unit.work, self.made, self.cut()
-        promise(micro_batches.promised_bytes)
+        set_predicted_bytes(micro_batches.predicted_bytes)
         ages = made.stored.ages(made.halo.positions)
         report_ages(ages)
         work.drift.saw(ages)

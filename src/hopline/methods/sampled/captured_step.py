@@ -25,7 +25,7 @@ from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
 from hopline.ops.tree_slots import Slots
 from hopline.units.batch_unit import BatchUnit, autocast
-from hopline.units.measured_unit import WatchedUnit
+from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 
 WARM_UP_STEPS = 3
@@ -102,7 +102,7 @@ class CapturedWork(Work):
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         for unit in self._units(epoch, done, examples):
-            yield unit if self.guard is None else WatchedUnit(unit, self.guard, self.step_bytes)
+            yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
 
     def _units(self, epoch: int, done: int, examples: int) -> Iterator[Unit]:
         loader = self.loader

@@ -53,9 +53,9 @@ class Loader:
         device: Where batches come.
         model: Rows that its first layer reads itself are left to it; None makes `batch.x` a tensor.
         world: The ranks that share the seeds.
-        divide: Called in the threads with each prepared batch, as a budget's guard does, which then copes with batches
-            that a GPU has no room for.
-        waits_on_host: Leave batches for a GPU on the host, for a guard that moves what there is room for.
+        split_ahead: Called in the threads with each prepared batch, as a budget's guard does, which then copes with
+        batches that a GPU has no room for.
+        batches_on_host: Leave batches for a GPU on the host, for a guard that moves what there is room for.
 
     Raises:
         ValueError: There are no seeds, or the method's fan-outs are "auto", or its layout does not fit the model.
@@ -77,8 +77,8 @@ class Loader:
         model: GNN | Whole | None,
         world: World | None = None,
         *,
-        divide: Callable[[Batch], Batch] | None = None,
-        waits_on_host: bool = False,
+        split_ahead: Callable[[Batch], Batch] | None = None,
+        batches_on_host: bool = False,
     ) -> None:
         if ids.numel() == 0:
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
@@ -99,15 +99,15 @@ class Loader:
         own_world = World.alone(device) if world is None else world
         self.rank, self.size = own_world.rank, own_world.size  # of the ranks that share each step's seeds
         self.num_cores = own_world.num_cores
-        self.divide, self.waits_on_host = divide, waits_on_host
+        self.split_ahead, self.batches_on_host = split_ahead, batches_on_host
         self.load: Load | None = None  # of the last epoch, if threads prepared it
         self._threads = Threads(method.workers, method.look_ahead, self.num_cores, by_gpu=self.on_gpu)
         self._next_epoch = 1
 
-    def with_budget(self, divide: Callable[[Batch], Batch] | None, *, waits_on_host: bool) -> Loader:
+    def with_budget(self, split_ahead: Callable[[Batch], Batch] | None, *, batches_on_host: bool) -> Loader:
         """A loader of the same batches, prepared for a budget's guard."""
         given = self.data, self.ids, self.method, self.seed, self.device, self.model, self.world
-        return Loader(*given, divide=divide, waits_on_host=waits_on_host)
+        return Loader(*given, split_ahead=split_ahead, batches_on_host=batches_on_host)
 
     def __len__(self) -> int:
         full, rest = divmod(self.ids.numel(), self.method.batch_size * self.size)
@@ -125,7 +125,7 @@ class Loader:
         self.load, (workers, look_ahead) = None, self.threads
         mover = None if self._stays else Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", self._gather)]
-        stages += [Stage("divide", self.divide)] if self.divide is not None and workers else []
+        stages += [Stage("divide", self.split_ahead)] if self.split_ahead is not None and workers else []
         stages += [] if mover is None else [Stage("move", mover.move)]
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead)
         epoch_key = ops.derive_key(self.seed, epoch)
@@ -147,7 +147,7 @@ class Loader:
     @property
     def _stays(self) -> bool:
         """Whether batches stay on the host although they are for a GPU."""
-        return self.waits_on_host and not self.on_gpu and self.device.type != "cpu"
+        return self.batches_on_host and not self.on_gpu and self.device.type != "cpu"
 
     def _moved(self, mover: Mover, prepared: Batch | Moved[Batch]) -> Batch:
         """The batch where steps are. Without room for it there it stays, if there is a budget whose guard copes."""
@@ -156,7 +156,7 @@ class Loader:
             batch = mover.ready(prepared)
             return self._with_near_rows(batch)
         except torch.OutOfMemoryError:
-            if self.divide is None:
+            if self.split_ahead is None:
                 raise
             trace.count("batches.without_room", 1)
         assert isinstance(batch, Batch)

@@ -64,42 +64,44 @@ class SampledForms:
         """The fastest that keeps to the limits with whole batches, or else with pieces, or the smallest."""
         plans = list(self.plans())
         whole = next((plan for plan in plans if plan.fits and plan.step_bytes <= plan.limit_bytes), None)
-        return whole or next((plan for plan in plans if plan.fits and plan.waits_on_host), plans[-1])
+        return whole or next((plan for plan in plans if plan.fits and plan.batches_on_host), plans[-1])
 
     def plans(self) -> Iterator[Plan]:
         tree = self.tree()
         if tree is not None:
             yield tree
         workers, ahead = resolve_workers(self.method, num_cores())
-        for waits_on_host in (False, True) if self._can_wait else (False,):
+        for batches_on_host in (False, True) if self._can_wait else (False,):
             for look_ahead in _halved(ahead) if workers else ():
-                yield self.plan(workers, look_ahead, waits_on_host)
+                yield self.plan(workers, look_ahead, batches_on_host)
         yield self.plan(0, 1, self._can_wait)
 
-    def plan(self, workers: int, look_ahead: int, waits_on_host: bool = False) -> Plan:
+    def plan(self, workers: int, look_ahead: int, batches_on_host: bool = False) -> Plan:
         """So many batches ahead: where steps are, or on the host until their turn comes."""
         count, size = (1 + look_ahead if workers else 1), self._batch_bytes
         name = f"{count} prepared batch{'es' * (count > 1)}"
         prepared = [Item(name, "host", count * size)]
-        if self.outline.home == "device" and not waits_on_host:  # the batch before goes when the next one has come
+        if (
+            self.outline.compute_place == "device" and not batches_on_host
+        ):  # the batch before goes when the next one has come
             prepared.append(Item(name, "device", (count + 1) * size))
         method = replace(self.method, workers=workers, look_ahead=look_ahead)
-        if self.outline.home == "device" and method.layout == "auto":
+        if self.outline.compute_place == "device" and method.layout == "auto":
             method = replace(method, layout="block")  # as was planned, wherever the data will be
-        return self._made(method, prepared, self._whole(waits_on_host), self._least(waits_on_host), waits_on_host)
+        return self._made(method, prepared, self._whole(batches_on_host), self._least(batches_on_host), batches_on_host)
 
     @property
     def _can_wait(self) -> bool:
         """Whether it is the host that makes batches, for a GPU, or may be."""
         wanted = self.outline.placement
         by_host = {wanted.graph, wanted.features} <= {"auto", "host"} and wanted.cache == "auto"
-        return self.outline.home == "device" and by_host and self.method.layout != "tree"
+        return self.outline.compute_place == "device" and by_host and self.method.layout != "tree"
 
     def tree(self) -> Plan | None:
         """On a GPU that has room for everything: shapes that never change, so there is nothing to cut."""
         method, outline = self.method, self.outline
         possible = method.layout != "block" and -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
-        if outline.home == "host" or not possible:
+        if outline.compute_place == "host" or not possible:
             return None
         nodes = [method.batch_size]
         for fanout in method.fanout_per_layer:
@@ -129,13 +131,13 @@ class SampledForms:
     def _largest(self) -> Batch:
         return max(self.batches, key=lambda batch: batch.num_bytes)
 
-    def _whole(self, waits_on_host: bool) -> float:
+    def _whole(self, batches_on_host: bool) -> float:
         """The step of a whole batch; one that waited elsewhere is copied for it."""
         sizes = [_swung(Sizes.of(batch), self.outline.data.graph) for batch in self.batches]
-        copies = PieceBytes.of(self._largest, None) if waits_on_host else None
-        return max(self.predictor.promise(s) + (0 if copies is None else copies.kept(s)) for s in sizes)
+        copies = PieceBytes.of(self._largest, None) if batches_on_host else None
+        return max(self.predictor.predict_peak(s) + (0 if copies is None else copies.kept(s)) for s in sizes)
 
-    def _least(self, waits_on_host: bool) -> float:
+    def _least(self, batches_on_host: bool) -> float:
         """A step that is as small as what may be done with a batch makes it: of a single seed in a piece of its own, of
         all seeds without an edge, or of the whole batch."""
         beside, num_seeds = sum(state_bytes(self.outline.model)), min(self.method.batch_size, self._num_seeds)
@@ -143,19 +145,23 @@ class SampledForms:
             num_hops = len(self.method.fanout_per_layer)
             seed = Sizes((num_seeds,) * (num_hops + 1), (0,) * num_hops)
         elif self.over_budget == "refuse" or not can_split(self.outline.model):
-            return beside + self._whole(waits_on_host)
+            return beside + self._whole(batches_on_host)
         else:
             seed = self._largest_seed
-        copies = PieceBytes.of(self._largest, None if waits_on_host else self.outline.device)
-        return beside + SWING * copies.maps + copies.with_step(seed, self.predictor.promise(seed))
+        copies = PieceBytes.of(self._largest, None if batches_on_host else self.outline.device)
+        return beside + SWING * copies.maps + copies.with_step(seed, self.predictor.predict_peak(seed))
 
     def _made(
-        self, method: Sampled, prepared: list[Item], step: float, one: float, waits_on_host: bool = False
+        self, method: Sampled, prepared: list[Item], step: float, one: float, batches_on_host: bool = False
     ) -> Plan:
-        outline, home = self.outline, self.outline.home
-        items, placement, limit = [*outline.kept(), *outline.data_on_host(), *prepared], None, self.limits[home]
+        outline, home = self.outline, self.outline.compute_place
+        items, placement, limit = (
+            [*outline.resident_items(), *outline.data_on_host(), *prepared],
+            None,
+            self.limits[home],
+        )
         room = math.inf if limit is None else limit - sum(item.num_bytes for item in items if item.place == home)
-        if waits_on_host:
+        if batches_on_host:
             placement = replace(outline.placement, graph="host", features="host")
             items.append(Item("labels", "device", DataBytes.of(outline.data).labels))  # which go there all the same
         elif home == "device":
@@ -166,16 +172,16 @@ class SampledForms:
             method=method,
             items=tuple(items),
             limits=self.limits,
-            home=home,
+            compute_place=home,
             beside=outline.beside,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step,
-            least_bytes=one,
+            min_step_bytes=one,
             steps=-(-self._num_seeds // size),
             count=size,
             covers="batches of {} seeds",
             placement=placement,
-            waits_on_host=waits_on_host,
+            batches_on_host=batches_on_host,
             num_blocks=len(self.method.fanout_per_layer),
         )
 
@@ -207,7 +213,7 @@ def drawn(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]
     """Batches as training would draw them, one after the other; on the host where that is where they are made."""
     alone = replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False)
     given = outline.data, outline.train_ids, alone, outline.job.seed, outline.device, outline.model
-    loader = Loader(*given, waits_on_host=True)
+    loader = Loader(*given, batches_on_host=True)
     with closing(loader.epoch(1)) as batches:
         yield from batches
 

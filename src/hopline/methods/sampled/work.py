@@ -101,7 +101,7 @@ class SampledWork(Work):
         """The same work, whose batches are split, drawn anew or cut where they would take too much."""
         loader = self.loader
         if isinstance(loader, Loader):
-            loader = loader.with_budget(guard.prepare, waits_on_host=plan.waits_on_host)
+            loader = loader.with_budget(guard.split_ahead, batches_on_host=plan.batches_on_host)
         return replace(self, loader=loader, guard=guard)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
