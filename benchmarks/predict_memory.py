@@ -31,7 +31,7 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
 
 from hopline import ops
-from hopline.budget.micro_batches import Piece, split_to_fit
+from hopline.budget.micro_batches import MicroBatch, split_to_fit
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.core.batch import Batch
 from hopline.core.row_handles import as_tensor
@@ -143,7 +143,7 @@ def timed(run: Callable[[], Any]) -> float:
     return min(times)
 
 
-def redundancy(pieces: list[Piece], batch: Batch) -> float:
+def redundancy(pieces: list[MicroBatch], batch: Batch) -> float:
     """Input rows of all pieces over those of the batch: what they have in common is computed again in each."""
     return sum(piece.input_idx.numel() for piece in pieces) / batch.input_ids.numel()
 

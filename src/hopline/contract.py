@@ -515,7 +515,7 @@ class Plan:
         return BESIDE * self.available_bytes if self.beside else self.available_bytes
 
     @property
-    def pieces(self) -> int:
+    def num_micro_batches(self) -> int:
         """In how many pieces the largest step is likely to go."""
         return max(1, math.ceil(self.step_bytes / self.limit_bytes)) if self.limit_bytes > 0 else 1
 
@@ -603,7 +603,7 @@ class Plan:
                 continue
             parts = [f"{item.name} {format_size(item.num_bytes)}" for item in items]
             if place == self.compute_place:
-                cut = f", in up to {self.pieces} pieces" if self.pieces > 1 else ""
+                cut = f", in up to {self.num_micro_batches} pieces" if self.num_micro_batches > 1 else ""
                 step = min(self.step_bytes, self.limit_bytes)
                 parts.append(f"a step {format_size(step)}{cut}")
                 if self.beside:
@@ -651,9 +651,9 @@ class SplittableStep(Protocol):
         """What it takes at once, by what pieces took."""
         ...
 
-    def at_once(self) -> Tensor: ...
+    def run_whole(self) -> Tensor: ...
 
-    def in_pieces(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
+    def run_in_micro_batches(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
         """Cut it into pieces within `Guard.target_bytes`, call `set_predicted_bytes` with what they take at most, and
         run them."""
         ...
@@ -692,7 +692,7 @@ class Guard(Protocol):
         """Whether a step has to go in pieces; an error where it may not."""
         ...
 
-    def note_split(self, num_pieces: int) -> None:
+    def note_split(self, num_micro_batches: int) -> None:
         """Note that a step goes in pieces."""
         ...
 

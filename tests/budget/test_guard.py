@@ -285,7 +285,7 @@ def test_what_happened_is_handed_out_once():
     batch = first_batch(model)
     predictor, peak = learnt(model, batch)
     guard = guard_of(model, int(0.7 * peak), predictor=predictor)
-    for some in (batch, batch, micro_batches.piece_of(batch, torch.arange(9)).batch()):
+    for some in (batch, batch, micro_batches.micro_batch_of(batch, torch.arange(9)).batch()):
         guard.unit(some).forward_backward(300)
         model.zero_grad(set_to_none=True)
     record = guard.take_record()
@@ -465,7 +465,7 @@ def test_what_cannot_be_made_smaller_says_so(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(BatchUnit, "forward_backward", step)
     model = model_of()
-    batch = micro_batches.piece_of(first_batch(model), torch.arange(9)).batch()
+    batch = micro_batches.micro_batch_of(first_batch(model), torch.arange(9)).batch()
     for over_budget, message in (
         ("split", "ran out in a step of a single seed: make the fan-outs"),
         ("refuse", "ran out in a step: make batch_size smaller, or set over_budget=split"),

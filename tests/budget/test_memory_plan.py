@@ -51,7 +51,7 @@ def test_what_a_step_may_take_is_what_the_rest_leaves():
 
 def test_a_step_that_takes_more_goes_in_pieces():
     plan = plan_of(step_bytes=7000.0).check()
-    assert plan.pieces == 3
+    assert plan.num_micro_batches == 3
     assert plan.peak_bytes("device") == 4000
     assert plan.whole == "batches of 64 seeds, in pieces; about 27 would fit in one piece"
 

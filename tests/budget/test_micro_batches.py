@@ -66,12 +66,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         assert float((found[name] - grad).abs().max()) <= tolerance * scale, name
 
 
-def groups_of(num_seeds: int, num_pieces: int) -> list[Tensor]:
-    return [ids for ids in ops.permutation(3, num_seeds).tensor_split(num_pieces) if ids.numel()]
+def groups_of(num_seeds: int, num_micro_batches: int) -> list[Tensor]:
+    return [ids for ids in ops.permutation(3, num_seeds).tensor_split(num_micro_batches) if ids.numel()]
 
 
 def pieces_of(batch: Batch, groups: list[Tensor]) -> list[Batch]:
-    return [micro_batches.piece_of(batch, group).batch() for group in groups]
+    return [micro_batches.micro_batch_of(batch, group).batch() for group in groups]
 
 
 # ---- pieces
@@ -81,8 +81,8 @@ def pieces_of(batch: Batch, groups: list[Tensor]) -> list[Batch]:
 def test_gradients_of_the_pieces_add_up(name: str):
     model, batch = GNN(stack_of(name, 6, 8, 3), dropout=0.5).double(), made()
     expected = step(model, [batch])
-    for num_pieces in (2, 7):
-        assert_same(step(model, pieces_of(batch, groups_of(40, num_pieces))), expected, 1e-10)
+    for num_micro_batches in (2, 7):
+        assert_same(step(model, pieces_of(batch, groups_of(40, num_micro_batches))), expected, 1e-10)
 
 
 @pytest.mark.parametrize("name", [n for n in GNN_OPTIONS if n not in ("batch-norm", "jk-last", "everything")])
@@ -116,7 +116,7 @@ def test_rows_go_with_their_piece_however_they_are_held(handle: str):
 def test_a_piece_has_the_edges_of_its_seeds_and_no_others():
     batch = replace(made(), tables={"z": X[made().input_ids] * 2})
     chosen = torch.tensor([7, 2, 30])
-    found = micro_batches.piece_of(batch, chosen).batch()
+    found = micro_batches.micro_batch_of(batch, chosen).batch()
     assert torch.equal(found.seeds, batch.seeds[chosen])
     assert torch.equal(found.labels, batch.labels[chosen])
     wanted = set(found.seeds.tolist())
@@ -147,7 +147,7 @@ def test_what_cannot_be_split_is_refused_by_name():
         micro_batches.check_split(Whole(pyg.GATConv(6, 3)))
     blocks = TreeSampler(GRAPH, (2, 2)).sample(torch.arange(4), 1)
     with pytest.raises(ValueError, match=r"TreeBlock cannot be split.*layout=block"):
-        micro_batches.piece_of(Batch(torch.arange(4), blocks, None, None), torch.arange(2))
+        micro_batches.micro_batch_of(Batch(torch.arange(4), blocks, None, None), torch.arange(2))
 
 
 @pytest.mark.parametrize("handle", ["read", "handle", "reduced"])
@@ -158,13 +158,13 @@ def test_what_a_piece_takes_besides_its_step_is_known_by_its_sizes(handle: str):
     if handle == "reduced":
         assert isinstance(batch.x, Rows)
         batch = replace(batch, x=GNN(stack_of("sage-mean", 16, 8, 3)).double().read_ahead(batch.x, batch.blocks[0]))
-    groups, takes = groups_of(1500, 4), micro_batches.PieceBytes.of(batch, batch.seeds.device)
+    groups, takes = groups_of(1500, 4), micro_batches.MicroBatchBytes.of(batch, batch.seeds.device)
     for group, sizes in zip(groups, micro_batches.sizes_of(batch, groups), strict=True):
         with meter_of("cpu") as meter:
-            found = micro_batches.piece_of(batch, group).batch()
+            found = micro_batches.micro_batch_of(batch, group).batch()
         assert Sizes.of(found) == sizes
-        assert found.num_bytes <= takes.kept(sizes) <= found.num_bytes + 2024
-        assert found.num_bytes <= meter.peak_bytes <= takes.at_once(sizes) <= 2 * meter.peak_bytes
+        assert found.num_bytes <= takes.resident(sizes) <= found.num_bytes + 2024
+        assert found.num_bytes <= meter.peak_bytes <= takes.while_made(sizes) <= 2 * meter.peak_bytes
 
 
 # ---- how seeds are grouped
@@ -176,11 +176,11 @@ def bytes_of(sizes: Sizes) -> float:
 
 def test_balanced_groups_cost_about_the_same():
     cost = torch.rand(500, generator=generator(0), dtype=torch.float64) ** 4
-    groups = micro_batches.by_balance(cost, 7)
+    groups = micro_batches.balanced_groups(cost, 7)
     assert torch.equal(torch.cat(groups).sort().values, torch.arange(500))
     sums = torch.stack([cost[group].sum() for group in groups])
     assert sums.max() < 1.03 * sums.min()
-    assert len(micro_batches.by_balance(cost[:3], 7)) == 3
+    assert len(micro_batches.balanced_groups(cost[:3], 7)) == 3
 
 
 def test_a_seed_costs_what_it_takes_alone_where_nothing_is_shared():
@@ -217,11 +217,11 @@ def communities(num: int = 8, size: int = 60) -> Batch:
 def test_pieces_grow_until_they_fit_or_cannot_be_cut(limit: float, first: int, grow: float, tried: list[int]):
     numbers: list[int] = []
 
-    def cut(num_pieces: int) -> list[range]:
-        numbers.append(num_pieces)
-        return [range(100)[start::num_pieces] for start in range(num_pieces)]
+    def cut(num_micro_batches: int) -> list[range]:
+        numbers.append(num_micro_batches)
+        return [range(100)[start::num_micro_batches] for start in range(num_micro_batches)]
 
-    pieces, taken = micro_batches.fewest(
+    pieces, taken = micro_batches.find_fewest(
         cut, lambda pieces: float(max(map(len, pieces))), limit, first=first, most=100, grow=grow
     )
     assert numbers == tried
@@ -242,7 +242,7 @@ def test_every_piece_fits():
 
 def test_pieces_down_to_single_seeds_and_a_seed_that_does_not_fit():
     batch = made(10)
-    alone = max(bytes_of(micro_batches.piece_of(batch, torch.tensor([i])).sizes) for i in range(10))
+    alone = max(bytes_of(micro_batches.micro_batch_of(batch, torch.tensor([i])).sizes) for i in range(10))
     pieces = micro_batches.split_to_fit(batch, bytes_of, alone, COSTS)
     assert max(bytes_of(p.sizes) for p in pieces) <= alone
     with pytest.raises(ValueError, match=r"one seed takes .* more, make the fan-outs smaller, or set over_budget=cut"):
@@ -257,7 +257,7 @@ def test_some_seeds_alone_in_smaller_groups():
     assert len(groups) == 2
     assert torch.equal(torch.cat(groups).sort().values, among.sort().values)
     # Where less was aimed at than a seed takes, seeds go alone as long as they fit at all.
-    alone = micro_batches.groups_to_fit(batch, bytes_of, 1.0, COSTS, among=among, most_bytes=together)
+    alone = micro_batches.groups_to_fit(batch, bytes_of, 1.0, COSTS, among=among, max_bytes=together)
     assert [group.numel() for group in alone] == [1] * 50
 
 
@@ -269,7 +269,7 @@ def test_the_first_group_is_as_large_as_fits(share: float):
     assert torch.equal(torch.cat(groups).sort().values, torch.arange(batch.num_seeds))
     taken = [bytes_of(sizes) for sizes in micro_batches.sizes_of(batch, groups)]
     assert max(taken) <= share * whole
-    even = micro_batches.by_balance(micro_batches.seed_costs(batch, COSTS), len(groups))
+    even = micro_batches.balanced_groups(micro_batches.seed_costs(batch, COSTS), len(groups))
     evenly = [bytes_of(sizes) for sizes in micro_batches.sizes_of(batch, even)]
     if len(groups) <= micro_batches.MOST_FILLED:
         assert taken[0] > max(0.85 * share * whole, *evenly)

@@ -245,8 +245,8 @@ def test_pieces_are_promised_enough_where_only_whole_batches_were_seen(name: str
     for key in range(ENOUGH + 2):
         whole = batch_at(900, key)
         predictor.observe(Sizes.of(whole), taken(model, whole))
-    for num_pieces in (2, 6, 30):
-        piece = micro_batches.piece_of(whole, torch.arange(0, 900, num_pieces)).batch()  # type: ignore[possibly-undefined]
+    for num_micro_batches in (2, 6, 30):
+        piece = micro_batches.micro_batch_of(whole, torch.arange(0, 900, num_micro_batches)).batch()  # type: ignore[possibly-undefined]
         sizes = Sizes.of(piece)
         assert taken(model, piece) <= predictor.predict_peak(sizes)
         predictor.observe(sizes, taken(model, piece))

@@ -28,7 +28,7 @@ def test_what_is_written_is_what_is_mapped_and_what_numpy_reads(name: str, tmp_p
 
 
 def test_large_rows_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hopline.data.arrays.PIECE_BYTES", 64)
+    monkeypatch.setattr("hopline.data.arrays.BYTES_AT_ONCE", 64)
     rows = torch.randn(100, 3)
     writer = ArrayWriter(tmp_path / "a.npy", rows.dtype, (3,))
     writer.append(rows)

@@ -11,7 +11,7 @@ from hopline.tables import SparseTable, TensorTable
 
 @pytest.fixture(autouse=True, params=[1 << 22, 7])
 def _piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "PIECE_ELEMENTS", request.param)
+    monkeypatch.setattr(checks, "ELEMENTS_AT_ONCE", request.param)
 
 
 def test_indptr_must_rise_from_zero_to_the_number_of_edges() -> None:

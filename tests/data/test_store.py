@@ -71,7 +71,7 @@ def test_a_table_without_storage_is_written_in_pieces(
             assert ids.numel() <= 3
             return tiny.tables["x"].read(ids) * 2
 
-    monkeypatch.setattr(store, "PIECE_BYTES", 60)
+    monkeypatch.setattr(store, "BYTES_AT_ONCE", 60)
     expected = tiny.x.read(torch.arange(40)) * 2
     Dataset(name="d", graph=tiny.graph, tables={"x": Doubled()}).save(tmp_path / "a")
     assert torch.equal(store.open_folder(tmp_path / "a").x.read(torch.arange(40)), expected)

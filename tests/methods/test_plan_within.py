@@ -74,7 +74,7 @@ def test_the_smallest_budget_that_is_named_would_do(method: Method):
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_without_a_limit_the_method_stays_as_it_is(method: Method):
     plan = plan_of(method, outline_of(), Budget()).check()
-    assert plan.pieces == 1
+    assert plan.num_micro_batches == 1
     assert plan.chunk_bytes is None
     asked = {"workers": "auto", "look_ahead": "auto"} if isinstance(method, Sampled) else {}
     assert vars(plan.method) | asked == vars(method)
@@ -88,7 +88,11 @@ def test_a_tighter_budget_prepares_less_ahead_and_then_cuts():
     plans = [plan_of(method, outline, Budget(host=str(n))).check() for n in room]
     ahead = [plan.method.look_ahead for plan in plans]  # type: ignore[attr-defined]
     assert ahead[0] > ahead[1] >= ahead[2]
-    assert plans[1].pieces == 1 < plan_of(method, outline, Budget(host=str(plans[1].smallest_bytes("host")))).pieces
+    assert (
+        plans[1].num_micro_batches
+        == 1
+        < plan_of(method, outline, Budget(host=str(plans[1].smallest_bytes("host")))).num_micro_batches
+    )
 
 
 def test_full_batch_takes_as_many_shards_as_it_needs():

@@ -125,7 +125,7 @@ def test_rows_are_written_piece_by_piece(done: Path, monkeypatch: pytest.MonkeyP
     for write in ("scores", "classes"):
         expected = predictions(done, write=write)
         with monkeypatch.context() as patched:
-            patched.setattr("hopline.run.infer.PIECE", 77)
+            patched.setattr("hopline.run.infer.NODES_AT_ONCE", 77)
             found = predictions(done, write=write)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         np.testing.assert_array_equal(found, expected)

@@ -61,7 +61,7 @@ def test_the_union_of_the_shards_is_the_dataset(
     how: str, num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cutting, "CHUNK", 17)  # many chunks, and a hub that is larger than one
-    monkeypatch.setattr(cutting, "PIECE_BYTES", 300)
+    monkeypatch.setattr(cutting, "BYTES_AT_ONCE", 300)
     data = rich()
     cut(data, partition_of(data, num_shards, how), tmp_path / "shards")
     assert_same(join_shards(tmp_path / "shards"), data)
@@ -142,7 +142,7 @@ def own_memory() -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts the pages of a process as Linux does")
 def test_memory_does_not_grow_with_edges_and_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "CHUNK", 1 << 14)
-    monkeypatch.setattr(cutting, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(cutting, "BYTES_AT_ONCE", 1 << 20)
 
     def opened(num_nodes: int, num_edges: int) -> Dataset:
         graph = random_graph(num_nodes, num_edges, dtype=torch.int32)

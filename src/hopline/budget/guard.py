@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.budget.ledger import Ledger
 from hopline.budget.micro_batches import (
-    PieceBytes,
+    MicroBatchBytes,
     check_split,
     cut_to_fit,
     groups_to_fit,
-    piece_of,
+    micro_batch_of,
     sizes_of,
     with_rows,
 )
@@ -41,7 +41,7 @@ from hopline.core.sizes import Sizes
 from hopline.device.meter import Meter, NoMeter, meter_of, numbered
 from hopline.device.out_of_memory import Before, attempt, gradient_bytes, state_bytes
 from hopline.units.batch_unit import BatchUnit, autocast
-from hopline.units.loss_at_outputs import LossAt, batch_of_seeds, loss_at
+from hopline.units.loss_at_outputs import OutputLoss, batch_of_seeds, loss_at_outputs
 from hopline.util import trace
 from hopline.util.config import format_size, parse_size
 
@@ -112,7 +112,7 @@ class Guard:
         if self.budget.over_budget != "split" or not predictor.is_sure:
             return batch
         # What gradients take is left out: the thread that trains makes and frees them while this one runs.
-        copies = PieceBytes.of(batch, None).kept(Sizes.of(batch)) if copied else 0
+        copies = MicroBatchBytes.of(batch, None).resident(Sizes.of(batch)) if copied else 0
         if self.predict_peak(batch) + copies <= self.target_bytes:
             return batch
         with suppress(ValueError):  # the training thread will meet the same, and say so
@@ -121,7 +121,7 @@ class Guard:
 
     def make_fit(self, batch: Batch, redraw: Redraw | None = None) -> Batch:
         """The batch as it may run: whole, in groups of its seeds, drawn anew or with fewer edges."""
-        needed = self._bytes_of(batch, in_pieces=False)(Sizes.of(batch))
+        needed = self._bytes_of(batch, is_split=False)(Sizes.of(batch))
         if needed <= self.target_bytes:
             return replace(batch, groups=()) if batch.groups else batch
         match self.budget.over_budget:
@@ -172,10 +172,10 @@ class Guard:
 
         other_bytes: of the batch, where it is another one than was prepared.
         """
-        bytes_of = self._bytes_of(batch, in_pieces=seed_idx is not None)
+        bytes_of = self._bytes_of(batch, is_split=seed_idx is not None)
 
         def made_and_run(this: Attempt) -> Tensor | None:
-            piece = batch if seed_idx is None else piece_of(batch, seed_idx).batch()
+            piece = batch if seed_idx is None else micro_batch_of(batch, seed_idx).batch()
             this.sizes = Sizes.of(piece)
             this.predicted_bytes = bytes_of(this.sizes) + other_bytes
             if this.predicted_bytes > self.target_bytes and seed_idx is not None and seed_idx.numel() > 1:
@@ -219,14 +219,14 @@ class Guard:
 
     def _groups(self, batch: Batch, among: Tensor | None = None, copied: bool | None = None) -> list[Tensor]:
         """Seeds that run together: as few groups as are promised to fit, two at least."""
-        predictor, bytes_of = self._predictor(Sizes.of(batch)), self._bytes_of(batch, in_pieces=True, copied=copied)
+        predictor, bytes_of = self._predictor(Sizes.of(batch)), self._bytes_of(batch, is_split=True, copied=copied)
         together = Sizes.of(batch) if among is None else sizes_of(batch, [among])[0]
 
         def expected(sizes: Sizes) -> float:  # a promise for what is unlike all that was seen is far above it
             return bytes_of(sizes) - predictor.predict_peak(sizes) + predictor.expected_bytes(sizes)
 
         options: dict[str, Any] = {"among": among, "first": max(2, math.ceil(expected(together) / self.target_bytes))}
-        options |= {"most_bytes": self.limit_bytes if predictor.is_sure else math.inf, "least_of": expected}
+        options |= {"max_bytes": self.limit_bytes if predictor.is_sure else math.inf, "min_bytes_of": expected}
         return groups_to_fit(batch, bytes_of, self.target_bytes, predictor.costs, **options)
 
     def _check_split(self) -> None:
@@ -240,9 +240,9 @@ class Guard:
         needed, result, peak_bytes = self._needed_bytes(step) + beside, None, 0
         while result is None:
             if self._must_split(needed, step):
-                result, peak_bytes = self._attempt(partial(_run_in_pieces, step), needed)
+                result, peak_bytes = self._attempt(partial(_run_in_micro_batches, step), needed)
             else:
-                result, peak_bytes = self._attempt(partial(_run_at_once, step), needed)
+                result, peak_bytes = self._attempt(partial(_run_whole, step), needed)
             if result is None:
                 step.forget()
         self.ledger.note_batch(needed, peak_bytes)
@@ -263,9 +263,9 @@ class Guard:
         """What a step takes at once: by steps like it, or by what its pieces took."""
         return min(self.predict_peak_of_sizes(step.sizes()), step.bound_bytes())
 
-    def note_split(self, num_pieces: int) -> None:
+    def note_split(self, num_micro_batches: int) -> None:
         """Note that a step goes in pieces."""
-        self.ledger.note_split(num_pieces)
+        self.ledger.note_split(num_micro_batches)
 
     # ---- a step that cannot be cut
 
@@ -320,24 +320,24 @@ class Guard:
             f"{format_size(needed - room)} more, make {smaller} smaller, or set over_budget=split instead of {how}"
         )
 
-    def overhead_bytes(self, in_pieces: bool = False) -> int:
+    def overhead_bytes(self, is_split: bool = False) -> int:
         """What is there beside a step: gradients from before, which the first of several pieces leaves, and buffers."""
         gradients, buffers = state_bytes(self.job.module)
-        if in_pieces and not self.forward_only:
+        if is_split and not self.forward_only:
             return buffers + gradients
         return buffers + gradient_bytes(self.job.module) + self._aside_bytes
 
-    def _bytes_of(self, batch: Batch, in_pieces: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
+    def _bytes_of(self, batch: Batch, is_split: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
         """What a step of so many nodes and edges takes: of the batch itself, or of rows and indices taken from it.
 
         copied: whether from the host, if not by where the batch is now.
         """
-        beside, copied = self.overhead_bytes(in_pieces), self._is_on_other_device(batch) if copied is None else copied
-        copies = PieceBytes.of(batch, None if copied else self.job.device) if in_pieces or copied else None
+        beside, copied = self.overhead_bytes(is_split), self._is_on_other_device(batch) if copied is None else copied
+        copies = MicroBatchBytes.of(batch, None if copied else self.job.device) if is_split or copied else None
 
         def bytes_of(sizes: Sizes) -> float:
             step = self.predict_peak_of_sizes(sizes)
-            return beside + (step if copies is None else copies.with_step(sizes, step))
+            return beside + (step if copies is None else copies.peak_with_step(sizes, step))
 
         return bytes_of
 
@@ -371,7 +371,7 @@ class Guard:
     # ---- other edges
 
     def _cut(self, batch: Batch) -> Batch:
-        key, bytes_of = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1), self._bytes_of(batch, in_pieces=True)
+        key, bytes_of = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1), self._bytes_of(batch, is_split=True)
         found = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
         self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
         return found
@@ -380,7 +380,7 @@ class Guard:
         """The first of some other samples that fits beside the batch; None where none does."""
         if redraw is None:
             raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
-        bytes_of = self._bytes_of(batch, in_pieces=True)
+        bytes_of = self._bytes_of(batch, is_split=True)
         for number in range(MOST_REDRAWS):
             key = ops.derive_key(_key_of(batch), number)
             blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
@@ -401,17 +401,17 @@ class Attempt:
     """What is learnt from the bytes since the meter's last lap; None: nothing."""
 
 
-def _run_at_once(step: SplittableStep, this: Attempt) -> Tensor:
+def _run_whole(step: SplittableStep, this: Attempt) -> Tensor:
     this.sizes = step.sizes()
     this.meter.lap()
-    return step.at_once()
+    return step.run_whole()
 
 
-def _run_in_pieces(step: SplittableStep, this: Attempt) -> Tensor:
+def _run_in_micro_batches(step: SplittableStep, this: Attempt) -> Tensor:
     def set_predicted_bytes(num_bytes: float) -> None:
         this.predicted_bytes = num_bytes
 
-    return step.in_pieces(this.meter, set_predicted_bytes)
+    return step.run_in_micro_batches(this.meter, set_predicted_bytes)
 
 
 def _key_of(batch: Batch) -> int:
@@ -459,16 +459,16 @@ class GuardedUnit(Unit):
             with autocast(job), trace.span("forward", job.device):
                 outputs = job.model(piece)
             with trace.span("backward", job.device):
-                (outputs * found.given[at.to(outputs.device)]).sum().backward()
-            return torch.zeros_like(found.summed)
+                (outputs * found.output_gradients[at.to(outputs.device)]).sum().backward()
+            return torch.zeros_like(found.loss_sum)
 
         done = self.guard.run(batch, step, self.redraw)
         if found is None:
             return done[0][1]
         found.add_to_parameters()
-        return found.summed
+        return found.loss_sum
 
-    def _loss_at_once(self, batch: Batch, total: float) -> LossAt:
+    def _loss_at_once(self, batch: Batch, total: float) -> OutputLoss:
         """By a forward pass before the one with gradients, within the limit too."""
         job = self.job
         before = _random_state(job.device)
@@ -481,7 +481,7 @@ class GuardedUnit(Unit):
             )
         whole = batch_of_seeds(job, batch.seeds.to(job.device), _to(batch.y, job.device), batch.key)
         with autocast(job):
-            return loss_at(job, whole, outputs, 1 / total)
+            return loss_at_outputs(job, whole, outputs, 1 / total)
 
 
 def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -66,12 +66,12 @@ class Ledger:
         self._record.before.append(before_bytes)
         self._record.after.append(after_bytes)
 
-    def note_split(self, num_pieces: int) -> None:
+    def note_split(self, num_micro_batches: int) -> None:
         """A batch goes in pieces."""
         self._record.split += 1
-        self._record.pieces += num_pieces
+        self._record.pieces += num_micro_batches
         trace.count("budget.batches_split", 1)
-        trace.count("budget.pieces", num_pieces)
+        trace.count("budget.pieces", num_micro_batches)
 
     def note_resampled(self) -> None:
         """A batch was drawn anew."""

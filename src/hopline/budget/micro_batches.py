@@ -28,7 +28,7 @@ from hopline.util.config import format_size
 P = TypeVar("P")
 BytesOf = Callable[[Sizes], float]
 """What a batch of some sizes takes; never less for more nodes or edges."""
-ODDS = 1024
+SMALL_TENSOR_BYTES = 1024
 """Bytes of what is small in every piece."""
 MOST_FILLED, FILLED_BY, FILLED_TO = 4, 32, 0.97
 """Up to so many groups the first is filled, by so many parts of the seeds, to so much of the limit: promises move until
@@ -66,7 +66,7 @@ def check_split(model: nn.Module, instead: str = "set over_budget=cut", training
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class MicroBatch:
     """Some seeds of a batch and the edges that lead to them; rows are copied only by `batch()`, when its turn comes."""
 
     whole: Batch
@@ -85,7 +85,7 @@ class Piece:
         return _batch(self.whole, self.seed_idx, self.blocks, self.input_idx, self.own_idx)
 
 
-def piece_of(batch: Batch, seed_idx: Tensor) -> Piece:
+def micro_batch_of(batch: Batch, seed_idx: Tensor) -> MicroBatch:
     """The part of a batch that leads to some of its seeds (by position), over the same edges."""
     chosen = own = seed_idx = seed_idx.to(batch.seeds.device)
     blocks: list[Block] = []
@@ -94,7 +94,7 @@ def piece_of(batch: Batch, seed_idx: Tensor) -> Piece:
         wants = bool(part.edge) or part.edge_ids is not None
         indptr, src_idx, chosen, edges = _edges_to(part, block.num_src, own, wants)
         blocks.append(_block(block, chosen, own.numel(), _part(part, indptr, src_idx, edges)))
-    return Piece(batch, seed_idx, tuple(reversed(blocks)), chosen, own)
+    return MicroBatch(batch, seed_idx, tuple(reversed(blocks)), chosen, own)
 
 
 def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -106,7 +106,7 @@ def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tenso
 
 
 @dataclass(frozen=True)
-class PieceBytes:
+class MicroBatchBytes:
     """What a piece takes besides its step, by its sizes alone, on the device where it runs."""
 
     per_node: tuple[float, ...]
@@ -119,7 +119,7 @@ class PieceBytes:
     """and for the places of all nodes of the batch."""
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device | None) -> PieceBytes:
+    def of(cls, batch: Batch, device: torch.device | None) -> MicroBatchBytes:
         """device: where pieces are made; None: elsewhere, and what runs is copied."""
         nodes = [8.0] * len(batch.blocks) + [0.0]
         for l in range(len(batch.blocks)):
@@ -139,20 +139,20 @@ class PieceBytes:
         on_cpu = device.type == "cpu"
         return cls(tuple(nodes), tuple(edges), 24 if on_cpu else 96, (4 if on_cpu else 16) * batch.blocks[0].num_src)
 
-    def kept(self, sizes: Sizes) -> float:
+    def resident(self, sizes: Sizes) -> float:
         """While its step runs."""
         of_nodes = sum(b * n for b, n in zip(self.per_node, sizes.nodes, strict=True))
-        return of_nodes + sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True)) + ODDS
+        return of_nodes + sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True)) + SMALL_TENSOR_BYTES
 
-    def at_once(self, sizes: Sizes) -> float:
+    def while_made(self, sizes: Sizes) -> float:
         """While it is made: nodes' places come on top, and the positions of edges."""
         if not self.to_make:
-            return self.kept(sizes)
-        return self.kept(sizes) + 24 * sizes.nodes[0] + self.to_make * max(sizes.edges) + self.maps
+            return self.resident(sizes)
+        return self.resident(sizes) + 24 * sizes.nodes[0] + self.to_make * max(sizes.edges) + self.maps
 
-    def with_step(self, sizes: Sizes, step_bytes: float) -> float:
+    def peak_with_step(self, sizes: Sizes, step_bytes: float) -> float:
         """All of a piece whose step takes so much beside it."""
-        return max(self.kept(sizes) + step_bytes, self.at_once(sizes))
+        return max(self.resident(sizes) + step_bytes, self.while_made(sizes))
 
 
 def _row_bytes(rows: Tensor) -> int:
@@ -176,16 +176,18 @@ def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
     return [Sizes(tuple(row[: num_blocks + 1]), tuple(row[num_blocks + 1 :])) for row in counts]
 
 
-def by_balance(seed_cost: Tensor, num_pieces: int) -> list[Tensor]:
+def balanced_groups(seed_cost: Tensor, num_micro_batches: int) -> list[Tensor]:
     """Groups of seeds (positions) of about equal cost: dealt out from the dearest on, there and back."""
     order = torch.argsort(seed_cost, descending=True, stable=True)
     turn = torch.arange(order.numel(), device=order.device)
-    place = turn % (2 * num_pieces)
-    owner = torch.minimum(place, 2 * num_pieces - 1 - place)
-    return [order[owner == number].sort().values for number in range(num_pieces) if bool((owner == number).any())]
+    place = turn % (2 * num_micro_batches)
+    owner = torch.minimum(place, 2 * num_micro_batches - 1 - place)
+    return [
+        order[owner == number].sort().values for number in range(num_micro_batches) if bool((owner == number).any())
+    ]
 
 
-def fewest(
+def find_fewest(
     cut: Callable[[int], list[P]],
     worst: Callable[[list[P]], float],
     limit: float,
@@ -199,19 +201,19 @@ def fewest(
     cut: makes a number of pieces; worst: what the largest of some takes; first: how many are tried first; grow: how
     many times as many are tried next, at most.
     """
-    num_pieces = first
+    num_micro_batches = first
     while True:
-        num_pieces = min(num_pieces, most)
-        pieces = cut(num_pieces)
+        num_micro_batches = min(num_micro_batches, most)
+        pieces = cut(num_micro_batches)
         taken = worst(pieces)
-        if taken <= limit or num_pieces == most:
+        if taken <= limit or num_micro_batches == most:
             return pieces, taken
-        num_pieces = max(num_pieces + 1, math.floor(num_pieces * min(taken / limit, grow)))
+        num_micro_batches = max(num_micro_batches + 1, math.floor(num_micro_batches * min(taken / limit, grow)))
 
 
-def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs) -> list[Piece]:
+def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs) -> list[MicroBatch]:
     """A batch in as few pieces as fit, each below `limit` bytes."""
-    return [piece_of(batch, group) for group in groups_to_fit(batch, bytes_of, limit, costs)]
+    return [micro_batch_of(batch, group) for group in groups_to_fit(batch, bytes_of, limit, costs)]
 
 
 def groups_to_fit(
@@ -222,29 +224,29 @@ def groups_to_fit(
     *,
     among: Tensor | None = None,
     first: int | None = None,
-    most_bytes: float | None = None,
-    least_of: BytesOf | None = None,
+    max_bytes: float | None = None,
+    min_bytes_of: BytesOf | None = None,
 ) -> list[Tensor]:
     """Seeds (positions, on the host) in as few groups as fit, those of each together below `limit` bytes.
 
-    among: only these seeds; first: how many groups are tried first; most_bytes: what a seed alone may take,
-    if not `limit`; least_of: by which it is refused, if not `bytes_of`.
+    among: only these seeds; first: how many groups are tried first; max_bytes: what a seed alone may take,
+    if not `limit`; min_bytes_of: by which it is refused, if not `bytes_of`.
     """
     seed_cost = seed_costs(batch, costs)
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
 
     def cut(num_groups: int) -> list[Tensor]:
-        groups = [seeds[group] for group in by_balance(seed_cost[seeds], num_groups)]
+        groups = [seeds[group] for group in balanced_groups(seed_cost[seeds], num_groups)]
         return sorted(groups, key=lambda group: -float(seed_cost[group].sum()))
 
     def worst(groups: list[Tensor], bytes_of: BytesOf = bytes_of) -> float:
         return max(map(bytes_of, sizes_of(batch, groups)))
 
     num_groups = math.ceil(worst([seeds]) / limit) if first is None else max(1, first)
-    groups, taken = fewest(cut, worst, limit, first=num_groups, most=seeds.numel(), grow=1.5)
+    groups, taken = find_fewest(cut, worst, limit, first=num_groups, most=seeds.numel(), grow=1.5)
     if taken <= limit:
         return _first_filled(batch, bytes_of, limit, groups, seed_cost)
-    least, most = worst(groups, least_of or bytes_of), limit if most_bytes is None else most_bytes
+    least, most = worst(groups, min_bytes_of or bytes_of), limit if max_bytes is None else max_bytes
     if least <= most:
         return groups
     raise ValueError(
@@ -264,7 +266,7 @@ def _first_filled(
     num_groups, seeds = len(groups), torch.cat(groups)
     if not 1 < num_groups <= MOST_FILLED:
         return groups
-    shares = by_balance(seed_cost[seeds], FILLED_BY)
+    shares = balanced_groups(seed_cost[seeds], FILLED_BY)
 
     even = len(shares) // num_groups
     low, high = even, len(shares)  # the largest count that fits is from low on and below high
@@ -277,7 +279,7 @@ def _first_filled(
     if low == even:
         return groups
     first, rest = (seeds[torch.cat(some)] for some in (shares[:low], shares[low:]))
-    others = by_balance(seed_cost[rest], -(-num_groups * (len(shares) - low) // len(shares)))
+    others = balanced_groups(seed_cost[rest], -(-num_groups * (len(shares) - low) // len(shares)))
     found = [first, *(rest[group] for group in others)]
     return found if max(map(bytes_of, sizes_of(batch, found))) <= limit else groups
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 HEADER_BYTES = 128
 """Every file starts its data here: room for any shape we write, and aligned to two cache lines."""
-PIECE_BYTES = 1 << 24
+BYTES_AT_ONCE = 1 << 24
 """Bytes written or read in one go, so that a large array never has to be resident."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -149,7 +149,7 @@ class ArrayWriter:
     def append(self, rows: Tensor) -> None:
         """Write rows [n, *row_shape] after those already there."""
         assert tuple(rows.shape[1:]) == self.row_shape, (rows.shape, self.row_shape)
-        step = max(1, PIECE_BYTES // max(1, prod(self.row_shape) * self.dtype.itemsize))
+        step = max(1, BYTES_AT_ONCE // max(1, prod(self.row_shape) * self.dtype.itemsize))
         for start in range(0, rows.size(0), step):
             piece = rows[start : start + step].to(self.dtype).contiguous()
             data = as_bytes(piece)

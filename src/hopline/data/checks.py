@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Nodes = Dataset | NodeData
 
-PIECE_ELEMENTS = 1 << 22
+ELEMENTS_AT_ONCE = 1 << 22
 """Elements looked at in one go."""
 SHOWN_BYTES = 1 << 28
 """Smaller work is over before a progress bar could be read."""
@@ -32,7 +32,7 @@ REGRESSION = (
 
 def _pieces(array: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(first row, rows) over the array, about PIECE_ELEMENTS elements at a time."""
-    step = max(1, PIECE_ELEMENTS // max(1, array[:1].numel()))
+    step = max(1, ELEMENTS_AT_ONCE // max(1, array[:1].numel()))
     for start in range(0, array.size(0), step):
         yield start, array[start : start + step]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hopline.core.graph import version_of
-from hopline.data.arrays import PIECE_BYTES, as_bytes, checksum_text
+from hopline.data.arrays import BYTES_AT_ONCE, as_bytes, checksum_text
 from hopline.tables import SparseTable, Table
 
 if TYPE_CHECKING:
@@ -77,4 +77,4 @@ def _crc(pieces: Iterable[Tensor]) -> int:
 
 
 def _rows_at_once(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return max(1, PIECE_BYTES // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))
+    return max(1, BYTES_AT_ONCE // max(1, dtype.itemsize * torch.Size(shape[1:]).numel()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hopline.core.graph import Graph
-from hopline.data.arrays import DTYPES, HEADER_BYTES, PIECE_BYTES, checksum_text, map_npy, npy_header
+from hopline.data.arrays import BYTES_AT_ONCE, DTYPES, HEADER_BYTES, checksum_text, map_npy, npy_header
 from hopline.data.checks import SHOWN_BYTES, check_dataset
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import remember
@@ -73,7 +73,7 @@ def _write_dense(out: FolderWriter, array: str, table: Table) -> None:
         return
     row_bytes = max(1, table.num_bytes // max(1, len(table)))
     out.array(array, table.dtype, table.shape[1:])
-    for ids in torch.arange(len(table)).split(max(1, PIECE_BYTES // row_bytes)):
+    for ids in torch.arange(len(table)).split(max(1, BYTES_AT_ONCE // row_bytes)):
         out.append(array, table.read(ids))
 
 
@@ -207,7 +207,7 @@ def check_sums(path: Path, manifest: Manifest) -> list[str]:
             crc = 0
             with (path / entry.file).open("rb") as file:
                 file.seek(HEADER_BYTES)
-                while piece := file.read(PIECE_BYTES):
+                while piece := file.read(BYTES_AT_ONCE):
                     crc = zlib.crc32(piece, crc)
                     bar.advance(len(piece))
             if checksum_text(crc) != entry.checksum:

@@ -33,7 +33,7 @@ from hopline.shards.shard import is_shards
 from hopline.training.evaluation import hops_of
 from hopline.util.config import from_dict, to_dict
 
-PIECE = 1 << 18
+NODES_AT_ONCE = 1 << 18
 """Nodes whose rows are written at a time."""
 
 
@@ -131,7 +131,7 @@ def _pieces(
         walk = as_walkable(model)
         hops = hops_of(walk, data, settings.method) if config.hops is None else config.hops
         read = infer.exact_rows(walk, data, ids, hops=hops, show=True, **options)
-    for some in every.split(PIECE):
+    for some in every.split(NODES_AT_ONCE):
         yield _wanted(read(some), data, config)
 
 
@@ -167,8 +167,8 @@ def _in_order(settings: RunConfig) -> Sampled:
 
 def _to_first(channel: Channel, ids: Tensor, rows: Tensor, num_nodes: int) -> Iterator[Tensor]:
     """The rows of all ranks by ascending ids, piece by piece, for the first rank; the others get nothing."""
-    for start in range(0, num_nodes, PIECE):
-        low, high = torch.searchsorted(ids, torch.tensor([start, start + PIECE])).tolist()
+    for start in range(0, num_nodes, NODES_AT_ONCE):
+        low, high = torch.searchsorted(ids, torch.tensor([start, start + NODES_AT_ONCE])).tolist()
         giving = torch.tensor([high - low] + [0] * (channel.size - 1))
         coming = channel.counts(giving).tolist()
         got_ids, got = (channel.send(a[low:high], giving.tolist(), coming) for a in (ids, rows))

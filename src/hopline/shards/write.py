@@ -20,7 +20,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition, check_edges, make_partition
-from hopline.data.arrays import PIECE_BYTES, as_bytes
+from hopline.data.arrays import BYTES_AT_ONCE, as_bytes
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.data.fingerprint import fingerprint
@@ -222,7 +222,7 @@ class _Cut:
 
     def _deal_rows(self, name: str, source: Table | Tensor, bar: Progress) -> None:
         row_bytes = 8 * (1 + source[:1].numel() if isinstance(source, Tensor) else 1 + sum(source.shape[1:]))
-        for ids in torch.arange(self.data.num_nodes).split(max(1, min(CHUNK, PIECE_BYTES // row_bytes))):
+        for ids in torch.arange(self.data.num_nodes).split(max(1, min(CHUNK, BYTES_AT_ONCE // row_bytes))):
             ends, order = ops.group_edges(self.part_of[int(ids[0]) : int(ids[-1]) + 1], self.num_shards)
             nodes = ids[order]
             if isinstance(source, SparseTable):

@@ -20,7 +20,7 @@ from hopline.tables.hot_rows import hottest
 from hopline.tables.shareable import Shareable
 from hopline.util import trace
 
-PIECE_BYTES = 1 << 26
+BYTES_AT_ONCE = 1 << 26
 """Rows are brought to the device that many bytes at a time."""
 SORTED_FROM = 1 << 14
 """So many ids are read from the host in ascending order; fewer are not worth a sort."""
@@ -316,6 +316,6 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def _pieces(ids: Tensor, row_bytes: int) -> Iterator[tuple[int, Tensor]]:
-    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    step = max(1, BYTES_AT_ONCE // max(1, row_bytes))
     for start in range(0, ids.numel(), step):
         yield start, ids[start : start + step]

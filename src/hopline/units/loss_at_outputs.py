@@ -26,39 +26,39 @@ SEQUENTIAL = "with hl.FullBatch set aggregation=sequential, with other methods l
 
 
 @dataclass(frozen=True, eq=False)
-class LossAt:
+class OutputLoss:
     """The loss of a training step at outputs that are known."""
 
-    summed: Tensor
+    loss_sum: Tensor
     """The loss, summed over the seeds."""
-    given: Tensor
+    output_gradients: Tensor
     """The gradient of the loss at the outputs."""
-    of_parameters: Sequence[tuple[nn.Parameter, Tensor]]
+    parameter_gradients: Sequence[tuple[nn.Parameter, Tensor]]
     """Parameters that the loss reads by itself, as a penalty does, each with the gradient of the loss."""
 
     def add_to_parameters(self, share: float = 1.0) -> None:
         """Add these gradients to those that are there."""
-        for parameter, gradient in self.of_parameters:
+        for parameter, gradient in self.parameter_gradients:
             parameter.grad = gradient * share if parameter.grad is None else parameter.grad + gradient * share
 
 
-def loss_at(job: Job, batch: Batch, outputs: Tensor, scale: float) -> LossAt:
+def loss_at_outputs(job: Job, batch: Batch, outputs: Tensor, scale: float) -> OutputLoss:
     """The training step's loss where the model has put out these rows for the seeds of a batch.
 
     scale: of the gradients of the summed loss.
     """
     leaf = outputs.detach().requires_grad_()
-    with torch.enable_grad(), answering(job.model, batch, leaf):
+    with torch.enable_grad(), patch_outputs(job.model, batch, leaf):
         loss = job.train_step(job.model, batch) * batch.num_seeds
     parameters = [p for p in job.module.parameters() if p.requires_grad]
     given, *found = torch.autograd.grad(loss * scale, [leaf, *parameters], allow_unused=True)
     given = torch.zeros_like(leaf) if given is None else given
     reads = [(p, gradient) for p, gradient in zip(parameters, found, strict=True) if gradient is not None]
-    return LossAt(loss.detach(), given, reads)
+    return OutputLoss(loss.detach(), given, reads)
 
 
 @contextmanager
-def answering(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[None]:
+def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[None]:
     """Within, the model answers with outputs that were computed already; in all else it is the model itself."""
 
     def forward(given: Any = None, *others: Any, **named: Any) -> Tensor:

@@ -17,10 +17,10 @@ from hopline.methods.historical.micro_batches import (
     MicroBatch,
     Runs,
     at_layer,
-    balanced,
-    check_pieces,
+    balanced_runs,
+    check_micro_batches,
     runs_to_fit,
-    usual_run,
+    typical_run,
     whole_sizes,
 )
 from hopline.methods.historical.settings import Historical
@@ -48,18 +48,18 @@ def ends_of(runs: list[slice]) -> list[int]:
 
 def test_pieces_end_with_parts_where_these_are_small_enough():
     weight = torch.ones(100, dtype=torch.int64)
-    assert ends_of(balanced(weight, [24, 51, 74, 100], 4)) == [24, 51, 74, 100]
-    assert ends_of(balanced(weight, [24, 51, 74, 100], 2)) == [51, 100]
-    assert ends_of(balanced(weight, [24, 51, 74, 100], 1)) == [100]
-    assert ends_of(balanced(weight, [20, 100], 5)) == [20, 40, 60, 80, 100]
-    assert ends_of(balanced(weight, [0, 100, 100], 2)) == [50, 100]  # parts may be empty
-    assert len(balanced(weight, [24, 51, 74, 100], 100)) == 100
+    assert ends_of(balanced_runs(weight, [24, 51, 74, 100], 4)) == [24, 51, 74, 100]
+    assert ends_of(balanced_runs(weight, [24, 51, 74, 100], 2)) == [51, 100]
+    assert ends_of(balanced_runs(weight, [24, 51, 74, 100], 1)) == [100]
+    assert ends_of(balanced_runs(weight, [20, 100], 5)) == [20, 40, 60, 80, 100]
+    assert ends_of(balanced_runs(weight, [0, 100, 100], 2)) == [50, 100]  # parts may be empty
+    assert len(balanced_runs(weight, [24, 51, 74, 100], 100)) == 100
 
 
 def test_within_a_part_pieces_have_equal_weight():
     weight = torch.randint(1, 20, (500,), generator=torch.Generator().manual_seed(0))
     weight[7] = 900
-    runs = balanced(weight, [500], 10)
+    runs = balanced_runs(weight, [500], 10)
     sums = [int(weight[run].sum()) for run in runs]
     assert len(runs) <= 10
     assert sum(sums) == int(weight.sum())
@@ -142,12 +142,12 @@ def test_sizes_of_a_batch_and_of_one_layer():
 def test_models_whose_pieces_are_not_the_batch_are_refused_by_name():
     convs = [pyg.GCNConv(6, 8), pyg.GCNConv(8, 3)]
     with pytest.raises(ValueError, match=r"norms\.0\.module is a BatchNorm1d.*make parts_per_batch smaller"):
-        check_pieces(GNN(convs, norm="batch"))
-    check_pieces(GNN(convs, norm="batch").eval())
+        check_micro_batches(GNN(convs, norm="batch"))
+    check_micro_batches(GNN(convs, norm="batch").eval())
     drawn = GNN(convs, encoder=nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6)))
     with pytest.raises(ValueError, match=r"encoder\.0 draws anew.*input_dropout="):
-        check_pieces(drawn)
-    check_pieces(GNN(convs, encoder=nn.Linear(6, 6), dropout=0.5, norm="layer"))
+        check_micro_batches(drawn)
+    check_micro_batches(GNN(convs, encoder=nn.Linear(6, 6), dropout=0.5, norm="layer"))
 
 
 def test_usual_runs_are_in_the_middle_and_have_a_loss_where_they_must():
@@ -156,11 +156,11 @@ def test_usual_runs_are_in_the_middle_and_have_a_loss_where_they_must():
     indptr, seeds = made.block.part.indptr, made.batch.output_idx
     assert seeds is not None
     for count in (1, 4, made.block.num_dst):
-        run = usual_run(made, count, with_seeds=False)
+        run = typical_run(made, count, with_seeds=False)
         edges = indptr[count:] - indptr[:-count]
         assert run.stop - run.start == count
         assert int(edges[run.start]) == int(edges.median())
-        run = usual_run(made, count, with_seeds=True)
+        run = typical_run(made, count, with_seeds=True)
         assert run.stop - run.start == count
         assert bool(((seeds >= run.start) & (seeds < run.stop)).any())
 

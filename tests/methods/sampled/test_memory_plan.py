@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hopline.budget.memory_plan import RunOutline
-from hopline.budget.micro_batches import PieceBytes
+from hopline.budget.micro_batches import MicroBatchBytes
 from hopline.contract import Job, Place, Plan
 from hopline.core.batch import Batch
 from hopline.core.sizes import Sizes
@@ -110,10 +110,10 @@ def test_a_loader_leaves_batches_that_wait_on_the_host(gpu_outline: RunOutline):
     on_cpu = Loader(data, job.train_ids, METHOD, 0, torch.device("cpu"), None)
     for batch, expected in zip(loader.epoch(1), on_cpu.epoch(1), strict=True):
         assert_same(batch, expected)
-    taken = PieceBytes.of(expected, None)
+    taken = MicroBatchBytes.of(expected, None)
     sizes = Sizes.of(expected)
-    assert taken.at_once(sizes) == taken.kept(sizes) < PieceBytes.of(expected, job.device).at_once(sizes)
-    assert taken.kept(sizes) >= expected.num_bytes
+    assert taken.while_made(sizes) == taken.resident(sizes) < MicroBatchBytes.of(expected, job.device).while_made(sizes)
+    assert taken.resident(sizes) >= expected.num_bytes
 
 
 def assert_same(batch: Batch, expected: Batch) -> None:

@@ -63,7 +63,7 @@ def test_small_arrays_and_no_ids_are_never_cold() -> None:
 def test_cold_rows_are_read_right(
     piece_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_page_cache, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(cpu_page_cache, "BYTES_AT_ONCE", piece_bytes)
     rows = randn(900, *shape)
     ids = randint(0, 900, 300).to(dtype)  # in no order, some of them twice
     assert torch.equal(ops.gather_rows(mapped(tmp_path / "rows", rows), ids), rows[ids.long()])

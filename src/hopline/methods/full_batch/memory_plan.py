@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hopline.budget.micro_batches import fewest
+from hopline.budget.micro_batches import find_fewest
 from hopline.contract import Budget, Item, Outline, Plan
 from hopline.core.sizes import Sizes
 from hopline.methods.full_batch.settings import FullBatch
@@ -56,7 +56,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
 
     first = min(method.num_shards, data.num_nodes)
     most = max(first, min(data.num_nodes, MOST_SHARDS))
-    plans, _ = fewest(lambda num_shards: [form(num_shards)], excess, 1.0, first=first, most=most, grow=2)
+    plans, _ = find_fewest(lambda num_shards: [form(num_shards)], excess, 1.0, first=first, most=most, grow=2)
     return plans[0]
 
 

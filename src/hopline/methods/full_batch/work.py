@@ -22,7 +22,7 @@ from hopline.nn.whole_module import Whole
 from hopline.shards.convs.norm import norms_over_ranks
 from hopline.shards.data import ShardedData
 from hopline.units.batch_unit import autocast
-from hopline.units.loss_at_outputs import batch_of_seeds, loss_at
+from hopline.units.loss_at_outputs import batch_of_seeds, loss_at_outputs
 from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 
@@ -198,13 +198,13 @@ class ShardedUnit(Unit):
             # Random numbers of the loss are the same on all ranks, and those of the model go on as they would.
             with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []):
                 torch.manual_seed(self.key)
-                found = loss_at(job, self._of_all_ranks(batch), self._gathered(outputs.detach()), 1 / total)
+                found = loss_at_outputs(job, self._of_all_ranks(batch), self._gathered(outputs.detach()), 1 / total)
             first = int(work.batches.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
             with trace.span("backward", job.device):
-                (outputs * found.given[first : first + self.size]).sum().backward()
+                (outputs * found.output_gradients[first : first + self.size]).sum().backward()
         found.add_to_parameters(1 / job.world.size)  # gradients are summed over the ranks, and all have these
         work.batches.transport.end_step()
-        return found.summed * (self.size / work.batches.total)
+        return found.loss_sum * (self.size / work.batches.total)
 
     def _of_all_ranks(self, batch: Batch) -> Batch:
         y = None if batch.y is None else self._gathered(batch.y)

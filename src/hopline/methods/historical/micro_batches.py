@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget.micro_batches import check_split, fewest, piece_of, sizes_of
+from hopline.budget.micro_batches import check_split, find_fewest, micro_batch_of, sizes_of
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, Rows
@@ -31,7 +31,7 @@ from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.compensation import messages_back
 from hopline.methods.historical.step import HistoricalUnit
-from hopline.methods.partitioned.sweep_loss import LossByPiece, SweepLoss, objective_of
+from hopline.methods.partitioned.sweep_loss import SummedLoss, SweepLoss, objective_of
 from hopline.nn.gnn import GNN
 from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
@@ -50,20 +50,20 @@ UNEVEN = 1.1
 """How much more than its share a piece may have, where it then ends with a part of the graph."""
 ENOUGH_NODES = 64
 """Nodes at which layers are measured at least, before any batch is split."""
-OF_A_MAP = 16
+MAP_BYTES_PER_NODE = 16
 """Bytes per node of a batch while a micro-batch of it is made."""
 
 
 # ---- where a batch is cut
 
 
-def balanced(weight: Tensor, ends: Sequence[int], num_pieces: int) -> list[slice]:
+def balanced_runs(weight: Tensor, ends: Sequence[int], num_micro_batches: int) -> list[slice]:
     """Runs of nodes of about equal weight, that end with the parts of a batch where these are small enough.
 
     weight: [num_nodes]; ends: of the parts, ascending.
     """
     upto = torch.cat([weight.new_zeros(1), weight.cumsum(0)])
-    share, cuts, start = float(upto[-1]) / num_pieces, [0], 0
+    share, cuts, start = float(upto[-1]) / num_micro_batches, [0], 0
     for stop in ends:
         if float(upto[stop] - upto[cuts[-1]]) > UNEVEN * share:
             cuts.append(start)
@@ -81,14 +81,14 @@ def runs_to_fit(
     block: Block, ends: Sequence[int], bytes_of: Callable[[Sizes], float], limit: float
 ) -> tuple[list[slice], float]:
     """(a block's destinations in few runs that take no more than `limit` bytes each, what the largest takes)."""
-    alone, weight = _alone(block), block.part.indptr.cpu().diff() + 1
-    num_pieces = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
+    alone, weight = _as_batch(block), block.part.indptr.cpu().diff() + 1
+    num_micro_batches = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
 
     def worst(runs: list[slice]) -> float:
         return max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
 
-    cut = partial(balanced, weight, ends)
-    runs, taken = fewest(cut, worst, limit, first=num_pieces, most=block.num_dst, grow=MOST_GROWTH)
+    cut = partial(balanced_runs, weight, ends)
+    runs, taken = find_fewest(cut, worst, limit, first=num_micro_batches, most=block.num_dst, grow=MOST_GROWTH)
     if taken <= limit:
         return runs, taken
     raise ValueError(
@@ -101,7 +101,7 @@ def _positions(run: slice) -> Tensor:
     return torch.arange(run.start, run.stop)
 
 
-def usual_run(made: HistoricalBatch, count: int, with_seeds: bool) -> slice:
+def typical_run(made: HistoricalBatch, count: int, with_seeds: bool) -> slice:
     """So many of a batch's nodes in a row, with as many edges as such runs usually have, or with a loss."""
     indptr, seeds = made.block.part.indptr.cpu(), made.batch.output_idx
     start = int((indptr[count:] - indptr[:-count]).median(dim=0).indices)
@@ -110,7 +110,7 @@ def usual_run(made: HistoricalBatch, count: int, with_seeds: bool) -> slice:
     return slice(start, start + count)
 
 
-def _alone(block: Block) -> Batch:
+def _as_batch(block: Block) -> Batch:
     """A block as a batch of all its destinations, without rows, and without the halo that completes these."""
     return Batch(block.dst_ids, (replace(block, between=None),), None, None)
 
@@ -160,7 +160,7 @@ def whole_sizes(made: HistoricalBatch) -> Sizes:
     return Sizes(tuple(nodes), tuple(edges))
 
 
-def check_pieces(model: GNN) -> None:
+def check_micro_batches(model: GNN) -> None:
     """Refuse, by name, a model for which a batch in pieces is not the batch."""
     check_split(model, instead="make parts_per_batch smaller")
     for name, module in model.named_modules():
@@ -198,7 +198,7 @@ class MicroBatch:
     def edges(self) -> Edges:
         """Made anew, so that they are there for one layer of one micro-batch at a time."""
         whole = self.made.block
-        piece = piece_of(_alone(whole), _positions(self.run))
+        piece = micro_batch_of(_as_batch(whole), _positions(self.run))
         (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
         order = is_halo.long().argsort(stable=True)
         place = torch.empty_like(order)
@@ -251,7 +251,7 @@ class Runs:
 
     def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
         for run in self.runs:
-            piece = piece_of(_alone(self.block), _positions(run))
+            piece = micro_batch_of(_as_batch(self.block), _positions(run))
             yield run, piece.blocks[0], piece.input_idx
 
 
@@ -300,8 +300,8 @@ class Probe:
     def _measure(self, l: int, count: int, layers: LayerBytes) -> int:
         """What a layer takes at so many nodes; it is learnt."""
         job, last = self.work.job, l == self.plan.last
-        some = MicroBatch(self.made, 0, usual_run(self.made, count, with_seeds=last))
-        objective = LossByPiece(job, 1.0) if job.usual_loss else GivenGradients(job, 1.0)
+        some = MicroBatch(self.made, 0, typical_run(self.made, count, with_seeds=last))
+        objective = SummedLoss(job, 1.0) if job.usual_loss else FixedGradients(job, 1.0)
         job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
         with meter_of(job.device) as meter, autocast(job):
             piece = self.plan.piece(l, some)
@@ -315,7 +315,7 @@ class Probe:
         return meter.peak_bytes
 
 
-class GivenGradients(SweepLoss):
+class FixedGradients(SweepLoss):
     """Gradients that come from a loss over all seeds; while layers are measured, zeros."""
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ class MicroBatches(BatchPlan):
         num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self.keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
         num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.made.batch.num_seeds
-        return num_bytes + OF_A_MAP * self.made.block.num_src + self.guard.overhead_bytes()
+        return num_bytes + MAP_BYTES_PER_NODE * self.made.block.num_src + self.guard.overhead_bytes()
 
     @property
     def keeps_all(self) -> bool:
@@ -435,7 +435,7 @@ class MicroBatches(BatchPlan):
             for p in self.work.job.module.parameters():
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
-        return objective.summed
+        return objective.loss_sum
 
     def _layers(self, scale: float) -> Layers[MicroBatch]:
         return Layers(self.work.model, self, BatchRows(self, scale), key=self.key)
@@ -550,17 +550,17 @@ class HistoricalStep:
     def bound_bytes(self) -> float:
         return self.unit.work.layer_bytes.together(self.sizes())
 
-    def at_once(self) -> Tensor:
+    def run_whole(self) -> Tensor:
         return HistoricalUnit.forward_backward(self.unit, self.total)
 
     def cut(self) -> MicroBatches:
         work, guard = self.unit.work, self.unit.guard
-        check_pieces(work.model)
+        check_micro_batches(work.model)
         micro_batches = MicroBatches(work, self.made, guard)
         guard.note_split(len(micro_batches.all))
         return micro_batches
 
-    def in_pieces(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
+    def run_in_micro_batches(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
         work, made, micro_batches = self.unit.work, self.made, self.cut()
         set_predicted_bytes(micro_batches.predicted_bytes)
         ages = made.stored.ages(made.halo.positions)

@@ -91,7 +91,7 @@ def go_back(work: PartsWork, key: int | None = None, scale: float = 1.0, *, keep
     with torch.enable_grad() if key is not None else _evaluating_with_gradients(work.model):
         _layers(work, key, keep=keep).backward(objective)
     work.job.world.barrier()
-    return objective.summed
+    return objective.loss_sum
 
 
 def _mode(work: PartsWork, key: int | None) -> AbstractContextManager[None]:

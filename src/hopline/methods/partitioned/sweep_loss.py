@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hopline.core.batch import Batch
 from hopline.layerwise.engine import Layers
-from hopline.units.loss_at_outputs import answering, batch_of_seeds, loss_at
+from hopline.units.loss_at_outputs import batch_of_seeds, loss_at_outputs, patch_outputs
 
 if TYPE_CHECKING:
     from hopline.contract import Job
@@ -36,17 +36,17 @@ WholeBatch: TypeAlias = "Callable[[Tensor, Tensor | None], Batch]"
 def objective_of(job: Job, scale: float, key: int | None, whole_batch: WholeBatch | None = None) -> SweepLoss:
     """The loss of a training step over pieces. scale: of the gradients; key: of the draws."""
     if job.usual_loss:
-        return LossByPiece(job, scale)
-    return LossAtOnce(job, scale, whole_batch or (lambda seeds, y: batch_of_seeds(job, seeds, y, key)))
+        return SummedLoss(job, scale)
+    return JointLoss(job, scale, whole_batch or (lambda seeds, y: batch_of_seeds(job, seeds, y, key)))
 
 
 class SweepLoss(ABC):
-    """The loss over the pieces of a sweep. `summed` is the loss so far, summed over the seeds."""
+    """The loss over the pieces of a sweep. `loss_sum` is the loss so far, summed over the seeds."""
 
     def __init__(self, job: Job, scale: float) -> None:
         self.job, self.scale = job, scale
         dtype = next(p.dtype for p in job.module.parameters())
-        self.summed = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=job.device)
+        self.loss_sum = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=job.device)
 
     def begin(self, layers: Layers[Any]) -> None:  # noqa: B027 - a loss by piece has nothing to prepare
         """All rows before the last layer can be read."""
@@ -56,17 +56,17 @@ class SweepLoss(ABC):
         """A scalar whose gradient is the share of a piece: its batch, and the outputs at its seeds."""
 
 
-class LossByPiece(SweepLoss):
+class SummedLoss(SweepLoss):
     """The usual loss, a mean over the seeds: each piece gives its share."""
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
-        with answering(self.job.model, batch, outputs):
+        with patch_outputs(self.job.model, batch, outputs):
             loss = self.job.train_step(self.job.model, batch) * batch.num_seeds
-        self.summed += loss.detach()
+        self.loss_sum += loss.detach()
         return loss * self.scale
 
 
-class LossAtOnce(SweepLoss):
+class JointLoss(SweepLoss):
     """The loss over all seeds of a sweep. Called once per piece with seeds, in the order of the pieces."""
 
     def __init__(self, job: Job, scale: float, whole_batch: WholeBatch) -> None:
@@ -88,11 +88,11 @@ class LossAtOnce(SweepLoss):
         """The gradient of the loss at the outputs of each piece. seeds: of the pieces, one after the other."""
         # Both hold the same nodes, each once: the k-th smallest of one is the k-th smallest of the other.
         order = seeds.argsort()[whole.seeds.argsort().argsort()]
-        found = loss_at(self.job, whole, torch.cat(outputs)[order], self.scale)
+        found = loss_at_outputs(self.job, whole, torch.cat(outputs)[order], self.scale)
         found.add_to_parameters()
-        self.summed += found.summed
-        by_piece = torch.empty_like(found.given)
-        by_piece[order] = found.given
+        self.loss_sum += found.loss_sum
+        by_piece = torch.empty_like(found.output_gradients)
+        by_piece[order] = found.output_gradients
         return by_piece.split([rows.size(0) for rows in outputs])
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class NeededRows:
         objective = objective_of(self.work.job, scale, key)
         with torch.enable_grad():
             self._layers(key).backward(objective)
-        return objective.summed
+        return objective.loss_sum
 
     def _layers(self, key: int | None) -> Layers[NeededChunk]:
         work, positions = self.work, self.positions

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.budget.micro_batches import PieceBytes, can_split
+from hopline.budget.micro_batches import MicroBatchBytes, can_split
 from hopline.budget.predictor import Predictor
 from hopline.contract import CUTS, Budget, Item, Outline, OverBudget, Place, Plan, with_evaluation
 from hopline.core.batch import Batch
@@ -134,8 +134,8 @@ class SampledForms:
     def _whole(self, batches_on_host: bool) -> float:
         """The step of a whole batch; one that waited elsewhere is copied for it."""
         sizes = [_swung(Sizes.of(batch), self.outline.data.graph) for batch in self.batches]
-        copies = PieceBytes.of(self._largest, None) if batches_on_host else None
-        return max(self.predictor.predict_peak(s) + (0 if copies is None else copies.kept(s)) for s in sizes)
+        copies = MicroBatchBytes.of(self._largest, None) if batches_on_host else None
+        return max(self.predictor.predict_peak(s) + (0 if copies is None else copies.resident(s)) for s in sizes)
 
     def _least(self, batches_on_host: bool) -> float:
         """A step that is as small as what may be done with a batch makes it: of a single seed in a piece of its own, of
@@ -148,8 +148,8 @@ class SampledForms:
             return beside + self._whole(batches_on_host)
         else:
             seed = self._largest_seed
-        copies = PieceBytes.of(self._largest, None if batches_on_host else self.outline.device)
-        return beside + SWING * copies.maps + copies.with_step(seed, self.predictor.predict_peak(seed))
+        copies = MicroBatchBytes.of(self._largest, None if batches_on_host else self.outline.device)
+        return beside + SWING * copies.maps + copies.peak_with_step(seed, self.predictor.predict_peak(seed))
 
     def _made(
         self, method: Sampled, prepared: list[Item], step: float, one: float, batches_on_host: bool = False

@@ -27,7 +27,7 @@ LOOKED_AT = 32
 LARGEST_GAP = 4
 """Pages between two that are needed which are read along, to make one request of two."""
 
-PIECE_BYTES = 1 << 26
+BYTES_AT_ONCE = 1 << 26
 """Bytes that are asked for at a time: enough for the disk to work on, little enough to stay until it is read."""
 
 _PAGE = mmap.PAGESIZE
@@ -108,7 +108,7 @@ def in_order_of_file(rows: Tensor, ids: np.ndarray) -> Iterator[np.ndarray]:
     address, row_bytes = rows.data_ptr(), num_bytes // rows.size(0)
     _expect_random_reads(address, num_bytes)
     order = np.argsort(ids, kind="stable")
-    rows_per_piece = max(1, PIECE_BYTES // (row_bytes + _PAGE))
+    rows_per_piece = max(1, BYTES_AT_ONCE // (row_bytes + _PAGE))
     pieces = [order[i : i + rows_per_piece] for i in range(0, order.shape[0], rows_per_piece)]
     for piece, following in itertools.zip_longest(pieces, pieces[1:]):
         if piece is pieces[0]:

@@ -285,7 +285,7 @@ class _Backward:
         for t, need in zip(self.given["constant"], self.needs["constant"], strict=True):
             t.requires_grad_(need)
         self.parameters = run.parameters(inputs)
-        self.of_parameters: list[Tensor | None] = [None] * len(self.parameters)
+        self.parameter_gradients: list[Tensor | None] = [None] * len(self.parameters)
 
     def over_parts(self, kept: _Kept) -> list[Any]:
         run = self.run
@@ -308,7 +308,7 @@ class _Backward:
         arrived = iter(returns.finish())
         of_sources = [next(arrived) if need else None for need in self.needs["source"]]
         totals = self.totals
-        return [*of_sources, *totals["destination"], *totals["edge"], *totals["constant"], *self.of_parameters]
+        return [*of_sources, *totals["destination"], *totals["edge"], *totals["constant"], *self.parameter_gradients]
 
     def _add_part(
         self, k: int, rows: list[Tensor] | None, buffers: list[Tensor], kept: _Kept, turn: Callable[[], None]
@@ -343,8 +343,8 @@ class _Backward:
                 _add_gradient(role, chunk, total, gradient)
         for i, gradient in enumerate(results[len(asked) :]):
             if gradient is not None:
-                total = self.of_parameters[i]
-                self.of_parameters[i] = gradient if total is None else total + gradient
+                total = self.parameter_gradients[i]
+                self.parameter_gradients[i] = gradient if total is None else total + gradient
 
     def _leaves(self, chunk: Chunk, rows: list[Tensor] | None) -> dict[Role, list[Tensor]]:
         """The inputs on a chunk's edges, with gradients of their own. Sources whose values do not matter are 0."""
