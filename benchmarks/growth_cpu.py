@@ -144,7 +144,7 @@ def memory_of_training(folder: Path) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         job.job.model(batch)
     model = 4 * sum(p.numel() * p.element_size() for p in job.model.parameters())  # weights, gradients, two moments
-    known = {t.untyped_storage().data_ptr() for t in (batch.x.beside, *job.model.parameters())}  # type: ignore[union-attr]
+    known = {t.untyped_storage().data_ptr() for t in (batch.x.reduced_and_own, *job.model.parameters())}  # type: ignore[union-attr]
     activations = sum(size for place, size in kept.items() if place not in known)
     from hopline.methods.sampled.loader import resolve_workers
 

@@ -266,7 +266,7 @@ class Method(ABC):
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
-BESIDE = 0.25
+ASYNC_EVALUATION_SHARE = 0.25
 """The part of what is left for steps that evaluation beside them gets."""
 OverBudget = Literal["split", "resample", "cut", "cut_by_degree", "cut_by_pagerank", "refuse"]
 CutBy = Literal["random", "degree", "pagerank"]
@@ -369,7 +369,7 @@ class Outline(ABC):
     """With the data where it is before a GPU is given some of it."""
     optimizer: str = "adam"
     placement: Placement = field(default_factory=Placement)
-    beside: bool = False
+    async_evaluation: bool = False
     """Whether evaluation beside training takes memory where steps are computed."""
 
     @property
@@ -488,7 +488,7 @@ class Plan:
     """Whether batches wait on the host, and go to the GPU, whole or in pieces, when their turn comes."""
     num_blocks: int | None = None
     """Blocks of a batch by whose steps the method was planned; None: no measured step would tell more."""
-    beside: bool = False
+    async_evaluation: bool = False
     """Whether evaluation takes memory beside the steps."""
 
     def budget_bytes(self, place: Place) -> int | None:
@@ -507,12 +507,12 @@ class Plan:
     @property
     def limit_bytes(self) -> float:
         """and for a step of it."""
-        return (1 - BESIDE) * self.available_bytes if self.beside else self.available_bytes
+        return (1 - ASYNC_EVALUATION_SHARE) * self.available_bytes if self.async_evaluation else self.available_bytes
 
     @property
     def evaluation_bytes(self) -> float:
         """What is left for evaluation: all, unless it goes on beside the steps."""
-        return BESIDE * self.available_bytes if self.beside else self.available_bytes
+        return ASYNC_EVALUATION_SHARE * self.available_bytes if self.async_evaluation else self.available_bytes
 
     @property
     def num_micro_batches(self) -> int:
@@ -530,11 +530,11 @@ class Plan:
     def peak_bytes(self, place: Place) -> int:
         """What will be taken at most."""
         step = min(self.step_bytes, self.limit_bytes) if place == self.compute_place else 0
-        return self.resident_bytes(place) + math.ceil(with_evaluation(step, self.beside))
+        return self.resident_bytes(place) + math.ceil(with_evaluation(step, self.async_evaluation))
 
     def smallest_bytes(self, place: Place) -> int:
         """The smallest limit that would do."""
-        step = with_evaluation(self.min_step_bytes, self.beside)
+        step = with_evaluation(self.min_step_bytes, self.async_evaluation)
         besides = step if place == self.compute_place else self.hidden_bytes if place == self.hidden_place else 0
         return self.resident_bytes(place) + math.ceil(besides)
 
@@ -606,7 +606,7 @@ class Plan:
                 cut = f", in up to {self.num_micro_batches} pieces" if self.num_micro_batches > 1 else ""
                 step = min(self.step_bytes, self.limit_bytes)
                 parts.append(f"a step {format_size(step)}{cut}")
-                if self.beside:
+                if self.async_evaluation:
                     parts.append(f"evaluation beside it {format_size(with_evaluation(step, True) - step)}")
             limit = self.limits[place]
             of = "" if limit is None else f" of {format_size(limit)}"
@@ -614,9 +614,9 @@ class Plan:
         return [*found, f"plan: {self.whole}"]
 
 
-def with_evaluation(step_bytes: float, beside: bool) -> float:
+def with_evaluation(step_bytes: float, async_evaluation: bool) -> float:
     """What must be there for a step, and for evaluation if that goes on beside it."""
-    return step_bytes / (1 - BESIDE) if beside else step_bytes
+    return step_bytes / (1 - ASYNC_EVALUATION_SHARE) if async_evaluation else step_bytes
 
 
 def _available(limit: int | None, taken: int) -> float:

@@ -79,7 +79,7 @@ def test_evaluation_keeps_its_rows_where_there_is_room():
 
 def test_evaluation_beside_the_steps_has_a_part_of_what_is_left():
     alone = plan_of(step_bytes=1500.0)
-    plan = plan_of(step_bytes=1500.0, beside=True)
+    plan = plan_of(step_bytes=1500.0, async_evaluation=True)
     assert plan.limit_bytes + plan.evaluation_bytes == plan.available_bytes == alone.limit_bytes
     assert plan.chunk_bytes is not None
     assert 0 < plan.chunk_bytes <= plan.evaluation_bytes < plan.limit_bytes

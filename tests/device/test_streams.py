@@ -98,14 +98,14 @@ def assert_same_outcome(found: tuple[Any, ...], expected: tuple[Any, ...]) -> No
 
 def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Have evaluations beside training that are not replayed keep their turn for longer."""
-    evaluated = EvaluationThread._evaluated
+    evaluated = EvaluationThread._evaluate
 
     def slowly(thread: EvaluationThread, room: Any) -> Any:
         with streams.capture_lock:
             time.sleep(seconds)
             return evaluated(thread, room)
 
-    monkeypatch.setattr(EvaluationThread, "_evaluated", slowly)
+    monkeypatch.setattr(EvaluationThread, "_evaluate", slowly)
 
 
 @pytest.mark.gpu

@@ -195,14 +195,14 @@ def test_beside_training_rows_are_read_where_they_always_are(device: str) -> Non
     hot, cold, hot_slot = table.reserve(torch.device(device), 1).tiers
     assert hot_slot is not None
     hot[4], hot_slot[7] = -1.0, -2 - 4  # the seventh row is staged, and will be another one soon
-    beside, ids = table.beside(), torch.tensor([7, 3])
+    beside, ids = table.concurrent_view(), torch.tensor([7, 3])
     assert torch.equal(beside.read(ids.to(device)).cpu(), ROWS[ids])
     if device == "cuda":  # else the host reads what is not hot
         assert table.read(ids.to(device))[0].tolist() == [-1.0] * 5
     assert (beside.shape, beside.dtype, beside.storage()) == (table.shape, table.dtype, None)
     assert beside.tiers(device) == (cold, None, None)
     everything = tiered(None)
-    assert everything.beside().tiers() == everything.tiers()
+    assert everything.concurrent_view().tiers() == everything.tiers()
 
 
 def test_room_behind_the_hot_rows() -> None:

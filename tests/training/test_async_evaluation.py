@@ -13,7 +13,7 @@ from hopline import infer
 from hopline.contract import Job
 from hopline.inference.captured_forward import PendingInference
 from hopline.nn import GNN
-from hopline.training.async_evaluation import EvaluationError, EvaluationThread, Room
+from hopline.training.async_evaluation import EvaluationError, EvaluationThread, WeightsBuffer
 from hopline.training.evaluation import Measure
 from hopline.util import trace
 from hopline.util.trace import Timers
@@ -26,13 +26,13 @@ def trainer_of() -> hl.Trainer:
     return hl.Trainer(sage(data, norm="batch"), data, method(), show=False)
 
 
-def rooms_of(trainer: hl.Trainer, count: int) -> list[Room]:
+def rooms_of(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
     """Rooms with other weights each."""
     rooms = []
     for _ in range(count):
         for p in trainer.model.parameters():
             p.data.add_(torch.randn_like(p))
-        rooms.append(Room(trainer.model.state_dict()))
+        rooms.append(WeightsBuffer(trainer.model.state_dict()))
         rooms[-1].fill(trainer.model.state_dict())
     return rooms
 
@@ -40,7 +40,7 @@ def rooms_of(trainer: hl.Trainer, count: int) -> list[Room]:
 def test_a_room_holds_a_copy_of_every_weight_and_buffer():
     state = {"a": torch.arange(3.0), "b": torch.tensor(7), "none": torch.empty(0, 2), "c": torch.ones(2, 2).bfloat16()}
     state["turned"] = torch.arange(6.0).view(2, 3).t()
-    room = Room(state)
+    room = WeightsBuffer(state)
     room.fill(state)
     before = {name: tensor.clone() for name, tensor in state.items()}
     for tensor in state.values():
@@ -57,10 +57,10 @@ def test_it_answers_in_order_with_what_training_would_find_and_leaves_the_model_
     threads, before = torch.get_num_threads(), {n: t.clone() for n, t in trainer.model.state_dict().items()}
     thread = EvaluationThread(measure, trainer.job)
     for epoch, room in enumerate(rooms, start=1):
-        thread.ask(epoch, room)
+        thread.submit(epoch, room)
     found = []
     while len(found) < 3:
-        found += thread.answers(wait=True)
+        found += thread.results(wait=True)
     thread.close()
     assert [one["epoch"] for one in found] == [1, 2, 3]
     assert all(torch.equal(t, trainer.model.state_dict()[n]) for n, t in before.items())
@@ -95,11 +95,11 @@ def test_a_failure_comes_after_the_answers_before_it_with_its_cause():
     rooms = rooms_of(trainer, 2)
     thread = EvaluationThread(Fails(trainer.method), trainer.job)
     for epoch, room in enumerate(rooms, start=1):
-        thread.ask(epoch, room)
+        thread.submit(epoch, room)
     thread._served.result(60)
-    assert [one["epoch"] for one in thread.answers()] == [1]
+    assert [one["epoch"] for one in thread.results()] == [1]
     with pytest.raises(EvaluationError, match="evaluation after epoch 2 failed: ZeroDivisionError: no more") as caught:
-        thread.answers(wait=True)
+        thread.results(wait=True)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     thread.close()
 
@@ -115,12 +115,12 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
 
     (room,) = rooms_of(trainer, 1)
     thread = EvaluationThread(Waits(trainer.method), trainer.job)
-    thread.ask(1, room)
+    thread.submit(1, room)
     begun.wait()
     thread._ends.set()
     go_on.set()
     thread.close()
-    assert thread.answers() == []
+    assert thread.results() == []
 
 
 class Come:
@@ -160,16 +160,16 @@ def test_what_is_recorded_is_launched_by_who_asks_and_waited_for_by_the_thread()
     assert thread.is_ready
     thread._captured_inference = recorded = Recorded(trainer)  # type: ignore[assignment]
     assert not thread.is_ready
-    assert thread.most_asked == 1, "until it is recorded, so that the same ones are replayed every time"
+    assert thread.max_pending == 1, "until it is recorded, so that the same ones are replayed every time"
     thread.prepare()
     assert thread.is_ready
-    assert thread.most_asked == 2
+    assert thread.max_pending == 2
     spans, found = Timers(), []
     with trace.listen(spans):
         for epoch, room in enumerate(rooms, start=1):
-            thread.ask(epoch, room)
+            thread.submit(epoch, room)
         while len(found) < 3:
-            found += thread.answers(wait=True)
+            found += thread.results(wait=True)
     thread.close()
     assert recorded.given == [threading.current_thread().name] * 3
     assert spans.this_epoch()["infer.layer"] >= 0.75

@@ -21,7 +21,7 @@ from torch_geometric.nn import GAT
 import hopline as hl
 from hopline.contract import Job
 from hopline.training import async_evaluation, checkpoint, validation
-from hopline.training.async_evaluation import Beside, EvaluationError, EvaluationThread
+from hopline.training.async_evaluation import AsyncEvaluator, EvaluationError, EvaluationThread
 from hopline.training.evaluation import Measure
 from tests.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
 from tests.warm import Process, python
@@ -30,7 +30,7 @@ from tests.warm import Process, python
 @pytest.fixture
 def thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training never takes over an evaluation, as where a GPU trains."""
-    monkeypatch.setattr(Beside, "can_help", False)
+    monkeypatch.setattr(AsyncEvaluator, "can_help", False)
 
 
 @pytest.fixture
@@ -39,14 +39,16 @@ def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 
     Training does not wait for them: the backlog is long enough.
     """
-    permits, evaluate = threading.Semaphore(0), EvaluationThread._evaluated
+    permits, evaluate = threading.Semaphore(0), EvaluationThread._evaluate
 
-    def evaluate_with_permit(self: EvaluationThread, room: async_evaluation.Room) -> tuple[dict[str, float], float]:
+    def evaluate_with_permit(
+        self: EvaluationThread, room: async_evaluation.WeightsBuffer
+    ) -> tuple[dict[str, float], float]:
         while not (permits.acquire(timeout=0.01) or self._ends.is_set()):
             pass
         return evaluate(self, room)
 
-    monkeypatch.setattr(EvaluationThread, "_evaluated", evaluate_with_permit)
+    monkeypatch.setattr(EvaluationThread, "_evaluate", evaluate_with_permit)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 100)
     return permits
 
@@ -88,7 +90,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("helps", [False, True])
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_the_run_that_would_have_waited(name: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Beside, "can_help", helps)
+    monkeypatch.setattr(AsyncEvaluator, "can_help", helps)
     compare_with_blocking(*RUNS[name], tmp_path)
 
 
@@ -168,15 +170,15 @@ def test_training_does_not_wait_and_hooks_come_in_order(permits: threading.Semap
 def test_with_a_full_backlog_training_waits_for_the_oldest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, permits: threading.Semaphore
 ):
-    collect = Beside._collect
+    collect = AsyncEvaluator._collect
 
-    def permit_one(self: Beside, *, wait: bool = False) -> Iterator[validation.Result]:
+    def permit_one(self: AsyncEvaluator, *, wait: bool = False) -> Iterator[validation.Result]:
         """Only where training waits does a result come."""
         if wait:
             permits.release()
         return collect(self, wait=wait)
 
-    monkeypatch.setattr(Beside, "_collect", permit_one)
+    monkeypatch.setattr(AsyncEvaluator, "_collect", permit_one)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 2)
     data, watch = small(), Recorder()
     run = fit(data, epochs=5, evaluate="async", callbacks=[watch], out=tmp_path)
@@ -219,14 +221,14 @@ def test_training_evaluates_itself_what_it_would_have_to_wait_for(
     monkeypatch: pytest.MonkeyPatch, permits: threading.Semaphore
 ):
     monkeypatch.setattr(async_evaluation, "BACKLOG", 3)  # two that the thread has been asked for, and one more
-    here, plain = [], Beside._evaluate_here
+    here, plain = [], AsyncEvaluator._evaluate_here
 
-    def noted(self: Beside, snapshot: validation.Snapshot) -> dict[str, Any]:
+    def noted(self: AsyncEvaluator, snapshot: validation.Snapshot) -> dict[str, Any]:
         here.append(snapshot.epoch)
         permits.release(100)
         return plain(self, snapshot)
 
-    monkeypatch.setattr(Beside, "_evaluate_here", noted)
+    monkeypatch.setattr(AsyncEvaluator, "_evaluate_here", noted)
     data, found = small(), []
     for how in ("blocking", "async"):
         model = model_of("sage", data)
@@ -246,7 +248,7 @@ class StopAt(hl.Callback):
             until = time.monotonic() + 60
             while len(trainer.run.evaluations) < self.after and time.monotonic() < until:
                 time.sleep(0.05)
-                trainer.act_on(trainer.evaluations.arrived())
+                trainer.act_on(trainer.evaluations.poll())
             raise KeyboardInterrupt
 
 
@@ -353,7 +355,7 @@ def test_a_result_is_a_value_until_the_trainer_acts_on_it():
     trainer = hl.Trainer(model_of("sage", data), data, method(), epochs=1, show=False)
     run = trainer.fit()
     before = len(run.evaluations), trainer.metric, trainer.stop_reason
-    (result,) = validation.Blocking(trainer).validate(7)
+    (result,) = validation.BlockingEvaluator(trainer).validate(7)
     assert (result.evaluation.epoch, result.evaluation.split, result.weights) == (7, "valid", None)
     assert (len(run.evaluations), trainer.metric, trainer.stop_reason) == before
     assert trainer.act_on(iter([result])) == [result.evaluation]

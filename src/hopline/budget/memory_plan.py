@@ -50,7 +50,7 @@ class RunOutline(Outline):
         ]
         if self.device.type == "cuda":
             # Beside evaluation, training has a stream of its own too, next to the one that was there.
-            streams = 3 if self.beside else 1
+            streams = 3 if self.async_evaluation else 1
             items.append(Item("workspace of CUDA's libraries", "device", streams * library_bytes(self.device)))
             items.append(Item("what the process had there before", "device", self._other_bytes))
         return items

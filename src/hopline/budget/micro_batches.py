@@ -127,7 +127,7 @@ class MicroBatchBytes:
         nodes[-1] += 8 + (0 if batch.y is None else _row_bytes(batch.y))
         for rows in (batch.x, *batch.tables.values()):
             if isinstance(rows, ReducedRows):
-                nodes[1] += _row_bytes(rows.beside)
+                nodes[1] += _row_bytes(rows.reduced_and_own)
             elif isinstance(rows, Tensor):
                 nodes[0] += _row_bytes(rows)
         edges = []
@@ -391,7 +391,7 @@ def _batch(batch: Batch, seed_idx: Tensor, blocks: tuple[Block, ...], chosen: Te
         if isinstance(of, Tensor):
             return ops.gather_rows(of, chosen)
         if isinstance(of, ReducedRows) and own is not None:
-            return replace(of, ids=blocks[0].src_ids, beside=ops.gather_rows(of.beside, own))
+            return replace(of, ids=blocks[0].src_ids, reduced_and_own=ops.gather_rows(of.reduced_and_own, own))
         return None if of is None else Rows(of.table, blocks[0].src_ids)
 
     return replace(

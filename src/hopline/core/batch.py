@@ -417,5 +417,5 @@ def _tensors(batch: Batch) -> list[Tensor]:
     for block in _distinct(batch.blocks):
         found += block.tensors()
     if isinstance(batch.x, ReducedRows):
-        found.append(batch.x.beside)
+        found.append(batch.x.reduced_and_own)
     return list({id(t): t for t in found if isinstance(t, Tensor)}.values())  # blocks may be one and the same

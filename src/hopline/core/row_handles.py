@@ -88,18 +88,18 @@ class Rows(Handle):
 class ReducedRows(Rows):
     """Input rows with all of them that a first layer needs, read ahead: the reduced ones, and its destinations' own."""
 
-    beside: Tensor
+    reduced_and_own: Tensor
     """[num_dst, 2 * width] the sources' rows, reduced, and to their right the destinations' own."""
     how: str
     """"sum", "mean" or "max"."""
 
     @property
     def reduced(self) -> Tensor:
-        return self.beside[:, : self.table.shape[1]]
+        return self.reduced_and_own[:, : self.table.shape[1]]
 
     @property
     def own(self) -> Tensor:
-        return self.beside[:, self.table.shape[1] :]
+        return self.reduced_and_own[:, self.table.shape[1] :]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

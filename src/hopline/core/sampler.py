@@ -75,7 +75,7 @@ class NeighborSampler:
 
     def sample(self, seeds: Tensor, key: int | Tensor) -> tuple[Block, ...]:
         """One block per layer in the order of computation: the last one's destinations are the seeds."""
-        seeds = _beside(self.graph, seeds)
+        seeds = _on_graph_device(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
         id_map = self._id_map(seeds.device)
         hops: list[Block] = []
@@ -92,7 +92,7 @@ class NeighborSampler:
     def sample_subgraph(self, seeds: Tensor, key: int | Tensor) -> Subgraph:
         """One graph for all layers, as PyG's NeighborLoader samples: a node's in-edges are drawn once, at the hop
         after the one that reached it."""
-        seeds = _beside(self.graph, seeds)
+        seeds = _on_graph_device(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
         graph, id_map = self.graph, self._id_map(seeds.device)
         sources: list[Tensor] = []
@@ -152,7 +152,7 @@ def _add_seeds(id_map: ops.AnyIdMap, seeds: Tensor) -> None:
         raise ValueError("the seeds of a batch must be distinct: pass each node id once")
 
 
-def _beside(graph: Graph, nodes: Tensor) -> Tensor:
+def _on_graph_device(graph: Graph, nodes: Tensor) -> Tensor:
     """Nodes on the graph's GPU; a graph in host memory is read from where the nodes are."""
     return nodes if graph.device.type == "cpu" else nodes.to(graph.device)
 
@@ -174,7 +174,7 @@ def whole_block(graph: Graph) -> Block:
 
 def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
     """`nodes` and all their in-neighbours, each once: int64."""
-    nodes = _beside(graph, nodes)
+    nodes = _on_graph_device(graph, nodes)
     found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
     if not _all_inside(found.ids, graph.num_nodes):
         raise ValueError(WRONG_EDGE)

@@ -82,7 +82,7 @@ class InferenceCache:
         """For the next time, if there is room: the block of a chunk, and in the first layer its sums."""
         if self.num_uses < 2 or id(chunk) in self.blocks:
             return
-        sums = None if rows is None or self.x_version is None else (rows.beside, rows.how)
+        sums = None if rows is None or self.x_version is None else (rows.reduced_and_own, rows.how)
         taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
         taken += 0 if sums is None else sums[0].nbytes
         if taken > self.free_bytes:

@@ -20,7 +20,7 @@ from hopline.core.batch import Block
 from hopline.core.row_handles import Handle, ReducedRows, Rows, as_tensor, typed
 from hopline.core.tree_layout import TreeBlock
 from hopline.nn.gcn_norm import gcn_weights
-from hopline.nn.tree_layers import PendingRows, linear_of_both, pending_rows, reduce_on_tree
+from hopline.nn.tree_layers import PendingRows, pending_rows, reduce_on_tree, two_part_linear
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
 PLAIN = (SAGEConv, GINConv, GraphConv)
@@ -61,7 +61,7 @@ def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None)
         return _plain(conv, h, block, how, dtype)
 
     if isinstance(h, ReducedRows) and h.how == NORMALISED_SUM:
-        return _product(conv, h.beside)
+        return _product(conv, h.reduced_and_own)
 
     def propagate(b: Block, x: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
         return _normalised_sum(conv, x, b, dtype)
@@ -70,7 +70,7 @@ def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None)
         # The product is linear: after the reduction it has a row per destination, before it one per slot.
         weight, loops = gcn_weights(conv, block, dtype)
         plain = block.scaling_sums(False) if conv.normalize else block
-        reduced, own = _reduce(h, plain, how, weight, dtype, beside_own=True).chunk(2, dim=1)
+        reduced, own = _reduce(h, plain, how, weight, dtype, with_own=True).chunk(2, dim=1)
         return _product(conv, reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
     if isinstance(conv, APPNP):  # its one step mixes in own rows, of which a block has fewer than sources
         rows = typed(h, dtype)
@@ -128,7 +128,7 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
     source = h if reads or runs_on else typed(h, dtype)
     if linears is None and isinstance(block, TreeBlock) and block.on_gpu and not getattr(conv, "project", False):
         weight = block.edge.get("weight") if isinstance(conv, GraphConv) else None
-        reduced, own = _reduce(source, block, how, weight, dtype, beside_own=True).chunk(2, dim=1)
+        reduced, own = _reduce(source, block, how, weight, dtype, with_own=True).chunk(2, dim=1)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: reduced)
     elif linears is None:
         own = typed(own_rows(source, block.num_dst), dtype)
@@ -138,8 +138,8 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
         own, pair = None, (getattr(conv, linears[0]), getattr(conv, linears[1]))
         stand_in = _StandIn(
             conv,
-            lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype, beside_own=True),
-            **{linears[0]: lambda beside: linear_of_both(beside, pair)},
+            lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype, with_own=True),
+            **{linears[0]: lambda reduced_and_own: two_part_linear(reduced_and_own, pair)},
         )
     if isinstance(conv, GraphConv):
         return type(conv).forward(stand_in, (source, own), block, block.edge.get("weight"))  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, 
         weighted = isinstance(conv, GraphConv) and "weight" in block.edge
         if weighted or (how == "sum" and block.scale_sums):
             return None
-        return _reduce(h if isinstance(h, Rows) else typed(h, dtype), block, how, None, dtype, beside_own=True), how
+        return _reduce(h if isinstance(h, Rows) else typed(h, dtype), block, how, None, dtype, with_own=True), how
 
 
 def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
@@ -229,24 +229,24 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
 
 
 def _reduce(
-    rows: Handle | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype, beside_own: bool = False
+    rows: Handle | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype, with_own: bool = False
 ) -> Tensor:
     """Each destination's reduced rows, with its own to their right where asked for."""
     if isinstance(block, TreeBlock) and block.on_gpu:
-        return reduce_on_tree(rows, block, how, weight, dtype, beside_own)
+        return reduce_on_tree(rows, block, how, weight, dtype, with_own)
     part = block.part
     if isinstance(rows, ReducedRows) and weight is None and rows.how == how:
-        return rows.beside if beside_own else rows.reduced
+        return rows.reduced_and_own if with_own else rows.reduced
     if how == "sum" and block.scale_sums:
         factor = torch.repeat_interleave(block.sampling_factor, part.indptr.diff(), output_size=part.num_edges)
         weight = factor if weight is None else weight * factor
     if isinstance(rows, Rows):
         stored = rows.table.storage()
         if stored is not None and stored.dtype == dtype and not ops.is_cold(stored, rows.ids):
-            own = rows.ids[: block.num_dst] if beside_own else None
+            own = rows.ids[: block.num_dst] if with_own else None
             return ops.reduce_edges(stored, part.indptr, ops.gather_rows(rows.ids, part.src_idx), how, weight, own)
     rows = typed(rows, dtype) if isinstance(rows, Handle) else rows
-    own = torch.arange(block.num_dst, device=rows.device) if beside_own else None
+    own = torch.arange(block.num_dst, device=rows.device) if with_own else None
     return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight, own)
 
 

@@ -391,7 +391,7 @@ class GNN(nn.Module):
         """The first layer's input in the model's precision, where its conv has no parameters that would say which."""
         if any(True for _ in self.convs[0].parameters()):
             return h
-        if isinstance(h, ReducedRows) and h.beside.dtype == self._dtype:
+        if isinstance(h, ReducedRows) and h.reduced_and_own.dtype == self._dtype:
             return h
         if isinstance(h, Rows) and h.table.dtype == self._dtype == torch.float32:
             return h  # as every conv reads them

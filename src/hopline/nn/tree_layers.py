@@ -31,7 +31,7 @@ def reduce_on_tree(
     how: str,
     weight: Tensor | None,
     dtype: torch.dtype,
-    beside_own: bool,
+    with_own: bool,
     dense: Any = None,
 ) -> Tensor:
     """Each destination's reduced children, with its own row to their right where asked for.
@@ -42,7 +42,7 @@ def reduce_on_tree(
     if how == "sum" and block.scale_sums:
         factor = block.sampling_factor.to(dtype)[block.parents.clamp(min=0).long()]
         weight = factor if weight is None else weight * factor
-    if isinstance(rows, PendingRows) and weight is None and beside_own and how != "max":
+    if isinstance(rows, PendingRows) and weight is None and with_own and how != "max":
         return rows.reduced(block, how)
     tiers = rows.table.tiers(tree.nodes.device) if isinstance(rows, Rows) else None
     if isinstance(rows, Rows) and tiers is not None and tiers.hot.is_contiguous():
@@ -52,10 +52,10 @@ def reduce_on_tree(
             cold = (tiers.cold, tiers.hot_slot, rows.table.counts(tree.nodes.device))  # type: ignore[attr-defined]
         x, kind = tiers.hot, compute_dtype(dtype)
         return ops.gpu_kernels("tree").reduce_rows(
-            x, tree.slots, block.hop, tree.nodes, how, weight, beside_own, kind, table=True, tiers=cold, dense_out=dense
+            x, tree.slots, block.hop, tree.nodes, how, weight, with_own, kind, table=True, tiers=cold, dense_out=dense
         )
     return ops.gpu_kernels("tree").reduce_tree(
-        typed(rows, dtype), tree.slots, block.hop, tree.nodes, tree.counts, how, weight, beside_own
+        typed(rows, dtype), tree.slots, block.hop, tree.nodes, tree.counts, how, weight, with_own
     )
 
 
@@ -73,13 +73,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if autocast else dtype
 
 
-def linear_of_both(beside: Tensor, linears: tuple[Any, Any]) -> Tensor:
+def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor:
     """The linear layers of reduced and own rows, on both side by side; the first one has the bias."""
     left, right, bias = linears[0].weight, linears[1].weight, linears[0].bias
-    single = beside.dtype == torch.float32 == compute_dtype(torch.float32)
-    if beside.is_cuda and (single or beside.dtype in HALVES) and bias is not None:
-        return ops.gpu_kernels("dense").beside_linear(beside, left, right, bias)
-    return torch.nn.functional.linear(beside, torch.cat([left, right], dim=1), bias)
+    single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
+    if reduced_and_own.is_cuda and (single or reduced_and_own.dtype in HALVES) and bias is not None:
+        return ops.gpu_kernels("dense").two_part_linear(reduced_and_own, left, right, bias)
+    return torch.nn.functional.linear(reduced_and_own, torch.cat([left, right], dim=1), bias)
 
 
 @dataclass(frozen=True, eq=False)

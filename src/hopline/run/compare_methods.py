@@ -46,7 +46,9 @@ def outline_of_run(
     device = find_device(settings.device)
     job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
     beside = settings.evaluate == "async"
-    return RunOutline(job=job, optimizer=settings.optimizer, placement=placement or Placement(), beside=beside)
+    return RunOutline(
+        job=job, optimizer=settings.optimizer, placement=placement or Placement(), async_evaluation=beside
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -81,7 +81,7 @@ class Table(ABC):
         """Memory from which kernels on `device` (by default the table's own) read all rows; None if there is none."""
         return None
 
-    def beside(self) -> Table:
+    def concurrent_view(self) -> Table:
         """The same rows for somebody who reads them while others train."""
         return self
 

@@ -169,8 +169,8 @@ class TieredTable(Shareable, Table):
         tiers = self._on(target).tiers
         return tiers if tiers.hot_slot is None or tiers.cold is not None else None
 
-    def beside(self) -> Table:
-        return _Beside(self)
+    def concurrent_view(self) -> Table:
+        return _ConcurrentView(self)
 
     def counts(self, device: torch.device | str | None = None) -> Tensor:
         """The counter of a device, for kernels that read the tiers themselves: see `ops.tiers.gather_tiers`."""
@@ -278,7 +278,7 @@ class TieredTable(Shareable, Table):
         return _open, (self.below, hot_ids, kind, self.observing)
 
 
-class _Beside(Table):
+class _ConcurrentView(Table):
     """A tiered table whose rows are read where they always are: those that are staged come and go meanwhile."""
 
     def __init__(self, tiered: TieredTable) -> None:

@@ -27,7 +27,7 @@ from hopline.pipeline.stages import give_way
 from hopline.shards.data import ShardedData
 from hopline.training.callbacks import Evaluation
 from hopline.training.evaluation import Measure
-from hopline.training.validation import Evaluations, Result, Snapshot
+from hopline.training.validation import Evaluator, Result, Snapshot
 from hopline.units.job import for_copy
 from hopline.util import trace
 
@@ -47,7 +47,7 @@ class EvaluationError(RuntimeError):
     """Evaluation concurrent with training failed. Its cause is the error of the evaluation."""
 
 
-class Room:
+class WeightsBuffer:
     """Memory for the weights of one epoch, on the device of the model. It is filled again for later epochs."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
@@ -75,16 +75,16 @@ class EvaluationThread:
     def __init__(self, measure: Measure, job: Job) -> None:
         module = copy.deepcopy(job.module)
         module.requires_grad_(False)
-        data = replace(job.data, tables={name: table.beside() for name, table in job.data.tables.items()})
+        data = replace(job.data, tables={name: table.concurrent_view() for name, table in job.data.tables.items()})
         self._job = for_copy(job, module, data)
         self._measure = measure
         self._ends = threading.Event()
-        self._asked: queue.SimpleQueue[tuple[int, Room | PendingInference] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[int, WeightsBuffer | PendingInference] | None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[dict[str, Any] | Exception] = queue.SimpleQueue()
         self._failure: Exception | None = None
         model = self._job.model
         if isinstance(model, GNN):
-            model.layer = self._checked(model.layer)  # type: ignore[method-assign]
+            model.layer = self._stop_if_cancelled(model.layer)  # type: ignore[method-assign]
         self._threads = torch.get_num_threads()
         self._captured_inference = measure.captured_inference(self._job)
         self._labels: Tensor | None = None
@@ -100,7 +100,7 @@ class EvaluationThread:
         return self._captured_inference is None or not self._captured_inference.is_due
 
     @property
-    def most_asked(self) -> int:
+    def max_pending(self) -> int:
         """Evaluations that it may be asked for before it has answered.
 
         One, until it is settled whether they are replayed: otherwise it would depend on how long the first one took
@@ -114,17 +114,17 @@ class EvaluationThread:
             self._captured_inference.capture(self._stream)
             self._labels = self._measure.labels(self._job)
 
-    def ask(self, epoch: int, room: Room) -> None:
+    def submit(self, epoch: int, buffer: WeightsBuffer) -> None:
         """Have the weights in a room evaluated; it must stay as it is until the answer has come.
 
         What is recorded is given to the GPU here: two threads that do so would take turns in the interpreter.
         """
         launched = None
         if self._captured_inference is not None:
-            launched = self._captured_inference.launch(room.weights, room.filled, self._stream)
-        self._asked.put((epoch, room if launched is None else launched))
+            launched = self._captured_inference.launch(buffer.weights, buffer.filled, self._stream)
+        self._asked.put((epoch, buffer if launched is None else launched))
 
-    def answers(self, *, wait: bool = False) -> list[dict[str, Any]]:
+    def results(self, *, wait: bool = False) -> list[dict[str, Any]]:
         """What has come since the last time, as {epoch, metrics, seconds}; wait: until it says anything at all."""
         found: list[dict[str, Any]] = []
         while self._failure is None:
@@ -150,7 +150,7 @@ class EvaluationThread:
         if self._stream is not None:
             self._stream.synchronize()  # a graph must not go before its kernels
 
-    def _checked(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+    def _stop_if_cancelled(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         ends = self._ends  # and not all of this: who keeps the model for later would keep the job for ever
 
         def checked(*args: Any) -> Any:
@@ -172,9 +172,7 @@ class EvaluationThread:
         while (asked := self._asked.get()) is not None and not self._ends.is_set():
             epoch, given = asked
             try:
-                found, seconds = (
-                    self._waited_for(given) if isinstance(given, PendingInference) else self._evaluated(given)
-                )
+                found, seconds = self._wait_for(given) if isinstance(given, PendingInference) else self._evaluate(given)
                 self._told.put({"epoch": epoch, "metrics": found, "seconds": seconds})
             except _Cancelled:
                 return
@@ -188,14 +186,14 @@ class EvaluationThread:
                 self._told.put(failure)
                 return
 
-    def _evaluated(self, room: Room) -> tuple[dict[str, float], float]:
+    def _evaluate(self, buffer: WeightsBuffer) -> tuple[dict[str, float], float]:
         started = time.perf_counter()
-        with self._stream_after(room):
-            self._job.module.load_state_dict(room.weights)
+        with self._stream_after(buffer):
+            self._job.module.load_state_dict(buffer.weights)
             found = self._measure(self._job)
         return found, time.perf_counter() - started
 
-    def _waited_for(self, launched: PendingInference) -> tuple[dict[str, float], float]:
+    def _wait_for(self, launched: PendingInference) -> tuple[dict[str, float], float]:
         assert self._labels is not None
         (scores, on_gpu_s), waited = launched.wait(), time.perf_counter()
         trace.tell("infer.layer", waited - on_gpu_s, on_gpu_s)
@@ -203,17 +201,17 @@ class EvaluationThread:
         return found, on_gpu_s + time.perf_counter() - waited
 
     @contextmanager
-    def _stream_after(self, room: Room) -> Iterator[None]:
+    def _stream_after(self, buffer: WeightsBuffer) -> Iterator[None]:
         """On a GPU, the stream that evaluates, once the weights are in the room."""
-        if room.filled is None:
+        if buffer.filled is None:
             yield
             return
         with streams.capture_lock, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(room.filled)
+            self._stream.wait_event(buffer.filled)
             yield
 
 
-class Beside(Evaluations):
+class AsyncEvaluator(Evaluator):
     """A thread evaluates, and training goes on.
 
     What is trained before a result says that the run has ended is dropped, so that the run is the one that would have
@@ -225,7 +223,7 @@ class Beside(Evaluations):
         super().__init__(trainer)
         exact = trainer.settings.inference == "exact"
         self.measure = Measure(trainer.method, exact=exact, **trainer.chunks)
-        self.free: list[Room] = []
+        self.free: list[WeightsBuffer] = []
         """Rooms whose weights nobody needs any more."""
         self.thread: EvaluationThread | None = None
         self.asked: set[int] = set()
@@ -234,7 +232,7 @@ class Beside(Evaluations):
         """By epoch, what has come and is to be acted on after those before it."""
         self.first = contextlib.ExitStack()
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> AsyncEvaluator:
         if self.trainer.device.type == "cuda":  # which training and the thread share
             self.first.enter_context(streams.high_priority_stream(self.trainer.device))
         return self
@@ -249,7 +247,7 @@ class Beside(Evaluations):
         return self.trainer.device.type == "cpu"
 
     def begin(self) -> Iterator[Result]:
-        trainer, left = self.trainer, self.waiting.take_restored()
+        trainer, left = self.trainer, self.waiting.pop_restored()
         goes_on = trainer.stop_reason is None and trainer.position.epoch <= trainer.settings.epochs
         if trainer.world.rank == 0 and trainer.has("valid") and (goes_on or left):
             self.thread = EvaluationThread(self.measure, trainer.job)
@@ -265,18 +263,18 @@ class Beside(Evaluations):
         with trace.span("evaluate.snapshot"):
             self._take(epoch, self.trainer.model.state_dict(), self.trainer.stop_reason)
 
-    def arrived(self, *, between_steps: bool = False) -> Iterator[Result]:
+    def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
         if between_steps and self.trainer.world.size > 1:
             self._listen()
         else:
             yield from self._collect()
 
-    def rest(self) -> Iterator[Result]:
+    def wait_all(self) -> Iterator[Result]:
         with trace.span("evaluate.finish"):
             while self.waiting.snapshots:
                 yield from self._collect(wait=True)
 
-    def salvage(self) -> Iterator[Result]:
+    def take_ready(self) -> Iterator[Result]:
         if self.thread is not None:
             self._listen()
             yield from self._results(self._in_order())
@@ -289,26 +287,26 @@ class Beside(Evaluations):
 
     def _take(self, epoch: int, weights: Mapping[str, Tensor], reason: str | None) -> None:
         """A snapshot, to be evaluated in its turn."""
-        room = self.free.pop() if self.free else Room(self.trainer.model.state_dict())
-        room.fill(weights)
-        self.waiting.snapshots.append(Snapshot(epoch, room, reason))
+        buffer = self.free.pop() if self.free else WeightsBuffer(self.trainer.model.state_dict())
+        buffer.fill(weights)
+        self.waiting.snapshots.append(Snapshot(epoch, buffer, reason))
         self._listen()
 
     def _listen(self, *, wait: bool = False) -> None:
         """Take the thread's answers, and keep it busy."""
         if self.thread is None:
             return
-        for answer in self.thread.answers(wait=wait):
+        for answer in self.thread.results(wait=wait):
             self.asked.discard(answer["epoch"])
             self.results[answer["epoch"]] = answer
         if not self.asked:
             self.thread.prepare()
-        room = self.thread.most_asked - len(self.asked) if self.thread.is_ready else 0
-        for snapshot in self._left()[: max(0, room)]:
-            self.thread.ask(snapshot.epoch, snapshot.room)
+        buffer = self.thread.max_pending - len(self.asked) if self.thread.is_ready else 0
+        for snapshot in self._unstarted()[: max(0, buffer)]:
+            self.thread.submit(snapshot.epoch, snapshot.buffer)
             self.asked.add(snapshot.epoch)
 
-    def _left(self) -> list[Snapshot]:
+    def _unstarted(self) -> list[Snapshot]:
         """What nobody has begun to evaluate, the oldest first."""
         return [one for one in self.waiting.snapshots if one.epoch not in self.asked and one.epoch not in self.results]
 
@@ -323,7 +321,7 @@ class Beside(Evaluations):
             return
         self._listen()
         while wait and self.thread is not None and not self._in_order():
-            left = self._left()
+            left = self._unstarted()
             if left and self.can_help:
                 self.results[left[0].epoch] = self._evaluate_here(left[0])
                 self._listen()
@@ -334,7 +332,7 @@ class Beside(Evaluations):
     def _evaluate_here(self, snapshot: Snapshot) -> dict[str, Any]:
         trainer, started = self.trainer, time.perf_counter()
         with weights_restored(trainer.model):
-            trainer.model.load_state_dict(snapshot.room.weights)
+            trainer.model.load_state_dict(snapshot.buffer.weights)
             found = self.measure(trainer.job)
         return {"epoch": snapshot.epoch, "metrics": found, "seconds": time.perf_counter() - started}
 
@@ -346,11 +344,11 @@ class Beside(Evaluations):
             self.results.pop(snapshot.epoch, None)
             found = {"metrics": answer["metrics"], "seconds": answer["seconds"]}
             evaluation = Evaluation(epoch=snapshot.epoch, split="valid", **found)
-            yield Result(evaluation, snapshot.room.weights, snapshot.reason)
-            self.free.append(snapshot.room)
+            yield Result(evaluation, snapshot.buffer.weights, snapshot.reason)
+            self.free.append(snapshot.buffer)
 
 
-def check_beside(trainer: Trainer, *, own_way: bool) -> None:
+def check_async(trainer: Trainer, *, own_way: bool) -> None:
     """Refuse what could not be evaluated beside training, or not with the same result.
 
     own_way: whether the trainer is of a class that overrides `evaluate`.

@@ -131,7 +131,7 @@ def checked_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
     return mode
 
 
-class Unchanged:
+class InPlaceChangeCheck:
     """Refuses a dataset that was changed in place: methods and GPUs have copies of it, which would not see that."""
 
     def __init__(self, data: Dataset) -> None:

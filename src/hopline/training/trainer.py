@@ -44,13 +44,13 @@ from hopline.report.bottleneck import PREPARED, TRAINED
 from hopline.report.writer import Report, is_complete
 from hopline.shards.data import ShardedData
 from hopline.training import checkpoint
-from hopline.training.async_evaluation import Beside, check_beside
+from hopline.training.async_evaluation import AsyncEvaluator, check_async
 from hopline.training.best_weights import KeepWeights
 from hopline.training.callbacks import Callback, EarlyStop, EpochEnd, Evaluation, Run, StepEnd
 from hopline.training.checkpoint import Checkpoints, Position
 from hopline.training.evaluation import Measure, TestStep, check_whole, part_hops_of, whole_lines
 from hopline.training.inputs import (
-    Unchanged,
+    InPlaceChangeCheck,
     bound,
     check_hooks,
     checked_callbacks,
@@ -67,7 +67,7 @@ from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPi
 from hopline.training.run_facts import fingerprints, name_of, settings_of, stored_settings
 from hopline.training.run_lock import HANDOVER_S, RunLock
 from hopline.training.settings import TrainSettings
-from hopline.training.validation import Blocking, Evaluations, Result
+from hopline.training.validation import BlockingEvaluator, Evaluator, Result
 from hopline.training.watch_staleness import WatchHistory
 from hopline.units.batch_unit import own_threads
 from hopline.units.job import make_job
@@ -158,7 +158,7 @@ class Trainer:
         self.metric_mode: Mode | None = checked_mode(metric_mode, own_metric=own_metric)
         self.data, self.metric = data, data.metric
         self.contents, self.structure = fingerprints(self.model, data) if out is not None else ({}, "")
-        self._unchanged = Unchanged(data)
+        self._unchanged = InPlaceChangeCheck(data)
         self._report: Report | None = None
         self.callbacks = checked_callbacks(callbacks)
         self.out = None if out is None else Path(out)
@@ -187,7 +187,7 @@ class Trainer:
         if self._evaluates_exactly:
             check_whole(self.job, self.part_hops, self.chunks.get("chunk_bytes"))
         if self.settings.evaluate == "async":
-            check_beside(self, own_way=type(self).evaluate is not Trainer.evaluate)
+            check_async(self, own_way=type(self).evaluate is not Trainer.evaluate)
         self.checkpoints = Checkpoints(self.out, self.settings, self.world)
         # What changes while it fits; `_start` begins all of it anew.
         self.stop_reason: str | None = None
@@ -242,7 +242,7 @@ class Trainer:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     with suppress(Exception):  # the interruption is what ends the run
-                        self.act_on(self.evaluations.salvage())
+                        self.act_on(self.evaluations.take_ready())
                 run.reason = ": ".join(filter(None, (type(error).__name__, str(error))))
                 raise
             finally:
@@ -260,7 +260,7 @@ class Trainer:
                 ended = self._train_epoch(epoch)
             except Exception:
                 if self.world.size == 1:  # else others may not have met the error
-                    self.act_on(self.evaluations.rest())
+                    self.act_on(self.evaluations.wait_all())
                 if self._ended_by is None:
                     raise
                 return
@@ -275,7 +275,7 @@ class Trainer:
             self.schedule.step(scores[0] if scores else -ended.loss, evaluated=due)
             self._timers.next_epoch()  # evaluation belongs to the epoch it follows; the final test to none
             self.position = Position(epoch=epoch + 1)
-            self.act_on(self.evaluations.arrived())
+            self.act_on(self.evaluations.poll())
             if self._ended_by is not None:
                 return
             is_last = epoch == self.settings.epochs or self.stop_reason is not None
@@ -297,7 +297,7 @@ class Trainer:
                 at.seconds = time.perf_counter() - started
                 self.num_steps += 1
                 self.call("on_step_end", StepEnd(epoch=epoch, step=self.num_steps, loss=loss, size=size))
-                self.act_on(self.evaluations.arrived(between_steps=True))
+                self.act_on(self.evaluations.poll(between_steps=True))
                 if self._ended_by is not None:
                     return None
                 self.checkpoints.write_if_due(self, self.run, in_epoch=True)
@@ -441,7 +441,7 @@ class Trainer:
         """Wait for all results; afterwards run and model are as the last epoch that counts has left them."""
         waiting = self.evaluations.waiting.snapshots
         has_waited = bool(waiting)
-        self.act_on(self.evaluations.rest())
+        self.act_on(self.evaluations.wait_all())
         if self._ended_by is not None:
             waiting.clear()
             self._drop_after(self._ended_by)
@@ -535,8 +535,10 @@ class Trainer:
         if self.budget is None:
             self._place(placement)
             return bound(self.method, self.job)
-        beside = self.settings.evaluate == "async"
-        outline = RunOutline(job=self.job, optimizer=self.settings.optimizer, placement=placement, beside=beside)
+        async_evaluation = self.settings.evaluate == "async"
+        outline = RunOutline(
+            job=self.job, optimizer=self.settings.optimizer, placement=placement, async_evaluation=async_evaluation
+        )
         self.plan = plan_within(self.method, outline, self.budget)
         self.method = self.plan.method
         self._place(self.plan.placement or placement)
@@ -614,8 +616,8 @@ class Trainer:
         self.active.append(self._keep)
         stack.enter_context(trace.listen(self._timers))
         stack.enter_context(trace.listen(self._counters))
-        kind = Blocking if self.settings.evaluate == "blocking" else Beside
-        self.evaluations: Evaluations = stack.enter_context(kind(self))
+        kind = BlockingEvaluator if self.settings.evaluate == "blocking" else AsyncEvaluator
+        self.evaluations: Evaluator = stack.enter_context(kind(self))
         self.active.append(self.evaluations.waiting)
         return found
 

@@ -1,6 +1,7 @@
 """When a run is validated: epochs that are due, each once and in their order, and their results as values.
 
-`Blocking` makes training wait for every evaluation; `async_evaluation.Beside` lets it go on. Both hand out `Result`s
+`BlockingEvaluator` makes training wait for every evaluation; `async_evaluation.AsyncEvaluator` lets it go on. Both
+hand out `Result`s
 and change nothing of the trainer. The trainer acts on each result before it asks for the next (`Trainer.act_on`), and
 stops asking at the one that ends the run.
 """
@@ -19,7 +20,7 @@ from hopline.device.snapshots import weights_restored
 from hopline.training.callbacks import Callback, Evaluation
 
 if TYPE_CHECKING:
-    from hopline.training.async_evaluation import Room
+    from hopline.training.async_evaluation import WeightsBuffer
     from hopline.training.trainer import Trainer
 
 
@@ -39,7 +40,7 @@ class Snapshot:
     """An epoch that is to be evaluated, and its weights."""
 
     epoch: int
-    room: Room
+    buffer: WeightsBuffer
     reason: str | None = None
     """Why training was to stop after it, if it was."""
 
@@ -54,20 +55,20 @@ class Waiting(Callback):
     def state(self) -> dict[str, Any]:
         waiting = []
         for one in self.snapshots:
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in one.room.weights.items()}
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in one.buffer.weights.items()}
             waiting.append({"epoch": one.epoch, "reason": one.reason, "weights": weights})
         return {"waiting": waiting}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         self._restored = state["waiting"]
 
-    def take_restored(self) -> list[dict[str, Any]]:
+    def pop_restored(self) -> list[dict[str, Any]]:
         """What a checkpoint has left to evaluate, once: {epoch, reason, weights} of each epoch."""
         restored, self._restored = self._restored, []
         return restored
 
 
-class Evaluations(ABC):
+class Evaluator(ABC):
     """Evaluates the epochs that are due. A context that ends it.
 
     Results come as iterators. Whoever acts on a result does so before asking for the next, and may stop asking.
@@ -78,7 +79,7 @@ class Evaluations(ABC):
         """It is asked for its model and settings, and not changed."""
         self.waiting = Waiting()
 
-    def __enter__(self) -> Evaluations:
+    def __enter__(self) -> Evaluator:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -92,15 +93,15 @@ class Evaluations(ABC):
     def validate(self, epoch: int) -> Iterator[Result]:
         """Evaluate the model as it is, now or later."""
 
-    def arrived(self, *, between_steps: bool = False) -> Iterator[Result]:
+    def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
         """Results that have come since. between_steps: on a rank by itself, where others may be at another step."""
         yield from ()
 
-    def rest(self) -> Iterator[Result]:
+    def wait_all(self) -> Iterator[Result]:
         """Wait for all results that are to come."""
         yield from ()
 
-    def salvage(self) -> Iterator[Result]:
+    def take_ready(self) -> Iterator[Result]:
         """After an interruption: results that have come already."""
         yield from ()
 
@@ -108,13 +109,13 @@ class Evaluations(ABC):
         """End without waiting for anything."""
 
 
-class Blocking(Evaluations):
+class BlockingEvaluator(Evaluator):
     """Training waits for every evaluation."""
 
     def begin(self) -> Iterator[Result]:
         """Of a run that was begun with evaluate=async, epochs may be left."""
         trainer = self.trainer
-        for left in self.waiting.take_restored():
+        for left in self.waiting.pop_restored():
             with weights_restored(trainer.model):
                 trainer.model.load_state_dict(left["weights"])
                 evaluation = trainer.evaluate_now(left["epoch"], "valid", exact=self._exact)

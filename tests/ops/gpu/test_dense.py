@@ -85,7 +85,7 @@ def test_a_linear_layer_of_two_weights_is_torchs():
     for ours in (True, False):
         a, left, right, bias = (v.bfloat16().float().to(DEVICE).requires_grad_() for v in values)
         if ours:
-            out = gpu_dense.beside_linear(a.bfloat16(), left, right, bias).float()
+            out = gpu_dense.two_part_linear(a.bfloat16(), left, right, bias).float()
         else:
             out = torch.nn.functional.linear(a, torch.cat([left, right], dim=1), bias)
         (out * randn(*out.shape, seed=5).bfloat16().float().to(DEVICE)).sum().backward()
@@ -105,7 +105,7 @@ def test_a_linear_layer_of_both_in_single_precision(num: int, reads_rows: bool):
     plain = torch.nn.functional.linear(a, torch.cat([left, right], dim=1), bias)
     expected = [plain, *torch.autograd.grad(plain, [v for v in values if v.requires_grad], upstream)]
     ours = [v.detach().float().to(DEVICE).requires_grad_(v.requires_grad) for v in values]
-    out = gpu_dense.beside_linear(*ours)
+    out = gpu_dense.two_part_linear(*ours)
     found = [out, *torch.autograd.grad(out, [v for v in ours if v.requires_grad], upstream.float().to(DEVICE))]
     for one, exact in zip(found, expected, strict=True):
         assert one.dtype == torch.float32

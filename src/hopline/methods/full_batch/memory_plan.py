@@ -40,7 +40,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
             items=(*fixed, Item("prepared shard", "host", block_bytes(data.graph, sizes.edges[0]))),
             limits=limits,
             compute_place=outline.compute_place,
-            beside=outline.beside,
+            async_evaluation=outline.async_evaluation,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step,
             min_step_bytes=step,

@@ -39,7 +39,7 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
         items=(*fixed, *tables),
         limits=limits,
         compute_place=outline.compute_place,
-        beside=outline.beside,
+        async_evaluation=outline.async_evaluation,
         hidden_bytes=outline.hidden_bytes(),
         step_bytes=predictor.predict_peak(sizes),
         min_step_bytes=predictor.predict_peak(one) + between if cuts else predictor.predict_peak(sizes),

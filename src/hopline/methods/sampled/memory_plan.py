@@ -165,7 +165,7 @@ class SampledForms:
             placement = replace(outline.placement, graph="host", features="host")
             items.append(Item("labels", "device", DataBytes.of(outline.data).labels))  # which go there all the same
         elif home == "device":
-            placed, placement = placed_within(outline, room - with_evaluation(step, outline.beside))
+            placed, placement = placed_within(outline, room - with_evaluation(step, outline.async_evaluation))
             items += placed
         size = method.batch_size
         return Plan(
@@ -173,7 +173,7 @@ class SampledForms:
             items=tuple(items),
             limits=self.limits,
             compute_place=home,
-            beside=outline.beside,
+            async_evaluation=outline.async_evaluation,
             hidden_bytes=outline.hidden_bytes(),
             step_bytes=step,
             min_step_bytes=one,

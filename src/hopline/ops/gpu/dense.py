@@ -281,7 +281,7 @@ class _Hidden(torch.autograd.Function):
         return None, *_summed(sums, widths, dtype), _column_sums(bias_sums, dtype), *[None] * 8
 
 
-class _BesideLinear(torch.autograd.Function):
+class _TwoPartLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
         w = _packed(left, right, a.dtype)
@@ -299,9 +299,9 @@ class _BesideLinear(torch.autograd.Function):
         return of_rows, *of_weights, _column_sums(grad, ctx.dtype)
 
 
-def beside_linear(a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
+def two_part_linear(a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
     """a [left | right]' + bias in the precision of `a`, with few kernels around the products."""
-    out = _BesideLinear.apply(a, left, right, bias)
+    out = _TwoPartLinear.apply(a, left, right, bias)
     assert isinstance(out, Tensor)
     return out
 
