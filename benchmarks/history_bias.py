@@ -24,7 +24,7 @@ import hopline as hl
 from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.methods.historical.work import HistoricalWork
-from hopline.methods.partitioned.sweep import fill, go_back
+from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
 from hopline.nn import GNN
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -70,8 +70,8 @@ def measure_bias(work: HistoricalWork) -> float:
             work.unit(work.batch(group, None)).forward_backward(1)
 
     exact = exact_twin(work)
-    fill(exact)
-    ours, theirs = (gradient_of(work.model, compute) for compute in (by_batches, lambda: go_back(exact)))
+    forward_sweep(exact)
+    ours, theirs = (gradient_of(work.model, compute) for compute in (by_batches, lambda: backward_sweep(exact)))
     return float((ours - theirs).norm() / theirs.norm())
 
 
@@ -81,8 +81,8 @@ def age(work: HistoricalWork, steps: int) -> None:
     shadow = exact_twin(work)
     for _ in range(steps):
         optimizer.zero_grad()
-        fill(shadow)
-        go_back(shadow)
+        forward_sweep(shadow)
+        backward_sweep(shadow)
         for p in work.model.parameters():
             assert p.grad is not None
             p.grad /= work.job.train_ids.numel()

@@ -42,17 +42,21 @@ WAYS = {
 def graph(homophily: float, scale: float, device: torch.device) -> tuple[hl.Dataset, float]:
     """(data on the host, where batches are made, nodes of a batch's halo over its own on average)."""
     sizes: dict[str, Any] = {"num_nodes": round(NUM_NODES * scale), "num_edges": round(NUM_EDGES * scale)}
-    made = planted(
+    hist_batch = planted(
         **sizes, num_classes=NUM_PARTS, num_features=NUM_FEATURES, homophily=homophily, device=str(device), seed=1
     )
-    x = made.x.storage()
+    x = hist_batch.x.storage()
     assert x is not None
-    assert made.y is not None
-    src, dst = made.graph.edge_index()
-    outside = made.y[src] != made.y[dst]
-    halo = (made.y[dst[outside]].long() * made.num_nodes + src[outside]).unique().numel() / made.num_nodes
-    y = made.y.cpu()
-    return replace(made, graph=made.graph.to("cpu"), tables={"x": hl.extend.TensorTable(x.cpu())}, y=y), halo
+    assert hist_batch.y is not None
+    src, dst = hist_batch.graph.edge_index()
+    outside = hist_batch.y[src] != hist_batch.y[dst]
+    halo = (
+        hist_batch.y[dst[outside]].long() * hist_batch.num_nodes + src[outside]
+    ).unique().numel() / hist_batch.num_nodes
+    y = hist_batch.y.cpu()
+    return replace(
+        hist_batch, graph=hist_batch.graph.to("cpu"), tables={"x": hl.extend.TensorTable(x.cpu())}, y=y
+    ), halo
 
 
 def model() -> hl.nn.GNN:

@@ -369,7 +369,7 @@ FAULTS: tuple[Fault, ...] = (
         name="evaluation leaves rows before older commits are written",
         area="history tables",
         file="src/hopline/methods/historical/work.py",
-        old="self.settle(0)  # older rows must not come later",
+        old="self.flush(0)  # older rows must not come later",
         new="pass",
         tests=("tests/methods/historical/test_work.py",),
     ),

@@ -658,7 +658,7 @@ class SplittableStep(Protocol):
         run them."""
         ...
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what an attempt that ran out of memory has left."""
         ...
 

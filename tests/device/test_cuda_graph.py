@@ -52,7 +52,7 @@ def test_it_is_due_after_the_warm_up_and_captured_so_often_at_most(fake_cuda: Fa
         assert not captured.is_due
         assert captured.is_settled
         assert captured.replay() == captured.result == "result"
-        captured.forget()
+        captured.reset()
         assert captured.graph is None
     assert history == [False, False, True] * 2
     captured.runs += 5

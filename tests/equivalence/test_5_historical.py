@@ -19,7 +19,7 @@ from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.historical.work import HistoricalWork
-from hopline.methods.partitioned.sweep import go_back
+from hopline.methods.partitioned.sweep import backward_sweep
 from hopline.nn import GNN
 from tests.helpers import assert_same_gradients, dataset_of, randn, random_graph, twin
 
@@ -66,8 +66,8 @@ def work_of(model: GNN, **settings: Any) -> HistoricalWork:
 
 def batches_of(work: HistoricalWork) -> list[HistoricalBatch]:
     """Every node once; nothing is drawn."""
-    made = [work.batch(group, None) for group in work.parts.sweep]
-    return [one for one in made if one is not None]
+    hist_batch = [work.batch(group, None) for group in work.parts.sweep]
+    return [one for one in hist_batch if one is not None]
 
 
 def full(model: GNN) -> Batch:
@@ -87,9 +87,9 @@ def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
     with torch.no_grad():
         whole = replace(full(model), output_idx=None)
         expected = model(whole)
-        for made in batches_of(work):
-            found = model(replace(made.batch, output_idx=None))
-            torch.testing.assert_close(found, expected[made.nodes], rtol=1e-9, atol=1e-11)
+        for hist_batch in batches_of(work):
+            found = model(replace(hist_batch.batch, output_idx=None))
+            torch.testing.assert_close(found, expected[hist_batch.nodes], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("groups", ["fixed", "redrawn"])
@@ -115,8 +115,8 @@ def test_without_compensation_it_is_not():
     (summed(copy, batch) * batch.num_seeds).backward()
     work = work_of(model)
     work.refresh()
-    for made in batches_of(work):
-        HistoricalUnit(work, made).forward_backward(1)
+    for hist_batch in batches_of(work):
+        HistoricalUnit(work, hist_batch).forward_backward(1)
     ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, copy))
     assert 0.02 < float((ours - theirs).norm() / theirs.norm()) < 1
 
@@ -126,9 +126,9 @@ def test_every_edge_is_in_one_batch_of_an_epoch():
     for epoch in (1, 2):
         seen = []
         for group in work.parts.groups_of(epoch):
-            made = work.batch(group, None)
-            assert made is not None
-            block = made.block
+            hist_batch = work.batch(group, None)
+            assert hist_batch is not None
+            block = hist_batch.block
             seen.append(block.src_ids[block.edge_index])
         edges = torch.cat(seen, dim=1)
         expected = GRAPH.edge_index()
@@ -146,5 +146,5 @@ def test_a_sweep_over_all_parts_gives_the_gradient_of_the_full_batch(name: str):
     (summed(copy, batch) * batch.num_seeds).backward()
     work = work_of(model)
     work.refresh()
-    go_back(work)
+    backward_sweep(work)
     assert_same_gradients(model, copy, 1e-9)

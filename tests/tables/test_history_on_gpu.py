@@ -66,7 +66,7 @@ def test_rows_come_back_as_from_plain_tables(way: str, dtype: torch.dtype | None
             found = {l: reader.read(l, positions, rows.to(DEVICE)) for l in (0, 1)}
             for l in (0, 1):
                 assert torch.equal(found[l].cpu(), plain.read(l, positions, rows))
-                some = reader.read_some(l, positions, torch.tensor([5, 2, 80]), rows.to(DEVICE))
+                some = reader.read_subset(l, positions, torch.tensor([5, 2, 80]), rows.to(DEVICE))
                 assert torch.equal(some, found[l][[5, 2, 80]])
             assert torch.equal(reader.ages(positions), plain.ages(positions))
         for l in (0, 1):

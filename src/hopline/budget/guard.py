@@ -244,7 +244,7 @@ class Guard:
             else:
                 result, peak_bytes = self._attempt(partial(_run_whole, step), needed)
             if result is None:
-                step.forget()
+                step.reset()
         self.ledger.note_batch(needed, peak_bytes)
         return result
 

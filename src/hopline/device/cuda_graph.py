@@ -119,7 +119,7 @@ class CapturedCall(Generic[R]):
         self.graph.replay()
         return self.result
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Let the graph go, since what it reads has moved. The call warms up again before the next capture."""
         self.graph = self._result = None
         self.runs = 0

@@ -60,7 +60,7 @@ class CapturedInference:
         """The output rows of the nodes, on the host."""
         captured = self._captured
         if captured.graph is not None and not self._is_current(captured.result):
-            captured.forget()
+            captured.reset()
         if captured.is_due and not self.left_to_others:
             self.capture()
         if captured.graph is not None:

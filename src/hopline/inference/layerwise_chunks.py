@@ -103,7 +103,7 @@ class InferenceTables(LayerTables):
         if self.files is not None:
             self.files.layer_done(gone)
         for k in gone:
-            self.forget(k)
+            self.drop(k)
 
     def _is_read_later(self, l: int) -> bool:
         """Whether more than the next layer reads the rows after layer `l`."""

@@ -26,7 +26,7 @@ AGES = (1, 2, 4, 8, 16, 32, 64)
 """Upper ends of the bins of the staleness histogram, in steps; older rows and those never written have bins too."""
 
 
-class Reader(ABC):
+class RowReader(ABC):
     """Where rows of all nodes, or of some, are read by their places."""
 
     step: int
@@ -49,7 +49,7 @@ class Reader(ABC):
         """The rows at some places of layer `l`, where `like` is and in its precision."""
         return self.rows(l, positions).to(like.device, like.dtype)
 
-    def read_some(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
+    def read_subset(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
         """The rows at `positions[idx]`, of places that a batch reads; idx is on the host."""
         return self.read(l, positions[idx], like)
 
@@ -65,7 +65,7 @@ def report_ages(ages: Tensor) -> None:
         trace.count(f"history.age.{name}", count)
 
 
-class Histories(LayerTables, Reader):
+class Histories(LayerTables, RowReader):
     """Embeddings of earlier steps: a table per layer, and the step that wrote each row.
 
     Args:
@@ -90,10 +90,10 @@ class Histories(LayerTables, Reader):
         self.written = torch.full((num_rows,), -1, dtype=torch.int64)  # the step of each row's last commit
         self.step = 0
 
-    def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> Reader:
+    def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> RowReader:
         return self
 
-    def prefetch(self, layers: Sequence[int], positions: Tensor) -> Reader:
+    def prefetch(self, layers: Sequence[int], positions: Tensor) -> RowReader:
         """Where a batch reads the rows at some places, as they are now. They may be on their way from now on."""
         if self.mover is None or not positions.numel():
             return self
@@ -152,7 +152,7 @@ class Histories(LayerTables, Reader):
         self.written, self.step = state["written"].clone(), state["step"]
 
 
-class PrefetchedRows(Reader):
+class PrefetchedRows(RowReader):
     """Rows of one batch that are on their way, or that its device reads when they are needed."""
 
     def __init__(
@@ -181,8 +181,8 @@ class PrefetchedRows(Reader):
             self.histories.table(l, like)
         return super().read(l, positions, like)
 
-    def read_some(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
+    def read_subset(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
         if positions is not self.positions or l not in self.pulled:
-            return super().read_some(l, positions, idx, like)
+            return super().read_subset(l, positions, idx, like)
         rows = self.pulled[l].wait()
         return ops.gather_rows(rows, idx.to(rows.device)).to(like.device, like.dtype)

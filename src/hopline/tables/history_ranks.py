@@ -17,7 +17,7 @@ from hopline import ops
 from hopline.distributed.shared_memory import shared_zeros
 from hopline.distributed.world import World
 from hopline.tables.allocators import SharedFiles, SharedMemory
-from hopline.tables.history import Histories, Reader
+from hopline.tables.history import Histories, RowReader
 from hopline.tables.layers import At
 
 
@@ -56,7 +56,7 @@ class Owners:
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot(Reader):
+class Snapshot(RowReader):
     """Some rows as they were."""
 
     positions: Tensor
@@ -115,7 +115,7 @@ class SharedHistories(Histories):
         first = self.owners.host.start
         return [slice(slab.start - first, slab.stop - first) for slab in row_ranges]
 
-    def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> Reader:
+    def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> RowReader:
         if not self.owners.shares.several_hosts:
             return self
         assert positions is not None, "ranks ask for the rows that they read"
@@ -124,7 +124,7 @@ class SharedHistories(Histories):
         here = ((positions >= host.start) & (positions < host.stop)).nonzero().view(-1)
         asked = self.world.swap([positions[run] if rank in far else positions[:0] for rank, run in enumerate(runs)])
 
-        def pulled(table: Tensor) -> Tensor:
+        def pull(table: Tensor) -> Tensor:
             got = self.world.swap([ops.gather_rows(table, ids - host.start) for ids in asked])
             rows = table.new_empty(positions.numel(), *table.shape[1:])
             rows[here] = ops.gather_rows(table, positions[here] - host.start)
@@ -132,7 +132,7 @@ class SharedHistories(Histories):
                 rows[runs[rank]] = got[rank]
             return rows
 
-        return Snapshot(positions, {l: pulled(self.tables[l]) for l in layers}, pulled(self.written), self.step)
+        return Snapshot(positions, {l: pull(self.tables[l]) for l in layers}, pull(self.written), self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """All rows, in the first rank; the others have none to give."""

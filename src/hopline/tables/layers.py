@@ -107,7 +107,7 @@ class LayerTables:
     def complete(self, l: int) -> None:
         """All rows after layer `l` are written: let whoever computes the next layer read them. Collective."""
 
-    def forget(self, l: int) -> None:
+    def drop(self, l: int) -> None:
         """The rows after layer `l` are not needed any more."""
         self.tables.pop(l, None)
 

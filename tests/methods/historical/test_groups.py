@@ -44,8 +44,8 @@ def test_edges_are_dropped_in_training_only(settings: dict[str, Any]):
     assert 0.3 < some.block.num_edges / every.block.num_edges < 0.7
     assert some.block.part.edge_ids.tolist() != other.block.part.edge_ids.tolist()
     assert torch.equal(some.block.src_ids, every.block.src_ids)
-    if every.later is not None:
-        assert some.later.block.num_edges < every.later.block.num_edges
+    if every.out_neighbors is not None:
+        assert some.out_neighbors.block.num_edges < every.out_neighbors.block.num_edges
 
 
 def test_the_halo_can_be_dropped():

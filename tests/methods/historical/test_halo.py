@@ -19,7 +19,7 @@ def test_the_halo_is_added_between_layers_and_own_rows_are_recorded():
     assert halo.after(1, last) is last
     assert [l for l, _ in halo.commits()] == [0]
     assert not histories.tables[0][0].equal(own[0])  # nothing is written before it is committed
-    halo.forget()
+    halo.reset()
     assert not halo.rows
 
 

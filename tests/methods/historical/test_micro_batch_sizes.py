@@ -85,11 +85,11 @@ def test_runs_fit_and_what_does_not_is_refused():
 
 
 def test_pieces_have_the_batchs_edges_seeds_and_rows():
-    made = work_of(edge_dropout=0.2).batch((0, 2, 5), 3)
-    assert made is not None
-    whole, seeds, edges = made.block, [], []
+    hist_batch = work_of(edge_dropout=0.2).batch((0, 2, 5), 3)
+    assert hist_batch is not None
+    whole, seeds, edges = hist_batch.block, [], []
     for number, run in enumerate([slice(0, 7), slice(7, 8), slice(8, whole.num_dst)]):
-        piece = MicroBatch(made, number, run)
+        piece = MicroBatch(hist_batch, number, run)
         edges_of_piece = piece.edges()
         block, near, halo = edges_of_piece.block, edges_of_piece.near_idx, edges_of_piece.halo_idx
         assert block.key == whole.key
@@ -107,7 +107,7 @@ def test_pieces_have_the_batchs_edges_seeds_and_rows():
         assert torch.equal(batch.y, DATA.y[batch.seeds])
         assert piece.has_seeds == bool(batch.num_seeds)
         assert torch.equal(batch.input_rows.read(), DATA.x.read(block.src_ids))  # type: ignore[union-attr]
-    assert torch.equal(torch.cat(seeds), made.batch.seeds)
+    assert torch.equal(torch.cat(seeds), hist_batch.batch.seeds)
     assert torch.equal(torch.cat(edges, dim=1), whole.src_ids[whole.edge_index])
 
 
@@ -131,11 +131,12 @@ def test_sizes_of_a_batch_and_of_one_layer():
     assert sent is not None
     src, dst, edges = plain.block.num_src, plain.block.num_dst, plain.block.num_edges
     assert whole_sizes(plain) == Sizes.of(plain.batch) == Sizes((src, src, src, dst), (edges,) * 3)
-    assert sent.later is not None
-    later = sent.later.block
-    more = later.num_edges
+    assert sent.out_neighbors is not None
+    out_neighbors = sent.out_neighbors.block
+    more = out_neighbors.num_edges
     assert whole_sizes(sent) == Sizes(
-        (src, src + later.num_src, src + later.num_src, dst + later.num_dst), (edges, edges + more, edges + more)
+        (src, src + out_neighbors.num_src, src + out_neighbors.num_src, dst + out_neighbors.num_dst),
+        (edges, edges + more, edges + more),
     )
 
 
@@ -151,16 +152,16 @@ def test_models_whose_pieces_are_not_the_batch_are_refused_by_name():
 
 
 def test_usual_runs_are_in_the_middle_and_have_a_loss_where_they_must():
-    made = work_of().batch((0, 1, 2), 1)
-    assert made is not None
-    indptr, seeds = made.block.part.indptr, made.batch.output_idx
+    hist_batch = work_of().batch((0, 1, 2), 1)
+    assert hist_batch is not None
+    indptr, seeds = hist_batch.block.part.indptr, hist_batch.batch.output_idx
     assert seeds is not None
-    for count in (1, 4, made.block.num_dst):
-        run = typical_run(made, count, with_seeds=False)
+    for count in (1, 4, hist_batch.block.num_dst):
+        run = typical_run(hist_batch, count, with_seeds=False)
         edges = indptr[count:] - indptr[:-count]
         assert run.stop - run.start == count
         assert int(edges[run.start]) == int(edges.median())
-        run = typical_run(made, count, with_seeds=True)
+        run = typical_run(hist_batch, count, with_seeds=True)
         assert run.stop - run.start == count
         assert bool(((seeds >= run.start) & (seeds < run.stop)).any())
 

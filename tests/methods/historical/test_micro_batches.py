@@ -56,9 +56,14 @@ def step_of(work: HistoricalWork, total: int = 50) -> tuple[Tensor, list[Any], d
     work.job.module.zero_grad(set_to_none=True)
     unit = work.unit(work.batch((0, 3), 7))
     loss = unit.forward_backward(total)
-    assert unit.made is not None
-    rows = dict(unit.made.halo.commits())
-    return loss, [None if p.grad is None else p.grad.clone() for p in work.job.module.parameters()], rows, unit.pushed
+    assert unit.hist_batch is not None
+    rows = dict(unit.hist_batch.halo.commits())
+    return (
+        loss,
+        [None if p.grad is None else p.grad.clone() for p in work.job.module.parameters()],
+        rows,
+        unit.row_gradients,
+    )
 
 
 def assert_pieces_are_the_batch(
@@ -139,7 +144,7 @@ def test_a_batch_without_seeds(few_seeds: None):
         work.job.module.zero_grad(set_to_none=True)
         unit = work.unit(work.batch(group, 7))
         loss = unit.forward_backward(10)
-        return float(loss), [p.grad for p in work.model.parameters()], unit.pushed
+        return float(loss), [p.grad for p in work.model.parameters()], unit.row_gradients
 
     whole = step()
     guard(work, 110)

@@ -19,10 +19,10 @@ def test_nothing_is_written_before_the_optimizers_step():
     unit.forward_backward(unit.total_size)
     assert not work.histories.tables[0].any()
     unit.commit()
-    for slab in unit.made.halo.row_ranges:
+    for slab in unit.hist_batch.halo.row_ranges:
         assert work.histories.tables[0][slab].any()
         assert (work.histories.written[slab] == 1).all()
-    assert int((work.histories.written < 0).sum()) == 60 - unit.made.nodes.numel()
+    assert int((work.histories.written < 0).sum()) == 60 - unit.hist_batch.nodes.numel()
 
 
 def test_the_penalty_is_added_to_what_is_minimised():

@@ -24,21 +24,23 @@ def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
     assert data.y is not None
     edges, seeds = [], []
     for group in work.parts.groups_of(1):
-        made = work.batches.make(group, 7)
-        assert made is not None
-        block = made.block
+        hist_batch = work.batches.make(group, 7)
+        assert hist_batch is not None
+        block = hist_batch.block
         src, dst = block.src_ids[block.edge_index[0]], block.src_ids[block.edge_index[1]]
         edges.append(torch.stack([src, dst]))
-        seeds.append(made.batch.seeds)
-        assert torch.equal(block.dst_ids, made.nodes)
-        own = torch.cat([torch.arange(slab.start, slab.stop) for slab in made.halo.row_ranges])
-        assert torch.equal(torch.cat([own, made.halo.positions]), work.partition.position[block.src_ids])
-        assert isinstance(made.batch.x, Rows)
-        assert torch.equal(made.batch.labels, data.y[made.batch.seeds])
-        later = made.later
-        assert later is not None
-        assert torch.equal(later.block.src_ids[later.src_idx], made.nodes[later.own_idx])
-        assert not torch.isin(later.block.dst_ids, made.nodes).any()
+        seeds.append(hist_batch.batch.seeds)
+        assert torch.equal(block.dst_ids, hist_batch.nodes)
+        own = torch.cat([torch.arange(slab.start, slab.stop) for slab in hist_batch.halo.row_ranges])
+        assert torch.equal(torch.cat([own, hist_batch.halo.positions]), work.partition.position[block.src_ids])
+        assert isinstance(hist_batch.batch.x, Rows)
+        assert torch.equal(hist_batch.batch.labels, data.y[hist_batch.batch.seeds])
+        out_neighbors = hist_batch.out_neighbors
+        assert out_neighbors is not None
+        assert torch.equal(
+            out_neighbors.block.src_ids[out_neighbors.batch_src_idx], hist_batch.nodes[out_neighbors.own_idx]
+        )
+        assert not torch.isin(out_neighbors.block.dst_ids, hist_batch.nodes).any()
     everything = torch.cat(edges, dim=1)
     key = everything[0] * data.num_nodes + everything[1]
     expected = data.graph.edge_index()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopline.core.batch import Batch
-from hopline.methods.partitioned.sweep import fill, go_back
+from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
 from tests.equivalence.test_5_historical import MODELS, full, summed, work_of
 
 
@@ -13,8 +13,8 @@ def test_gradients_at_the_boundaries_are_autograds():
     torch.manual_seed(0)
     model = MODELS["gcn"](6, 3).double()
     work = work_of(model)
-    fill(work)
-    go_back(work)
+    forward_sweep(work)
+    backward_sweep(work)
 
     batch: Batch = full(model)
     state = model.encode(batch.input_rows, batch.input_keys, None)

@@ -14,7 +14,7 @@ from hopline.contract import Guard, Job, Plan, Unit, Work
 from hopline.core.batch import Batch
 from hopline.methods.full_batch.batches import Mode, ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.partitioned.sweep import fill, go_back
+from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
 from hopline.methods.partitioned.trimming import NeededRows
 from hopline.methods.partitioned.work import PartsSpec, PartsWork
 from hopline.nn.gnn import GNN
@@ -117,11 +117,11 @@ class SweepUnit(Unit):
         trace.count("sweep.rows", self.job.data.num_nodes * layers if needed is None else needed.num_rows)
         trace.count("sweep.edges", self.job.data.num_edges * layers if needed is None else needed.num_edges)
         with autocast(self.job), trace.span("forward", self.job.device):
-            fill(self.work, self.key) if needed is None else needed.forward(self.key)
+            forward_sweep(self.work, self.key) if needed is None else needed.forward(self.key)
         with autocast(self.job), trace.span("backward", self.job.device):
             if needed is not None:
                 return needed.backward(self.key, 1 / total)
-            return go_back(self.work, self.key, 1 / total, keep=False)
+            return backward_sweep(self.work, self.key, 1 / total, keep=False)
 
 
 class ShardedWork(Work):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hopline.core.batch import Batch, Block
-from hopline.methods.historical.compensation import Later
+from hopline.methods.historical.compensation import OutNeighbors
 from hopline.methods.historical.halo import Halo
 from hopline.methods.partitioned.batches import PartBatches
 from hopline.methods.partitioned.parts import Group
-from hopline.tables.history import Reader
+from hopline.tables.history import RowReader
 
 if TYPE_CHECKING:
     from hopline.methods.historical.work import HistoricalWork
@@ -28,10 +28,10 @@ class HistoricalBatch:
     """Reads stored rows between layers, and records the batch's own."""
     nodes: Tensor
     """[n] int64: the batch's own nodes, part by part."""
-    later: Later | None
+    out_neighbors: OutNeighbors | None
     """With compensation: the nodes outside the batch that read from it."""
-    stored: Reader
-    gradients: Reader
+    row_reader: RowReader
+    gradient_reader: RowReader
     """Where rows and gradients of nodes outside are read."""
 
     @property
@@ -61,19 +61,19 @@ class HistoricalBatches(PartBatches):
         nodes = parts.nodes_of(group)
         block = parts.block_of(group, nodes, key)
         positions = self.halo_positions(group, block)
-        later = self._later(nodes, parts.readers_of(group, nodes, key))
-        stored, gradients = self._readers(positions, later)
+        out_neighbors = self._find_out_neighbors(nodes, parts.readers_of(group, nodes, key))
+        row_reader, gradients = self._readers(positions, out_neighbors)
         self.pin(group, block, positions)
         halo = Halo(
-            parts.row_ranges_of(group), positions, stored, work.model.num_layers - 1,
+            parts.row_ranges_of(group), positions, row_reader, work.model.num_layers - 1,
             keeps_gradients=work.method.compensate, measures=work.method.lipschitz > 0,
         )  # fmt: skip
         batch = self.batch_of(replace(block, key=key, graph=self.graph, between=halo), nodes, key)
         if self.on_gpu:
-            later = None if later is None else later.to(self.device)
-        return HistoricalBatch(batch, halo, nodes, later, stored, gradients)
+            out_neighbors = None if out_neighbors is None else out_neighbors.to(self.device)
+        return HistoricalBatch(batch, halo, nodes, out_neighbors, row_reader, gradients)
 
-    def _later(self, nodes: Tensor, block: Block | None) -> Later | None:
+    def _find_out_neighbors(self, nodes: Tensor, block: Block | None) -> OutNeighbors | None:
         if block is None:
             return None
         self._local_idx[nodes] = torch.arange(nodes.numel())
@@ -81,15 +81,19 @@ class HistoricalBatches(PartBatches):
         self._local_idx[nodes] = -1
         position, src_idx = self.work.partition.position, (own >= 0).nonzero().view(-1)
         block = replace(block, graph=self.graph)
-        return Later(block, src_idx, own[src_idx], position[block.src_ids], position[block.dst_ids])
+        return OutNeighbors(block, src_idx, own[src_idx], position[block.src_ids], position[block.dst_ids])
 
-    def _readers(self, halo: Tensor, later: Later | None) -> tuple[Reader, Reader]:
+    def _readers(self, halo: Tensor, out_neighbors: OutNeighbors | None) -> tuple[RowReader, RowReader]:
         """Where a batch finds rows and gradients of other nodes: in the tables, or in a copy of what is far away."""
         work = self.work
         layers = range(work.model.num_layers)
         if not work.shares.several_hosts:
             return work.histories.prefetch(layers[:-1], halo), work.gradients
-        src, dst = (halo[:0], halo[:0]) if later is None else (later.src_positions, later.dst_positions)
+        src, dst = (
+            (halo[:0], halo[:0])
+            if out_neighbors is None
+            else (out_neighbors.src_positions, out_neighbors.dst_positions)
+        )
         rows = work.histories.begin_reading(layers[:-1], torch.cat([halo, src]).unique())
         if not work.method.compensate:
             return rows, work.gradients

@@ -49,7 +49,7 @@ class Groups(Parts):
 
         On one host the ranks take the groups of the epoch in order: at turn s, rank r of R takes group s * R + r.
         """
-        groups = [iter(self._drawn(epoch, host)) for host in range(max(self.shares.hosts) + 1)]
+        groups = [iter(self._draw_groups(epoch, host)) for host in range(max(self.shares.hosts) + 1)]
         turns: list[tuple[Group, ...]] = []
         while any(turn := tuple(next(groups[host], ()) for host in self.shares.hosts)):
             first, most = len(turns) * len(turn), self.method.max_batches
@@ -60,7 +60,7 @@ class Groups(Parts):
             turns.append(turn)
         return turns
 
-    def _drawn(self, epoch: int, host: int) -> list[Group]:
+    def _draw_groups(self, epoch: int, host: int) -> list[Group]:
         """The groups of an epoch among the parts of a host, in order."""
         parts, key = torch.tensor(self.shares.parts_of_host(host)), ops.derive_key(self.seed, epoch)
         key = ops.derive_key(key, host) if host else key
@@ -79,7 +79,7 @@ class Groups(Parts):
 
     def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
         """All in-edges of the group's nodes, without those that are dropped by `key`."""
-        return self._thinned(super().block_of(group, nodes, key), key)
+        return self._drop_edges(super().block_of(group, nodes, key), key)
 
     def _new_block(self, nodes: Tensor) -> Block:
         block = super()._new_block(nodes)
@@ -94,9 +94,9 @@ class Groups(Parts):
             block = full_block(self.sampler, self._nodes_that_read(nodes))
             if self._keeps_whole(group):
                 self._kept_readers[group] = block
-        return self._thinned(block, key)
+        return self._drop_edges(block, key)
 
-    def _thinned(self, block: Block, key: int | None) -> Block:
+    def _drop_edges(self, block: Block, key: int | None) -> Block:
         share = self.method.edge_dropout
         return drop_edges(block, share, key) if share and key is not None else block
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hopline.layerwise.engine import Recorder
-from hopline.tables.history import Reader
+from hopline.tables.history import RowReader
 
 
 class Halo(Recorder):
@@ -17,7 +17,7 @@ class Halo(Recorder):
     Args:
         slabs: The places of the batch's nodes, in their order.
         positions: Those of the halo, on the host. In the batch's block the halo's nodes come behind its own.
-        stored: Where rows of the halo are read.
+        row_reader: Where rows of the halo are read.
         last: The last layer, after which no rows are needed.
         keeps_gradients: Whether gradients of the batch's own rows are wanted.
         measures: Whether to measure how far noise moves each layer.
@@ -27,20 +27,20 @@ class Halo(Recorder):
         self,
         row_ranges: Sequence[slice],
         positions: Tensor,
-        stored: Reader,
+        row_reader: RowReader,
         last: int,
         *,
         keeps_gradients: bool = False,
         measures: bool = False,
     ) -> None:
         super().__init__(keeps_gradients=keeps_gradients, measures=measures)
-        self.row_ranges, self.positions, self.stored, self.last = row_ranges, positions, stored, last
+        self.row_ranges, self.positions, self.row_reader, self.last = row_ranges, positions, row_reader, last
 
     def after(self, l: int, h: Tensor) -> Tensor:
         if l == self.last or not self.positions.numel():
             return super().after(l, h)
         self.record(l, h)
-        return torch.cat([h, self.stored.read(l, self.positions, h)])
+        return torch.cat([h, self.row_reader.read(l, self.positions, h)])
 
     def commits(self) -> Iterator[tuple[int, Tensor]]:
         """(layer, the batch's own rows after it) to write into the tables: all but the last layer's."""
@@ -48,7 +48,7 @@ class Halo(Recorder):
             if l != self.last:
                 yield l, rows.detach()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what a step that failed has recorded."""
         self.rows.clear()
         self.spreads.clear()

@@ -33,15 +33,15 @@ class Turn:
     def end(self) -> None:
         if self.is_over:
             raise ValueError("this batch was committed already: call batch.commit() once, after optimizer.step()")
-        made = self.unit.made
-        if made is not None and not made.halo.rows:
+        hist_batch = self.unit.hist_batch
+        if hist_batch is not None and not hist_batch.halo.rows:
             raise ValueError(
                 "there are no rows to push, since no model was called with this batch: call model(batch) before "
                 "batch.commit(), on a rank without seeds too"
             )
         self.unit.commit()
-        if made is not None:
-            made.halo.forget()
+        if hist_batch is not None:
+            hist_batch.halo.reset()
         self.is_over = True
         self.loader.num_commits += 1
 
@@ -158,7 +158,7 @@ class HistoricalLoader:
             yield self._batch(unit)
 
     def _batch(self, unit: HistoricalUnit) -> HaloBatch:
-        batch = self._empty() if unit.made is None else unit.made.batch
+        batch = self._empty() if unit.hist_batch is None else unit.hist_batch.batch
         assert unit.total is not None
         return _with_turn(replace(batch, total_seeds=int(unit.total)), Turn(self, unit))
 
@@ -194,15 +194,15 @@ class HistoricalLoader:
         is_seed = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         is_seed[seeds.cpu()] = True
         for group in work.parts.sweep:
-            made = work.batch(group, None)
-            assert made is not None
-            output_idx = is_seed[made.nodes].nonzero().view(-1)
+            hist_batch = work.batch(group, None)
+            assert hist_batch is not None
+            output_idx = is_seed[hist_batch.nodes].nonzero().view(-1)
             if output_idx.numel():
-                chosen, y = made.nodes[output_idx], self.data.y
+                chosen, y = hist_batch.nodes[output_idx], self.data.y
                 labels = None if y is None else ops.gather_rows(y, chosen.to(y.device)).to(work.job.device)
                 device = work.job.device
                 yield _with_turn(
-                    replace(made.batch, seeds=chosen.to(device), output_idx=output_idx.to(device), y=labels), None
+                    replace(hist_batch.batch, seeds=chosen.to(device), output_idx=output_idx.to(device), y=labels), None
                 )
 
     def state_dict(self) -> dict[str, Any]:

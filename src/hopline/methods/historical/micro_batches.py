@@ -29,7 +29,7 @@ from hopline.core.sizes import Sizes
 from hopline.device.meter import Meter, meter_of
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.historical.batches import HistoricalBatch
-from hopline.methods.historical.compensation import messages_back
+from hopline.methods.historical.compensation import compensation_gradient
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.partitioned.sweep_loss import SummedLoss, SweepLoss, objective_of
 from hopline.nn.gnn import GNN
@@ -101,12 +101,12 @@ def _positions(run: slice) -> Tensor:
     return torch.arange(run.start, run.stop)
 
 
-def typical_run(made: HistoricalBatch, count: int, with_seeds: bool) -> slice:
+def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> slice:
     """So many of a batch's nodes in a row, with as many edges as such runs usually have, or with a loss."""
-    indptr, seeds = made.block.part.indptr.cpu(), made.batch.output_idx
+    indptr, seeds = hist_batch.block.part.indptr.cpu(), hist_batch.batch.output_idx
     start = int((indptr[count:] - indptr[:-count]).median(dim=0).indices)
     if with_seeds and seeds is not None and seeds.numel():
-        start = min(max(0, int(seeds[seeds.numel() // 2]) - count // 2), made.block.num_dst - count)
+        start = min(max(0, int(seeds[seeds.numel() // 2]) - count // 2), hist_batch.block.num_dst - count)
     return slice(start, start + count)
 
 
@@ -148,11 +148,11 @@ class LayerBytes:
         self.predictors[l].observe(at_layer(self.model, sizes, l), peak_bytes)
 
 
-def whole_sizes(made: HistoricalBatch) -> Sizes:
+def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
     """Of a batch at once: the layers of its own nodes, and of those that send to it."""
-    nodes, edges = list(Sizes.of(made.batch).nodes), list(Sizes.of(made.batch).edges)
+    nodes, edges = list(Sizes.of(hist_batch.batch).nodes), list(Sizes.of(hist_batch.batch).edges)
     last = len(edges) - 1
-    beside = [(made.later.block, 1, last + 1)] if made.later is not None else []
+    beside = [(hist_batch.out_neighbors.block, 1, last + 1)] if hist_batch.out_neighbors is not None else []
     for block, first, stop in beside:
         for l in range(first, stop):
             nodes[l], edges[l] = nodes[l] + block.num_src, edges[l] + block.num_edges
@@ -190,14 +190,14 @@ class Edges:
 class MicroBatch:
     """Some of a batch's own nodes, in a row."""
 
-    made: HistoricalBatch
+    hist_batch: HistoricalBatch
     number: int
     run: slice
     """Which of the batch's own nodes they are."""
 
     def edges(self) -> Edges:
         """Made anew, so that they are there for one layer of one micro-batch at a time."""
-        whole = self.made.block
+        whole = self.hist_batch.block
         piece = micro_batch_of(_as_batch(whole), _positions(self.run))
         (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
         order = is_halo.long().argsort(stable=True)
@@ -210,13 +210,13 @@ class MicroBatch:
 
     def batch(self, edges: Edges) -> Batch:
         """Its seeds, with their labels and rows."""
-        whole, block = self.made.batch, edges.block
+        whole, block = self.hist_batch.batch, edges.block
         seed_idx = self._seed_idx
         chosen = (seed_idx >= 0).nonzero().view(-1)
 
         def rows(of: Rows | Tensor) -> Rows | Tensor:
             if isinstance(of, Tensor):
-                halo_idx = edges.halo_idx.to(of.device) + self.made.block.num_dst
+                halo_idx = edges.halo_idx.to(of.device) + self.hist_batch.block.num_dst
                 return ops.gather_rows(of, torch.cat([edges.near_idx, halo_idx]))
             return Rows(of.table, block.src_ids)
 
@@ -233,7 +233,7 @@ class MicroBatch:
     @property
     def _seed_idx(self) -> Tensor:
         """Where the batch's seeds are in the piece, -1 for those that are not."""
-        seeds = self.made.batch.output_idx
+        seeds = self.hist_batch.batch.output_idx
         assert seeds is not None
         return torch.where((seeds >= self.run.start) & (seeds < self.run.stop), seeds - self.run.start, -1)
 
@@ -261,9 +261,9 @@ class Runs:
 class BatchPlan(LayerPlan[MicroBatch]):
     """The nodes of one batch."""
 
-    def __init__(self, work: HistoricalWork, made: HistoricalBatch) -> None:
-        self.work, self.made, self.last = work, made, work.model.num_layers - 1
-        self.key = made.batch.key if isinstance(made.batch.key, int) else None
+    def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch) -> None:
+        self.work, self.hist_batch, self.last = work, hist_batch, work.model.num_layers - 1
+        self.key = hist_batch.batch.key if isinstance(hist_batch.batch.key, int) else None
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
         return ()
@@ -280,15 +280,15 @@ class BatchPlan(LayerPlan[MicroBatch]):
 class Probe:
     """Some nodes of a batch, more and more of them, to learn what they take: rows and gradients are zeros."""
 
-    def __init__(self, work: HistoricalWork, made: HistoricalBatch) -> None:
-        plan = BatchPlan(work, made)
-        self.work, self.made, self.plan = work, made, plan
+    def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch) -> None:
+        plan = BatchPlan(work, hist_batch)
+        self.work, self.hist_batch, self.plan = work, hist_batch, plan
         self.layers = Layers(work.model, plan, ZeroRows(work), key=plan.key)
 
     def teach(self, layers: LayerBytes, target_bytes: float) -> None:
         """Until they are sure, and twice as many nodes might take more than `target_bytes`."""
         before = [(p, p.grad) for p in self.work.job.module.parameters()]
-        count, most, first, taken = 1, self.made.block.num_dst, 0, 0
+        count, most, first, taken = 1, self.hist_batch.block.num_dst, 0, 0
         # What a layer takes for itself, whatever the nodes, does not grow.
         while count <= most and (first + 3 * (taken - first) < target_bytes or count < ENOUGH_NODES):
             for l in range(self.work.model.num_layers):
@@ -300,7 +300,7 @@ class Probe:
     def _measure(self, l: int, count: int, layers: LayerBytes) -> int:
         """What a layer takes at so many nodes; it is learnt."""
         job, last = self.work.job, l == self.plan.last
-        some = MicroBatch(self.made, 0, typical_run(self.made, count, with_seeds=last))
+        some = MicroBatch(self.hist_batch, 0, typical_run(self.hist_batch, count, with_seeds=last))
         objective = SummedLoss(job, 1.0) if job.usual_loss else FixedGradients(job, 1.0)
         job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
         with meter_of(job.device) as meter, autocast(job):
@@ -343,8 +343,8 @@ class ZeroRows(Boundaries):
 class MicroBatches(BatchPlan):
     """One batch in pieces that keep to the guard's limit."""
 
-    def __init__(self, work: HistoricalWork, made: HistoricalBatch, guard: Guard) -> None:
-        super().__init__(work, made)
+    def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch, guard: Guard) -> None:
+        super().__init__(work, hist_batch)
         assert self.key is not None or not work.model.training, "what is drawn must be drawn again"
         self.guard = guard
         self.compensates = work.method.compensate
@@ -352,21 +352,21 @@ class MicroBatches(BatchPlan):
         self.worst_bytes = 0.0
         if (room := guard.target_bytes - self.resident_bytes) <= 0:
             raise ValueError(
-                f"the rows of a batch's {made.block.num_dst} nodes and their gradients take "
+                f"the rows of a batch's {hist_batch.block.num_dst} nodes and their gradients take "
                 f"{format_size(self.resident_bytes)}, and {format_size(guard.target_bytes)} are left for a step: give "
                 f"the "
                 f"budget {format_size(-room)} more and something for the layers, or make parts_per_batch smaller"
             )
         if not work.layer_bytes.is_sure:
-            Probe(work, made).teach(work.layer_bytes, room)
-        ends = torch.tensor([slab.stop - slab.start for slab in made.halo.row_ranges]).cumsum(0).tolist()
-        runs = self._runs(made.block, ends, range(self.last + 1))
-        self.all = [MicroBatch(made, number, run) for number, run in enumerate(runs)]
-        self.later: Iterable[tuple[slice, Block, Tensor]] = ()
-        if made.later is not None and made.later.block.num_dst:
-            block = made.later.block
-            self.later = Runs(block, self._runs(block, [block.num_dst], range(1, self.last + 1)))
-        self.rows: dict[int, Tensor] = made.halo.rows
+            Probe(work, hist_batch).teach(work.layer_bytes, room)
+        ends = torch.tensor([slab.stop - slab.start for slab in hist_batch.halo.row_ranges]).cumsum(0).tolist()
+        runs = self._runs(hist_batch.block, ends, range(self.last + 1))
+        self.all = [MicroBatch(hist_batch, number, run) for number, run in enumerate(runs)]
+        self.out_neighbors: Iterable[tuple[slice, Block, Tensor]] = ()
+        if hist_batch.out_neighbors is not None and hist_batch.out_neighbors.block.num_dst:
+            block = hist_batch.out_neighbors.block
+            self.out_neighbors = Runs(block, self._runs(block, [block.num_dst], range(1, self.last + 1)))
+        self.rows: dict[int, Tensor] = hist_batch.halo.rows
         """By layer, the batch's own rows."""
         self.totals: dict[int, Tensor] = {}
         """By layer, the gradients at them."""
@@ -376,13 +376,13 @@ class MicroBatches(BatchPlan):
 
     def _find_resident_bytes(self) -> int:
         """Of the whole batch: rows and gradients."""
-        work, own = self.work, self.made.block.num_dst
+        work, own = self.work, self.hist_batch.block.num_dst
         *hidden, last = [row.nbytes for row in work.row_of]
         most = max(hidden, default=0)
         num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self.keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
-        num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.made.batch.num_seeds
-        return num_bytes + MAP_BYTES_PER_NODE * self.made.block.num_src + self.guard.overhead_bytes()
+        num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.hist_batch.batch.num_seeds
+        return num_bytes + MAP_BYTES_PER_NODE * self.hist_batch.block.num_src + self.guard.overhead_bytes()
 
     @property
     def keeps_all(self) -> bool:
@@ -403,7 +403,7 @@ class MicroBatches(BatchPlan):
         return self.resident_bytes + self.worst_bytes
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
-        if l < self.last or not self.made.batch.num_seeds or self.work.method.lipschitz:
+        if l < self.last or not self.hist_batch.batch.num_seeds or self.work.method.lipschitz:
             return self.all
         return [piece for piece in self.all if piece.has_seeds]  # other nodes' last rows are of no use
 
@@ -426,9 +426,9 @@ class MicroBatches(BatchPlan):
 
     def backward(self, total: float) -> Tensor:
         """Add the gradient of the batch's share of the mean loss over `total` examples; returns its summed loss."""
-        size, own, method = self.made.batch.num_seeds, self.made.block.num_dst, self.work.method
+        size, own, method = self.hist_batch.batch.num_seeds, self.hist_batch.block.num_dst, self.work.method
         penalty = method.lipschitz * size / (total * own * max(1, self.last))
-        objective = objective_of(self.work.job, 1 / total, self.key, lambda seeds, y: self.made.batch)
+        objective = objective_of(self.work.job, 1 / total, self.key, lambda seeds, y: self.hist_batch.batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
             self._layers(1 / total).backward(objective, penalty)
         if not size:  # as after a backward pass of a loss that is zero
@@ -450,7 +450,7 @@ class BatchRows(Boundaries):
     def __init__(self, batches: MicroBatches, scale: float) -> None:
         work = batches.work
         super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
-        self.batches, self.made, self.last, self.scale = batches, batches.made, batches.last, scale
+        self.batches, self.hist_batch, self.last, self.scale = batches, batches.hist_batch, batches.last, scale
         self.own, self.totals = batches.rows, batches.totals
 
     @property
@@ -472,12 +472,12 @@ class BatchRows(Boundaries):
         near = ops.gather_rows(self.own[l], at.near_idx)
         if not at.halo_idx.numel():
             return near.to(self.dtype)
-        halo = self.made.stored.read_some(l, self.made.halo.positions, at.halo_idx, near)
+        halo = self.hist_batch.row_reader.read_subset(l, self.hist_batch.halo.positions, at.halo_idx, near)
         return torch.cat([near, halo]).to(self.dtype)
 
     def write(self, l: int, piece: Piece, rows: Tensor) -> None:
         if l not in self.own:
-            self.own[l] = rows.new_empty(self.made.block.num_dst, *rows.shape[1:])
+            self.own[l] = rows.new_empty(self.hist_batch.block.num_dst, *rows.shape[1:])
         self.own[l][piece.dst] = rows
 
     def complete(self, l: int) -> None:
@@ -490,20 +490,20 @@ class BatchRows(Boundaries):
         if rows is None:
             return
         if l == self.last and l not in self.totals:
-            self.totals[l] = rows.new_zeros(self.made.block.num_dst, *rows.shape[1:])
+            self.totals[l] = rows.new_zeros(self.hist_batch.block.num_dst, *rows.shape[1:])
         if isinstance(at, slice):
             self.totals[l][at] += rows
         else:  # the halo's rows are constants
             self.totals[l].index_add_(0, at.near_idx, rows[: at.near_idx.numel()])
 
     def gradients_complete(self, l: int) -> None:
-        batches, made = self.batches, self.made
-        if l < self.last and made.later is not None:
-            for run, block, among in batches.later:
-                later = made.later.some(run, block, among)
-                sent = messages_back(batches.work, made, later, l, self.own[l])
+        batches, hist_batch = self.batches, self.hist_batch
+        if l < self.last and hist_batch.out_neighbors is not None:
+            for run, block, among in batches.out_neighbors:
+                out_neighbors = hist_batch.out_neighbors.narrow(run, block, among)
+                sent = compensation_gradient(batches.work, hist_batch, out_neighbors, l, self.own[l])
                 self.totals[l].add_(sent, alpha=self.scale)
-                del later, sent
+                del out_neighbors, sent
         if not batches.keeps_all:
             self.totals.pop(l + 1, None)
             if 0 < l < self.last:
@@ -519,12 +519,14 @@ class GuardedHistoricalUnit(HistoricalUnit):
     """One batch within the guard's limit: at once where it fits, else in pieces."""
 
     def forward_backward(self, total: float) -> Tensor:
-        if self.made is None or not self.learns:
+        if self.hist_batch is None or not self.has_gradient:
             return super().forward_backward(total)
-        return self.guard.step(HistoricalStep(self, self.made, total))
+        return self.guard.step(HistoricalStep(self, self.hist_batch, total))
 
     def _forward_only(self) -> None:
-        if self.made is not None and self.guard.must_split(step := HistoricalStep(self, self.made, total=1)):
+        if self.hist_batch is not None and self.guard.must_split(
+            step := HistoricalStep(self, self.hist_batch, total=1)
+        ):
             step.cut().forward()
         else:
             super()._forward_only()
@@ -540,12 +542,12 @@ class HistoricalStep:
     """The step of one batch, for a guard: a `SplittableStep`."""
 
     unit: GuardedHistoricalUnit
-    made: HistoricalBatch
+    hist_batch: HistoricalBatch
     total: float
     smaller_by: str = "parts_per_batch"
 
     def sizes(self) -> Sizes:
-        return whole_sizes(self.made)
+        return whole_sizes(self.hist_batch)
 
     def bound_bytes(self) -> float:
         return self.unit.work.layer_bytes.together(self.sizes())
@@ -556,16 +558,16 @@ class HistoricalStep:
     def cut(self) -> MicroBatches:
         work, guard = self.unit.work, self.unit.guard
         check_micro_batches(work.model)
-        micro_batches = MicroBatches(work, self.made, guard)
+        micro_batches = MicroBatches(work, self.hist_batch, guard)
         guard.note_split(len(micro_batches.all))
         return micro_batches
 
     def run_in_micro_batches(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
-        work, made, micro_batches = self.unit.work, self.made, self.cut()
+        work, hist_batch, micro_batches = self.unit.work, self.hist_batch, self.cut()
         set_predicted_bytes(micro_batches.predicted_bytes)
-        ages = made.stored.ages(made.halo.positions)
+        ages = hist_batch.row_reader.ages(hist_batch.halo.positions)
         report_ages(ages)
-        work.drift.saw(ages)
+        work.drift.observe_ages(ages)
         micro_batches.meter = meter
         micro_batches.forward()
         loss = micro_batches.backward(self.total)
@@ -573,8 +575,8 @@ class HistoricalStep:
         for l, (peak_bytes, of_piece) in micro_batches.taken.items():
             work.layer_bytes.learn(l, of_piece, peak_bytes)
         if work.method.compensate:
-            self.unit.pushed = {l: rows.mul_(self.total) for l, rows in sorted(micro_batches.totals.items())}
+            self.unit.row_gradients = {l: rows.mul_(self.total) for l, rows in sorted(micro_batches.totals.items())}
         return loss
 
-    def forget(self) -> None:
-        self.made.halo.forget()
+    def reset(self) -> None:
+        self.hist_batch.halo.reset()

@@ -50,7 +50,7 @@ class RowDrift:
         """The steps committed when `_before` was computed."""
         self._block: Block | None = None
 
-    def saw(self, ages: Tensor) -> None:
+    def observe_ages(self, ages: Tensor) -> None:
         """Rows of these ages are read; -1 is for those never written."""
         known = ages[ages >= 0]
         self.age_sum += int(known.sum())

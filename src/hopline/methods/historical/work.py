@@ -21,7 +21,7 @@ from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, Laye
 from hopline.methods.historical.staleness import RowDrift
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.partitioned.parts import Group
-from hopline.methods.partitioned.sweep import fill, go_back
+from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
 from hopline.methods.partitioned.work import PartsSpec, PartsWork
 from hopline.nn.gnn import GNN
 from hopline.util import trace
@@ -120,8 +120,8 @@ class HistoricalWork(PartsWork, Work):
                 num_batches = sum(group != () for group in turn)
                 size = num_batches * self.job.train_ids.numel() / self.parts.num_groups
             with trace.span("sample"):
-                made = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
-            unit = self.unit(made, size)
+                hist_batch = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
+            unit = self.unit(hist_batch, size)
             if learns:
                 yield unit
             else:  # nothing to learn from, but its neighbours read its rows
@@ -140,9 +140,9 @@ class HistoricalWork(PartsWork, Work):
             self.drift, self.filled = RowDrift(self), False
             self.waiting.clear()
 
-    def unit(self, made: HistoricalBatch | None, total: float | None = None) -> HistoricalUnit:
+    def unit(self, hist_batch: HistoricalBatch | None, total: float | None = None) -> HistoricalUnit:
         kind = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
-        return kind(self, made, total)
+        return kind(self, hist_batch, total)
 
     def _num_seeds(self, group: Group) -> int:
         return int(self._seeds_of_parts[list(group)].sum())
@@ -165,12 +165,12 @@ class HistoricalWork(PartsWork, Work):
     def refresh(self) -> None:
         """Make the tables exact, those of gradients too where there are any."""
         self.prepare()
-        self.settle(0)
+        self.flush(0)
         with trace.span("refresh"):
-            fill(self)
+            forward_sweep(self)
             if self.method.compensate:
                 weights = [(p, p.grad) for p in self.job.module.parameters()]
-                go_back(self)
+                backward_sweep(self)
                 for p, grad in weights:
                     p.grad = grad
 
@@ -181,30 +181,30 @@ class HistoricalWork(PartsWork, Work):
             return None
 
         def keep(l: int, ids: Tensor, rows: Tensor) -> None:
-            self.settle(0)  # older rows must not come later
+            self.flush(0)  # older rows must not come later
             positions = self.partition.position[ids.cpu()]
             self.histories.write(l, positions, rows)
             self.histories.written[positions] = self.histories.step
 
         return keep
 
-    def commit(self, made: HistoricalBatch | None, gradients: Mapping[int, Tensor]) -> None:
+    def commit(self, hist_batch: HistoricalBatch | None, gradients: Mapping[int, Tensor]) -> None:
         """What this rank writes at the end of a turn, if it had a batch; all ranks end it together."""
         self.histories.step += 1
         row_ranges, rows = (), {}
-        if made is not None:
-            row_ranges, rows = made.halo.row_ranges, dict(made.halo.commits())
+        if hist_batch is not None:
+            row_ranges, rows = hist_batch.halo.row_ranges, dict(hist_batch.halo.commits())
         self.waiting.append(Commit(row_ranges, rows, gradients, self.histories.step, self.histories.now()))
-        self.settle(self.method.lag)
+        self.flush(self.method.lag)
         # Ranks that read each other's rows go by the same running statistics.
         self.job.world.broadcast_tensors(self.job.module.buffers())
 
-    def settle(self, most: int) -> None:
+    def flush(self, max_waiting: int) -> None:
         """Write commits until those of at most so many turns wait."""
-        if len(self.waiting) <= most:
+        if len(self.waiting) <= max_waiting:
             return
         self.job.world.barrier()  # nobody reads any more
-        while len(self.waiting) > most:
+        while len(self.waiting) > max_waiting:
             commit = self.waiting.popleft()
             for l, rows in commit.rows.items():
                 self.histories.write(l, commit.row_ranges, rows, commit.computed)

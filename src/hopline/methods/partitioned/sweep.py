@@ -35,12 +35,12 @@ class AllParts(LayerPlan[Group]):
     def piece(self, l: int, chunk: Group) -> Piece:
         """Few edges are not moved to a GPU again at every layer."""
         if self._held is None:
-            return self._made(chunk)
+            return self._make_piece(chunk)
         if chunk not in self._held:
-            self._held[chunk] = self._made(chunk)
+            self._held[chunk] = self._make_piece(chunk)
         return self._held[chunk]
 
-    def _made(self, group: Group) -> Piece:
+    def _make_piece(self, group: Group) -> Piece:
         parts, batches = self.work.parts, self.work.batches
         nodes, row_ranges = parts.nodes_of(group), parts.row_ranges_of(group)
         block = parts.block_of(group, nodes, self.key)
@@ -68,7 +68,7 @@ def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[G
     return Layers(work.model, AllParts(work, key), rows, key=key)
 
 
-def fill(work: PartsWork, key: int | None = None) -> None:
+def forward_sweep(work: PartsWork, key: int | None = None) -> None:
     """Fill the tables of rows by an exact forward pass; each rank fills what it keeps.
 
     key: of the draws, where the pass is one of training; without, it is in evaluation mode.
@@ -81,11 +81,11 @@ def fill(work: PartsWork, key: int | None = None) -> None:
     work.job.world.barrier()
 
 
-def go_back(work: PartsWork, key: int | None = None, scale: float = 1.0, *, keep: bool = True) -> Tensor:
+def backward_sweep(work: PartsWork, key: int | None = None, scale: float = 1.0, *, keep: bool = True) -> Tensor:
     """Add the gradient of `scale` times the summed loss to the parameters', for tables of rows that are exact.
 
     Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks. Returns the summed loss of
-    its nodes. key: as `fill` had it. keep: write the gradients at all rows into the tables of gradients.
+    its nodes. key: as `forward_sweep` had it. keep: write the gradients at all rows into the tables of gradients.
     """
     objective = objective_of(work.job, scale, key)
     with torch.enable_grad() if key is not None else _evaluating_with_gradients(work.model):

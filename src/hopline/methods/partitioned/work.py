@@ -86,7 +86,7 @@ class PartsWork:
     def tables_at(self) -> Where:
         """Where the tables of a GPU are."""
         dtype, sizes = DTYPES[self.spec.storage], 1 + self.spec.with_gradients
-        row = sum((dtype or like.dtype).itemsize * like[0].numel() for like in self._probed().values())
+        row = sum((dtype or like.dtype).itemsize * like[0].numel() for like in self._probe_rows().values())
         where = choose_where(
             sizes * row * self.partition.num_nodes, self.job.device, self.spec.tables, self.spec.folder
         )
@@ -98,13 +98,13 @@ class PartsWork:
         """Several ranks make their tables together, so all of them must know the widths."""
         if self.job.world.size == 1 or self.histories.tables:
             return
-        for l, like in self._probed().items():
+        for l, like in self._probe_rows().items():
             if l < self.model.num_layers - 1:
                 self.histories.table(l, like)
             if self.spec.with_gradients:
                 self.gradients.table(l, like)
 
-    def _probed(self) -> dict[int, Tensor]:
+    def _probe_rows(self) -> dict[int, Tensor]:
         """By layer, rows of some nodes: as wide as all are."""
         nodes, recorder = self.parts.nodes_of((0,))[:PROBED], Recorder()
         block = replace(without_halo(full_block(self.parts.sampler, nodes)), between=recorder)
@@ -116,7 +116,7 @@ class PartsWork:
     @cached_property
     def row_of(self) -> list[Tensor]:
         """Some node's row, [1, ...], after each layer."""
-        return [like[:1].detach() for _, like in sorted(self._probed().items())]
+        return [like[:1].detach() for _, like in sorted(self._probe_rows().items())]
 
     @property
     def own_row_range(self) -> slice:
