@@ -26,7 +26,7 @@ from hopline import ops
 from hopline.core.tree_layout import TreeBlock, TreeRows, TreeSampler
 from hopline.data.synthetic import planted
 from hopline.methods.sampled.captured_step import CapturedWork
-from hopline.nn.fused import deferred
+from hopline.nn.fused import defer_layer
 
 NUM_TREES = 8
 """Batches whose rows are gathered in turn, so that none finds its rows in a cache."""
@@ -112,7 +112,7 @@ def _gather(lab: Lab, trainer: hl.Trainer, blocks: list[TreeBlock]) -> Callable[
                 rows = TreeRows(table, block)
                 if not lab.on_gpu:
                     table.read(rows.ids)
-                elif deferred(conv, rows, block, 0.0, None) is None:
+                elif defer_layer(conv, rows, block, 0.0, None) is None:
                     raise RuntimeError("the first layer is not fused with the gather")
 
     return gather

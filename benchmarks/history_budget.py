@@ -33,7 +33,7 @@ LEARNING, TIMED = 3, 4
 """Epochs of learning, and of a turn, of which the first does not count."""
 
 
-class Way:
+class CallingConvention:
     """Training within a limit; without one, without a guard."""
 
     def __init__(self, data: hl.Dataset, conv: str, layers: int, hidden: int, limit: int | None) -> None:
@@ -84,10 +84,11 @@ def main() -> None:
     order = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(0))
     train, test = order[: data.num_nodes // 2].sort().values, order[data.num_nodes // 2 :].sort().values
     data = dataclasses.replace(data, splits={"train": train, "valid": test[:100], "test": test[:100]}, alternatives=())
-    free, whole = (Way(data, args.conv, args.layers, args.hidden, limit) for limit in (None, EVERYTHING))
+    free, whole = (CallingConvention(data, args.conv, args.layers, args.hidden, limit) for limit in (None, EVERYTHING))
     whole.run(1, timed=False)
     limits = {
-        f"{share:.0%}": Way(data, args.conv, args.layers, args.hidden, int(share * whole.peak)) for share in args.shares
+        f"{share:.0%}": CallingConvention(data, args.conv, args.layers, args.hidden, int(share * whole.peak))
+        for share in args.shares
     }
     for share, way in [*limits.items()]:
         try:

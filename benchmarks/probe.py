@@ -19,7 +19,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 from hopline.nn import GNN
-from hopline.nn.conv_adapter import Layout, way_of
+from hopline.nn.conv_adapter import Layout, calling_convention
 from hopline.nn.probe import probe_graph
 from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import contiguous_layout
@@ -42,7 +42,7 @@ CONVS: dict[str, Callable[[int, int], nn.Module]] = {
 def on_blocks(model: GNN, layout: Layout) -> None:
     model.check_blocks(WIDTHS[0], {})
     for conv, width in zip(model.convs, WIDTHS, strict=False):
-        way_of(conv, width, {}, layout)
+        calling_convention(conv, width, {}, layout)
 
 
 def on_shards(model: GNN) -> None:

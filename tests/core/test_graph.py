@@ -84,22 +84,22 @@ def test_what_is_derived_is_computed_once_and_again_after_a_change_in_place() ->
         calls.append("total")
         return float(graph.edge["weight"].sum())
 
-    before = graph.derived("total", total)
-    assert graph.derived("total", total) == before
+    before = graph.get_cached("total", total)
+    assert graph.get_cached("total", total) == before
     assert len(calls) == 1
 
     graph.edge["weight"].mul_(2)
 
-    assert graph.derived("total", total) == 2 * before
+    assert graph.get_cached("total", total) == 2 * before
     assert len(calls) == 2
 
 
 def test_a_copy_of_a_graph_has_nothing_derived() -> None:
     graph = random_graph(weight=True)
-    graph.derived("nodes", lambda: graph.num_nodes)
+    graph.get_cached("nodes", lambda: graph.num_nodes)
     opened = pickle.loads(pickle.dumps(graph))
     assert torch.equal(opened.edge_index(), graph.edge_index())
-    assert opened.derived("nodes", lambda: -1) == -1
+    assert opened.get_cached("nodes", lambda: -1) == -1
 
 
 def test_on_its_own_device_a_graph_stays() -> None:

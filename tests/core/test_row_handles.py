@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from hopline.core.row_handles import Rows, typed
+from hopline.core.row_handles import Rows, as_dtype
 from hopline.tables import TensorTable
 
 
 def test_stored_features_get_the_precision_of_the_model():
     table = TensorTable(torch.ones(4, 2, dtype=torch.float16))
-    rows = typed(Rows(table, torch.tensor([3, 1])), torch.float32)
+    rows = as_dtype(Rows(table, torch.tensor([3, 1])), torch.float32)
     assert rows.dtype == torch.float32
     assert rows.shape == (2, 2)
 
 
 def test_what_has_a_gradient_and_whole_numbers_stay_as_they_are():
     hidden = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
-    assert typed(hidden, torch.float32) is hidden
+    assert as_dtype(hidden, torch.float32) is hidden
     tokens = torch.ones(2, 2, dtype=torch.int64)
-    assert typed(tokens, torch.float32) is tokens
+    assert as_dtype(tokens, torch.float32) is tokens

@@ -34,9 +34,9 @@ from tests.equivalence.training_cases import (
     SCENARIOS,
     WAYS,
     WEIGHTED,
+    CallingConvention,
     Scenario,
     Steps,
-    Way,
     assert_same,
     assert_same_weights,
     dataset_of,
@@ -55,7 +55,9 @@ from tests.helpers import guarded, randn
 CELLS = [(name, way) for name, scenario in SCENARIOS.items() for way in WAYS if way not in scenario.without]
 
 
-def compare(scenario: Scenario, way: Way, reference: Callable[..., Any] | None = None, **options: Any) -> None:
+def compare(
+    scenario: Scenario, way: CallingConvention, reference: Callable[..., Any] | None = None, **options: Any
+) -> None:
     """Train by hopline and by the reference loop, from the same weights and with the same seeds.
 
     reference: of the plain model, further arguments of the loop.
@@ -144,7 +146,7 @@ class InterruptAt(hl.Callback):
 
 
 def resumed(
-    scenario: Scenario, way: Way, out: Path, lengths: list[tuple[int, int | None]], **options: Any
+    scenario: Scenario, way: CallingConvention, out: Path, lengths: list[tuple[int, int | None]], **options: Any
 ) -> tuple[nn.Module, Steps]:
     """Train in one folder by several runs. lengths: of each run, its epochs= and the epoch in which it is cut off."""
     steps = Steps()

@@ -55,7 +55,7 @@ BINARY = data_with(y=randint(0, 2, NUM_NODES, seed=6))
 
 
 @dataclass(frozen=True)
-class Way:
+class CallingConvention:
     """A method as it is compared, and which reference loop is its own."""
 
     method: Callable[[int], hl.extend.Method]
@@ -67,25 +67,29 @@ class Way:
     """Whether the reference is `History`, and not the whole graph."""
 
 
-def _full_batch(aggregation: Any) -> Way:
-    return Way(lambda layers: hl.FullBatch(num_shards=3, partition="random", aggregation=aggregation), epochs=10)
+def _full_batch(aggregation: Any) -> CallingConvention:
+    return CallingConvention(
+        lambda layers: hl.FullBatch(num_shards=3, partition="random", aggregation=aggregation), epochs=10
+    )
 
 
-def _sampled(layout: Any, fanout: int) -> Way:
-    return Way(lambda layers: hl.Sampled(fanouts=(fanout,) * layers, batch_size=7, layout=layout, workers=1), epochs=3)
+def _sampled(layout: Any, fanout: int) -> CallingConvention:
+    return CallingConvention(
+        lambda layers: hl.Sampled(fanouts=(fanout,) * layers, batch_size=7, layout=layout, workers=1), epochs=3
+    )
 
 
 def _historical(num_parts: int, parts_per_batch: int, **settings: Any) -> hl.Historical:
     return hl.Historical(num_parts=num_parts, parts_per_batch=parts_per_batch, partition="random", **settings)
 
 
-WAYS: dict[str, Way] = {
+WAYS: dict[str, CallingConvention] = {
     "sampled-block": _sampled("block", -1),
     "sampled-tree": _sampled("tree", FULL),
-    "historical": Way(lambda layers: _historical(8, 2), epochs=3, has_history=True),
-    "historical-one-batch": Way(lambda layers: _historical(3, 3), epochs=10),
+    "historical": CallingConvention(lambda layers: _historical(8, 2), epochs=3, has_history=True),
+    "historical-one-batch": CallingConvention(lambda layers: _historical(3, 3), epochs=10),
     # All batches of an epoch are one step, with exact tables before it.
-    "historical-compensated": Way(
+    "historical-compensated": CallingConvention(
         lambda layers: _historical(4, 2, compensate=True, refresh_every=1), epochs=10, settings={"accumulate": 2}
     ),
     "sweep": _full_batch("sweep"),
@@ -310,7 +314,7 @@ def dataset_of(scenario: Scenario, *, evaluated: bool = False) -> hl.Dataset:
     return data if evaluated else replace(data, splits={"train": data.splits["train"]})
 
 
-def trainer_of(scenario: Scenario, way: Way, model: nn.Module, **options: Any) -> hl.Trainer:
+def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **options: Any) -> hl.Trainer:
     method = way.method(len(getattr(model, "convs", (None, None))))
     if isinstance(method, hl.Sampled) and scenario.batch_size is not None:
         method = replace(method, batch_size=scenario.batch_size)
@@ -327,7 +331,7 @@ def trainer_of(scenario: Scenario, way: Way, model: nn.Module, **options: Any) -
     return hl.Trainer(model, data, method, **given)
 
 
-def epochs_of(trainer: hl.Trainer, way: Way, num_epochs: int) -> list[list[Tensor]]:
+def epochs_of(trainer: hl.Trainer, way: CallingConvention, num_epochs: int) -> list[list[Tensor]]:
     """By epoch and batch, the nodes that hopline has in it, in its order."""
     if isinstance(trainer.method, hl.Sampled):
         loader = trainer.method.loader(trainer.data, seed=trainer.settings.seed, model=trainer.model)
@@ -344,7 +348,7 @@ def optimizer_of(scenario: Scenario, model: nn.Module) -> Optimizer:
 
 
 def reference_of(
-    scenario: Scenario, way: Way, model: nn.Module, epochs: list[list[Tensor]], **options: Any
+    scenario: Scenario, way: CallingConvention, model: nn.Module, epochs: list[list[Tensor]], **options: Any
 ) -> plain.Trained:
     """Train a plain model by the reference loop."""
     given: dict[str, Any] = {"optimizer": optimizer_of(scenario, model), "after_step": scenario.after_step}

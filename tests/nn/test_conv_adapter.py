@@ -13,7 +13,7 @@ from torch_geometric.utils import add_self_loops
 
 from hopline.core.graph import Graph
 from hopline.core.row_handles import Rows
-from hopline.nn.conv_adapter import Layout, SeesMore, convolve, edge_arguments, takes_x0, way_of
+from hopline.nn.conv_adapter import Layout, NeedsWholeGraph, calling_convention, convolve, edge_arguments, takes_x0
 from hopline.nn.probe import BATCHES, block_of, probe_graph, tree_of
 from hopline.tables import TensorTable
 from tests.grids import parametrize_pairwise
@@ -187,7 +187,7 @@ def test_the_conv_itself_is_left_as_it_was() -> None:
 )
 def test_the_way_a_conv_is_called(name: str, convention: str) -> None:
     block = batch_of(random_graph(), None, (3,)).blocks[0]
-    assert way_of(conv_of(name, 4, 3), 4, block.edge).convention == convention
+    assert calling_convention(conv_of(name, 4, 3), 4, block.edge).convention == convention
 
 
 def test_edge_arguments_are_those_the_conv_takes() -> None:
@@ -297,13 +297,13 @@ class KeepsItsEdges(pyg.SAGEConv):
     ids=["lstm", "gru", "eg", "sg-cached", "own-loops"],
 )
 def test_a_conv_whose_output_depends_on_what_else_is_in_the_batch_is_refused(make: Any) -> None:
-    with pytest.raises(SeesMore, match="cannot run on sampled blocks"):
-        way_of(make(), 4, {})
+    with pytest.raises(NeedsWholeGraph, match="cannot run on sampled blocks"):
+        calling_convention(make(), 4, {})
 
 
 def test_a_conv_that_keeps_its_first_edges_is_refused() -> None:
     with pytest.raises(ValueError, match="KeepsItsEdges keeps something of its first call"):
-        way_of(KeepsItsEdges(4, 3), 4, {})
+        calling_convention(KeepsItsEdges(4, 3), 4, {})
 
 
 @pytest.mark.parametrize("kind", ["block", "tree"])
@@ -329,10 +329,10 @@ def test_a_node_without_in_edges_has_the_output_that_it_has_in_the_whole_graph(m
 def test_trees_keep_the_loops_of_convs_that_add_none(layout: Layout) -> None:
     edge = {"weight": torch.rand(3), "attr": torch.rand(3, 2)}
     adds = pyg.GATConv(4, 3)
-    assert way_of(adds, 4, edge, layout).without_loops
+    assert calling_convention(adds, 4, edge, layout).without_loops
     for conv, initial in [(pyg.PDNConv(4, 3, 2, 4, normalize=False), None), (pyg.FAConv(4, normalize=False), 4)]:
         assert conv.add_self_loops
-        assert not way_of(conv, 4, edge, layout, initial).without_loops
+        assert not calling_convention(conv, 4, edge, layout, initial).without_loops
 
 
 def test_an_aggregation_by_the_order_of_edges_is_refused_where_sampling_changes_it() -> None:
@@ -366,7 +366,7 @@ def test_a_conv_in_float64_gets_its_input_width_too(make: type) -> None:
 )
 def test_a_refusal_gives_its_reason(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        way_of(make(), 4, {})
+        calling_convention(make(), 4, {})
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_a_conv_that_puts_out_no_tensor_is_refused() -> None:
             return super().forward(x, edge_index), x
 
     with pytest.raises(ValueError, match="Pair puts out type tuple: a conv must put out one tensor"):
-        way_of(Pair(4, 3), 4, {})
+        calling_convention(Pair(4, 3), 4, {})
 
 
 def test_a_cached_conv_leaves_and_uses_no_cache() -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from hopline.core.row_handles import ReducedRows, Rows
 from hopline.core.sampler import NeighborSampler
 from hopline.nn.conv_adapter import convolve
-from hopline.nn.fused import fused, is_fused, project, read_ahead, reads_rows
+from hopline.nn.fused import is_fused, project, read_ahead, reads_rows, run_fused
 from hopline.tables import SparseTable, TensorTable
 from tests.helpers import CONVS, assert_close, backward, batch_of, conv_of, randn, random_graph, stock
 
@@ -187,7 +187,7 @@ def test_rows_read_ahead_change_no_bit(name: str) -> None:
     handle = Rows(rows, block.src_ids)
     ahead = read_ahead(conv, handle, block)
     assert isinstance(ahead, ReducedRows)
-    assert torch.equal(fused(conv, ahead, block), fused(conv, handle, block))
+    assert torch.equal(run_fused(conv, ahead, block), run_fused(conv, handle, block))
 
 
 def test_what_depends_on_weights_or_scaling_is_not_read_ahead() -> None:

@@ -9,8 +9,8 @@ import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
-from hopline.nn.conv_adapter import SeesMore, way_of
-from hopline.nn.probe import Findings, block_of, options_of, probe_graph, reordered, tree_of, trial_of
+from hopline.nn.conv_adapter import NeedsWholeGraph, calling_convention
+from hopline.nn.probe import Findings, block_of, options_of, probe_graph, reverse_edges_of_nodes, tree_of, trial_of
 from tests.helpers import randn
 
 
@@ -38,10 +38,10 @@ def test_a_block_and_a_tree_have_the_edges_of_their_nodes() -> None:
 
 def test_the_reverse_order_is_of_each_nodes_edges() -> None:
     graph = probe_graph({"weight": torch.rand(3)})
-    other = reordered(graph)
+    other = reverse_edges_of_nodes(graph)
     first, stop = int(graph.indptr[3]), int(graph.indptr[4])
     assert other.indices[first:stop].tolist() == graph.indices[first:stop].flip(0).tolist()
-    assert torch.equal(reordered(other).edge["weight"], graph.edge["weight"])
+    assert torch.equal(reverse_edges_of_nodes(other).edge["weight"], graph.edge["weight"])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
@@ -62,8 +62,8 @@ def test_a_conv_of_two_hops_is_found_out_through_whole_number_features() -> None
         def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
             return x_j * edge_attr
 
-    with pytest.raises(SeesMore, match="TwoHops"):
-        way_of(TwoHops(), 4, {"attr": torch.arange(1, 9)[:, None]})
+    with pytest.raises(NeedsWholeGraph, match="TwoHops"):
+        calling_convention(TwoHops(), 4, {"attr": torch.arange(1, 9)[:, None]})
 
 
 def test_a_copy_has_other_weights_and_leaves_the_module_alone() -> None:
@@ -81,14 +81,14 @@ def test_a_copy_has_other_weights_and_leaves_the_module_alone() -> None:
 def test_a_module_with_computed_weights_can_be_copied() -> None:
     conv = pyg.GINConv(nn.utils.weight_norm(nn.Linear(4, 3)))
     conv(randn(5, 4).float(), torch.tensor([[0, 1], [1, 2]]))
-    assert way_of(conv, 4, {}).convention == "fused"
+    assert calling_convention(conv, 4, {}).convention == "fused"
 
 
 def test_what_was_found_out_is_forgotten_when_a_setting_changes() -> None:
     conv = pyg.GATConv(4, 3)
-    assert way_of(conv, 4, {}, "tree").without_loops
+    assert calling_convention(conv, 4, {}, "tree").without_loops
     conv.add_self_loops = False
-    assert not way_of(conv, 4, {}, "tree").without_loops
+    assert not calling_convention(conv, 4, {}, "tree").without_loops
     assert ("add_self_loops", False) in options_of(conv)
 
 

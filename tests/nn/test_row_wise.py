@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import probe_graph
-from hopline.nn.row_wise import check_row_wise, described, mixing_in_training, mixing_module
+from hopline.nn.row_wise import check_row_wise, describe_module, mixing_in_training, mixing_module
 from hopline.shards.convs.runner import ShardConvs, run_conv
 from hopline.shards.layout import contiguous_layout
 from tests.helpers import mlp, randn
@@ -54,9 +54,11 @@ OVER_NODES = [
 ]
 
 
-@pytest.mark.parametrize("norm", OVER_NODES, ids=described)
+@pytest.mark.parametrize("norm", OVER_NODES, ids=describe_module)
 def test_a_norm_over_the_nodes_present_is_refused_by_name(norm: nn.Module) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{described(norm)} averages over all nodes") + ".*mode='node'"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{describe_module(norm)} averages over all nodes") + ".*mode='node'"
+    ):
         check_row_wise(gnn(norm), 6, {})
 
 
@@ -73,7 +75,7 @@ def test_a_norm_over_the_nodes_present_is_refused_by_name(norm: nn.Module) -> No
         pyg.DiffGroupNorm(8, 2),
         CentringInTraining(),
     ],
-    ids=described,
+    ids=describe_module,
 )
 def test_a_norm_of_one_node_at_a_time_is_taken(norm: nn.Module) -> None:
     check_row_wise(gnn(norm), 6, {})

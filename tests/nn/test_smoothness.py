@@ -18,7 +18,7 @@ X = randn(50, 6)
 
 
 def recorded(batch: Batch, recorder: Recorder) -> Batch:
-    return replace(batch, blocks=tuple(replace(block, between=recorder) for block in batch.blocks))
+    return replace(batch, blocks=tuple(replace(block, layer_hooks=recorder) for block in batch.blocks))
 
 
 def spreads(model: GNN, batch: Batch) -> list[Tensor]:

@@ -286,9 +286,9 @@ def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.ext
         return float((model(one) - model(other)).norm().detach())
 
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
-        first, second = batch.redrawn(1), batch.redrawn(2)
+        first, second = batch.with_other_dropout(1), batch.with_other_dropout(2)
         same, other = distance(model, batch, batch), distance(model, batch, first)
-        found.append((same, other, distance(model, first, second), distance(model, first, batch.redrawn(1))))
+        found.append((same, other, distance(model, first, second), distance(model, first, batch.with_other_dropout(1))))
         return nn.functional.cross_entropy(model(batch), batch.labels)
 
     fit(data, sage(data, dropout=0.5, input_dropout=0.2), how, epochs=1, train_step=step)
@@ -300,4 +300,4 @@ def test_two_calls_draw_the_same_dropout_unless_the_batch_is_redrawn(how: hl.ext
 def test_a_redrawn_batch_of_evaluation_is_the_batch():
     data = small()
     batch = dataclasses.replace(next(iter(method().loader(data))), key=None)
-    assert batch.redrawn() is batch
+    assert batch.with_other_dropout() is batch

@@ -52,7 +52,7 @@ class Part:
         return f"Part({self.indptr.numel() - 1:,} destinations, {self.num_edges:,} edges)"
 
     @cached_property
-    def derived(self) -> dict[Hashable, Any]:
+    def cache(self) -> dict[Hashable, Any]:
         """What layers have computed from these edges and need again, by name; it goes with them."""
         return {}
 
@@ -93,16 +93,16 @@ def edges_where(part: Part, kept: Tensor) -> Part:
     return Part(upto[part.indptr], part.src_idx[kept], edge, edge_ids)
 
 
-class Between:
+class LayerHooks:
     """Takes part in a layer of whoever made the block: a training step is given a batch, and no other way leads there.
 
     A block refers to it, and many blocks may refer to one. This one does nothing.
     """
 
-    def before(self, l: int, model: Any, state: Any, block: Block) -> None:
+    def before_layer(self, l: int, model: Any, state: Any, block: Block) -> None:
         """Layer `l` of a `GNN` is about to be computed from a `State`."""
 
-    def after(self, l: int, h: Tensor) -> Tensor:
+    def after_layer(self, l: int, h: Tensor) -> Tensor:
         """The destinations' rows after layer `l`, before dropout, to the rows that the next layer reads.
 
         Rows of sources that the batch does not own come behind those of the destinations.
@@ -132,7 +132,7 @@ class ConvRunner(ABC):
         """
 
     @abstractmethod
-    def moved(self, block: Block, device: torch.device) -> Block:
+    def block_to(self, block: Block, device: torch.device) -> Block:
         """The block on a device, with all that convs need there."""
 
 
@@ -162,7 +162,7 @@ class Block:
     """Whether sums over sampled edges are scaled up to the expectation of the full sum."""
     in_graph_order: bool = True
     """Whether a destination's edges come in the graph's order; sampled ones do not."""
-    between: Between | None = None
+    layer_hooks: LayerHooks | None = None
     """Adds rows of other nodes between two layers, or records rows; None in a block that owns all its sources."""
     convs: ConvRunner | None = None
     """Runs convs on this block, where source rows are on other shards; None: `nn.conv_adapter` does."""
@@ -172,15 +172,15 @@ class Block:
             return f"{type(self).__name__}({self.num_dst:,} nodes)"
         return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
 
-    def to(self, device: torch.device, non_blocking: bool = False, moved: dict[int, Any] | None = None) -> Block:
+    def to(self, device: torch.device, non_blocking: bool = False, moved_parts: dict[int, Any] | None = None) -> Block:
         """The same block on a device; its graph stays where it is.
 
-        moved: by `id`, what was moved with other blocks of a batch and is shared with them.
+        moved_parts: by `id`, what was moved with other blocks of a batch and is shared with them.
         """
         if all(tensor is None or _lies_on(tensor, device) for tensor in self.tensors()):
             return self  # with what was found out about its edges
         if self.convs is not None:
-            return self.convs.moved(self, device)
+            return self.convs.block_to(self, device)
         parts = tuple(part.to(device, non_blocking) for part in self.parts)
         return replace(self, src_ids=self.src_ids.to(device, non_blocking=non_blocking), parts=parts)
 
@@ -349,18 +349,18 @@ class Batch:
         def move(value: Any) -> Any:
             return value.to(target, non_blocking=non_blocking) if isinstance(value, Tensor) else value
 
-        moved: dict[int, Any] = {}
+        moved_parts: dict[int, Any] = {}
         return replace(
             self,
             seeds=move(self.seeds),
-            blocks=each_once(self.blocks, lambda block: block.to(target, non_blocking, moved)),
+            blocks=each_once(self.blocks, lambda block: block.to(target, non_blocking, moved_parts)),
             x=move(self.x),
             y=move(self.y),
             tables={name: move(rows) for name, rows in self.tables.items()},
             output_idx=move(self.output_idx),
         )
 
-    def redrawn(self, number: int = 1) -> Batch:
+    def with_other_dropout(self, number: int = 1) -> Batch:
         """The same seeds and edges with another dropout, for each number another one.
 
         Dropout is drawn by step and node, so that it can be drawn again: two calls of a model with one batch have the

@@ -123,25 +123,25 @@ class Graph:
         arrays |= {f"edge array {name!r}": array for name, array in self.edge.items()}
         return {name: version_of(array) for name, array in arrays.items()}
 
-    def derived(self, name: Hashable, compute: Callable[[], T]) -> T:
+    def get_cached(self, name: Hashable, compute: Callable[[], T]) -> T:
         """The result of `compute()`, kept with the graph until one of its arrays is changed in place.
 
         name: tells the result from others. Threads that ask at the same time may each compute it, and get equal ones.
         """
         versions = self.versions
-        known = self._derived.get(name)
+        known = self._cache.get(name)
         if known is None or known[0] != versions:
-            known = self._derived[name] = versions, compute()
+            known = self._cache[name] = versions, compute()
         return known[1]
 
     @cached_property
-    def _derived(self) -> dict[Hashable, tuple[dict[str, int], Any]]:
+    def _cache(self) -> dict[Hashable, tuple[dict[str, int], Any]]:
         """By name: the versions of the arrays, and what was computed from them."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was derived: who gets a copy computes it again where it is needed."""
-        return {name: value for name, value in self.__dict__.items() if name != "_derived"}
+        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
 
     @property
     def self_loops(self) -> Tensor:

@@ -133,7 +133,7 @@ def as_tensor(rows: Handle | Tensor) -> Tensor:
     return rows.read() if isinstance(rows, Handle) else rows
 
 
-def typed(rows: Handle | Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(rows: Handle | Tensor, dtype: torch.dtype) -> Tensor:
     """The rows themselves; stored features are brought to the model's precision, whole numbers are left alone.
 
     Under autocast hidden rows come in half precision on purpose: what has a gradient is left as it is.

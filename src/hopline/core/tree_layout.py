@@ -69,11 +69,13 @@ class TreeBlock(Block):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
 
-    def to(self, device: torch.device, non_blocking: bool = False, moved: dict[int, Any] | None = None) -> TreeBlock:
-        moved = {} if moved is None else moved
-        if id(self.tree) not in moved:  # the blocks of a batch share one tree
-            moved[id(self.tree)] = self.tree.to(device, non_blocking)
-        tree = moved[id(self.tree)]
+    def to(
+        self, device: torch.device, non_blocking: bool = False, moved_parts: dict[int, Any] | None = None
+    ) -> TreeBlock:
+        moved_parts = {} if moved_parts is None else moved_parts
+        if id(self.tree) not in moved_parts:  # the blocks of a batch share one tree
+            moved_parts[id(self.tree)] = self.tree.to(device, non_blocking)
+        tree = moved_parts[id(self.tree)]
         return self if tree is self.tree else replace(self, tree=tree)
 
     def handle(self, table: Readable) -> Rows:

@@ -7,8 +7,8 @@ around some nodes, `distributed` over ranks and `over_shards` over shards in one
 files, `cache` keeps what the next inference needs again, `captured_forward` replays it as a CUDA graph. It stands on
 `shards` and below.
 
-A graph owns what the last inference on it has kept (`Graph.derived`). Who evaluates again and again owns the captured
-inferences (`CapturedInferences`); in a run that is the Trainer.
+A graph owns what the last inference on it has kept (`Graph.get_cached`). Who evaluates again and again owns the
+captured inferences (`CapturedInferences`); in a run that is the Trainer.
 """
 
 from __future__ import annotations

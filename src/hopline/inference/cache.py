@@ -102,7 +102,7 @@ class LastInference:
     @classmethod
     def on(cls, graph: Graph) -> LastInference:
         """The one of a graph; a new one where the graph's arrays have changed."""
-        return graph.derived("last inference", cls)
+        return graph.get_cached("last inference", cls)
 
 
 def get_inference_cache(

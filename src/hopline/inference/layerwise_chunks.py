@@ -20,7 +20,7 @@ from hopline.device.meter import free_bytes, meter_of, numbered
 from hopline.inference.cache import InferenceCache, get_inference_cache
 from hopline.inference.resumable import LayerFiles
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece, layer_rows
-from hopline.nn.conv_adapter import SeesMore, way_of
+from hopline.nn.conv_adapter import NeedsWholeGraph, calling_convention
 from hopline.nn.gnn import GNN, State
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.runner import ShardConvs
@@ -157,7 +157,7 @@ class Chunks(LayerPlan[Tensor]):
         self.everywhere = ids is None
         try:
             return self._outputs(self._cached_layer_nodes(ids), show)
-        except SeesMore:  # found out when the width of its rows was known
+        except NeedsWholeGraph:  # found out when the width of its rows was known
             if self.everywhere or not self.has_all_edges or self.files is not None:
                 raise
         self.everywhere, self.cache = True, None
@@ -183,7 +183,7 @@ class Chunks(LayerPlan[Tensor]):
             if not first and self.model.encodes:
                 self._encode(layer_nodes[0])
             for l in range(first, self.model.num_layers):
-                self._over_graph = self._graph_block() if self._sees_more(l) else None
+                self._over_graph = self._graph_block() if self._needs_whole_graph(l) else None
                 try:
                     layers.forward([l])
                 except CannotSplit:
@@ -269,12 +269,14 @@ class Chunks(LayerPlan[Tensor]):
 
     # ---- a conv that must see the whole graph
 
-    def _sees_more(self, l: int) -> bool:
+    def _needs_whole_graph(self, l: int) -> bool:
         """Whether a layer's conv must be run on the whole graph; refused where some rows were not computed."""
         initial_width = self.tables.of(ENCODED).shape[1] if self.model.keeps_x0 else None
         try:
-            way_of(self.model.convs[l], self._source(l).shape[1], self.data.graph.edge, initial_width=initial_width)
-        except SeesMore:
+            calling_convention(
+                self.model.convs[l], self._source(l).shape[1], self.data.graph.edge, initial_width=initial_width
+            )
+        except NeedsWholeGraph:
             if not self.everywhere or not self.has_all_edges:
                 raise
             return True

@@ -478,7 +478,7 @@ def shared(what: Any) -> Any:
         return what
     if not isinstance(what, Graph):
         raise TypeError(f"a {type(what).__name__} cannot be shared: pass a graph or a table")
-    return what.derived("shared twin", partial(_shared_twin, what))
+    return what.get_cached("shared twin", partial(_shared_twin, what))
 
 
 def _shared_twin(graph: Graph) -> SharedGraph:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.core.batch import Batch, Between, Block
+from hopline.core.batch import Batch, Block, LayerHooks
 from hopline.core.row_handles import Rows, as_tensor
 from hopline.device import pinned
 from hopline.nn.gnn import GNN, State
@@ -195,7 +195,7 @@ class Boundaries:
         return at if read is None else torch.searchsorted(read, at)
 
 
-class Recorder(Between):
+class Recorder(LayerHooks):
     """Keeps the rows that layers give at their destinations, before dropout.
 
     keeps_gradients: autograd keeps the gradients of these rows. measures: also how far noise moves each layer.
@@ -206,12 +206,12 @@ class Recorder(Between):
         self.spreads: list[Tensor] = []
         self.keeps_gradients, self.measures = keeps_gradients, measures
 
-    def before(self, l: int, model: GNN, state: State, block: Block) -> None:
+    def before_layer(self, l: int, model: GNN, state: State, block: Block) -> None:
         spread = spread_of(model, l, state, block) if self.measures else None
         if spread is not None:
             self.spreads.append(spread)
 
-    def after(self, l: int, h: Tensor) -> Tensor:
+    def after_layer(self, l: int, h: Tensor) -> Tensor:
         self.record(l, h)
         # What comes next, such as a head with ReLU(inplace=True), may change its input in place. The gradient of
         # the recorded rows would then be that of the changed ones.
@@ -365,7 +365,7 @@ class Layers(Generic[C]):
             return state if l < self.last else replace(state, jk=jk)
         h = self.rows.handle(l - 1, piece) if inputs is None else inputs
         if model.training and model.dropout:
-            h = model.dropped(as_tensor(h), block.src_keys, block.key, l - 1)
+            h = model.apply_dropout(as_tensor(h), block.src_keys, block.key, l - 1)
         return State(h, self._initial(piece), jk)
 
     def _initial(self, piece: Piece) -> Tensor | None:
@@ -389,7 +389,7 @@ class Layers(Generic[C]):
             return None
         keys = block.src_keys[: block.num_dst]
         own = [self.rows.read(l, piece.dst) for l in range(self.last)] if given is None else given
-        rows = [model.dropped(rows, keys, block.key, l) for l, rows in enumerate(own)]
+        rows = [model.apply_dropout(rows, keys, block.key, l) for l, rows in enumerate(own)]
         if model.jk_encoder:
             encoded = model.encode(self.plan.inputs_of(block.dst_ids), keys, block.key).jk
             assert encoded is not None
@@ -467,7 +467,7 @@ class Layers(Generic[C]):
         inputs = self.rows.read(last - 1, piece.src).requires_grad_() if last else None
         jumped = [self.rows.read(l, piece.dst).requires_grad_() for l in range(last)] if model.keeps_jk else []
         recorder = Recorder(keeps_gradients=True, measures=penalty > 0)
-        state = model.layer(last, self.state(last, piece, inputs, jumped), replace(block, between=recorder))
+        state = model.layer(last, self.state(last, piece, inputs, jumped), replace(block, layer_hooks=recorder))
         loss = torch.zeros((), device=block.src_ids.device)
         if recorder.spreads:
             loss = penalty * block.num_dst * torch.stack(recorder.spreads).sum()
@@ -487,6 +487,6 @@ class Layers(Generic[C]):
 def layer_rows(model: GNN, l: int, state: State, piece: Piece, recorder: Recorder | None = None) -> Tensor:
     """The destinations' rows after layer `l`, before dropout."""
     recorder = recorder or Recorder()
-    after = model.layer(l, state, replace(piece.block, between=recorder))
+    after = model.layer(l, state, replace(piece.block, layer_hooks=recorder))
     # A layer whose rows are put off gives a handle and records nothing.
     return recorder.rows[l] if l in recorder.rows else as_tensor(after.h)

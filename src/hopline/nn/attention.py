@@ -16,7 +16,7 @@ from torch_geometric.nn.aggr import SumAggregation
 
 from hopline import ops
 from hopline.core.batch import Block
-from hopline.core.row_handles import Handle, typed
+from hopline.core.row_handles import Handle, as_dtype
 from hopline.nn.tree_layers import compute_dtype, edges_to_attend
 from hopline.ops.random import NUM_PURPOSES
 
@@ -38,7 +38,7 @@ def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Te
 
     Dropout of the attention weights is drawn in the kernel, from the step's key where there is one.
     """
-    rows = typed(h, compute_dtype(conv.att_src.dtype if isinstance(conv, GATConv) else conv.att.dtype))
+    rows = as_dtype(h, compute_dtype(conv.att_src.dtype if isinstance(conv, GATConv) else conv.att.dtype))
     num_dst, heads, p = block.num_dst, conv.heads, conv.dropout if conv.training else 0.0
     x, own, att, att_own = _projected(conv, rows, num_dst)
     out = ops.gpu_kernels("attention").attend(

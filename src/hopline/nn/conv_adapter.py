@@ -25,11 +25,11 @@ from torch_geometric.nn import CGConv, GENConv
 
 from hopline.core.batch import Block
 from hopline.core.graph import Graph
-from hopline.core.row_handles import Handle, typed
+from hopline.core.row_handles import Handle, as_dtype
 from hopline.core.tree_layout import TreeBlock
 from hopline.device.snapshots import eval_mode
 from hopline.nn.attention import attention, is_fused_attention
-from hopline.nn.fused import NORMALISED, dtype_of, fused, is_fused
+from hopline.nn.fused import NORMALISED, dtype_of, is_fused, run_fused
 from hopline.nn.probe import (
     BATCHES,
     block_of,
@@ -38,7 +38,7 @@ from hopline.nn.probe import (
     options_of,
     probe_graph,
     random_rows,
-    reordered,
+    reverse_edges_of_nodes,
     tree_of,
     trial_of,
     without_caches,
@@ -55,12 +55,12 @@ EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "ty
 """Argument of a PyG conv -> name of the graph's edge array."""
 
 
-class SeesMore(ValueError):
+class NeedsWholeGraph(ValueError):
     """A conv whose output at a node depends on more than the node and its in-edges: no block has all that it needs."""
 
 
 @dataclass(frozen=True)
-class Way:
+class CallingConvention:
     """How a conv is called on blocks of one layout."""
 
     convention: Convention
@@ -120,9 +120,9 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
         return block.convs.run(conv, h, x0)
     layout = layout_of(conv, block)
     names = block.edge if block.graph is None else block.graph.edge
-    way = _known_way(conv, layout, names)
+    way = _cached_convention(conv, layout, names)
     if way is None:  # only then are the edge arrays looked at, which a tree has to gather
-        way = way_of(conv, h.shape[1], block.edge, layout, None if x0 is None else x0.size(1))
+        way = calling_convention(conv, h.shape[1], block.edge, layout, None if x0 is None else x0.size(1))
     if block.scale_sums and way.convention != "fused":
         raise ValueError(
             f"scale_sums=true needs convs that sum plain rows (SAGEConv, GINConv, GraphConv); {_name(conv)} does not: "
@@ -139,25 +139,25 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
         return _call(conv, way, h, block, x0)
 
 
-def way_of(
+def calling_convention(
     conv: nn.Module,
     width: int,
     edge: Mapping[str, Tensor],
     layout: Layout = "block",
     initial_width: int | None = None,
-) -> Way:
+) -> CallingConvention:
     """How the conv is called on blocks of a layout, found out when it is first asked for.
 
     width, initial_width: of its input rows and of the initial rows, where a model has them. edge: the edge arrays.
     """
-    way = _known_way(conv, layout, edge)
+    way = _cached_convention(conv, layout, edge)
     if way is None:
-        way = find_way(conv, width, edge, layout, initial_width)
+        way = find_calling_convention(conv, width, edge, layout, initial_width)
         findings.put(conv, ("way", layout), _about(conv, edge), way)
     return way
 
 
-def _known_way(conv: nn.Module, layout: Layout, edge: Mapping[str, Tensor]) -> Way | None:
+def _cached_convention(conv: nn.Module, layout: Layout, edge: Mapping[str, Tensor]) -> CallingConvention | None:
     return findings.get(conv, ("way", layout), _about(conv, edge))
 
 
@@ -173,11 +173,11 @@ def layout_of(conv: nn.Module, block: Block) -> Layout:
     return "padded tree" if block.on_gpu and not is_fused(conv) else "tree"
 
 
-def _call(conv: nn.Module, way: Way, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
+def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
     if way.convention == "fused":
-        return fused(conv, h, block, x0 if takes_x0(conv) else None)
+        return run_fused(conv, h, block, x0 if takes_x0(conv) else None)
     dtype = dtype_of(conv, h)
-    rows, num_dst = typed(h, dtype), block.num_dst
+    rows, num_dst = as_dtype(h, dtype), block.num_dst
     if way.convention == "block":
         return conv.on_block(rows, block)  # type: ignore[operator]
     edge_index, edge = _edges_of(block, way)
@@ -203,7 +203,7 @@ def _two_rows(like: Tensor) -> Tensor:
     return like.new_full((2, *like.shape[1:]), int(like.is_floating_point()))
 
 
-def _edges_of(block: Block, way: Way) -> tuple[Tensor, Mapping[str, Tensor]]:
+def _edges_of(block: Block, way: CallingConvention) -> tuple[Tensor, Mapping[str, Tensor]]:
     """(edge_index, edge arrays). In a tree a conv does not see which edges come from the node itself."""
     if not isinstance(block, TreeBlock):
         return block.edge_index, block.edge
@@ -260,7 +260,9 @@ def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
     return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
 
 
-def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: Layout, initial_width: int | None) -> Way:
+def find_calling_convention(
+    conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: Layout, initial_width: int | None
+) -> CallingConvention:
     """The first way of calling that equals the conv on a whole graph, for blocks that differ in what else they have."""
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
@@ -272,7 +274,7 @@ def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: La
     trial = trial_of(conv)  # one for all blocks: what it keeps from one shows on the next
     is_tree, padded = layout != "block", layout == "padded tree"
 
-    def output(trial: nn.Module, way: Way, graph: Graph, nodes: Sequence[int]) -> Tensor | None:
+    def output(trial: nn.Module, way: CallingConvention, graph: Graph, nodes: Sequence[int]) -> Tensor | None:
         """None where this is not a way in which the conv can be called."""
         block = tree_of(graph, nodes) if is_tree else block_of(graph, nodes)
         try:
@@ -281,7 +283,9 @@ def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: La
         except Exception:
             return None
 
-    def is_right(way: Way, graph: Graph, batches: Sequence[Sequence[int]] = BATCHES, anew: bool = False) -> bool:
+    def is_right(
+        way: CallingConvention, graph: Graph, batches: Sequence[Sequence[int]] = BATCHES, anew: bool = False
+    ) -> bool:
         """anew: with a copy for each block."""
         found = ((nodes, output(trial_of(conv) if anew else trial, way, graph, nodes)) for nodes in batches)
         return all(
@@ -291,7 +295,7 @@ def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: La
             for nodes, out in found
         )
 
-    def trains(way: Way) -> bool:
+    def trains(way: CallingConvention) -> bool:
         """Whether it can also be called in training, where SuperGATConv draws edges, with few edges or none."""
         other = trial_of(conv).train()  # whose norms may move
         with torch.random.fork_rng([]):
@@ -299,20 +303,20 @@ def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: La
 
     cached = has_cache(conv)
     if is_fused(conv):
-        ways = [Way("fused", has_cache=cached)]
+        ways = [CallingConvention("fused", has_cache=cached)]
     elif reads_blocks(conv):
-        ways = [Way("block", has_cache=cached)]
+        ways = [CallingConvention("block", has_cache=cached)]
     else:
         choices = itertools.product((False, True), CALLS, (False, True) if is_tree else (False,))
         ways = [
-            Way(call, without_loops, with_edges, has_cache=cached, padded=padded)
+            CallingConvention(call, without_loops, with_edges, has_cache=cached, padded=padded)
             for with_edges, call, without_loops in choices
         ]
     with torch.no_grad():
         for way in ways:
             if is_right(way, graph) and (way.convention == "fused" or trains(way)):
                 # Of fused ones GCN goes by the last of a node's loops, but takes it from the graph.
-                by_order = way.convention != "fused" and not is_right(way, reordered(graph), BATCHES[:1])
+                by_order = way.convention != "fused" and not is_right(way, reverse_edges_of_nodes(graph), BATCHES[:1])
                 return replace(way, by_order=by_order)
         keeps = any(is_right(way, graph, anew=True) and not is_right(way, graph) for way in ways)
     if keeps:
@@ -326,17 +330,17 @@ def find_way(conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: La
             "let it read degrees from block.graph and edges from block.edge_index, or leave on_block out"
         )
     if is_tree:
-        way_of(conv, width, edge, "block", initial_width)  # refused there if it cannot run on blocks either
+        calling_convention(conv, width, edge, "block", initial_width)  # refused there if it cannot run on blocks either
         raise ValueError(
             f"{_name(conv)} cannot run on trees, in which every edge has a source of its own: set layout=block"
         )
     if isinstance(conv, NORMALISED) and (conv._forward_hooks or conv._forward_pre_hooks):
-        raise SeesMore(
+        raise NeedsWholeGraph(
             f"{_name(conv)} has hooks, with which PyG's own forward runs, by the degrees of the nodes that are "
             "present, and a batch has only some: remove the hooks, or use method=full_batch with "
             "aggregation=sequential"
         )
-    raise SeesMore(
+    raise NeedsWholeGraph(
         f"{_name(conv)} cannot run on sampled blocks: its output at a node depends on more than the node and its "
         "in-edges (several hops in one layer, a norm by degrees or nodes that are present, padding to the largest "
         "degree present); convs such as SAGEConv, GCNConv, GATConv, GINConv, PNAConv and TransformerConv can, and "

@@ -17,7 +17,7 @@ from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregat
 
 from hopline import ops
 from hopline.core.batch import Block
-from hopline.core.row_handles import Handle, ReducedRows, Rows, as_tensor, typed
+from hopline.core.row_handles import Handle, ReducedRows, Rows, as_dtype, as_tensor
 from hopline.core.tree_layout import TreeBlock
 from hopline.nn.gcn_norm import gcn_weights
 from hopline.nn.tree_layers import PendingRows, pending_rows, reduce_on_tree, two_part_linear
@@ -53,7 +53,7 @@ def reads_rows(conv: Any) -> bool:
     return is_fused(conv) and type(conv) in PLAIN and not getattr(conv, "project", False)
 
 
-def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
+def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
     """`conv` on a block: [num_dst, ...]."""
     how = REDUCE[type(conv.aggr_module)]
     dtype = dtype_of(conv, h)
@@ -73,13 +73,13 @@ def fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None)
         reduced, own = _reduce(h, plain, how, weight, dtype, with_own=True).chunk(2, dim=1)
         return _product(conv, reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
     if isinstance(conv, APPNP):  # its one step mixes in own rows, of which a block has fewer than sources
-        rows = typed(h, dtype)
+        rows = as_dtype(h, dtype)
         return (1 - conv.alpha) * propagate(block, rows) + conv.alpha * rows[: block.num_dst]
     if isinstance(conv, GCN2Conv):
         stand_in = _StandIn(conv, propagate, normalize=False)
-        return GCN2Conv.forward(stand_in, typed(h, dtype), x0, block)  # type: ignore[arg-type]
+        return GCN2Conv.forward(stand_in, as_dtype(h, dtype), x0, block)  # type: ignore[arg-type]
     if _reduces_first(conv, h, block):
-        return _product(conv, propagate(block, typed(h, dtype)))
+        return _product(conv, propagate(block, as_dtype(h, dtype)))
     stand_in = _StandIn(conv, propagate, normalize=False, lin=lambda x: project(conv.lin, x))
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
 
@@ -125,13 +125,13 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
     linears = _linears_of_one_row(conv, h)
     reads = isinstance(h, Rows) and reads_rows(conv)
     runs_on = isinstance(h, PendingRows) and linears is not None and how != "max"
-    source = h if reads or runs_on else typed(h, dtype)
+    source = h if reads or runs_on else as_dtype(h, dtype)
     if linears is None and isinstance(block, TreeBlock) and block.on_gpu and not getattr(conv, "project", False):
         weight = block.edge.get("weight") if isinstance(conv, GraphConv) else None
         reduced, own = _reduce(source, block, how, weight, dtype, with_own=True).chunk(2, dim=1)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: reduced)
     elif linears is None:
-        own = typed(own_rows(source, block.num_dst), dtype)
+        own = as_dtype(own_rows(source, block.num_dst), dtype)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
     else:
         # Both products in one: [reduced, own] times the weights side by side. The conv is told of no own rows.
@@ -146,7 +146,7 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
     return type(conv).forward(stand_in, (source, own), block)  # type: ignore[arg-type]
 
 
-def deferred(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any) -> PendingRows | None:
+def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any) -> PendingRows | None:
     """A conv followed by ReLU and dropout on a tree on a GPU, left to the next layer's kernel; None where it cannot."""
     if not isinstance(block, TreeBlock) or not is_fused(conv) or getattr(conv, "normalize", False) or block.edge:
         return None
@@ -191,12 +191,12 @@ def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, 
     with torch.no_grad():
         if type(conv) is GCNConv:
             first = _reduces_first(conv, h, block)
-            return (_normalised_sum(conv, typed(h, dtype), block, dtype), NORMALISED_SUM) if first else None
+            return (_normalised_sum(conv, as_dtype(h, dtype), block, dtype), NORMALISED_SUM) if first else None
         how = REDUCE[type(conv.aggr_module)]
         weighted = isinstance(conv, GraphConv) and "weight" in block.edge
         if weighted or (how == "sum" and block.scale_sums):
             return None
-        return _reduce(h if isinstance(h, Rows) else typed(h, dtype), block, how, None, dtype, with_own=True), how
+        return _reduce(h if isinstance(h, Rows) else as_dtype(h, dtype), block, how, None, dtype, with_own=True), how
 
 
 def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
@@ -222,7 +222,7 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
     dtype = linear.weight.dtype
     csr = rows.read_csr() if isinstance(rows, Rows) else None
     if csr is None or linear._forward_hooks or linear._forward_pre_hooks:
-        return linear(typed(rows, dtype))
+        return linear(as_dtype(rows, dtype))
     indptr, columns, values = csr
     out = ops.reduce_edges(linear.weight.t(), indptr, columns, "sum", values.to(dtype))
     return out if linear.bias is None else out + linear.bias
@@ -245,7 +245,7 @@ def _reduce(
         if stored is not None and stored.dtype == dtype and not ops.is_cold(stored, rows.ids):
             own = rows.ids[: block.num_dst] if with_own else None
             return ops.reduce_edges(stored, part.indptr, ops.gather_rows(rows.ids, part.src_idx), how, weight, own)
-    rows = typed(rows, dtype) if isinstance(rows, Handle) else rows
+    rows = as_dtype(rows, dtype) if isinstance(rows, Handle) else rows
     own = torch.arange(block.num_dst, device=rows.device) if with_own else None
     return ops.reduce_edges(rows, part.indptr, part.src_idx, how, weight, own)
 

@@ -35,7 +35,7 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
     if isinstance(block, TreeBlock) or (weight is not None and weight.requires_grad):
         return _normalised(conv, block, dtype)
     # The layers of a historical batch have their edges in common.
-    known = block.part.derived
+    known = block.part.cache
     name = ("GCN weights", bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
     if name not in known:
         known[name] = _normalised(conv, block, dtype)
@@ -78,7 +78,7 @@ def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[T
         total, loop = graph.weight_sums(ids, add_loops, fill)
         return total + loop, loop
     name = ("GCN weights", add_loops, fill)
-    weights = graph.derived(name, partial(weights_of, graph, add_loops, fill))
+    weights = graph.get_cached(name, partial(weights_of, graph, add_loops, fill))
     total, loop = (array[ids.to(array.device)].to(ids.device) for array in weights)
     return total + loop, loop
 

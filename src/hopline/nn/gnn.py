@@ -18,10 +18,10 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline import ops
 from hopline.core.batch import Batch, Block
-from hopline.core.row_handles import DroppedRows, Handle, Readable, ReducedRows, Rows, as_tensor, typed
+from hopline.core.row_handles import DroppedRows, Handle, Readable, ReducedRows, Rows, as_dtype, as_tensor
 from hopline.nn.conv_adapter import convolve, takes_x0
 from hopline.nn.fused import (
-    deferred,
+    defer_layer,
     input_reduction,
     is_fused,
     is_linear,
@@ -31,7 +31,7 @@ from hopline.nn.fused import (
     reads_rows,
     reduced_input,
 )
-from hopline.nn.norms import empty_rows_left_out, make_norm, running_statistics
+from hopline.nn.norms import ignore_empty_slots, make_norm, running_statistics
 from hopline.nn.row_wise import check_row_wise
 
 INPUT = -1
@@ -267,26 +267,26 @@ class GNN(nn.Module):
             if key is not None and isinstance(x, Rows) and self.keeps_handle(x.table):
                 x = DroppedRows(x.table, x.ids, self.input_dropout, ops.purpose_key(key, INPUT), ids)
             else:
-                x = self._drop(self._typed(x), self.input_dropout, ids, key, INPUT)
+                x = self._drop(self._as_dtype(x), self.input_dropout, ids, key, INPUT)
         if self.encoder is not None:
             linear = isinstance(x, Rows) and is_linear(self.encoder)
-            encoded = project(self.encoder, x) if linear else self.encoder(self._typed(x))
+            encoded = project(self.encoder, x) if linear else self.encoder(self._as_dtype(x))
             x = self.act(encoded) if self.act is not None else encoded
-        x0 = self._typed(x) if self._uses_x0 else None
+        x0 = self._as_dtype(x) if self._uses_x0 else None
         if self.encoder is not None:
-            x = self._drop(self._typed(x), self.dropout, ids, key, self.num_layers)
-        jk = self._typed(x) if self.jk_encoder else None
+            x = self._drop(self._as_dtype(x), self.dropout, ids, key, self.num_layers)
+        jk = self._as_dtype(x) if self.jk_encoder else None
         return State(x if x0 is None or self.encoder is not None else x0, x0, jk)
 
     def layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l` on a block: the state of its sources to the state of its destinations."""
-        if block.between is not None:
-            block.between.before(l, self, state, block)
+        if block.layer_hooks is not None:
+            block.layer_hooks.before_layer(l, self, state, block)
         # A single row, or none, has no variance; where ranks sum their statistics, all of them must take part.
         alone = block.num_dst <= 1 and not (block.convs is not None and block.convs.over_ranks)
         with (
             running_statistics([self.convs[l], self.norms[l]], only_if=alone),
-            empty_rows_left_out([self.convs[l], self.norms[l]], block),
+            ignore_empty_slots([self.convs[l], self.norms[l]], block),
         ):
             return self._layer(l, state, block)
 
@@ -298,7 +298,7 @@ class GNN(nn.Module):
         if self._is_plain(l):
             p = self.dropout if self.training else 0.0
             key = None if block.key is None or not p else ops.purpose_key(block.key, l)
-            pending = deferred(self.convs[l], state.h, block, p, key)
+            pending = defer_layer(self.convs[l], state.h, block, p, key)
             if pending is not None:
                 return State(pending)
         h = convolve(self.convs[l], state.h, block, x0, l)
@@ -312,8 +312,8 @@ class GNN(nn.Module):
         acts, at_once = l < self.num_layers - 1 or self.acts_last, self._drops_relu(block)
         if acts:
             h = self._after_conv(l, h, state.h, relu_later=at_once)
-        if block.between is not None:
-            h = block.between.after(l, h)
+        if block.layer_hooks is not None:
+            h = block.layer_hooks.after_layer(l, h)
         if acts:
             h = self._drop(h, self.dropout, block.src_keys[: h.size(0)], block.key, l, with_relu=at_once)
         jk = None
@@ -337,7 +337,7 @@ class GNN(nn.Module):
         """Whether dropout comes right after a ReLU, so that both are one."""
         adds = self.act_first or (self.residual and not self.residual_first)
         draws = self.training and self.dropout > 0 and block.key is not None
-        return draws and self._acts_by_relu and not adds and block.between is None
+        return draws and self._acts_by_relu and not adds and block.layer_hooks is None
 
     def decode(self, state: State) -> Tensor:
         """The last layer's state to the output."""
@@ -353,7 +353,7 @@ class GNN(nn.Module):
             raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
         convs = batch.blocks[0].convs
         with nullcontext() if convs is None else convs.norms():
-            with empty_rows_left_out([] if self.encoder is None else [self.encoder], batch.blocks[0]):
+            with ignore_empty_slots([] if self.encoder is None else [self.encoder], batch.blocks[0]):
                 state = self.encode(batch.input_rows, batch.input_keys, batch.key)
             for l, block in enumerate(batch.blocks):
                 state = self.layer(l, state, block)
@@ -363,7 +363,7 @@ class GNN(nn.Module):
     def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor, relu_later: bool = False) -> Tensor:
         own: Tensor | None = None
         if self.residual and tuple(h.shape[1:]) == tuple(before.shape[1:]):
-            own = self._typed(own_rows(before, h.size(0)))
+            own = self._as_dtype(own_rows(before, h.size(0)))
         if self.act is not None and self.act_first:
             h = self.act(h)
         h = self.norms[l](h)
@@ -373,7 +373,7 @@ class GNN(nn.Module):
             h = self.act(h)
         return h if own is None or self.residual_first else h + own
 
-    def dropped(self, h: Tensor, ids: Tensor, key: int | Tensor | None, l: int) -> Tensor:
+    def apply_dropout(self, h: Tensor, ids: Tensor, key: int | Tensor | None, l: int) -> Tensor:
         """Rows after layer `l` as the next one reads them."""
         return self._drop(h, self.dropout, ids, key, l)
 
@@ -395,10 +395,10 @@ class GNN(nn.Module):
             return h
         if isinstance(h, Rows) and h.table.dtype == self._dtype == torch.float32:
             return h  # as every conv reads them
-        return self._typed(h)
+        return self._as_dtype(h)
 
-    def _typed(self, rows: Handle | Tensor) -> Tensor:
-        return typed(rows, self._dtype)
+    def _as_dtype(self, rows: Handle | Tensor) -> Tensor:
+        return as_dtype(rows, self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -39,7 +39,7 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
             norm.train()
 
 
-def empty_rows_left_out(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
+def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
     """Batch norms, also those inside convs, take their statistics from a tree's slots that are not empty."""
     norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
     present = None if next(norms, None) is None else block.present

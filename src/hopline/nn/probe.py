@@ -112,7 +112,7 @@ def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
     return Block(torch.tensor(src_ids), len(nodes), (part,), graph)
 
 
-def reordered(graph: Graph) -> Graph:
+def reverse_edges_of_nodes(graph: Graph) -> Graph:
     """The same graph, the in-edges of each node in the reverse of their order."""
     stops = torch.repeat_interleave(graph.indptr[1:] + graph.indptr[:-1] - 1, graph.in_degrees())
     order = stops - torch.arange(graph.num_edges)
@@ -153,7 +153,7 @@ def trial_of(module: Module) -> Module:
 def fresh_copy(module: Module) -> Module:
     """A copy that remembers no graph it was run on."""
     try:
-        with _detached(module):
+        with _detach_caches(module):
             trial = copy.deepcopy(module)
     except RuntimeError as error:  # torch does not copy what is in the middle of a computation
         raise ValueError(
@@ -165,7 +165,7 @@ def fresh_copy(module: Module) -> Module:
 
 
 @contextmanager
-def _detached(module: nn.Module) -> Iterator[None]:
+def _detach_caches(module: nn.Module) -> Iterator[None]:
     """Within, tensors that a module computed and kept, such as the weight of `weight_norm`, can be copied."""
     kept = [(m, k, v) for m in module.modules() for k, v in vars(m).items() if isinstance(v, Tensor) and not v.is_leaf]
     for m, name, value in kept:

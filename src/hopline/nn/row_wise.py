@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from hopline.core.batch import Block, ConvRunner
 from hopline.core.row_handles import Handle
-from hopline.nn.conv_adapter import SeesMore, convolve, edge_arguments, takes_x0, whole_output
+from hopline.nn.conv_adapter import NeedsWholeGraph, convolve, edge_arguments, takes_x0, whole_output
 from hopline.nn.norms import OwnStatistics
 from hopline.nn.probe import BATCHES, block_of, probe_graph, random_rows, trial_of
 
@@ -57,7 +57,7 @@ def check_row_wise(model: GNN, num_features: int, edge: Mapping[str, Tensor]) ->
     found = mixing_module(model, num_features, edge)
     if found is not None:
         raise ValueError(
-            f"{described(found)} averages over all nodes, and a batch has only some: use BatchNorm or "
+            f"{describe_module(found)} averages over all nodes, and a batch has only some: use BatchNorm or "
             "LayerNorm(..., mode='node')"
         )
 
@@ -67,7 +67,7 @@ def mixing_module(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> 
     if all(_is_known(module, KNOWN_IN_EVALUATION) for module in _between(model)):
         return None
     with torch.random.fork_rng([]):  # layers without their widths yet draw parameters
-        return _found(trial_of(model), num_features, edge)
+        return _find_mixing_module(trial_of(model), num_features, edge)
 
 
 def mixing_in_training(
@@ -87,7 +87,7 @@ def mixing_in_training(
     statistics = OwnStatistics(_fixed) if over_ranks else nullcontext()
     with NoDropout(), statistics, torch.random.fork_rng([]):
         if not all(_is_known(module, known) for module in _between(model)):
-            found = _found(trial, num_features, edge)
+            found = _find_mixing_module(trial, num_features, edge)
             if found is not None:
                 return found
         if over_ranks:
@@ -100,7 +100,7 @@ def mixing_in_training(
     return next(changed, None)
 
 
-def described(module: Module) -> str:
+def describe_module(module: Module) -> str:
     """The type of a module, with those inside and whether it has hooks; the name of a function."""
     if not isinstance(module, nn.Module):
         return getattr(module, "__name__", repr(module))
@@ -130,7 +130,7 @@ def _is_known(module: Any, known: tuple[type, ...]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Known(ConvRunner):
+class _KnownOutput(ConvRunner):
     """A conv has run: what is left of a layer is what comes between this conv and the next."""
 
     output: Tensor
@@ -138,11 +138,11 @@ class _Known(ConvRunner):
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
         return self.output
 
-    def moved(self, block: Block, device: torch.device) -> Block:
-        return replace(block, src_ids=block.src_ids.to(device), convs=_Known(self.output.to(device)))
+    def block_to(self, block: Block, device: torch.device) -> Block:
+        return replace(block, src_ids=block.src_ids.to(device), convs=_KnownOutput(self.output.to(device)))
 
 
-def _found(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
+def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
     """The first module between convs of which some rows do not come out as among all rows."""
     graph = probe_graph(edge)
     ids = torch.arange(graph.num_nodes)
@@ -156,15 +156,15 @@ def _found(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module 
         if not _same(state, trial.encode(x[SOME], ids[SOME], None)):
             return trial.encoder
         for l in range(trial.num_layers):
-            out = whole_output(trial.convs[l], trial._typed(state.h), graph, state.x0)
-            before = replace(state, h=trial._typed(state.h))
+            out = whole_output(trial.convs[l], trial._as_dtype(state.h), graph, state.x0)
+            before = replace(state, h=trial._as_dtype(state.h))
             is_norm = type(trial.norms[l]) is not nn.Identity
             suspect: Any = trial.norms[l] if is_norm else trial.act
             try:
-                state = trial.layer(l, before, Block(ids, ids.numel(), (), convs=_Known(out)))
-                of_some = trial.layer(l, _some(before), Block(SOME, SOME.numel(), (), convs=_Known(out[SOME])))
+                state = trial.layer(l, before, Block(ids, ids.numel(), (), convs=_KnownOutput(out)))
+                of_some = trial.layer(l, _some(before), Block(SOME, SOME.numel(), (), convs=_KnownOutput(out[SOME])))
             except Exception as error:
-                raise ValueError(f"layer {l} cannot run with {described(suspect)}: {error}") from error
+                raise ValueError(f"layer {l} cannot run with {describe_module(suspect)}: {error}") from error
             if not _same(state, of_some):
                 return suspect
         found, expected = trial.decode(_some(state)), trial.decode(state)[SOME]
@@ -190,7 +190,7 @@ def _mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> M
     x, x0 = random_rows(graph.num_nodes, num_features), None
     with torch.no_grad():
         state = trial.encode(x, torch.arange(graph.num_nodes), None)
-        h, x0 = trial._typed(state.h), state.x0
+        h, x0 = trial._as_dtype(state.h), state.x0
         for conv in trial.convs:
             whole_output(conv, h, graph, x0)  # refuses what plain PyG cannot run either
             first = (x0,) if takes_x0(conv) else ()
@@ -199,7 +199,7 @@ def _mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> M
                 block = block_of(graph, nodes)
                 try:
                     found = convolve(conv, h[block.src_ids], block, None if x0 is None else x0[block.dst_ids])
-                except SeesMore:
+                except NeedsWholeGraph:
                     return conv
                 if not torch.allclose(found, out[block.dst_ids], 1e-8, 1e-10, equal_nan=True):
                     return conv

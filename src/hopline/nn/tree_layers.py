@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.batch import Block
-from hopline.core.row_handles import Handle, Rows, typed
+from hopline.core.row_handles import Handle, Rows, as_dtype
 from hopline.core.tree_layout import TreeBlock
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -55,7 +55,7 @@ def reduce_on_tree(
             x, tree.slots, block.hop, tree.nodes, how, weight, with_own, kind, table=True, tiers=cold, dense_out=dense
         )
     return ops.gpu_kernels("tree").reduce_tree(
-        typed(rows, dtype), tree.slots, block.hop, tree.nodes, tree.counts, how, weight, with_own
+        as_dtype(rows, dtype), tree.slots, block.hop, tree.nodes, tree.counts, how, weight, with_own
     )
 
 

@@ -14,7 +14,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline.core.batch import Batch, Block
-from hopline.core.row_handles import Readable, as_tensor, typed
+from hopline.core.row_handles import Readable, as_dtype, as_tensor
 from hopline.nn.conv_adapter import EDGE_ARGUMENTS, edge_arguments
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import without_caches
@@ -88,7 +88,7 @@ class Whole(nn.Module):
         dtype = next(self.module.parameters(), x).dtype
         arguments = edge_arguments(self.module, block.edge, dtype)
         with without_caches(self.module):
-            out = self.module(typed(x, dtype), block.edge_index, **arguments)
+            out = self.module(as_dtype(x, dtype), block.edge_index, **arguments)
         if not isinstance(out, Tensor):
             raise ValueError(
                 f"{name}.forward returned a {type(out).__name__}: return one tensor with a row per node, if need be "
@@ -160,7 +160,7 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
         >>> type(walk).__name__, next(walk.parameters()) is next(model.parameters())
         ('GNN', True)
     """
-    inner = unwrapped(model)
+    inner = unwrap(model)
     if inner is not model:
         walk = as_walkable(inner)
         if walk is not inner and num_wrapped_ranks(model) > 1:
@@ -205,7 +205,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hook not in (_refuse_gradients, _refuse_batch) for hook in forward) or bool(others)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside of DDP, of what Lightning Fabric's `setup` returns, or of `torch.compile`."""
     while True:
         if isinstance(model, (DistributedDataParallel, *_fabric_wrappers())):

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 FORWARD, REFETCH, GRADIENT, DEGREES, MASKS = "forward", "refetch", "gradient", "degrees", "masks"
 """What the bytes of an exchange are for."""
-Later = list[Callable[[], None]]
+DeferredCall = list[Callable[[], None]]
 """What is put off until there is room for it."""
 
 
-class Returns(Protocol):
+class GradientReturn(Protocol):
     """Gradients on their way back to the rows' owners."""
 
     def buffers(self, k: int) -> list[Tensor]:
@@ -63,7 +63,7 @@ class Transport(ABC):
 
     @abstractmethod
     def fetch(
-        self, rows: Sequence[Tensor], kind: str, depth: int, later: Later | None = None
+        self, rows: Sequence[Tensor], kind: str, depth: int, later: DeferredCall | None = None
     ) -> Iterator[list[Tensor]]:
         """The source rows of each part in turn. rows: own rows; depth: how many rounds are asked for ahead.
 
@@ -71,7 +71,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
+    def returns(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
         """Collects the gradients of rows that were fetched.
 
         like: tensors of the shape of the own rows; depth: rounds under way at a time.
@@ -86,7 +86,7 @@ class Transport(ABC):
         """Own rows' gradients, from those of all parts' source rows, in one exchange."""
 
     @abstractmethod
-    def wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
+    def still_wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
         """By round: which of the rows that are sent the receivers still want. of_halos: which are wanted here."""
 
     def end_step(self) -> None:  # noqa: B027 - most transports remember nothing
@@ -116,7 +116,7 @@ class LocalTransport(Transport):
             )
 
     def fetch(
-        self, rows: Sequence[Tensor], kind: str, depth: int, later: Later | None = None
+        self, rows: Sequence[Tensor], kind: str, depth: int, later: DeferredCall | None = None
     ) -> Iterator[list[Tensor]]:
         for k in range(self.layout.num_shards):
             first, stop = self.layout.own_range(k)
@@ -124,7 +124,7 @@ class LocalTransport(Transport):
             self.count_read(k, kind, part)
             yield part
 
-    def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
+    def returns(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
         return _LocalReturns(self, like)
 
     def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
@@ -135,7 +135,7 @@ class LocalTransport(Transport):
         self._count_all(gradient, GRADIENT)
         return gradient
 
-    def wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
+    def still_wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
         return list(of_halos)
 
     def count_read(self, k: int, kind: str, part: Sequence[Tensor]) -> None:
@@ -193,7 +193,7 @@ class P2PTransport(Transport):
         return self.world.group if self.own_group is None and self.world is not None else self.own_group
 
     def fetch(
-        self, rows: Sequence[Tensor], kind: str, depth: int, later: Later | None = None
+        self, rows: Sequence[Tensor], kind: str, depth: int, later: DeferredCall | None = None
     ) -> Iterator[list[Tensor]]:
         layout, posted, asked = self.layout, deque[tuple[list[Tensor], list[Any]]](), 0
 
@@ -210,9 +210,9 @@ class P2PTransport(Transport):
             if later is not None and depth:
                 later.append(partial(ask, k + depth))
             # Nothing here holds on to a round's rows: they are gone when the caller is done with them.
-            yield list(rows) if k == 0 else self.arrived(rows, *posted.popleft())
+            yield list(rows) if k == 0 else self.wait_on_device(rows, *posted.popleft())
 
-    def returns(self, like: Sequence[Tensor], depth: int) -> Returns:
+    def returns(self, like: Sequence[Tensor], depth: int) -> GradientReturn:
         return P2PReturns(self, like, depth)
 
     def fetch_all(self, rows: Tensor, kind: str) -> Tensor:
@@ -237,28 +237,28 @@ class P2PTransport(Transport):
         self.count(kind, received)
         wanted = [dist.P2POp(dist.isend, t, group=self.group, group_peer=to) for t in sent if t.numel()]
         wanted += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t in received if t.numel()]
-        with self.guarded():
+        with self.blame_peers():
             return received, dist.batch_isend_irecv(wanted) if wanted else []
 
     def wait(self, tensors: list[Tensor], works: list[Any]) -> list[Tensor]:
         """The tensors of a round, when they have arrived."""
-        with self.guarded():
+        with self.blame_peers():
             for work in works:
                 work.wait()
         return tensors
 
-    def arrived(self, rows: Sequence[Tensor], received: list[Tensor], works: list[Any]) -> list[Tensor]:
+    def wait_on_device(self, rows: Sequence[Tensor], received: list[Tensor], works: list[Any]) -> list[Tensor]:
         """The same, where the own rows are."""
         return [t.to(own.device) for t, own in zip(self.wait(received, works), rows, strict=True)]
 
-    def wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
+    def still_wanted(self, of_halos: Sequence[Tensor]) -> list[Tensor]:
         layout, found = self.layout, [of_halos[0]]
         for k in range(1, layout.num_shards):
             shape, sent = (layout.sends[k].numel(),), of_halos[k].to(torch.uint8)
             found.append(self.wait(*self.post([sent], layout.sender(k), [shape], layout.receiver(k), MASKS))[0].bool())
         return found
 
-    def guarded(self) -> AbstractContextManager[None]:
+    def blame_peers(self) -> AbstractContextManager[None]:
         """Whatever goes wrong inside is another rank's doing, and the world says whose."""
         return nullcontext() if self.world is None else self.world.exchange()
 
@@ -275,7 +275,7 @@ class P2PTransport(Transport):
         sizes = [counts[k] for k in rounds]
         incoming = outgoing[0].new_empty(sum(sizes), *sent[0].shape[1:])
         splits = [t.size(0) for t in outgoing]
-        with self.guarded():
+        with self.blame_peers():
             dist.all_to_all_single(incoming, torch.cat(outgoing), sizes, splits, group=self.group)
         by_round = dict(zip(rounds, incoming.split(sizes), strict=True))
         self.count(kind, [by_round[k] for k in range(1, num)])

@@ -20,7 +20,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
 from hopline.metrics import Mode
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrapped
+from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrap
 from hopline.shards.data import ShardedData
 from hopline.training.callbacks import Callback
 from hopline.util.config import kind_of
@@ -46,7 +46,7 @@ def own_module(model: nn.Module, world: World) -> nn.Module:
             f"the model is wrapped for {ranks} ranks, and the Trainer knows of {world.size}: give it the plain model "
             "and leave out world=, or wrap it for all ranks of torch.distributed (docs/engines.md)"
         )
-    model = unwrapped(model)
+    model = unwrap(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
     return model

@@ -93,7 +93,7 @@ def test_pieces_have_the_batchs_edges_seeds_and_rows():
         edges_of_piece = piece.edges()
         block, near, halo = edges_of_piece.block, edges_of_piece.near_idx, edges_of_piece.halo_idx
         assert block.key == whole.key
-        assert block.between is None  # what completes the batch's rows knows nothing of a piece
+        assert block.layer_hooks is None  # what completes the batch's rows knows nothing of a piece
         assert torch.equal(block.dst_ids, whole.src_ids[run])
         assert torch.equal(block.src_ids, torch.cat([whole.src_ids[near], whole.src_ids[whole.num_dst + halo]]))
         dst = block.dst_ids[block.edge_index[1]]

@@ -8,7 +8,7 @@ from torch_geometric.utils import scatter, softmax
 from hopline.core.partition import make_partition
 from hopline.shards.convs.accumulate import Accumulators, Kind, gradient_of_rows
 from hopline.shards.convs.edges import Edges
-from hopline.shards.convs.messages import Record, Replayed
+from hopline.shards.convs.messages import ChunkReductions, Record
 from hopline.shards.layout import virtual_layout
 from tests.helpers import randint, randn, random_graph
 
@@ -21,7 +21,7 @@ def accumulated(how: str, rows: Tensor, most_edges: int = 9) -> Accumulators:
     found = Accumulators([Kind(how, tuple(rows.shape[1:]), rows.dtype)], None, 30, CPU)
     for k in range(3):
         for chunk in EDGES.chunks(k, most_edges):
-            found.add(chunk, Replayed([Record(rows[chunk.edges], how)], [0]))
+            found.add(chunk, ChunkReductions([Record(rows[chunk.edges], how)], [0]))
     found.close(EDGES.degrees)
     return found
 
@@ -59,7 +59,7 @@ def test_a_softmax_in_pieces_is_that_of_all_edges(scale: float) -> None:
     for k in range(3):
         for chunk in EDGES.chunks(k, 9):
             e = (logits[chunk.edges] - done.largest(chunk, logits[chunk.edges])[chunk.dst]).exp()
-            done.add(chunk, Replayed([Record(e[:, :, None] * values[chunk.edges], "sum")], [0], e))
+            done.add(chunk, ChunkReductions([Record(e[:, :, None] * values[chunk.edges], "sum")], [0], e))
     assert done.weight_sum is not None
     expected = scatter(softmax(logits, DST, num_nodes=30)[:, :, None] * values, DST, 0, 30, "sum")
     torch.testing.assert_close(done.reduced[0] / (done.weight_sum[:, :, None] + 1e-16), expected)

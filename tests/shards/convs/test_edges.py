@@ -9,7 +9,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm as plain_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from hopline.core.partition import make_partition
-from hopline.shards.convs.edges import Edges, all_gathered, gathered, gcn_edges, loop_attributes
+from hopline.shards.convs.edges import Edges, gather_sources, gather_sources_together, gcn_edges, loop_attributes
 from hopline.shards.layout import shard_layouts, virtual_layout
 from hopline.shards.transports import LocalTransport
 from tests.helpers import randn, random_graph
@@ -49,24 +49,27 @@ def test_chunks_are_all_edges_in_order(most_edges: int) -> None:
 
 def test_a_shard_of_its_own_has_loops_in_its_first_part() -> None:
     for layout in shard_layouts(GRAPH, PARTITION):
-        looped = Edges.of(layout).with_loops()
-        src, dst = looped.parts[0].edge_index
+        edges_with_loops = Edges.of(layout).with_loops()
+        src, dst = edges_with_loops.parts[0].edge_index
         assert int((src == dst).sum()) == layout.num_own
         assert all(
-            int(p.num_edges) == int(o.num_edges) for p, o in zip(looped.parts[1:], layout.parts[1:], strict=True)
+            int(p.num_edges) == int(o.num_edges)
+            for p, o in zip(edges_with_loops.parts[1:], layout.parts[1:], strict=True)
         )
-        assert torch.equal(looped.degrees, torch.stack([p.indptr.diff() for p in looped.parts]).sum(0))
+        assert torch.equal(
+            edges_with_loops.degrees, torch.stack([p.indptr.diff() for p in edges_with_loops.parts]).sum(0)
+        )
 
 
 @pytest.mark.parametrize("fill", ["mean", "max", 0.5, torch.tensor([1.0, 2.0])], ids=str)
 def test_loops_and_their_rows_are_those_of_pyg(fill: object) -> None:
     edges = Edges.of(LAYOUT)
-    looped = edges.with_loops()
+    edges_with_loops = edges.with_loops()
     attr = GRAPH.edge["attr"]
     given = attr[LAYOUT.edge_ids]
-    values = looped.values(given, loop_attributes(edges, given, fill))
+    values = edges_with_loops.values(given, loop_attributes(edges, given, fill))
     plain = add_self_loops(*remove_self_loops(GRAPH.edge_index(), attr), fill_value=fill, num_nodes=30)  # type: ignore[arg-type]
-    ours = ends(looped)
+    ours = ends(edges_with_loops)
     assert torch.equal(in_order(ours)[0], in_order(plain[0])[0])
     is_loop, was_loop = ours[0] == ours[1], plain[0][0] == plain[0][1]
     torch.testing.assert_close(
@@ -84,11 +87,11 @@ def test_the_norm_and_its_gradient_are_those_of_pyg(weighted: bool, add_loops: b
     edge_index, expected = normed
     edges = Edges.of(LAYOUT)
     ours = None if weight is None else weight.detach()[LAYOUT.edge_ids].requires_grad_()
-    looped = edges.with_loops() if add_loops else None
-    found = gcn_edges(edges, looped, LocalTransport(LAYOUT), ours, improved, torch.float64)
+    edges_with_loops = edges.with_loops() if add_loops else None
+    found = gcn_edges(edges, edges_with_loops, LocalTransport(LAYOUT), ours, improved, torch.float64)
     # Summed over edges between the same nodes, since some are double.
     pairs = torch.zeros(30, 30, dtype=torch.float64)
-    by_pair = pairs.index_put(tuple(ends(looped or edges)), found, accumulate=True)
+    by_pair = pairs.index_put(tuple(ends(edges_with_loops or edges)), found, accumulate=True)
     plain = pairs.index_put((edge_index[0], edge_index[1]), expected, accumulate=True)
     torch.testing.assert_close(by_pair, plain, rtol=1e-10, atol=1e-12)
     if weight is not None and ours is not None:
@@ -117,7 +120,7 @@ def test_several_tensors_travel_together_where_they_can(other: torch.dtype) -> N
     x, y = randn(30, 2, 3).requires_grad_(), randn(30, dtype=other).requires_grad_()
     real = transport.fetch_all
     transport.fetch_all = lambda rows, kind: (calls.append(kind), real(rows, kind))[1]
-    found = all_gathered([x, y], transport, None, "forward")
+    found = gather_sources_together([x, y], transport, None, "forward")
     assert torch.equal(found[0], x)
     assert torch.equal(found[1], y)
     assert len(calls) == (1 if other == torch.float64 else 2)
@@ -129,7 +132,7 @@ def test_several_tensors_travel_together_where_they_can(other: torch.dtype) -> N
 @pytest.mark.parametrize("depth", [None, 0, 1])
 def test_rows_are_gathered_and_their_gradients_summed(depth: int | None) -> None:
     x = randn(30, 2).requires_grad_()
-    rows = gathered(x, LocalTransport(LAYOUT), depth, "forward")
+    rows = gather_sources(x, LocalTransport(LAYOUT), depth, "forward")
     assert torch.equal(rows, x)
     (rows * randn(30, 2, seed=1)).sum().backward()
     assert torch.equal(x.grad, randn(30, 2, seed=1))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.nn.aggr import DegreeScalerAggregation, MultiAggregation, SoftmaxAggregation
 
 from hopline.shards.convs.edges import Chunk
-from hopline.shards.convs.messages import CannotSplit, Deferred, Inputs, aligned, finish, plan, replay
+from hopline.shards.convs.messages import CannotSplit, DeferredEdgeUpdate, Inputs, finish, plan, replay, unsqueeze_like
 from tests.helpers import randn
 
 CHUNK = Chunk(slice(0, 5), slice(0, 3), torch.tensor([0, 1, 2, 1, 0]), torch.tensor([0, 0, 1, 1, 2]))
@@ -43,7 +43,7 @@ def test_arguments_are_told_apart_by_their_names() -> None:
 
 def test_edge_updates_are_run_where_their_edges_are() -> None:
     conv, inputs = pyg.GATConv(4, 4).double(), Inputs()
-    alpha = Deferred({"alpha": (randn(3, 1), randn(3, 1, seed=1)), "edge_attr": None})
+    alpha = DeferredEdgeUpdate({"alpha": (randn(3, 1), randn(3, 1, seed=1)), "edge_attr": None})
     call = plan(conv, "message", {"x": (randn(3, 1, 4), None), "alpha": alpha}, inputs, 5, 3)
     assert call.arguments["alpha"].function == "edge_update"
     assert (len(inputs.source), len(inputs.destination)) == (2, 1)
@@ -126,4 +126,4 @@ def test_pyg_itself_is_left_alone() -> None:
 
 
 def test_numbers_per_node_stand_before_those_of_rows() -> None:
-    assert aligned(torch.zeros(3, 2), torch.zeros(3, 2, 4, 5)).shape == (3, 2, 1, 1)
+    assert unsqueeze_like(torch.zeros(3, 2), torch.zeros(3, 2, 4, 5)).shape == (3, 2, 1, 1)

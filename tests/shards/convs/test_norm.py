@@ -56,12 +56,12 @@ def one_rank(world: World) -> dict[str, list[Any]]:
     with norms_over_ranks(world):
         found = through(made, randn(sum(ROWS), 4)[mine], randn(sum(ROWS), 4, seed=1)[mine])
     world.sum_gradients(made.parameters())  # as the trainer does
-    gathered = {}
+    gather_sources = {}
     for name, value in found.items():
         by_row = name in ("out", "x", "evaluated")
         pieces = world.swap([value if by_row or r == 0 else value[:0] for r in range(world.size)])
-        gathered[name] = torch.cat(pieces).tolist() if by_row else value.tolist()
-    return gathered
+        gather_sources[name] = torch.cat(pieces).tolist() if by_row else value.tolist()
+    return gather_sources
 
 
 def test_rows_gradients_and_running_statistics():

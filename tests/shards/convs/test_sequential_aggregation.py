@@ -17,7 +17,7 @@ from hopline.shards.convs import sequential_aggregation
 from hopline.shards.convs.edges import Edges
 from hopline.shards.convs.messages import Inputs, plan
 from hopline.shards.convs.runner import ShardConvs, run_conv
-from hopline.shards.convs.sequential_aggregation import aggregate, look
+from hopline.shards.convs.sequential_aggregation import aggregate, profile_messages
 from hopline.shards.layout import contiguous_layout, shard_layouts
 from hopline.shards.transports import LocalTransport
 from tests.helpers import mlp, randn, random_graph
@@ -215,7 +215,7 @@ def test_a_look_tells_kinds_and_bytes() -> None:
     x = randn(30, 4).requires_grad_()
     call = plan(conv, "message", {"x": (x, x)}, inputs, 150, 30)
     state = torch.get_rng_state()
-    found = look(conv, call, inputs)
+    found = profile_messages(conv, call, inputs)
     assert [kind.how for kind in found.kinds] == ["max", "sum", "sum"]
     assert found.kinds[0].shape == (4,)
     assert found.needs_sources

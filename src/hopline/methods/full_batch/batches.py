@@ -19,7 +19,7 @@ from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTran
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.work import partition_together
 from hopline.nn.gnn import GNN
-from hopline.nn.row_wise import described, mixing_in_training
+from hopline.nn.row_wise import describe_module, mixing_in_training
 from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.convs.trimming import trimmed_convs
 from hopline.shards.data import ShardedData
@@ -47,16 +47,17 @@ def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> s
     model.check_blocks(*about)
     if world.size > 1 and (part := mixing_in_training(model, *about, over_ranks=True)) is not None:
         raise ValueError(
-            f"{described(part)} mixes rows in training, and a rank has only its own: use BatchNorm or "
+            f"{describe_module(part)} mixes rows in training, and a rank has only its own: use BatchNorm or "
             "LayerNorm(..., mode='node'), or devices=1"
         )
     mixing = mixing_in_training(model, *about)
     if method.trim and mixing is not None:
         raise ValueError(
-            f"{described(mixing)} looks at all rows at once, as batch norms do, and trim=true leaves some out: set "
+            f"{describe_module(mixing)} looks at all rows at once, as batch norms do, and trim=true leaves some out: "
+            f"set "
             "trim=false, or norm=layer"
         )
-    return None if mixing is None else described(mixing)
+    return None if mixing is None else describe_module(mixing)
 
 
 class ShardBatches:

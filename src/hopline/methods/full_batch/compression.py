@@ -34,7 +34,7 @@ def _squares(rows: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(eq=False)
-class Then:
+class PendingMessages:
     """Messages under way, and what is to be done when they have arrived."""
 
     works: list[Any]
@@ -76,7 +76,7 @@ class HalfPrecisionTransport(P2PTransport):
             for t, rows in zip(received, arrived, strict=True):
                 t.copy_(rows)
 
-        return received, [Then(works, finish)]
+        return received, [PendingMessages(works, finish)]
 
     def _all_to_all(self, sent: list[Tensor], counts: list[int], kind: str, backwards: bool = False) -> Tensor:
         if kind not in self.kinds or self.layout.num_shards == 1:

@@ -15,7 +15,7 @@ from hopline.methods.full_batch.batches import Mode, ShardBatches, check_model, 
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.seeds import find_seeds
 from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import as_walkable, is_layered, tell_calls, unwrapped
+from hopline.nn.whole_module import as_walkable, is_layered, tell_calls, unwrap
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 
@@ -119,7 +119,7 @@ def make_loader(
             "your own, which runs its convs by hl.nn.convolve(conv, h, block)"
         )
     if model is not None:
-        inner = unwrapped(model)
+        inner = unwrap(model)
         if not is_layered(inner):
             raise ValueError(
                 f"{type(inner).__name__} is not made of layers, of which each goes over all shards: give num_layers= "

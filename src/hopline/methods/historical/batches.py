@@ -68,7 +68,7 @@ class HistoricalBatches(PartBatches):
             parts.row_ranges_of(group), positions, row_reader, work.model.num_layers - 1,
             keeps_gradients=work.method.compensate, measures=work.method.lipschitz > 0,
         )  # fmt: skip
-        batch = self.batch_of(replace(block, key=key, graph=self.graph, between=halo), nodes, key)
+        batch = self.batch_of(replace(block, key=key, graph=self.graph, layer_hooks=halo), nodes, key)
         if self.on_gpu:
             out_neighbors = None if out_neighbors is None else out_neighbors.to(self.device)
         return HistoricalBatch(batch, halo, nodes, out_neighbors, row_reader, gradients)

@@ -36,9 +36,9 @@ class Halo(Recorder):
         super().__init__(keeps_gradients=keeps_gradients, measures=measures)
         self.row_ranges, self.positions, self.row_reader, self.last = row_ranges, positions, row_reader, last
 
-    def after(self, l: int, h: Tensor) -> Tensor:
+    def after_layer(self, l: int, h: Tensor) -> Tensor:
         if l == self.last or not self.positions.numel():
-            return super().after(l, h)
+            return super().after_layer(l, h)
         self.record(l, h)
         return torch.cat([h, self.row_reader.read(l, self.positions, h)])
 

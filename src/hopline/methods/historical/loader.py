@@ -18,7 +18,7 @@ from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.partitioned.seeds import find_seeds
-from hopline.nn.whole_module import tell_calls, unwrapped
+from hopline.nn.whole_module import tell_calls, unwrap
 from hopline.units.job import make_job
 from hopline.util.log import logger
 
@@ -233,6 +233,6 @@ def make_loader(
     world: World | None,
 ) -> HistoricalLoader:
     """The batches alone; `Historical.loader` says what the arguments are."""
-    inner = unwrapped(model)
+    inner = unwrap(model)
     tell_calls(inner)
     return HistoricalLoader(data, find_seeds(data, ids), method, inner, seed, device, world)

@@ -112,7 +112,7 @@ def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> sl
 
 def _as_batch(block: Block) -> Batch:
     """A block as a batch of all its destinations, without rows, and without the halo that completes these."""
-    return Batch(block.dst_ids, (replace(block, between=None),), None, None)
+    return Batch(block.dst_ids, (replace(block, layer_hooks=None),), None, None)
 
 
 def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:

@@ -64,9 +64,9 @@ class PartBatches:
         handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()} if inputs else {}
         y = None if data.y is None or data.y.device != seeds.device else ops.gather_rows(data.y, seeds)
         x, blocks = handles.pop("x", None), (block,) * self.work.model.num_layers
-        return self.moved(Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx))
+        return self.to_device(Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx))
 
-    def moved(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         """Where the model is; rows that a GPU does not reach itself are read first."""
         if not self.on_gpu:
             return batch

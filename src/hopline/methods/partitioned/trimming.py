@@ -95,7 +95,7 @@ class NeededParts(LayerPlan[NeededChunk]):
         if l == self.last:
             batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
         else:
-            batch = batches.moved(Batch(block.dst_ids, (block,), None, None, key=self.key))
+            batch = batches.to_device(Batch(block.dst_ids, (block,), None, None, key=self.key))
         return Piece(batch.blocks[-1], positions, positions[: block.num_dst], part, batch)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:

@@ -107,7 +107,7 @@ class PartsWork:
     def _probe_rows(self) -> dict[int, Tensor]:
         """By layer, rows of some nodes: as wide as all are."""
         nodes, recorder = self.parts.nodes_of((0,))[:PROBED], Recorder()
-        block = replace(without_halo(full_block(self.parts.sampler, nodes)), between=recorder)
+        block = replace(without_halo(full_block(self.parts.sampler, nodes)), layer_hooks=recorder)
         with evaluating(self.model):
             batch = Batch(nodes, (block,) * self.model.num_layers, None, None).to(self.job.device)
             self.model(replace(batch, x=self.batches.inputs_of(batch.seeds)))
@@ -146,7 +146,7 @@ class PartsWork:
             own, keys = self.batches.inputs_of(block.dst_ids), block.src_keys[: block.num_dst]
             x0 = self.model.encode(own, keys, block.key).x0 if self.model.encodes else None
             inputs = inputs.to(self.job.device, self.dtype)
-            state = State(self.model.dropped(inputs, block.src_keys, block.key, l - 1), x0)
+            state = State(self.model.apply_dropout(inputs, block.src_keys, block.key, l - 1), x0)
         return layer_rows(self.model, l, state, Piece(block, None, None))
 
     @property

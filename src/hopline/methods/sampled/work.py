@@ -17,7 +17,7 @@ from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import Whole, as_walkable, tell_calls, unwrapped
+from hopline.nn.whole_module import Whole, as_walkable, tell_calls, unwrap
 from hopline.nn.whole_module_probe import check_batches
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
@@ -82,7 +82,7 @@ def make_loader(
         raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")
     chosen = data.splits[ids] if isinstance(ids, str) else torch.as_tensor(ids)
     if model is not None:
-        tell_calls(unwrapped(model))
+        tell_calls(unwrap(model))
     walk = None if model is None else as_walkable(model)
     method = method if walk is None else method.for_model(walk)
     return Loader(data, chosen, method, seed, torch.device(device), walk, world)

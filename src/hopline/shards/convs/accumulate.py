@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hopline.shards.convs.edges import Chunk
-from hopline.shards.convs.messages import Record, Replayed, aligned
+from hopline.shards.convs.messages import ChunkReductions, Record, unsqueeze_like
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Accumulators:
         self.weight_sum[chunk.dst_rows] *= scale
         for kind, total in zip(self.kinds, self.reduced, strict=True):
             if kind.how == "sum":
-                total[chunk.dst_rows] *= aligned(scale, total)
+                total[chunk.dst_rows] *= unsqueeze_like(scale, total)
         return most
 
-    def add(self, chunk: Chunk, found: Replayed) -> None:
+    def add(self, chunk: Chunk, found: ChunkReductions) -> None:
         if found.weights is not None:
             assert self.weight_sum is not None
             self.weight_sum[chunk.dst_rows].index_add_(0, chunk.dst, found.weights)
@@ -68,7 +68,7 @@ class Accumulators:
         """All edges were added. As in torch, nodes without edges have maxima of 0, and a 0 is one of its own ties."""
         for total, ties in zip(self.reduced, self.ties, strict=True):
             if ties is not None:
-                total.masked_fill_(aligned(degrees == 0, total), 0)
+                total.masked_fill_(unsqueeze_like(degrees == 0, total), 0)
                 ties += total == 0
 
 
@@ -78,7 +78,7 @@ def _start(kind: Kind, num_dst: int, device: torch.device) -> Tensor:
 
 
 def _index(chunk: Chunk, rows: Tensor) -> Tensor:
-    return aligned(chunk.dst, rows).expand_as(rows)
+    return unsqueeze_like(chunk.dst, rows).expand_as(rows)
 
 
 def _add_most(chunk: Chunk, record: Record, total: Tensor, ties: Tensor) -> None:

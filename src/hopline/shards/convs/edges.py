@@ -117,7 +117,7 @@ class Edges:
 
         With it, each one's place among the edges part after part.
         """
-        with to_keep():
+        with outside_inference_mode():
             return self._whole()
 
     def _whole(self) -> tuple[Chunk, Tensor]:
@@ -171,7 +171,7 @@ class Edges:
 
 
 @contextmanager
-def to_keep() -> Generator[None]:
+def outside_inference_mode() -> Generator[None]:
     """Within, tensors are made that training can use, even if it is inference that needs them first."""
     with torch.inference_mode(False), torch.no_grad():
         yield
@@ -196,20 +196,20 @@ def loop_attributes(edges: Edges, given: Tensor, fill: Any) -> Tensor:
 
 def gcn_edges(
     edges: Edges,
-    looped: Edges | None,
+    edges_with_loops: Edges | None,
     transport: Transport,
     weight: Tensor | None,
     improved: bool,
     dtype: torch.dtype,
 ) -> Tensor:
     """[num_edges] PyG's symmetric degree norm of the edges, or of those with loops. One exchange of the degrees."""
-    chosen = edges if looped is None else looped
+    chosen = edges if edges_with_loops is None else edges_with_loops
     if weight is None:
         total = chosen.degrees.to(dtype)
         values = torch.ones(chosen.num_edges, dtype=dtype, device=total.device)
     else:
         values = weight.to(dtype)
-        if looped is not None:
+        if edges_with_loops is not None:
             # As PyG: a loop that is there keeps its weight, the last one where there are several; by torch's rule for
             # writing to one place, all of them have its gradient. On a GPU it is left open which of several writes is
             # the last, so all write the same number.
@@ -218,11 +218,11 @@ def gcn_edges(
             last = at.new_zeros(edges.num_dst).scatter_reduce(0, dst, at, "amax")
             same = values.detach()[last[dst]] + (of_loops - of_loops.detach())
             fill = values.new_full((edges.num_dst,), 2.0 if improved else 1.0)
-            values = looped.values(values, fill.index_put((dst,), same))
+            values = edges_with_loops.values(values, fill.index_put((dst,), same))
         total = values.new_zeros(chosen.num_dst).index_add(0, chosen.destinations(), values)
     inverse = total.pow(-0.5)
     inverse = inverse.masked_fill(inverse == float("inf"), 0)
-    of_sources = gathered(inverse, transport, 0, DEGREES)
+    of_sources = gather_sources(inverse, transport, 0, DEGREES)
     first, found = 0, []
     for part, halo in zip(chosen.parts, chosen.layout.halos, strict=True):
         found.append(of_sources[first : first + halo.numel()].index_select(0, part.src_idx.long()))
@@ -230,17 +230,19 @@ def gcn_edges(
     return torch.cat(found) * values * inverse.index_select(0, chosen.destinations())
 
 
-def all_gathered(tensors: Sequence[Tensor], transport: Transport, depth: int | None, kind: str) -> list[Tensor]:
-    """As `gathered`, for several tensors of own rows; those of one type travel side by side, in one exchange."""
+def gather_sources_together(
+    tensors: Sequence[Tensor], transport: Transport, depth: int | None, kind: str
+) -> list[Tensor]:
+    """As `gather_sources`, for several tensors of own rows; those of one type travel side by side, in one exchange."""
     if len({t.dtype for t in tensors}) != 1:
-        return [gathered(t, transport, depth, kind) for t in tensors]
+        return [gather_sources(t, transport, depth, kind) for t in tensors]
     widths = [math.prod(t.shape[1:]) for t in tensors]
     flat = [t.reshape(t.size(0), width) for t, width in zip(tensors, widths, strict=True)]
-    columns = gathered(torch.cat(flat, 1), transport, depth, kind).split(widths, dim=1)
+    columns = gather_sources(torch.cat(flat, 1), transport, depth, kind).split(widths, dim=1)
     return [c.reshape(-1, *t.shape[1:]) for c, t in zip(columns, tensors, strict=True)]
 
 
-def gathered(rows: Tensor, transport: Transport, depth: int | None, kind: str) -> Tensor:
+def gather_sources(rows: Tensor, transport: Transport, depth: int | None, kind: str) -> Tensor:
     """The source rows of all parts, differentiable: in rounds, or in one exchange where depth is None."""
     out = _Gather.apply(rows, transport, depth, kind)
     assert isinstance(out, Tensor)

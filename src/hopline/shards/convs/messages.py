@@ -36,7 +36,7 @@ class CannotSplit(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class ArgumentSource:
     """A tensor that an argument is taken from."""
 
     role: Role
@@ -51,13 +51,13 @@ class Call:
     function: str
     """"message", "edge_update", "aggregate" or "update"."""
     arguments: Mapping[str, Any]
-    """By name: a `Given`, another `Call`, or a value as it is."""
+    """By name: a `ArgumentSource`, another `Call`, or a value as it is."""
     about_edges: tuple[str, ...]
     """Arguments that say which edges these are: "index", "ptr", "dim_size", ..."""
 
 
 @dataclass(frozen=True, eq=False)
-class Deferred:
+class DeferredEdgeUpdate:
     """What `edge_updater` was asked for, to be computed where its edges are."""
 
     kwargs: Mapping[str, Any]
@@ -76,13 +76,13 @@ class Inputs:
     constant: list[Tensor] = field(default_factory=list)
     """The same for every edge."""
 
-    def take(self, role: Role, tensor: Tensor) -> Given:
+    def take(self, role: Role, tensor: Tensor) -> ArgumentSource:
         known = getattr(self, role)
         for index, other in enumerate(known):
             if other is tensor:
-                return Given(role, index)
+                return ArgumentSource(role, index)
         known.append(tensor)
-        return Given(role, len(known) - 1)
+        return ArgumentSource(role, len(known) - 1)
 
 
 def plan(
@@ -104,7 +104,7 @@ def plan(
         value = kwargs[base]
         if end and isinstance(value, tuple | list):
             value = value[1 if end == "_i" else 0]
-        if isinstance(value, Deferred):
+        if isinstance(value, DeferredEdgeUpdate):
             value = plan(conv, "edge_update", value.kwargs, inputs, num_edges, num_own)
         elif isinstance(value, Tensor) and function != "update":
             if end and (value.size(0) != num_own or conv.node_dim % value.dim() != 0):
@@ -130,7 +130,7 @@ class Record:
 
 
 @dataclass(eq=False)
-class Replayed:
+class ChunkReductions:
     """What a conv reduces over a few edges."""
 
     records: list[Record] = field(default_factory=list)
@@ -151,9 +151,9 @@ def replay(
     chunk: Chunk,
     degrees: Tensor,
     largest: Largest,
-) -> Replayed:
+) -> ChunkReductions:
     """Run a conv on a chunk. given: rows by role, one per edge of the chunk; degrees: of its destinations."""
-    found = Replayed()
+    found = ChunkReductions()
 
     def softmax(src: Tensor, index: Any = None, ptr: Any = None, num_nodes: Any = None, dim: int = 0) -> Tensor:
         if found.weights is not None:
@@ -193,15 +193,15 @@ def finish(
         if weight_sum is not None:
             # In half precision the small number is 0, and a node without edges has no weights.
             total = torch.where(weight_sum == 0, 1, weight_sum + EPSILON)
-            out = out / aligned(total, out)
-        return out / aligned(degrees.clamp(min=1).to(out.dtype), out) if reduce == "mean" else out
+            out = out / unsqueeze_like(total, out)
+        return out / unsqueeze_like(degrees.clamp(min=1).to(out.dtype), out) if reduce == "mean" else out
 
     no_messages = reduced[calls[0]].new_zeros(0, *reduced[calls[0]].shape[1:])
     no_index = torch.zeros(0, dtype=torch.int64, device=no_messages.device)
     return _aggregate(conv, no_messages, no_index, degrees, reduce, lambda src, *_, **__: src)
 
 
-def aligned(per_node: Tensor, rows: Tensor) -> Tensor:
+def unsqueeze_like(per_node: Tensor, rows: Tensor) -> Tensor:
     """With ones behind its own dimensions, as many as `rows` has."""
     return per_node.reshape(per_node.shape + (1,) * (rows.dim() - per_node.dim()))
 
@@ -232,7 +232,7 @@ def arguments_of(
             raise CannotSplit(f"{call.function} asks for {name}, the number of all sources")
         found[name] = about_edges[name]
     for name, value in call.arguments.items():
-        if isinstance(value, Given):
+        if isinstance(value, ArgumentSource):
             value = given[value.role][value.index]
         found[name] = inner(value) if isinstance(value, Call) else value
     return found

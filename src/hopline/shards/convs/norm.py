@@ -36,11 +36,11 @@ def norms_over_ranks(world: World) -> AbstractContextManager[Any]:
 
 def _of_all_ranks(world: World, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = _sum(torch.tensor([float(rows.size(0))], dtype=rows.dtype, device=rows.device), world).clamp(min=1)
-    mean = _Summed.apply(rows.sum(0), world) / count
-    return mean, _Summed.apply((rows - mean).square().sum(0), world) / count, count
+    mean = _SumOverRanks.apply(rows.sum(0), world) / count
+    return mean, _SumOverRanks.apply((rows - mean).square().sum(0), world) / count, count
 
 
-class _Summed(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks. Each rank's loss depends on the sum, so its gradient is summed as well."""
 
     @staticmethod

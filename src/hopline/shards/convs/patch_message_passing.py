@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from hopline.shards.convs.edges import Edges, all_gathered
-from hopline.shards.convs.messages import CannotSplit, Deferred, Inputs, arguments_of, plan, run
-from hopline.shards.convs.sequential_aggregation import aggregate, lifted
+from hopline.shards.convs.edges import Edges, gather_sources_together
+from hopline.shards.convs.messages import CannotSplit, DeferredEdgeUpdate, Inputs, arguments_of, plan, run
+from hopline.shards.convs.sequential_aggregation import aggregate, rows_per_edge
 from hopline.shards.transports import FORWARD, Transport
 
 Mode = Literal["sequential", "stored", "one_shot"]
@@ -55,8 +55,8 @@ def _check(conv: MessagePassing) -> None:
         raise CannotSplit("it has hooks on its messages, or explains them: remove them first")
 
 
-def _edge_updater(edge_index: Any, size: Any = None, **kwargs: Any) -> Deferred:
-    return Deferred(kwargs)
+def _edge_updater(edge_index: Any, size: Any = None, **kwargs: Any) -> DeferredEdgeUpdate:
+    return DeferredEdgeUpdate(kwargs)
 
 
 def _propagate(
@@ -80,9 +80,9 @@ def _all_at_once(
     message = plan(conv, "message", kwargs, inputs, edges.num_edges, edges.num_dst)
     aggregation = plan(conv, "aggregate", kwargs, inputs, edges.num_edges, edges.num_dst)
     chunk, order = edges.whole
-    given = lifted(
+    given = rows_per_edge(
         {
-            "source": all_gathered(inputs.source, transport, depth, FORWARD),
+            "source": gather_sources_together(inputs.source, transport, depth, FORWARD),
             "destination": inputs.destination,
             "edge": [t.index_select(0, order) for t in inputs.edge],
             "constant": inputs.constant,

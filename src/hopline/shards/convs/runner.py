@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from hopline.core.batch import Block, ConvRunner
 from hopline.core.graph import Graph
-from hopline.core.row_handles import Handle, typed
+from hopline.core.row_handles import Handle, as_dtype
 from hopline.nn.conv_adapter import edge_arguments, initialise, takes_x0, whole_output
 from hopline.nn.fused import dtype_of
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of, without_caches
-from hopline.shards.convs.edges import Edges, gcn_edges, loop_attributes, to_keep
+from hopline.shards.convs.edges import Edges, gcn_edges, loop_attributes, outside_inference_mode
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.norm import norms_over_ranks
 from hopline.shards.convs.patch_message_passing import Mode, on_shard
@@ -85,7 +85,7 @@ class ShardConvs(ConvRunner):
         edge_rows = {name: rows.to(device) for name, rows in self.edge_rows.items()}
         return replace(self, layout=layout, transport=self.transport.on(layout), edge_rows=edge_rows)
 
-    def moved(self, block: Block, device: torch.device) -> Block:
+    def block_to(self, block: Block, device: torch.device) -> Block:
         convs = self.to(device)
         return replace(block, src_ids=block.src_ids.to(device), parts=convs.layout.parts, convs=convs)
 
@@ -94,8 +94,8 @@ class ShardConvs(ConvRunner):
         return Edges.of(self.layout)
 
     @cached_property
-    def looped(self) -> Edges:
-        with to_keep():
+    def edges_with_loops(self) -> Edges:
+        with outside_inference_mode():
             return self.edges.with_loops()
 
     @cached_property
@@ -114,13 +114,13 @@ class ShardConvs(ConvRunner):
 
     def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
         """[num_edges] the degree norm of GCN: exchanged once where it has no gradient."""
-        weight, looped = self.edge_rows.get("weight"), self.looped if add_loops else None
+        weight, edges_with_loops = self.edge_rows.get("weight"), self.edges_with_loops if add_loops else None
         if weight is not None and weight.requires_grad:
-            return gcn_edges(self.edges, looped, self.transport, weight, improved, dtype)
+            return gcn_edges(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
         key = (add_loops, improved, dtype)
         if key not in self._norms:
-            with to_keep():
-                self._norms[key] = gcn_edges(self.edges, looped, self.transport, weight, improved, dtype)
+            with outside_inference_mode():
+                self._norms[key] = gcn_edges(self.edges, edges_with_loops, self.transport, weight, improved, dtype)
         return self._norms[key]
 
 
@@ -141,18 +141,18 @@ def run_conv(conv: nn.Module, h: Handle | Tensor, convs: ShardConvs, x0: Tensor 
 
 
 def run_by_rule(conv: nn.Module, rule: Rule, h: Handle | Tensor, convs: ShardConvs, x0: Tensor | None = None) -> Tensor:
-    rows = typed(h, dtype_of(conv, h))
+    rows = as_dtype(h, dtype_of(conv, h))
     dtype = rows.dtype
     edges, arguments = convs.edges, edge_arguments(conv, convs.edge_rows, dtype)
     if rule == "loops":
-        edges = convs.looped
+        edges = convs.edges_with_loops
         fill = getattr(conv, "fill_value", 1.0)
         arguments = {
             name: edges.values(values, loop_attributes(convs.edges, values, fill)) for name, values in arguments.items()
         }
     elif rule == "gcn":
         add_loops = bool(getattr(conv, "add_self_loops", False))
-        edges = convs.looped if add_loops else convs.edges
+        edges = convs.edges_with_loops if add_loops else convs.edges
         arguments = {"edge_weight": convs.norm(add_loops, bool(getattr(conv, "improved", False)), dtype)}
     first = (x0,) if takes_x0(conv) else ()
     with (

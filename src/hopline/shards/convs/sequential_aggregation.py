@@ -24,7 +24,7 @@ from torch_geometric.nn import MessagePassing
 
 from hopline.shards.convs.accumulate import Accumulators, Kind, gradient_of_rows
 from hopline.shards.convs.edges import Chunk, Edges
-from hopline.shards.convs.messages import Call, CannotSplit, Inputs, Replayed, Role, finish, plan, replay
+from hopline.shards.convs.messages import Call, CannotSplit, ChunkReductions, Inputs, Role, finish, plan, replay
 from hopline.shards.transports import FORWARD, REFETCH, Transport
 
 ROLES: tuple[Role, ...] = ("source", "destination", "edge", "constant")
@@ -35,7 +35,7 @@ LEAST_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class MessageProfile:
     """What a look at a conv's messages tells."""
 
     kinds: tuple[Kind, ...]
@@ -49,7 +49,7 @@ class Found:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class AggregationRun:
     """One aggregation over all parts: everything about it but the tensors."""
 
     conv: MessagePassing
@@ -57,7 +57,7 @@ class Run:
     edges: Edges
     transport: Transport
     depth: int
-    found: Found
+    found: MessageProfile
     most_edges: int
     """Of a chunk."""
     counts: tuple[int, ...]
@@ -77,20 +77,20 @@ def aggregate(
     """What `propagate` computes before `update`, for all destinations: [num_dst, ...]."""
     inputs = Inputs()
     call = plan(conv, "message", kwargs, inputs, edges.num_edges, edges.num_dst)
-    found = look(conv, call, inputs)
+    found = profile_messages(conv, call, inputs)
     tensors = [t for role in ROLES for t in getattr(inputs, role)]
     parameters = [p for p in conv.parameters() if p.requires_grad]
     own_bytes = sum(t.numel() * t.element_size() for t in inputs.source)
     chunk_bytes = min(chunk_bytes, max(LEAST_CHUNK_BYTES, own_bytes // 2))
     most_edges = max(1, chunk_bytes // max(1, found.edge_bytes))
     counts = tuple(len(getattr(inputs, role)) for role in ROLES)
-    run = Run(conv, call, edges, transport, depth, found, most_edges, counts)
+    run = AggregationRun(conv, call, edges, transport, depth, found, most_edges, counts)
     out = cast(tuple[Tensor, ...], _Aggregate.apply(run, *tensors, *parameters))
     num = len(found.kinds)
     return finish(conv, found.calls, out[:num], out[num] if found.weights else None, edges.degrees)
 
 
-def look(conv: MessagePassing, call: Call, inputs: Inputs) -> Found:
+def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> MessageProfile:
     """Run the conv on a few made-up edges, twice with different source rows, and see what it keeps for backward."""
     device = next((t.device for role in ROLES for t in getattr(inputs, role)), torch.device("cpu"))
     chunk = Chunk(
@@ -106,7 +106,7 @@ def look(conv: MessagePassing, call: Call, inputs: Inputs) -> Found:
         saved: list[Tensor] = []
         kept.append(saved)
         keeping = saved_tensors_hooks(_keeping(saved), lambda t: t)
-        with _same_draws(device), _no_batch_norm(conv), _left_as_it_was(conv), keeping:
+        with _same_draws(device), _no_batch_norm(conv), _restore_attributes(conv), keeping:
             found = replay(conv, call, given, chunk, degrees, lambda logits: logits.new_zeros(2, *logits.shape[1:]))
     kinds = tuple(Kind(r.how, tuple(r.rows.shape[1:]), r.rows.dtype) for r in found.records)
     weights = None if found.weights is None else Kind("sum", tuple(found.weights.shape[1:]), found.weights.dtype)
@@ -115,7 +115,7 @@ def look(conv: MessagePassing, call: Call, inputs: Inputs) -> Found:
     per_edge += given["source"] + given["destination"] + given["edge"]
     num_bytes = sum({t.data_ptr(): t.numel() * t.element_size() for t in per_edge}.values())
     only_sums = all(kind.how == "sum" for kind in kinds)
-    return Found(kinds, weights, tuple(found.calls), not (same and only_sums), num_bytes // TRIED_EDGES)
+    return MessageProfile(kinds, weights, tuple(found.calls), not (same and only_sums), num_bytes // TRIED_EDGES)
 
 
 def _like(tensor: Tensor, other: bool) -> Tensor:
@@ -151,7 +151,7 @@ def _same_draws(device: torch.device, states: tuple[Tensor, Tensor | None] | Non
 
 
 @contextmanager
-def _left_as_it_was(conv: nn.Module) -> Iterator[None]:
+def _restore_attributes(conv: nn.Module) -> Iterator[None]:
     """What messages keep on the conv, such as attention weights, is that of a few edges: it is dropped."""
     before = dict(conv.__dict__)
     try:
@@ -189,7 +189,7 @@ def _no_batch_norm(conv: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def lifted(given: Mapping[Role, Sequence[Tensor]], chunk: Chunk) -> dict[Role, list[Tensor]]:
+def rows_per_edge(given: Mapping[Role, Sequence[Tensor]], chunk: Chunk) -> dict[Role, list[Tensor]]:
     """Rows by role to one per edge of a chunk. given: of a part's sources, of all destinations and of all edges."""
     return {
         "source": [t.index_select(0, chunk.src) for t in given["source"]],
@@ -201,7 +201,7 @@ def lifted(given: Mapping[Role, Sequence[Tensor]], chunk: Chunk) -> dict[Role, l
 
 class _Aggregate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: AggregationRun, *tensors: Tensor) -> tuple[Tensor, ...]:
         edges, found = run.edges, run.found
         device = edges.degrees.device
         ctx.states = _states(device) if run.conv.training else None
@@ -224,29 +224,29 @@ class _Aggregate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None):  # type: ignore[override]
-        run: Run = ctx.run
+        run: AggregationRun = ctx.run
         num, saved = len(run.found.kinds), ctx.saved_tensors
         inputs, rest = saved[: -2 * num - 1], saved[-2 * num - 1 :]
-        kept = _Kept(gradients, rest[:num], rest[num : 2 * num], rest[-1])
+        kept = _BackwardInputs(gradients, rest[:num], rest[num : 2 * num], rest[-1])
         device = run.edges.degrees.device
         draws = nullcontext() if ctx.states is None else _same_draws(device, ctx.states)
-        with draws, torch.autocast(*ctx.autocast), _left_as_it_was(run.conv), _in_modes(ctx.modes):
+        with draws, torch.autocast(*ctx.autocast), _restore_attributes(run.conv), _in_modes(ctx.modes):
             return None, *_Backward(run, inputs, ctx.needs_input_grad[1:], ctx.shapes).over_parts(kept)
 
 
-def _add_part(run: Run, so_far: Accumulators, k: int, given: Mapping[Role, Sequence[Tensor]]) -> None:
+def _add_part(run: AggregationRun, so_far: Accumulators, k: int, given: Mapping[Role, Sequence[Tensor]]) -> None:
     """Part k's messages, chunk by chunk. given: rows of its sources, of all destinations and of all edges."""
     for chunk in run.edges.chunks(k, run.most_edges):
         degrees = run.edges.degrees[chunk.dst_rows]
         largest = partial(so_far.largest, chunk)
-        so_far.add(chunk, replay(run.conv, run.call, lifted(given, chunk), chunk, degrees, largest))
+        so_far.add(chunk, replay(run.conv, run.call, rows_per_edge(given, chunk), chunk, degrees, largest))
 
 
 def _states(device: torch.device) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-class _Kept(NamedTuple):
+class _BackwardInputs(NamedTuple):
     """What backward starts from; the first three by reduction."""
 
     gradients: Sequence[Tensor | None]
@@ -257,7 +257,7 @@ class _Kept(NamedTuple):
     m: Tensor | None
     """The largest logits."""
 
-    def of_rows(self, chunk: Chunk, found: Replayed) -> Iterator[tuple[Tensor, Tensor]]:
+    def of_rows(self, chunk: Chunk, found: ChunkReductions) -> Iterator[tuple[Tensor, Tensor]]:
         """(rows, their gradient) on a chunk's edges."""
         for record, gradient, most, ties in zip(found.records, self.gradients, self.mosts, self.ties, strict=False):
             if record.rows.requires_grad and gradient is not None:
@@ -271,7 +271,11 @@ class _Backward:
     """The gradients of all inputs, collected chunk by chunk."""
 
     def __init__(
-        self, run: Run, inputs: Sequence[Tensor | None], needs: Sequence[bool], shapes: Sequence[tuple[Any, Any]]
+        self,
+        run: AggregationRun,
+        inputs: Sequence[Tensor | None],
+        needs: Sequence[bool],
+        shapes: Sequence[tuple[Any, Any]],
     ) -> None:
         self.run, self.needs = run, run.by_role(needs)
         self.given = run.by_role([None if t is None else t.detach() for t in inputs])
@@ -287,7 +291,7 @@ class _Backward:
         self.parameters = run.parameters(inputs)
         self.parameter_gradients: list[Tensor | None] = [None] * len(self.parameters)
 
-    def over_parts(self, kept: _Kept) -> list[Any]:
+    def over_parts(self, kept: _BackwardInputs) -> list[Any]:
         run = self.run
         wanted = [t for t, need in zip(self.like, self.needs["source"], strict=True) if need]
         returns, later = run.transport.returns(wanted, run.depth), list[Callable[[], None]]()
@@ -311,7 +315,7 @@ class _Backward:
         return [*of_sources, *totals["destination"], *totals["edge"], *totals["constant"], *self.parameter_gradients]
 
     def _add_part(
-        self, k: int, rows: list[Tensor] | None, buffers: list[Tensor], kept: _Kept, turn: Callable[[], None]
+        self, k: int, rows: list[Tensor] | None, buffers: list[Tensor], kept: _BackwardInputs, turn: Callable[[], None]
     ) -> None:
         """Part k's gradients. turn: called when half of its chunks are done."""
         num_chunks = self.run.edges.num_chunks(k, self.run.most_edges)
@@ -323,7 +327,7 @@ class _Backward:
         if not num_chunks:
             turn()
 
-    def _add(self, chunk: Chunk, rows: list[Tensor] | None, buffers: list[Tensor], kept: _Kept) -> None:
+    def _add(self, chunk: Chunk, rows: list[Tensor] | None, buffers: list[Tensor], kept: _BackwardInputs) -> None:
         """One chunk's messages again, and its gradients. rows: of the part's sources; buffers: for their gradients."""
         of_edges = self._leaves(chunk, rows)
         asked = [(role, i) for role in ROLES for i, need in enumerate(self.needs[role]) if need]
@@ -348,7 +352,7 @@ class _Backward:
 
     def _leaves(self, chunk: Chunk, rows: list[Tensor] | None) -> dict[Role, list[Tensor]]:
         """The inputs on a chunk's edges, with gradients of their own. Sources whose values do not matter are 0."""
-        found = lifted({**self.given, "source": rows or []}, chunk)
+        found = rows_per_edge({**self.given, "source": rows or []}, chunk)
         if rows is None:
             found["source"] = [t.new_zeros(chunk.num_edges, *t.shape[1:]) for t in self.like]
         for role in ("source", "destination", "edge"):

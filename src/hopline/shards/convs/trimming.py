@@ -17,7 +17,7 @@ from hopline.core.batch import Part
 from hopline.core.row_handles import Handle
 from hopline.nn.conv_adapter import initialise, takes_x0
 from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
-from hopline.shards.convs.edges import Edges, to_keep
+from hopline.shards.convs.edges import Edges, outside_inference_mode
 from hopline.shards.convs.runner import ShardConvs, find_rule, run_by_rule
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import Transport
@@ -32,12 +32,12 @@ class TrimmedConvs(ShardConvs):
     """[num_own] bool: the nodes that have their edges."""
 
     @cached_property
-    def looped(self) -> Edges:
-        with to_keep():
+    def edges_with_loops(self) -> Edges:
+        with outside_inference_mode():
             return _leading_to(self.is_needed, self.edges.with_loops())
 
     def norm(self, add_loops: bool, improved: bool, dtype: torch.dtype) -> Tensor:
-        edges, key = self.whole.looped if add_loops else self.whole.edges, (add_loops, improved, dtype)
+        edges, key = self.whole.edges_with_loops if add_loops else self.whole.edges, (add_loops, improved, dtype)
         if key not in self._norms:
             norm = self.whole.norm(*key).index_select(0, _are_leading_to(self.is_needed, edges))
             if norm.requires_grad:
@@ -91,7 +91,7 @@ def _trimmed(layout: ShardLayout, is_needed: Tensor, transport: Transport) -> tu
         parts.append(replace(cut, src_idx=src.int(), edge=edge))
         halos.append(halo)
         are_used.append(used)
-    wanted, is_read = transport.wanted(are_used), torch.zeros_like(is_needed)
+    wanted, is_read = transport.still_wanted(are_used), torch.zeros_like(is_needed)
     sends = list(layout.sends)
     for k, mask in enumerate(wanted):
         first, stop = layout.own_range(k)
