@@ -212,11 +212,11 @@ def run(side: Side, command: Sequence[str]) -> Numbers:
         seconds = time.perf_counter() - started
         output.seek(0)
         errors.seek(0)
-        printed = output.read()
+        print_messages = output.read()
         if process.returncode:
-            said = f"{printed}{errors.read()}".rstrip()
+            said = f"{print_messages}{errors.read()}".rstrip()
             raise Failed(f"{said}\n{side.name} ({side.said}): {shlex.join(command)} ended with {process.returncode}")
-    return {WALL: seconds, **numbers_in(printed)}
+    return {WALL: seconds, **numbers_in(print_messages)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

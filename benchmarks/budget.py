@@ -36,7 +36,7 @@ from hopline.budget.memory_plan import RunOutline
 from hopline.budget.predictor import Predictor
 from hopline.contract import Budget
 from hopline.core.batch import Batch
-from hopline.data.synthetic import planted
+from hopline.data.synthetic import planted_partition
 from hopline.methods.sampled.work import SampledWork
 
 CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
@@ -57,7 +57,9 @@ class Setting:
 
 
 def power_law(num_train: int, batch_size: int) -> Setting:
-    return Setting(planted(num_nodes=60_000, num_edges=1_200_000, num_train=num_train), (10, 10, 5), batch_size)
+    return Setting(
+        planted_partition(num_nodes=60_000, num_edges=1_200_000, num_train=num_train), (10, 10, 5), batch_size
+    )
 
 
 def setting_of(graph: str, folder: Path | None) -> Setting:

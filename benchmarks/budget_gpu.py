@@ -24,7 +24,7 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.tables import TensorTable
 
 CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--layout", default="block")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    data = planted(
+    data = planted_partition(
         num_nodes=round(500_000 * args.scale),
         num_edges=round(10_000_000 * args.scale),
         num_features=128,

@@ -28,7 +28,7 @@ from torch.autograd import DeviceType
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 
 CASES = {"evaluation longer": 1 / 3, "even": 1.0, "training longer": 3.0}
 BEGIN = 3
@@ -128,7 +128,7 @@ def main() -> None:
     nodes, edges, epochs, rounds = (int(given.get(key, default)) for key, default in numbers.items())
     device = given.get("device", "cpu")
     at = given.get("data", "auto")
-    data = planted(
+    data = planted_partition(
         num_nodes=nodes, num_edges=edges, num_classes=16, num_features=100, num_train=nodes // 10, num_valid=2000
     )
     train_s, evaluate_s = parts_of(fit(data, BEGIN + 2, device, "blocking", at=at)[0])

@@ -26,7 +26,7 @@ import torch_geometric.nn as pyg
 from svg_file import svg_file
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 
 NUM_NODES, NUM_EDGES, NUM_FEATURES, CLASSES, COMMUNITIES = 2_449_029, 123_718_280, 100, 47, 160
 HEADS, HIDDEN, LAYERS = 4, 128, 3
@@ -35,7 +35,7 @@ GIB = 2**30
 
 def graph(homophily: float, scale: float, device: torch.device) -> hl.Dataset:
     """On the host, nodes in the order of their communities."""
-    made = planted(
+    made = planted_partition(
         num_nodes=round(NUM_NODES * scale),
         num_edges=round(NUM_EDGES * scale),
         num_classes=COMMUNITIES,

@@ -22,7 +22,7 @@ from torch_geometric import nn as pyg
 
 import hopline as hl
 from hopline.data.built_in import built_in
-from hopline.data.synthetic import planted
+from hopline.data.synthetic import planted_partition
 
 FANOUTS, BATCH_SIZE, HIDDEN, DROPOUT = (15, 10, 5), 1024, 256, 0.5
 SHAPES = {"papers100m": ("papers100m-shaped", "bfloat16"), "products": ("products-shaped", "float32")}
@@ -120,7 +120,7 @@ class Lab:
         if key not in self.graphs:
             started = time.perf_counter()
             settings = built_in(name, {"scale": self.scale, "dtype": dtype or usual})
-            made = planted(settings, name=name, device=str(self.device))
+            made = planted_partition(settings, name=name, device=str(self.device))
             self.graphs[key] = replace(made, splits={"train": made.splits["train"]})
             self.wait()
             self.say(f"  made {self.graphs[key]!r} in {time.perf_counter() - started:.1f} s")

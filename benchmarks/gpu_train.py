@@ -24,7 +24,7 @@ from gpu_lab import (
 import hopline as hl
 from hopline import ops
 from hopline.core.tree_layout import TreeBlock, TreeRows, TreeSampler
-from hopline.data.synthetic import planted
+from hopline.data.synthetic import planted_partition
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.nn.fused import defer_layer
 
@@ -179,7 +179,7 @@ def accuracy(lab: Lab) -> None:
 
 def _accuracy(lab: Lab) -> None:
     nodes = max(4_000, round(200_000 * lab.scale))
-    data = planted(
+    data = planted_partition(
         num_nodes=nodes,
         num_edges=20 * nodes,
         num_train=nodes // 5,

@@ -25,7 +25,7 @@ import torch_geometric.nn as pyg
 
 import hopline as hl
 from hopline.core.batch import Batch, Block, Part
-from hopline.data import planted
+from hopline.data import planted_partition
 
 NUM_NODES, NUM_EDGES, NUM_PARTS, NUM_FEATURES, HIDDEN, LAYERS = 2_449_029, 123_718_280, 40, 100, 256, 4
 WAYS = {
@@ -42,7 +42,7 @@ WAYS = {
 def graph(homophily: float, scale: float, device: torch.device) -> tuple[hl.Dataset, float]:
     """(data on the host, where batches are made, nodes of a batch's halo over its own on average)."""
     sizes: dict[str, Any] = {"num_nodes": round(NUM_NODES * scale), "num_edges": round(NUM_EDGES * scale)}
-    hist_batch = planted(
+    hist_batch = planted_partition(
         **sizes, num_classes=NUM_PARTS, num_features=NUM_FEATURES, homophily=homophily, device=str(device), seed=1
     )
     x = hist_batch.x.storage()

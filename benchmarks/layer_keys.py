@@ -22,7 +22,7 @@ import hopline as hl
 from hopline.core.sampler import NeighborSampler, hop_keys
 from hopline.core.seed_order import seed_batches
 from hopline.data.built_in import BUILT_IN
-from hopline.data.synthetic import planted
+from hopline.data.synthetic import planted_partition
 from hopline.nn import GNN
 from hopline.ops import derive_key
 from hopline.ops.random import LAYERS
@@ -69,7 +69,7 @@ def bias(data: hl.Dataset, num_layers: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    data = planted(replace(BUILT_IN["products-shaped"][0], num_features=1))
+    data = planted_partition(replace(BUILT_IN["products-shaped"][0], num_features=1))
     for fanouts in FANOUTS:
         found: dict[str, float] = {}
         for name, way in WAYS.items():

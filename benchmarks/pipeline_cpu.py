@@ -19,7 +19,7 @@ import torch
 from torch_geometric.nn import GATConv, SAGEConv
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.methods.sampled.loader import Loader, resolve_workers
 from hopline.methods.sampled.work import SampledWork
 from hopline.report.bottleneck import Explanation
@@ -36,11 +36,11 @@ class Keep(WatchPipeline):
 
     def on_epoch_end(self, trainer: hl.Trainer, epoch: hl.extend.EpochEnd) -> None:
         super().on_epoch_end(trainer, epoch)
-        self.found = self.timed[-1].explained(setup_of(trainer))
+        self.found = self.timed[-1].explain(setup_of(trainer))
 
 
 def measure(conv: type, hidden: int, seeds: int, rounds: int) -> dict[str, object]:
-    data = planted(
+    data = planted_partition(
         num_nodes=100_000, num_edges=2_000_000, num_classes=16, num_features=100, num_train=seeds, num_valid=0
     )
     data.splits.pop("test", None)

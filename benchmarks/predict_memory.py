@@ -37,7 +37,7 @@ from hopline.core.batch import Batch
 from hopline.core.row_handles import as_tensor
 from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
-from hopline.data.synthetic import planted
+from hopline.data.synthetic import planted_partition
 from hopline.device.meter import meter_of
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
@@ -172,7 +172,7 @@ def show_splits(name: str, data: Dataset) -> None:
 
 def resident(name: str) -> tuple[int, int]:
     """(bytes by the meter, growth of resident memory) of one step, after a small one that compiles the kernels."""
-    data = planted(num_nodes=100_000, num_edges=2_000_000, num_features=128)
+    data = planted_partition(num_nodes=100_000, num_edges=2_000_000, num_features=128)
     model = model_of({n.lower(): n for n in CONVS}[name], data)
     large = batch_at(data, model, SEEDS, 1)
     step(model, batch_at(data, model, 16, 2))
@@ -205,7 +205,7 @@ def main() -> None:
     if args.resident:
         print(*resident(args.resident))
         return
-    data = planted(num_nodes=100_000, num_edges=2_000_000)
+    data = planted_partition(num_nodes=100_000, num_edges=2_000_000)
     if args.split:
         show_splits(args.split, data)
         return

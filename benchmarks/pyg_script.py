@@ -68,14 +68,14 @@ def epoch_seconds(scripts: Path, loader: str, num_workers: int, data: Path) -> l
     """Run a variant in a process of its own; the seconds of its epochs, without the first."""
     call = f"import script_{loader} as s; s.main({str(data)!r}, epochs={EPOCHS + 1}, num_workers={num_workers})"
     paths = os.pathsep.join([str(scripts), str(ROOT / "src")])
-    printed = subprocess.run(
+    print_messages = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", call],
         env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     ).stdout
-    return [float(seconds) for seconds in re.findall(r"^epoch .*, ([\d.]+) s$", printed, flags=re.MULTILINE)][1:]
+    return [float(seconds) for seconds in re.findall(r"^epoch .*, ([\d.]+) s$", print_messages, flags=re.MULTILINE)][1:]
 
 
 def installed(package: str) -> str:

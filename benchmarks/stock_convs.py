@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric import nn as pyg
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 
 NUM_BATCHES = 30
 
@@ -68,7 +68,7 @@ def largest(forward: Callable[[hl.nn.GNN, hl.Batch], Tensor], model: hl.nn.GNN, 
 
 
 def main() -> None:
-    data = planted(num_nodes=500_000, num_edges=12_000_000, num_classes=47, num_features=100, seed=0)
+    data = planted_partition(num_nodes=500_000, num_edges=12_000_000, num_classes=47, num_features=100, seed=0)
     seeds = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(0))[:50_000]
     convs: dict[str, Callable[[int, int], nn.Module]] = {
         "SAGE mean": lambda i, o: pyg.SAGEConv(i, o),

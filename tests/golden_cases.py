@@ -34,7 +34,7 @@ from hopline.core.partition import make_partition
 from hopline.core.sampler import NeighborSampler
 from hopline.core.seed_order import seed_batches
 from hopline.core.tree_layout import TreeSampler
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.data.placement import place
 from hopline.distributed.world import World
 from hopline.methods.historical.groups import Groups
@@ -783,7 +783,7 @@ def _shards() -> Iterable[Tensor]:
 
 
 def _planted() -> Iterable[Tensor]:
-    data = planted(num_nodes=300, num_edges=2000, num_classes=4, num_features=8, seed=2)
+    data = planted_partition(num_nodes=300, num_edges=2000, num_classes=4, num_features=8, seed=2)
     yield from (data.graph.indptr, data.graph.indices, data.labels, *data.splits.values())
 
 

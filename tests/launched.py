@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.data.dataset import Dataset
 from hopline.data.host_copy import share
 from hopline.distributed.launch import run
@@ -32,7 +32,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_
 
 def tiny() -> Dataset:
     """A planted graph that is made at once."""
-    return planted(num_nodes=200, num_edges=900, num_classes=3, num_features=5, num_train=60, num_valid=40)
+    return planted_partition(num_nodes=200, num_edges=900, num_classes=3, num_features=5, num_train=60, num_valid=40)
 
 
 def gradient(rank: int, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline.cli import main
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import RunConfig
 
@@ -35,7 +35,7 @@ def small(**changes: Any) -> hl.Dataset:
         "signal": 2.0,
         "homophily": 0.8,
     }
-    return planted(**(settings | changes))
+    return planted_partition(**(settings | changes))
 
 
 def without(data: hl.Dataset, *splits: str) -> hl.Dataset:

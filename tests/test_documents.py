@@ -27,8 +27,8 @@ def test_the_readme_example_runs_as_it_stands(tmp_path: Path, capsys: pytest.Cap
     left = runpy.run_path(str(script))
     assert left["run"].test > 0.5
     assert left["scores"].shape == (left["data"].num_nodes, left["data"].num_classes)
-    printed = capsys.readouterr().out
-    assert f"test accuracy   {left['run'].test:.4f}" in printed
+    print_messages = capsys.readouterr().out
+    assert f"test accuracy   {left['run'].test:.4f}" in print_messages
 
 
 def test_the_snippets_of_the_page_of_own_loops_run_one_after_the_other(tmp_path: Path):

@@ -129,14 +129,14 @@ def test_the_trainer_and_its_subclass_train_alone_and_with_two_devices(
 
 @pytest.mark.process
 def test_torchrun_and_devices_print_the_same(graph: str) -> None:
-    printed = []
+    print_messages = []
     for before, arguments in (([], ["2"]), (["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], ["1"])):
         launcher = ["-m", *before] if before else []
         done = run_python("-W", "ignore", *launcher, str(FOLDER / "train.py"), *arguments, graph)
         assert done.returncode == 0, done.stderr[-3000:]
-        printed.append(re.findall(r"\w+, 2 ranks: loss [\d.]+, test [\d.]+", done.stdout))
-    assert len(printed[0]) == 2
-    assert printed[0] == printed[1]
+        print_messages.append(re.findall(r"\w+, 2 ranks: loss [\d.]+, test [\d.]+", done.stdout))
+    assert len(print_messages[0]) == 2
+    assert print_messages[0] == print_messages[1]
 
 
 def test_the_command_trains_by_it(graph: str, tmp_path: Path) -> None:

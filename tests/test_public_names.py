@@ -99,11 +99,11 @@ def test_the_example_of_a_public_name_runs(name: str, tmp_path: Path, monkeypatc
     assert example.examples, f"{name} has no example: add doctest lines to its docstring, or name it in EXEMPT"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOPLINE_DATA", str(tmp_path / "data"))
-    printed: list[str] = []
+    print_messages: list[str] = []
 
-    failures = doctest.DocTestRunner(optionflags=FLAGS).run(example, out=printed.append).failed
+    failures = doctest.DocTestRunner(optionflags=FLAGS).run(example, out=print_messages.append).failed
 
-    assert not failures, "".join(printed)
+    assert not failures, "".join(print_messages)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "hl.interop.FRAMEWORKS"])

@@ -30,7 +30,7 @@ from hopline.run.settings import (
 from hopline.util.config import nearest, override, settings_of
 from hopline.util.errors import PeerError, RankError, StageError
 from hopline.util.host import keep_freed_memory
-from hopline.util.log import printed
+from hopline.util.log import print_messages
 from hopline.util.own_code import own_settings
 from hopline.util.signals import Interrupted
 
@@ -200,7 +200,7 @@ def convert(
     check_conversion(source, folder, config)
     from hopline.run import commands
 
-    with printed():
+    with print_messages():
         data = commands.convert(source, folder, config)
     print(f"{data!r}\nwritten to {folder}")
     if "split" in data.meta:

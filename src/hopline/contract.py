@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 from hopline.data.placement_settings import Placement
-from hopline.util.config import Removed, check_fields, format_size, nearest, parse_size, settings
+from hopline.util.config import RemovedSetting, check_fields, format_size, nearest, parse_size, settings
 
 if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading settings needs no torch
     import torch
@@ -298,8 +298,10 @@ class Budget:
     SHORT: ClassVar[str] = "device"
     """The field that `budget=8GiB` sets."""
     REMOVED: ClassVar = {
-        "split_by": Removed("balance", "pieces of a batch always have equal cost, so leave it out"),
-        "cut_by": Removed("random", "set budget.over_budget=cut_by_degree or budget.over_budget=cut_by_pagerank"),
+        "split_by": RemovedSetting("balance", "pieces of a batch always have equal cost, so leave it out"),
+        "cut_by": RemovedSetting(
+            "random", "set budget.over_budget=cut_by_degree or budget.over_budget=cut_by_pagerank"
+        ),
     }
     device: str | None = None
     """Where the model is: "8GiB"; on a CPU that is the host."""
@@ -344,7 +346,7 @@ class Budget:
         return min(sizes) if sizes else None
 
 
-def renewed_budget(stored: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_budget(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored budget as this version has it: `over_budget` and `cut_by` were two settings, and are one."""
     kept = {key: value for key, value in stored.items() if key != "cut_by"}
     if stored.get("over_budget") == "cut" and stored.get("cut_by", "random") != "random":

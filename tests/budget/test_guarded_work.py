@@ -14,7 +14,7 @@ from torch_geometric.nn import SAGEConv
 from hopline import contract
 from hopline.budget.guard import Guard, limit_cuda_memory
 from hopline.contract import Budget, Job, Method, Outline, Plan, Unit, Work
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import meter_of
 from hopline.methods.full_batch.settings import FullBatch
@@ -98,7 +98,7 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 def on_gpu(layout: str, budget: str | None, **options: Any) -> tuple[Run, int, Plan | None]:
     """A run of some batches, the most that was allocated meanwhile, and the plan."""
-    data = planted(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_valid=512, num_test=512)
+    data = planted_partition(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_valid=512, num_test=512)
     torch.manual_seed(0)
     model = GNN([SAGEConv(64, 256), SAGEConv(256, 256), SAGEConv(256, 16)], dropout=0.3)
     free_all()
@@ -153,7 +153,7 @@ def test_on_a_gpu_made_small_only_the_run_with_a_budget_ends(share: float, infer
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("conv", [pytest.param(conv, marks=NEEDS_GPU) for conv in ("sage-mean", "gcn", "gat", "gin")])
 def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(conv: str, on_host: bool):
-    data = planted(num_nodes=60_000, num_edges=1_200_000)
+    data = planted_partition(num_nodes=60_000, num_edges=1_200_000)
     torch.manual_seed(0)
     model = GNN(stack_of(conv, 64, 128, 16), dropout=0.5).double().cuda()
     device, seeds = torch.device("cuda", 0), 4096
@@ -189,7 +189,7 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
     """As where something else takes the memory that a plan had for batches."""
-    data = planted(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_features=512)
+    data = planted_partition(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_features=512)
     torch.manual_seed(0)
     model = GNN(stack_of("sage-mean", 512, 128, 16)).float().cuda()
     device, ids, step = torch.device("cuda", 0), data.splits["train"], supervised("single", 16)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hopline.contract import Budget, renewed_budget
+from hopline.contract import Budget, upgrade_budget
 from hopline.util.config import from_dict
 
 
@@ -59,7 +59,7 @@ def test_cut_by_was_removed_and_is_read_where_it_had_its_default():
 )
 def test_a_stored_cut_by_is_read_as_a_part_of_over_budget(over_budget: str, cut_by: str, meant: str):
     stored = {"device": "1GiB", "over_budget": over_budget, "cut_by": cut_by}
-    assert from_dict(Budget, renewed_budget(stored)) == Budget(device="1GiB", over_budget=meant)  # type: ignore[arg-type]
+    assert from_dict(Budget, upgrade_budget(stored)) == Budget(device="1GiB", over_budget=meant)  # type: ignore[arg-type]
 
 
 def test_a_name_that_a_budget_has_not_is_refused_with_those_that_it_has():

@@ -8,14 +8,16 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hopline.data import synthetic
-from hopline.data.built_in import BUILT_IN, Planted, built_in
+from hopline.data.built_in import BUILT_IN, PlantedPartition, built_in
 from hopline.data.dataset import Dataset
 from hopline.data.registry import open_dataset
 from hopline.data.store import verify
-from hopline.data.synthetic import made_on, planted
+from hopline.data.synthetic import make_on, planted_partition
 from tests.helpers import KERNEL_DEVICE
 
-SMALL = Planted(num_nodes=5000, num_edges=100_000, num_classes=10, num_features=8, num_train=1000, num_valid=500)
+SMALL = PlantedPartition(
+    num_nodes=5000, num_edges=100_000, num_classes=10, num_features=8, num_train=1000, num_valid=500
+)
 
 
 def assert_same(a: Dataset, b: Dataset) -> None:
@@ -30,7 +32,7 @@ def assert_same(a: Dataset, b: Dataset) -> None:
 
 
 def test_counts_are_exact_and_contents_valid() -> None:
-    dataset = planted(SMALL)
+    dataset = planted_partition(SMALL)
     dataset.validate()
     assert (dataset.num_nodes, dataset.num_edges, dataset.num_features) == (5000, 100_000, 8)
     assert [ids.numel() for ids in dataset.splits.values()] == [1000, 500, 3500]
@@ -41,21 +43,21 @@ def test_counts_are_exact_and_contents_valid() -> None:
 
 
 def test_chunks_threads_and_folders_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = planted(SMALL)
+    whole = planted_partition(SMALL)
     threads = torch.get_num_threads()
     monkeypatch.setattr(synthetic, "CHUNK_NODES", 777)
     try:
         torch.set_num_threads(1)
-        assert_same(whole, planted(SMALL))
+        assert_same(whole, planted_partition(SMALL))
         torch.set_num_threads(3)
-        assert_same(whole, planted(SMALL, folder=tmp_path / "d"))
+        assert_same(whole, planted_partition(SMALL, folder=tmp_path / "d"))
     finally:
         torch.set_num_threads(threads)
     verify(tmp_path / "d")
 
 
 def test_the_seed_decides() -> None:
-    a, b = planted(SMALL), planted(SMALL, seed=1)
+    a, b = planted_partition(SMALL), planted_partition(SMALL, seed=1)
     assert not torch.equal(a.graph.indices[:1000], b.graph.indices[:1000])
     assert not torch.equal(a.splits["train"], b.splits["train"])
 
@@ -65,8 +67,8 @@ def test_a_device_makes_the_same_graph(changes: dict, monkeypatch: pytest.Monkey
     pytest.importorskip("triton")
     monkeypatch.setattr(synthetic, "DEVICE_CHUNK_NODES", 2048)
     settings = replace(SMALL, **changes)
-    expected = planted(settings)
-    arrays = made_on(torch.device(KERNEL_DEVICE), settings)
+    expected = planted_partition(settings)
+    arrays = make_on(torch.device(KERNEL_DEVICE), settings)
     for name, array in (
         ("indptr", expected.graph.indptr),
         ("indices", expected.graph.indices),
@@ -87,7 +89,7 @@ def test_a_device_makes_the_same_graph(changes: dict, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_dataset_on_the_gpu(symmetric: bool) -> None:
     settings = replace(SMALL, symmetric=symmetric)
-    expected, dataset = planted(settings), planted(settings, device="cuda")
+    expected, dataset = planted_partition(settings), planted_partition(settings, device="cuda")
     x = dataset.x.storage()
     assert x is not None
     assert {a.device.type for a in (dataset.graph.indptr, dataset.graph.indices, dataset.labels, x)} == {"cuda"}
@@ -100,16 +102,16 @@ def test_a_dataset_on_the_gpu(symmetric: bool) -> None:
 
 def test_a_device_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leave out device='cuda' or folder="):
-        planted(SMALL, device="cuda", folder=tmp_path / "d")
+        planted_partition(SMALL, device="cuda", folder=tmp_path / "d")
     with pytest.raises(ValueError, match="not a device"):
-        planted(SMALL, device="gpu")
+        planted_partition(SMALL, device="gpu")
     with pytest.raises(ValueError, match="not a device"):
         open_dataset("papers100m-shaped", data_root=tmp_path, scale=0.0001, device="gpu")
 
 
 def test_homophily_is_the_share_of_edges_from_the_own_class() -> None:
     for homophily in (0.0, 0.4, 1.0):
-        dataset = planted(SMALL, homophily=homophily)
+        dataset = planted_partition(SMALL, homophily=homophily)
         assert dataset.y is not None
         src, dst = dataset.graph.edge_index()
         share = float((dataset.y[src] == dataset.y[dst]).float().mean())
@@ -117,20 +119,20 @@ def test_homophily_is_the_share_of_edges_from_the_own_class() -> None:
 
 
 def test_features_are_the_class_mean_and_unit_noise() -> None:
-    dataset = planted(SMALL, signal=3.0)
+    dataset = planted_partition(SMALL, signal=3.0)
     assert dataset.y is not None
     rows = dataset.x.read(torch.arange(5000))
     centers = torch.stack([rows[dataset.y == c].mean(0) for c in range(10)])
     assert torch.allclose(centers.norm(dim=1), torch.full((10,), 3.0), atol=0.3)
     assert torch.allclose((rows - centers[dataset.y]).std(0), torch.ones(8), atol=0.03)
-    assert planted(SMALL, dtype="bfloat16").x.dtype == torch.bfloat16
+    assert planted_partition(SMALL, dtype="bfloat16").x.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("name", "scale"), [("products-shaped", 0.02), ("papers100m-shaped", 0.0005)])
 def test_shaped_graphs_have_exact_counts_and_a_heavy_tail(name: str, scale: float, tmp_path: Path) -> None:
     full = BUILT_IN[name][0]
     settings = built_in(name, {"scale": scale})
-    dataset = planted(settings, name=name, folder=tmp_path / "d")
+    dataset = planted_partition(settings, name=name, folder=tmp_path / "d")
     assert dataset.num_nodes == round(full.num_nodes * scale)
     assert dataset.num_edges == round(full.num_edges * scale)
     assert dataset.splits["train"].numel() == round(full.split_sizes[0] * scale)
@@ -157,7 +159,7 @@ def test_the_named_shapes_are_those_of_the_benchmarks() -> None:
 
 
 def test_a_symmetric_graph_has_every_edge_twice(tmp_path: Path) -> None:
-    dataset = planted(replace(SMALL, symmetric=True), folder=tmp_path / "d")
+    dataset = planted_partition(replace(SMALL, symmetric=True), folder=tmp_path / "d")
     src, dst = dataset.graph.edge_index()
     there, back = (src * 5000 + dst).sort().values, (dst * 5000 + src).sort().values
     assert dataset.num_edges == 100_000
@@ -197,7 +199,7 @@ def fit(features: torch.Tensor, dataset: Dataset) -> float:
 
 
 def test_neighbours_tell_the_class_of_the_demo_graph_and_own_features_hardly_do() -> None:
-    dataset = planted(BUILT_IN["demo"][0])
+    dataset = planted_partition(BUILT_IN["demo"][0])
     x = dataset.x.read(torch.arange(dataset.num_nodes))
     src, dst = dataset.graph.edge_index()
     degrees = dataset.graph.in_degrees().clamp(min=1)[:, None]

@@ -56,10 +56,10 @@ def test_a_step_that_is_put_back_never_was(begun: bool):
     expected = dense(model)
     kept = [p.grad for p in model.parameters()]
     buffers, draws = [b.clone() for b in model.buffers()], torch.get_rng_state()
-    before = rescue.Before(model, CPU)
+    before = rescue.StepSnapshot(model, CPU)
     assert (before.gradient_bytes > 0) == begun
     model(torch.arange(2, 8)).backward()
-    before.put_back()
+    before.restore()
     found = dense(model)
     for name, grad in expected.items():
         assert (grad is None) == (found[name] is None)
@@ -75,10 +75,10 @@ def test_a_step_that_is_added_is_one_of_autograds():
         torch.manual_seed(2)
         model = Model()
         for first in (0, 2, 1):
-            before = rescue.Before(model, CPU) if guarded else None
+            before = rescue.StepSnapshot(model, CPU) if guarded else None
             model(torch.arange(first, first + 6)).backward()
             if before is not None:
-                before.add()
+                before.accept()
         found.append(dense(model))
     assert found[0]["unused"] is None
     assert found[1]["unused"] is None
@@ -92,9 +92,9 @@ def test_sparse_and_dense_gradients_add_up_in_either_order():
     for order in ((True, False), (False, True)):
         model.zero_grad(set_to_none=True)
         for sparse in order:
-            before = rescue.Before(model, CPU)
+            before = rescue.StepSnapshot(model, CPU)
             nn.functional.embedding(ids, model.weight, sparse=sparse).sum().backward()
-            before.add()
+            before.accept()
         assert model.weight.grad is not None
         assert model.weight.grad.to_dense().tolist() == [[0, 0], [4, 4], [0, 0], [2, 2]]
 
@@ -105,4 +105,4 @@ def test_what_is_kept_beside_a_step():
     assert buffers == 8 * (4 + 4 + 1)
     model = nn.LazyBatchNorm1d()
     assert rescue.state_bytes(model) == (0, 8)
-    rescue.Before(model, CPU).put_back()
+    rescue.StepSnapshot(model, CPU).restore()

@@ -11,11 +11,11 @@ from torch_geometric.nn import SAGEConv
 from hopline.device.snapshots import (
     RandomState,
     copy_weights,
-    draws_restored,
     eval_mode,
+    preserve_rng,
+    preserve_weights,
     random_states,
     restore_random_states,
-    weights_restored,
 )
 from hopline.nn.conv_adapter import initialise
 
@@ -44,7 +44,7 @@ def test_each_part_gets_its_own_mode_back_after_an_error():
 def test_weights_and_buffers_are_restored_after_an_error():
     model = frozen_in_part()
     before = copy_weights(model.state_dict())
-    with contextlib.suppress(RuntimeError), weights_restored(model):
+    with contextlib.suppress(RuntimeError), preserve_weights(model):
         for tensor in model.state_dict().values():
             tensor.add_(1)
         raise RuntimeError
@@ -55,7 +55,7 @@ def test_draws_go_on_as_if_none_had_been_made():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    with draws_restored(CPU):
+    with preserve_rng(CPU):
         torch.rand(5)
     assert torch.equal(torch.rand(3), expected)
 

@@ -9,7 +9,7 @@ import torch
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.device import streams
 from hopline.methods.sampled import captured_step
 from hopline.methods.sampled.captured_step import CapturedUnit, CapturedWork, EagerUnit
@@ -115,7 +115,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_training_is_the_same_however_long_evaluation_beside_it_takes(
     num_steps: int, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
 ):
-    data = planted(num_nodes=20_000, num_edges=400_000, num_classes=16, num_features=100, num_valid=2000)
+    data = planted_partition(num_nodes=20_000, num_edges=400_000, num_classes=16, num_features=100, num_valid=2000)
     num_train = 1024 * (num_steps - 1) + 476
     data = replace(data, splits=data.splits | {"train": torch.arange(num_train), "test": torch.arange(15_000, 16_000)})
     expected = outcome_of(data, "blocking", clip_norm=clip_norm)
@@ -131,7 +131,7 @@ def test_training_is_the_same_however_long_evaluation_beside_it_takes(
     "where", [{"graph": "device"}, {"graph": "host"}, {"features": "pinned", "cache": "200kB"}], ids=str
 )
 def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str, where: dict[str, Any]):
-    data = planted(num_nodes=20_000, num_edges=200_000, num_train=4096)
+    data = planted_partition(num_nodes=20_000, num_edges=200_000, num_train=4096)
     if layout == "tree" and where.get("graph") == "host":
         pytest.skip("trees are drawn on the GPU")
     found = {}
@@ -155,7 +155,7 @@ def test_evaluation_in_its_own_stream_ends_with_the_run_that_waited(layout: str,
 @pytest.mark.parametrize("evaluate", ["blocking", "async"])
 @pytest.mark.parametrize("layout", ["tree", "block"])
 def test_a_run_leaves_no_more_on_a_gpu_than_the_one_before(layout: str, evaluate: str):
-    data, left = planted(num_nodes=20_000, num_edges=200_000, num_train=4096), []
+    data, left = planted_partition(num_nodes=20_000, num_edges=200_000, num_train=4096), []
     for _ in range(4):
         model = sage(data, dropout=0.5)
         method = hl.Sampled(fanouts=(5, 5), batch_size=256, layout=layout)  # type: ignore[arg-type]

@@ -112,8 +112,8 @@ def assert_same_run(folder: Path, expected: Path) -> None:
 @pytest.mark.parametrize("engine", ["torchrun", "fabric", "accelerate"])
 def test_an_example_trains_as_one_process(engine: str, graph: str, expected: Path, tmp_path: Path):
     skip_without(engine)
-    printed = run(*COMMANDS[engine], str(EXAMPLES / f"{FILES[engine]}.py"), graph, str(tmp_path / "run"))
-    assert re.search(r"^test accuracy 0\.\d{4} on 2 ranks$", printed, flags=re.MULTILINE), printed
+    print_messages = run(*COMMANDS[engine], str(EXAMPLES / f"{FILES[engine]}.py"), graph, str(tmp_path / "run"))
+    assert re.search(r"^test accuracy 0\.\d{4} on 2 ranks$", print_messages, flags=re.MULTILINE), print_messages
     assert_same_run(tmp_path / "run", expected)
     print(engine, "losses", losses_in(tmp_path / "run"), "one process", losses_in(expected))
 
@@ -128,8 +128,8 @@ def test_a_worker_of_ray_is_killed_and_the_run_goes_on_to_the_bit(graph: str, ex
             mark.write_text("nobody is killed")
         else:
             mark.unlink()
-        printed = run(sys.executable, "-m", "tests.engines.ray_killed", graph, str(tmp_path / name))
-        result = json.loads(printed.split("RESULT ")[1].splitlines()[0])
+        print_messages = run(sys.executable, "-m", "tests.engines.ray_killed", graph, str(tmp_path / name))
+        result = json.loads(print_messages.split("RESULT ")[1].splitlines()[0])
         assert result["metrics"]["test"] > 0.5
         stored[name] = Path(result["checkpoint"])
     assert mark.read_text().isdecimal()

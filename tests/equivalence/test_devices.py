@@ -11,7 +11,7 @@ from torch import nn
 from torch_geometric.nn import GATConv, GCN2Conv, GCNConv, SAGEConv
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
@@ -41,7 +41,7 @@ METHODS = [
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
-    data = planted(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
+    data = planted_partition(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
     runs, outputs = {}, {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -57,7 +57,7 @@ def test_training_on_a_gpu_equals_training_on_the_cpu(name: str):
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_features_stored_sparse_train_on_a_gpu_too(method: hl.extend.Method, placement: str):
-    data = planted(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
+    data = planted_partition(num_nodes=3000, num_edges=30_000, num_classes=5, num_features=12, seed=1)
     stored = data.x.storage()
     assert stored is not None
     sparse = hl.extend.SparseTable.from_dense(stored.double() * (stored > 0))

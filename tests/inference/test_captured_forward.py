@@ -17,7 +17,7 @@ from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 import hopline as hl
 from hopline import infer
 from hopline.contract import Job
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.inference import captured_forward as replayed
 from hopline.inference.cache import LastInference
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences, repeats
@@ -250,7 +250,7 @@ def eager(job: Job, ids: Tensor) -> Tensor:
 
 
 def dataset() -> hl.Dataset:
-    return planted(num_nodes=5000, num_edges=60_000, num_classes=4, num_features=16, num_train=1000)
+    return planted_partition(num_nodes=5000, num_edges=60_000, num_classes=4, num_features=16, num_train=1000)
 
 
 @mark_gpu
@@ -319,7 +319,7 @@ def test_a_graph_that_takes_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("layout", ["tree", "block"])
 def test_what_training_draws_is_not_touched_by_an_evaluation_that_is_replayed(layout: str):
     """Attention drops out edges by torch's own generator, which every CUDA graph has a part in."""
-    data, found = planted(num_nodes=20_000, num_edges=200_000, num_features=16, num_train=4096), {}
+    data, found = planted_partition(num_nodes=20_000, num_edges=200_000, num_features=16, num_train=4096), {}
     for how in ("blocking", "async"):
         torch.manual_seed(0)
         model = GNN([GATConv(16, 8, heads=2, dropout=0.3), GATConv(16, data.num_classes, dropout=0.3)], dropout=0.2)

@@ -21,7 +21,7 @@ import torch
 
 import hopline as hl
 from hopline import interop
-from hopline.data import planted
+from hopline.data import planted_partition
 
 BATCHES, WARM_UP, KEPT = 1000, 100, 100
 ALLOWED_MIB = 32.0
@@ -118,7 +118,7 @@ def refusals(name: str, device: str) -> None:
 
 
 def dataset() -> hl.Dataset:
-    return planted(
+    return planted_partition(
         num_nodes=20_000, num_edges=400_000, num_classes=4, num_features=64, num_train=4096, num_valid=100, seed=1
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
-from hopline.pipeline.transfer import ALIGNED, Moved, Mover
+from hopline.pipeline.transfer import ALIGNED, Mover, PendingBatch
 from hopline.tables import TensorTable
 from tests.helpers import assert_same_batches, batch_of, generator, randint, randn, random_graph
 
@@ -78,11 +78,11 @@ def test_batches_arrive_as_they_were(look_ahead: int) -> None:
     moved = [mover.move(batch) for batch in sent]  # more than there are buffers
     assert len(copies.buffers) <= 2 * look_ahead  # each may have grown
     for found, expected in zip(moved, sent, strict=True):
-        assert isinstance(found, Moved)
+        assert isinstance(found, PendingBatch)
         assert_same_batches(mover.ready(found), expected)
         assert found.batch.x is not expected.x
         assert torch.equal(found.batch.blocks[0].part.edge_ids, expected.blocks[0].part.edge_ids)  # type: ignore[arg-type]
-    assert copies.waited == sum(len(found.tensors) for found in moved if isinstance(found, Moved))
+    assert copies.waited == sum(len(found.tensors) for found in moved if isinstance(found, PendingBatch))
 
 
 def test_from_several_threads() -> None:

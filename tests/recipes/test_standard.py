@@ -11,7 +11,7 @@ import pytest
 
 from hopline.data.built_in import BUILT_IN
 from hopline.data.registry import names
-from hopline.data.synthetic import planted
+from hopline.data.synthetic import planted_partition
 from hopline.recipes import RECIPES, RunConfig
 from hopline.run import train as run
 from hopline.run.model_settings import NAMES
@@ -48,7 +48,7 @@ def test_a_recipe_survives_the_run_folder(recipe: Callable[[], RunConfig]):
 
 def test_the_demo_learns_on_a_smaller_copy_of_its_graph(tmp_path: Path):
     settings = BUILT_IN["demo"][0].scaled(0.05)
-    planted(settings, folder=tmp_path / "graph")
+    planted_partition(settings, folder=tmp_path / "graph")
     config = dataclasses.replace(RECIPES["demo"](), data=str(tmp_path / "graph"), out=tmp_path / "run", show=False)
     done = run.train(config)
     assert done.epochs == config.epochs

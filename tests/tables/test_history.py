@@ -32,11 +32,11 @@ def test_tables_can_be_kept_in_half_precision_and_in_files(tmp_path: Path):
     assert halves.tables[0].dtype == torch.bfloat16
     assert torch.equal(halves.read(0, torch.arange(10), rows), rows.bfloat16().float())
 
-    mapped = Histories(10, MappedFiles(tmp_path / "tables"))
-    assert not mapped.read(0, torch.arange(10), rows).any()
-    mapped.write(0, [slice(0, 10)], rows)
+    map_tensor = Histories(10, MappedFiles(tmp_path / "tables"))
+    assert not map_tensor.read(0, torch.arange(10), rows).any()
+    map_tensor.write(0, [slice(0, 10)], rows)
     assert (tmp_path / "tables" / "h.0.bin").stat().st_size == rows.nbytes
-    assert torch.equal(mapped.read(0, torch.arange(10), rows), rows)
+    assert torch.equal(map_tensor.read(0, torch.arange(10), rows), rows)
 
 
 def test_another_width_is_a_mistake_of_ours():

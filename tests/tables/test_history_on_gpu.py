@@ -12,7 +12,7 @@ import torch
 import torch_geometric.nn as pyg
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.device import row_mover
 from hopline.device.row_mover import RowMover
 from hopline.layerwise.engine import Boundaries
@@ -212,7 +212,7 @@ MODELS = {
 
 def trained(model: str, device: str, *, norm: str | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
     torch.manual_seed(0)
-    data = planted(**DATA)
+    data = planted_partition(**DATA)
     net = hl.nn.GNN(MODELS[model](), dropout=0.3, norm=norm).double()
     method = hl.Historical(**({"num_parts": 8, "parts_per_batch": 2, "partition": "random"} | settings))
     run = hl.Trainer(net, data, method, epochs=3, device=device, show=False).fit()
@@ -287,7 +287,7 @@ def test_a_run_on_a_gpu_goes_on_from_its_checkpoint_and_files_serve_too(_: int, 
         net = hl.nn.GNN(MODELS["gcn"](), dropout=0.3)
         method = hl.Historical(num_parts=8, parts_per_batch=2, partition="random", lag=1, **settings)
         trainer = hl.Trainer(
-            net, planted(**DATA), method, epochs=epochs, device="cuda", show=False, out=out, resume=resume
+            net, planted_partition(**DATA), method, epochs=epochs, device="cuda", show=False, out=out, resume=resume
         )
         return [epoch.loss for epoch in trainer.fit().history]
 

@@ -32,11 +32,11 @@ def test_memory_of_this_process_is_copied_once_and_then_known() -> None:
 
 def test_a_mapped_file_stays_where_it_is(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(3 << 12, dtype=np.float32).reshape(-1, 3))
-    mapped = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r+"))
-    table = TensorTable(mapped)
+    map_tensor = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r+"))
+    table = TensorTable(map_tensor)
     received = pickle.loads(pickle.dumps(table))
-    assert table.rows.data_ptr() == mapped.data_ptr()
-    mapped[2] = -1
+    assert table.rows.data_ptr() == map_tensor.data_ptr()
+    map_tensor[2] = -1
     assert received.read(torch.tensor([2])).tolist() == [[-1, -1, -1]]
 
 

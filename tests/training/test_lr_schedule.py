@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hopline.training.lr_schedule import Scheduler
-from hopline.training.settings import Schedule, renewed_schedule
+from hopline.training.settings import Schedule, upgrade_schedule
 
 
 def rates(
@@ -150,7 +150,7 @@ def test_patience_is_refused_with_what_to_type():
     ],
 )
 def test_a_stored_schedule_with_both_settings_is_read_as_the_one_they_became(stored: dict[str, Any], every: int | None):
-    assert renewed_schedule(stored) == {"name": stored["name"], "every": every}
+    assert upgrade_schedule(stored) == {"name": stored["name"], "every": every}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from hopline.util.config import Keywords, Removed, check_fields, from_dict, override, settings, settings_of, to_dict
+from hopline.util.config import (
+    Keywords,
+    RemovedSetting,
+    check_fields,
+    from_dict,
+    override,
+    settings,
+    settings_of,
+    to_dict,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,10 @@ def test_other_values_are_refused_by_name(wrong: dict[str, Any], message: str):
 class Later:
     """Settings of a class that once had a rate, 0.5 by default."""
 
-    REMOVED: ClassVar = {"rate": Removed(0.5, "set count=2"), "order=best": Removed(None, "set order=first")}
+    REMOVED: ClassVar = {
+        "rate": RemovedSetting(0.5, "set count=2"),
+        "order=best": RemovedSetting(None, "set order=first"),
+    }
     count: int = 1
     order: Literal["first", "last"] = "first"
 

@@ -37,20 +37,20 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 def test_freed_memory_is_kept_within_the_context(settings: dict[int, int]):
-    with host.freed_memory_kept():
+    with host.keep_freed_memory_within():
         assert settings == KEPT
     assert settings == GLIBC
 
 
 def test_freed_memory_is_not_kept_after_an_error(settings: dict[int, int]):
-    with pytest.raises(KeyboardInterrupt), host.freed_memory_kept():
+    with pytest.raises(KeyboardInterrupt), host.keep_freed_memory_within():
         raise KeyboardInterrupt
     assert settings == GLIBC
 
 
 def test_the_last_of_several_contexts_ends_it(settings: dict[int, int]):
-    with host.freed_memory_kept():
-        with host.freed_memory_kept():
+    with host.keep_freed_memory_within():
+        with host.keep_freed_memory_within():
             pass
         assert settings == KEPT
     assert settings == GLIBC
@@ -58,7 +58,7 @@ def test_the_last_of_several_contexts_ends_it(settings: dict[int, int]):
 
 def test_what_is_asked_for_the_whole_process_outlives_a_context(settings: dict[int, int]):
     assert host.keep_freed_memory()
-    with host.freed_memory_kept():
+    with host.keep_freed_memory_within():
         pass
     assert settings == KEPT | {ARENAS: 1}
 
@@ -66,7 +66,7 @@ def test_what_is_asked_for_the_whole_process_outlives_a_context(settings: dict[i
 def test_settings_of_the_user_are_left_alone(settings: dict[int, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     assert not host.keep_freed_memory()
-    with host.freed_memory_kept():
+    with host.keep_freed_memory_within():
         pass
     assert settings == {}
 
@@ -74,7 +74,7 @@ def test_settings_of_the_user_are_left_alone(settings: dict[int, int], monkeypat
 def test_elsewhere_nothing_is_touched(settings: dict[int, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not host.keep_freed_memory()
-    with host.freed_memory_kept():
+    with host.keep_freed_memory_within():
         pass
     assert settings == {}
 
@@ -84,5 +84,5 @@ def test_the_c_library_takes_the_settings():
     library = host._glibc()
     if library is None:
         pytest.skip("not glibc, or MALLOC_ is set in the environment")
-    with host.freed_memory_kept():
+    with host.keep_freed_memory_within():
         assert library.mallopt(MMAP, KEPT[MMAP]) == 1

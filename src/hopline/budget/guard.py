@@ -38,8 +38,8 @@ from hopline.budget.predictor import Predictor, costs_of
 from hopline.contract import CUTS, Budget, Job, Outline, Plan, Redraw, SplittableStep, Unit
 from hopline.core.batch import Batch
 from hopline.core.sizes import Sizes
-from hopline.device.meter import Meter, NoMeter, meter_of, numbered
-from hopline.device.out_of_memory import Before, attempt, gradient_bytes, state_bytes
+from hopline.device.meter import Meter, NoMeter, meter_of, with_index
+from hopline.device.out_of_memory import StepSnapshot, attempt, gradient_bytes, state_bytes
 from hopline.units.batch_unit import BatchUnit, autocast
 from hopline.units.loss_at_outputs import OutputLoss, batch_of_seeds, loss_at_outputs
 from hopline.util import trace
@@ -292,7 +292,7 @@ class Guard:
         predicted_bytes: as far as is known before it is made; other_bytes: what it has already taken.
         """
         with meter_of(self.job.device) if measured else NoMeter() as meter:
-            before = Before(self.job.module, self.job.device)
+            before = StepSnapshot(self.job.module, self.job.device)
             self._aside_bytes = before.gradient_bytes
             this = Attempt(meter, predicted_bytes)
             try:
@@ -511,7 +511,7 @@ def limit_cuda_memory(budget: Budget | None, device: torch.device) -> Iterator[N
     if budget is None or budget.device is None or device.type != "cuda":
         yield
         return
-    device = numbered(device)
+    device = with_index(device)
     total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(before, parse_size(budget.device) / total), device)

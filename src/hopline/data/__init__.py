@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hopline.util.lazy import on_first_use
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time names are imported when they are first used
-    from hopline.data.built_in import Planted
+    from hopline.data.built_in import PlantedPartition
     from hopline.data.convert import convert_edges, from_edges
     from hopline.data.dataset import Dataset
     from hopline.data.formats.csv_parquet import from_csv, from_parquet
@@ -26,12 +26,12 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names are import
     from hopline.data.registry import open_dataset as open
     from hopline.data.splits import random_split
     from hopline.data.store import open_folder, save, verify
-    from hopline.data.synthetic import planted
+    from hopline.data.synthetic import planted_partition
 
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "hopline.data.built_in": ("Planted",),
+        "hopline.data.built_in": ("PlantedPartition",),
         "hopline.data.convert": ("convert_edges", "from_edges"),
         "hopline.data.dataset": ("Dataset",),
         "hopline.data.ids": ("original_ids",),
@@ -42,7 +42,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.data.formats.pyg": ("from_pyg", "from_scipy"),
         "hopline.data.splits": ("random_split",),
         "hopline.data.store": ("open_folder", "save", "verify"),
-        "hopline.data.synthetic": ("planted",),
+        "hopline.data.synthetic": ("planted_partition",),
         "hopline.data.formats.csv_parquet": ("from_csv", "from_parquet"),
     },
 )
@@ -52,7 +52,7 @@ __all__ = [
     "Dataset",
     "EdgeOptions",
     "NameInfo",
-    "Planted",
+    "PlantedPartition",
     "convert_edges",
     "default_data_root",
     "from_csv",
@@ -66,7 +66,7 @@ __all__ = [
     "open_dataset",
     "open_folder",
     "original_ids",
-    "planted",
+    "planted_partition",
     "random_split",
     "save",
     "verify",

@@ -9,7 +9,7 @@ from hopline.util.config import nearest, settings
 
 
 @settings
-class Planted:
+class PlantedPartition:
     """A graph whose classes are communities: neighbours tell a node's class, its own features hardly do."""
 
     num_nodes: int = 60_000
@@ -57,7 +57,7 @@ class Planted:
         left = self.num_nodes - train - valid
         return train, valid, left if self.num_test is None else min(self.num_test, left)
 
-    def scaled(self, scale: float) -> Planted:
+    def scaled(self, scale: float) -> PlantedPartition:
         """The same kind of graph with all counts of nodes and edges multiplied and rounded."""
         if not scale > 0:
             raise ValueError(f"scale is {scale}: give a positive factor.")
@@ -69,11 +69,11 @@ class Planted:
         return replace(self, **counts)
 
 
-BUILT_IN: dict[str, tuple[Planted, str]] = {
-    "demo": (Planted(symmetric=True, signal=1.25), "60k nodes in 16 communities, made in a moment"),
-    "planted": (Planted(), "planted communities of any size: num_nodes=, num_edges=, num_classes=, ..."),
+BUILT_IN: dict[str, tuple[PlantedPartition, str]] = {
+    "demo": (PlantedPartition(symmetric=True, signal=1.25), "60k nodes in 16 communities, made in a moment"),
+    "planted": (PlantedPartition(), "planted communities of any size: num_nodes=, num_edges=, num_classes=, ..."),
     "products-shaped": (
-        Planted(
+        PlantedPartition(
             num_nodes=2_449_029,
             num_edges=123_718_280,
             num_classes=47,
@@ -85,7 +85,7 @@ BUILT_IN: dict[str, tuple[Planted, str]] = {
         "the sizes of ogbn-products",
     ),
     "papers100m-shaped": (
-        Planted(
+        PlantedPartition(
             num_nodes=111_059_956,
             num_edges=3_231_371_744,
             num_classes=172,
@@ -101,9 +101,9 @@ BUILT_IN: dict[str, tuple[Planted, str]] = {
 """Settings and a description of each built-in graph."""
 
 
-def built_in(name: str, options: dict[str, Any]) -> Planted:
-    """The settings of a built-in graph, scaled by `scale` and then changed by fields of `Planted`."""
-    known = ["scale", *(f.name for f in fields(Planted))]
+def built_in(name: str, options: dict[str, Any]) -> PlantedPartition:
+    """The settings of a built-in graph, scaled by `scale` and then changed by fields of `PlantedPartition`."""
+    known = ["scale", *(f.name for f in fields(PlantedPartition))]
     for key in options:
         if key not in known:
             raise ValueError(f"{name!r} has no option {key!r}: choose from {', '.join(known)}.{nearest(key, known)}")

@@ -47,7 +47,7 @@ def edge_options(options: Mapping[str, Any]) -> EdgeOptions:
     return EdgeOptions(**options)
 
 
-def merged(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge(found: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What a source holds and what a caller gives, which takes precedence; tables and edge arrays are joined."""
     both = {**found, **{key: value for key, value in given.items() if (key, value) != ("symmetrize", None)}}
     for key in ("tables", "edge"):

@@ -14,7 +14,7 @@ from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.placement_settings import Placement
 from hopline.device import pinned
-from hopline.device.meter import free_bytes, numbered
+from hopline.device.meter import free_bytes, with_index
 from hopline.tables import SparseTable, Table, TieredTable
 from hopline.tables.build import check_cuda, table
 from hopline.util.config import format_size, parse_size
@@ -119,7 +119,7 @@ def place(
     if target.type != "cuda":
         return data
     check_cuda(target)
-    target = numbered(target)
+    target = with_index(target)
     layout = make_layout(DataBytes.of(data), free_bytes(target), placement)
     train_ids = data.splits.get("train") if train_ids is None else train_ids
     return carry_out(data, layout, target, fanouts, train_ids, batch_size)

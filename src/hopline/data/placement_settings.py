@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-from hopline.util.config import Removed, check_fields, parse_size, settings
+from hopline.util.config import RemovedSetting, check_fields, parse_size, settings
 
 
 @settings
@@ -23,7 +23,7 @@ class Placement:
     """
 
     REMOVED: ClassVar = {
-        "order": Removed(
+        "order": RemovedSetting(
             "access", "the rows that a batch most probably reads are cached; hl.table(order=) chooses others"
         )
     }

@@ -182,10 +182,10 @@ def _open_built_in(name: str, root: Path, split: int, check: bool, options: dict
     device = options.pop("device", "cpu")
     settings = built_in(name, options)
     if name in IN_MEMORY or device != "cpu":
-        return _checked(synthetic.planted(settings, name=name, device=device), check).with_split(split)
+        return _checked(synthetic.planted_partition(settings, name=name, device=device), check).with_split(split)
     target = root / _label(name, options)
     if not is_dataset(target):
-        synthetic.planted(settings, name=name, folder=target)
+        synthetic.planted_partition(settings, name=name, folder=target)
     return _open_path(target, split, check, {})
 
 

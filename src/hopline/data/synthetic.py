@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hopline.core.graph import Graph
 from hopline.data.arrays import DTYPES
-from hopline.data.built_in import Planted
+from hopline.data.built_in import PlantedPartition
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
@@ -42,19 +42,19 @@ DEVICE_CHUNK_NODES = 1 << 24
 """Nodes whose splits are found at a time on a GPU."""
 
 
-def planted(
-    settings: Planted | None = None,
+def planted_partition(
+    settings: PlantedPartition | None = None,
     *,
     name: str = "planted",
     folder: str | os.PathLike[str] | None = None,
     device: str = "cpu",
     **changes: Any,
 ) -> Dataset:
-    """A planted graph in memory, or written in chunks into a folder; `changes` are fields of `Planted`.
+    """A planted graph in memory, or written in chunks into a folder; `changes` are fields of `PlantedPartition`.
 
     With device="cuda" the same graph is made on the GPU and stays there, but for its splits; symmetric ones are moved.
     """
-    settings = replace(settings or Planted(), **changes) if changes else settings or Planted()
+    settings = replace(settings or PlantedPartition(), **changes) if changes else settings or PlantedPartition()
     if folder is not None and device != "cpu":
         raise ValueError(f"A folder is written from the CPU: leave out device={device!r} or folder=.")
     place = find_device(device)
@@ -68,7 +68,7 @@ def planted(
     if folder is not None:
         _write(settings, name, folder, meta)
         return open_folder(folder)
-    arrays = _joined(_chunks(settings)) if place.type == "cpu" else made_on(place, settings)
+    arrays = _joined(_chunks(settings)) if place.type == "cpu" else make_on(place, settings)
     return Dataset(
         name=name,
         graph=Graph(arrays["indptr"], arrays["indices"]),
@@ -99,13 +99,13 @@ def _moved(dataset: Dataset, device: torch.device) -> Dataset:
     )
 
 
-def _symmetric(settings: Planted, name: str, meta: dict[str, Any]) -> Dataset:
-    half = planted(replace(settings, symmetric=False, num_edges=settings.num_edges // 2))
+def _symmetric(settings: PlantedPartition, name: str, meta: dict[str, Any]) -> Dataset:
+    half = planted_partition(replace(settings, symmetric=False, num_edges=settings.num_edges // 2))
     both = from_edges(half.graph.edge_index(), num_nodes=settings.num_nodes, symmetrize=True)
     return replace(half, name=name, graph=both.graph, meta=meta)
 
 
-def _write(settings: Planted, name: str, folder: str | os.PathLike[str], meta: dict[str, Any]) -> None:
+def _write(settings: PlantedPartition, name: str, folder: str | os.PathLike[str], meta: dict[str, Any]) -> None:
     with FolderWriter(folder) as out, progress(f"making {name}", settings.num_edges, "edges") as bar:
         for number, chunk in enumerate(_chunks(settings)):
             for array, rows in chunk.items():
@@ -125,7 +125,7 @@ def _write(settings: Planted, name: str, folder: str | os.PathLike[str], meta: d
         )
 
 
-def _chunks(settings: Planted) -> Iterator[dict[str, Tensor]]:
+def _chunks(settings: PlantedPartition) -> Iterator[dict[str, Tensor]]:
     """All arrays of the dataset, a range of nodes at a time, by the names they have in a folder."""
     total = 0
     for first in range(0, settings.num_nodes, CHUNK_NODES):
@@ -136,7 +136,7 @@ def _chunks(settings: Planted) -> Iterator[dict[str, Tensor]]:
     assert total == settings.num_edges, (total, settings.num_edges)
 
 
-def _chunk(settings: Planted, first: int, count: int, num_edges_before: int) -> dict[str, Tensor]:
+def _chunk(settings: PlantedPartition, first: int, count: int, num_edges_before: int) -> dict[str, Tensor]:
     from hopline.ops.cpu import synthetic as kernels
     from hopline.ops.cpu.runtime import over_ranges
 
@@ -176,7 +176,7 @@ def _chunk(settings: Planted, first: int, count: int, num_edges_before: int) -> 
     return chunk | _splits(settings, first, torch.from_numpy(places))
 
 
-def made_on(device: torch.device, settings: Planted) -> dict[str, Tensor]:
+def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tensor]:
     """The arrays that all chunks together have, made by the kernels of `ops.gpu.synthetic` on their device."""
     from hopline.ops.gpu import synthetic as kernels
 
@@ -201,7 +201,7 @@ def made_on(device: torch.device, settings: Planted) -> dict[str, Tensor]:
     return {"indptr": indptr, "indices": sources, "table.x": rows, "y": y, **_joined(splits)}
 
 
-def _degrees_by_rank(settings: Planted) -> Tensor:
+def _degrees_by_rank(settings: PlantedPartition) -> Tensor:
     """[num_nodes] int64, on the CPU: float64 powers may differ in their last bit elsewhere."""
     from hopline.ops.cpu import synthetic as kernels
     from hopline.ops.cpu.runtime import over_ranges
@@ -216,7 +216,7 @@ def _degrees_by_rank(settings: Planted) -> Tensor:
     return torch.from_numpy(degrees)
 
 
-def _splits(settings: Planted, first: int, places: Tensor) -> dict[str, Tensor]:
+def _splits(settings: PlantedPartition, first: int, places: Tensor) -> dict[str, Tensor]:
     """Which of the nodes from `first` on are in each split, by their places in the splits' keyed order; on the CPU."""
     splits, low = {}, 0
     for name, size in zip(("train", "valid", "test"), settings.split_sizes, strict=True):
@@ -226,7 +226,7 @@ def _splits(settings: Planted, first: int, places: Tensor) -> dict[str, Tensor]:
     return splits
 
 
-def _keys(settings: Planted) -> list[int]:
+def _keys(settings: PlantedPartition) -> list[int]:
     """The keys of the ranks, the edges, the features and the splits."""
     return [derive_key(settings.seed, purpose) for purpose in range(4)]
 
@@ -236,7 +236,7 @@ def _half_bits(num_nodes: int) -> int:
     return max(1, -(-(num_nodes - 1).bit_length() // 2))
 
 
-def _class_means(settings: Planted) -> np.ndarray:
+def _class_means(settings: PlantedPartition) -> np.ndarray:
     """[num_classes, num_features]: a random direction per class, of the settings' length."""
     generator = torch.Generator().manual_seed(derive_key(settings.seed, 4) % 2**63)
     means = torch.randn(settings.num_classes, settings.num_features, generator=generator)

@@ -41,7 +41,7 @@ def meter_of(device: torch.device | str) -> Meter:
     return CudaMeter(target) if target.type == "cuda" else TensorMeter()
 
 
-def numbered(device: torch.device | str) -> torch.device:
+def with_index(device: torch.device | str) -> torch.device:
     """A device by its number: some of CUDA's functions do not take "cuda" for the one in use."""
     target = torch.device(device)
     if target.type == "cuda" and target.index is None:
@@ -51,7 +51,7 @@ def numbered(device: torch.device | str) -> torch.device:
 
 def free_bytes(device: torch.device) -> int:
     """What this process can still allocate on a GPU: within its own limit, with what torch keeps for the next use."""
-    device = numbered(device)
+    device = with_index(device)
     allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
     stats = torch.cuda.memory_stats(device)  # asking takes a while
     reserved, allocated = (stats.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "allocated"))

@@ -27,7 +27,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def attempt(before: Before, run: Callable[[], Tensor | None]) -> tuple[Tensor | None, bool]:
+def attempt(before: StepSnapshot, run: Callable[[], Tensor | None]) -> tuple[Tensor | None, bool]:
     """(what `run` returns, whether memory ran out in it); without a result, all is as it was before."""
     result, ran_out = None, False
     try:
@@ -35,19 +35,20 @@ def attempt(before: Before, run: Callable[[], Tensor | None]) -> tuple[Tensor | 
     except BaseException as error:
         ran_out = is_out_of_memory(error)
         if not ran_out:
-            before.put_back()
+            before.restore()
             raise
     if result is not None:
-        before.add()
+        before.accept()
     else:
-        before.put_back()
+        before.restore()
     if ran_out:  # only here the error is gone, which held on to all that the step had made
         free_memory(before.device)
     return result, ran_out
 
 
-class Before:
-    """The state of a model before a step, of which `add` makes a step that was done and `put_back` one that never was.
+class StepSnapshot:
+    """The state of a model before a step, of which `accept` makes a step that was done and `restore` one that never
+    was.
 
     Gradients from before are set aside, so that those of the step come alone and a failed one leaves no trace in them.
     """
@@ -65,13 +66,13 @@ class Before:
         """Of the gradients set aside."""
         return sum(_num_bytes(grad) for _, grad in self._gradients if grad is not None)
 
-    def add(self) -> None:
+    def accept(self) -> None:
         """The step is done: its gradients are added to those from before."""
         for p, before in self._gradients:
             if before is not None:
                 p.grad = before if p.grad is None else _sum(before, p.grad)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """The step never was: gradients, buffers and random numbers are what they were."""
         for p, before in self._gradients:
             p.grad = before
@@ -91,7 +92,7 @@ def gradient_bytes(module: nn.Module) -> int:
 
 
 def state_bytes(module: nn.Module) -> tuple[int, int]:
-    """(gradients, buffers): what `Before` holds at most beside a step."""
+    """(gradients, buffers): what `StepSnapshot` holds at most beside a step."""
     weights = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
     return sum(map(_num_bytes, weights)), sum(map(_num_bytes, buffers_of(module)))
 

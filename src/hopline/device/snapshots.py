@@ -27,7 +27,7 @@ def copy_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def weights_restored(module: nn.Module) -> Iterator[None]:
+def preserve_weights(module: nn.Module) -> Iterator[None]:
     """A context after which the module has the weights and buffers that it had before."""
     before = copy_weights(module.state_dict())
     try:
@@ -40,7 +40,7 @@ def weights_restored(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def modes_restored(module: nn.Module) -> Iterator[None]:
+def preserve_modes(module: nn.Module) -> Iterator[None]:
     """A context after which each module is in the mode, training or evaluation, that it was in before."""
     # Module by module: a part that a user has put into evaluation mode for good stays in it.
     modes = [(part, part.training) for part in module.modules()]
@@ -54,7 +54,7 @@ def modes_restored(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """A context in which all of the module is in evaluation mode; afterwards each part is in its own again."""
-    with modes_restored(module):
+    with preserve_modes(module):
         module.eval()
         yield
 
@@ -83,12 +83,12 @@ class RandomState:
             torch.cuda.set_rng_state(self.gpu, self.device)
 
 
-def draws_restored(device: torch.device) -> AbstractContextManager[None]:
+def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
     """A context after which random numbers, of the host and of the device, go on as if it had drawn none."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
-def all_draws_restored(device: torch.device) -> AbstractContextManager[None]:
+def preserve_all_rng(device: torch.device) -> AbstractContextManager[None]:
     """The same for all GPUs that this process draws on, or is about to."""
     uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
     return torch.random.fork_rng(range(torch.cuda.device_count()) if uses_cuda else ())

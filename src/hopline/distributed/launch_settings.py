@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from hopline.util.config import Removed, check_fields, settings
+from hopline.util.config import RemovedSetting, check_fields, settings
 
 
 @settings
@@ -12,8 +12,10 @@ class LaunchSettings:
     """How many processes train together, and how they find each other."""
 
     REMOVED: ClassVar = {
-        "backend": Removed(None, "it follows the device. To choose, set the environment variable HOPLINE_BACKEND=gloo"),
-        "port": Removed(None, "set address=HOST:PORT, or address=:PORT"),
+        "backend": RemovedSetting(
+            None, "it follows the device. To choose, set the environment variable HOPLINE_BACKEND=gloo"
+        ),
+        "port": RemovedSetting(None, "set address=HOST:PORT, or address=:PORT"),
     }
     devices: int | Literal["auto"] = 1
     """Processes to start on this host, or under each task of torchrun or srun; auto is one per GPU."""

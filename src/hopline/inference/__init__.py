@@ -36,7 +36,7 @@ from hopline.nn.structure import structure_of
 from hopline.nn.whole_module import Whole, as_walkable
 from hopline.nn.whole_module_probe import find_hops, find_reach, initialise
 from hopline.units.batch_unit import too_narrow
-from hopline.util.config import checked_bytes, format_size
+from hopline.util.config import format_size, parse_chunk_bytes
 from hopline.util.log import logger
 from hopline.util.progress import progress
 
@@ -138,7 +138,7 @@ def exact_rows(
         torch.Size([2, 3])
     """
     check_node_ids(ids, data.num_nodes)
-    most = checked_bytes(chunk_bytes)
+    most = parse_chunk_bytes(chunk_bytes)
     walk = as_walkable(model)
     with evaluating(walk):
         if isinstance(walk, Whole):

@@ -22,7 +22,7 @@ from hopline.shards.collective_sampler import CollectiveSampler, fetch
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 from hopline.tables import SparseTable, Table, TensorTable
-from hopline.util.config import checked_bytes
+from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
 """Edges looked at in one go."""
@@ -68,7 +68,7 @@ def exact(
     and only that travels. Memory is that of the hidden rows of the own nodes and of their sources,
     and of chunks as `hopline.inference.exact` has them.
     """
-    most = checked_bytes(chunk_bytes)
+    most = parse_chunk_bytes(chunk_bytes)
     channel = Channel() if channel is None else channel
     walk = as_walkable(model)
     if not isinstance(walk, GNN):

@@ -16,7 +16,7 @@ from hopline.core.batch import Block
 from hopline.core.row_handles import Readable, ReducedRows, Rows, as_tensor
 from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood, whole_block
 from hopline.data.dataset import Dataset
-from hopline.device.meter import free_bytes, meter_of, numbered
+from hopline.device.meter import free_bytes, meter_of, with_index
 from hopline.inference.cache import InferenceCache, get_inference_cache
 from hopline.inference.resumable import LayerFiles
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece, layer_rows
@@ -26,7 +26,7 @@ from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.layout import contiguous_layout
 from hopline.tables import TensorTable
-from hopline.tables.allocators import Allocator, DeviceThenPinned
+from hopline.tables.allocators import Allocator, DeviceOrPinnedMemory
 from hopline.tables.layers import LayerTables
 from hopline.util.progress import progress
 
@@ -134,7 +134,7 @@ class Chunks(LayerPlan[Tensor]):
         chunk_bytes: int | None = None,
         files: LayerFiles | None = None,
     ) -> None:
-        self.model, self.data, self.device, self.keep = model, data, numbered(device), keep
+        self.model, self.data, self.device, self.keep = model, data, with_index(device), keep
         self.chunk_edges = chunk_edges or default_chunk_edges(device, data, fused=model.is_fused)
         self.chunk_bytes, self.files, self.last = chunk_bytes, files, model.num_layers - 1
         self.ahead = AHEAD if data.graph.device.type == "cpu" else 0  # a GPU's kernels are asked for by one thread
@@ -202,7 +202,7 @@ class Chunks(LayerPlan[Tensor]):
         if self.files is not None:
             return self.files
         has_room = self.chunk_bytes is None and self.device.type == "cuda"
-        return DeviceThenPinned(self.device, int(DEVICE_SHARE * free_bytes(self.device)) if has_room else 0)
+        return DeviceOrPinnedMemory(self.device, int(DEVICE_SHARE * free_bytes(self.device)) if has_room else 0)
 
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
         """Nodes whose rows are needed before each layer, and at the end; before the first, where they are encoded."""

@@ -24,7 +24,7 @@ from hopline.core.neighborhood import neighborhood
 from hopline.core.row_handles import Rows
 from hopline.core.sizes import Sizes
 from hopline.data.dataset import Dataset
-from hopline.device.meter import meter_of, numbered
+from hopline.device.meter import meter_of, with_index
 from hopline.inference.layerwise_chunks import MARGIN, WHOLE_GRAPH_FRACTION, default_chunk_edges
 from hopline.nn.whole_module import Whole
 from hopline.util.progress import progress
@@ -66,7 +66,7 @@ class LocalInference:
         chunk_edges: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        self.walk, self.data, self.part_hops, self.device = walk, data, part_hops, numbered(device)
+        self.walk, self.data, self.part_hops, self.device = walk, data, part_hops, with_index(device)
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
             # By the bound, which is far above what chunks take, until the first of them was measured.

@@ -23,7 +23,7 @@ from hopline.nn.whole_module import as_walkable
 from hopline.shards.collective_sampler import weights_of_shard
 from hopline.shards.shard import ADVICE, Shard, open_shard, read_about
 from hopline.tables import Table
-from hopline.util.config import checked_bytes
+from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
 """Edges looked at in one go."""
@@ -250,7 +250,7 @@ def exact_rows(
     node; features and edges are read from the shards.
     """
     check_node_ids(ids, data.num_nodes)
-    most = checked_bytes(chunk_bytes)
+    most = parse_chunk_bytes(chunk_bytes)
     walk = as_walkable(model)
     if not isinstance(walk, GNN):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")

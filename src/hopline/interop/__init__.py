@@ -24,7 +24,7 @@ from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
 from hopline.core.row_handles import as_tensor
 from hopline.core.sampler import NeighborSampler, check_ids
-from hopline.device.meter import numbered
+from hopline.device.meter import with_index
 from hopline.distributed.shared_memory import SharedArray, release, share
 from hopline.interop.dlpack import (
     FRAMEWORKS,
@@ -266,7 +266,7 @@ def _device(device: torch.device | str | None, graph: Graph) -> torch.device:
     asked = graph.device if device is None else torch.device(device)
     if asked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(asked)!r}, but torch sees no CUDA device here: use device='cpu'")
-    return numbered(asked)
+    return with_index(asked)
 
 
 def batch_to(batch: Batch | Sample, framework: str) -> dict[str, Any] | Sample:

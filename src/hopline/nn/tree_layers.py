@@ -140,8 +140,8 @@ def pending_rows(
         h = h.to(dtype)
     # Most slots are in the outermost hops, whose layer reads the table: empty ones are left out there.
     kernels = ops.gpu_kernels("tree")
-    numbered = kernels.dense_rows if reads else kernels.rows_by_slot
-    rows = numbered(tree.nodes[:num_dst], tree.slots.parents(tree.nodes.device))
+    with_index = kernels.dense_rows if reads else kernels.rows_by_slot
+    rows = with_index(tree.nodes[:num_dst], tree.slots.parents(tree.nodes.device))
     a = reduce_on_tree(h, block, how, None, left.dtype, True, rows.row_of_slot if reads else None)
     bias = linears[0].bias
     bias = torch.zeros(left.size(0), device=a.device) if bias is None else bias

@@ -94,7 +94,7 @@ class _Slot:
 
 
 @dataclass(frozen=True, eq=False)
-class Moved(Generic[B]):
+class PendingBatch(Generic[B]):
     """A batch whose tensors are still on their way: `Mover.ready` gives the batch."""
 
     batch: B
@@ -116,7 +116,7 @@ class Mover:
         for _ in range(max(1, look_ahead)):
             self._slots.put(_Slot())
 
-    def move(self, batch: B) -> B | Moved[B]:
+    def move(self, batch: B) -> B | PendingBatch[B]:
         """Begin to move a batch; without room on the device it stays, until the steps before it are done."""
         if self.copies is None:
             return batch.to(self.device)
@@ -129,23 +129,23 @@ class Mover:
         finally:
             self._slots.put(slot)
 
-    def _move(self, batch: B, slot: _Slot, copies: Copies) -> Moved[B]:
+    def _move(self, batch: B, slot: _Slot, copies: Copies) -> PendingBatch[B]:
         if slot.event is not None:
             slot.event.synchronize()  # or else the bytes of an earlier batch would change on their way
         needed = batch.num_bytes + ROOM
         if slot.buffer is None or slot.buffer.numel() < needed:
             slot.buffer = copies.buffer(needed + needed // 4)
         try:
-            with copies.within(), _Staged(self.device, slot.buffer, copies) as staged:
+            with copies.within(), _CopyThroughBuffer(self.device, slot.buffer, copies) as staged:
                 moved = batch.to(self.device, non_blocking=True)
         finally:
             slot.event = copies.mark()  # also where only some were begun
         trace.count("bytes.h2d", sum(t.nbytes for t in staged.tensors))
-        return Moved(moved, staged.tensors, slot.event)
+        return PendingBatch(moved, staged.tensors, slot.event)
 
-    def ready(self, moved: B | Moved[B]) -> B:
+    def ready(self, moved: B | PendingBatch[B]) -> B:
         """The batch, for the stream that is current: its work waits for the copies, the host does not."""
-        if not isinstance(moved, Moved):
+        if not isinstance(moved, PendingBatch):
             if self.copies is not None:
                 free_memory(self.device)
             return moved.to(self.device)
@@ -155,7 +155,7 @@ class Mover:
 
 
 @dataclass(eq=False)
-class _Staged(TorchFunctionMode):
+class _CopyThroughBuffer(TorchFunctionMode):
     """Within, `tensor.to(device)` of a tensor on the host goes through the buffer.
 
     So a batch is moved by its own `to`, whatever it consists of.

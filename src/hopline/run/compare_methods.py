@@ -22,7 +22,7 @@ from hopline.data.dataset import Dataset
 from hopline.data.placement import place
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
-from hopline.device.snapshots import draws_restored
+from hopline.device.snapshots import preserve_rng
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.plan_within import alternatives, checked_plan, learn
@@ -145,7 +145,7 @@ def _seconds(plan: Plan, budget: Budget, outline: RunOutline) -> float:
 def _timed(work: Work, job: Job) -> list[float]:
     """Seconds of some steps."""
     epochs, lasted = (units_from(work, epoch) for epoch in count(1)), []
-    with draws_restored(job.device), own_threads(job):
+    with preserve_rng(job.device), own_threads(job):
         for unit in islice(chain.from_iterable(epochs), 1 + TIMED):
             began = time.perf_counter()
             unit.forward_backward((unit.size if unit.total_size is None else unit.total_size) or 1)

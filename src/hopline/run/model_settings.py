@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import ClassVar, Literal
 
-from hopline.util.config import Keywords, Removed, check_fields, nearest, settings
+from hopline.util.config import Keywords, RemovedSetting, check_fields, nearest, settings
 
 NAMES = ("sage", "gcn", "gat", "gatv2", "gin", "graphconv", "pna", "transformer", "mlp", "gcnii", "appnp")
 """Models that `hopline.run.models.make_model` builds by name."""
@@ -16,15 +16,15 @@ class ModelSpec:
     """A model by name."""
 
     REMOVED: ClassVar = {
-        "residual_first": Removed(False, "set model.residual=before"),
-        "aggr": Removed("mean", "set model.conv.aggr="),
-        "heads": Removed(4, "set model.conv.heads="),
-        "attention_dropout": Removed(0.0, "set model.conv.dropout="),
-        "alpha": Removed(0.1, "set model.conv.alpha="),
-        "theta": Removed(0.5, "set model.conv.theta="),
-        "shared_weights": Removed(True, "set model.conv.shared_weights="),
-        "aggregators": Removed(["mean", "min", "max", "std"], "set model.conv.aggregators="),
-        "scalers": Removed(["identity", "amplification", "attenuation"], "set model.conv.scalers="),
+        "residual_first": RemovedSetting(False, "set model.residual=before"),
+        "aggr": RemovedSetting("mean", "set model.conv.aggr="),
+        "heads": RemovedSetting(4, "set model.conv.heads="),
+        "attention_dropout": RemovedSetting(0.0, "set model.conv.dropout="),
+        "alpha": RemovedSetting(0.1, "set model.conv.alpha="),
+        "theta": RemovedSetting(0.5, "set model.conv.theta="),
+        "shared_weights": RemovedSetting(True, "set model.conv.shared_weights="),
+        "aggregators": RemovedSetting(["mean", "min", "max", "std"], "set model.conv.aggregators="),
+        "scalers": RemovedSetting(["identity", "amplification", "attenuation"], "set model.conv.scalers="),
     }
     name: str = "sage"
     """A model's name, such as sage, gcn, gat, gin, pna, gcnii, appnp or mlp; or of your own,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hopline.contract import Budget, Job, Method, Work, renewed_budget
+from hopline.contract import Budget, Job, Method, Work, upgrade_budget
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import is_dataset
 from hopline.data.placement_settings import Placement
@@ -18,12 +18,12 @@ from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.run.model_settings import ModelSpec
-from hopline.training.settings import TrainSettings, renewed_schedule
-from hopline.util.config import Removed, check_fields, checked_bytes, from_dict, settings
+from hopline.training.settings import TrainSettings, upgrade_schedule
+from hopline.util.config import RemovedSetting, check_fields, from_dict, parse_chunk_bytes, settings
 
-DATA_ROOT = {"data_root": Removed(None, "set the environment variable HOPLINE_DATA")}
+DATA_ROOT = {"data_root": RemovedSetting(None, "set the environment variable HOPLINE_DATA")}
 """A setting that commands had for the folder in which datasets are found by name."""
-SPLIT_SHARES = {"split_shares": Removed(None, "set split=0.6,0.2,0.2")}
+SPLIT_SHARES = {"split_shares": RemovedSetting(None, "set split=0.6,0.2,0.2")}
 """A setting that commands had for the shares of a split that is drawn."""
 
 
@@ -115,7 +115,7 @@ class InferConfig(LaunchSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checked_bytes(self.chunk_bytes)
+        parse_chunk_bytes(self.chunk_bytes)
         for name in ("chunk_bytes", "folder", "hops"):
             if self.inference == "sampled" and getattr(self, name) is not None:
                 raise ValueError(f"{name}= is about exact inference: leave it out, or set inference=exact")
@@ -203,7 +203,7 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
     if isinstance(config, dict) and stored.get("format", 1) < 2 and config.get("symmetrize") is False:
         config["symmetrize"] = None  # what it meant when it was written
     try:
-        config = renewed(stored["config"])
+        config = upgrade_config(stored["config"])
         kind = str(config["method"].get("kind", "")) if isinstance(config.get("method"), Mapping) else ""
         if ":" not in kind or kind == own_method:
             return from_dict(RunConfig, config)
@@ -213,7 +213,7 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
         raise ValueError(f"{path} does not hold the settings of a `hopline train` run: {error}") from error
 
 
-def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a stored run, as this version has them where two settings became one."""
     found = dict(config)
     found.pop("gradients", None)  # of a program that gave the Trainer these settings and gradients=
@@ -229,13 +229,13 @@ def renewed(config: Mapping[str, Any]) -> dict[str, Any]:
         found["evaluate"] = "async"
     budget = found.get("budget")
     if isinstance(budget, Mapping) and "cut_by" in budget:
-        found["budget"] = renewed_budget(budget)
+        found["budget"] = upgrade_budget(budget)
     if isinstance(model, Mapping) and isinstance(model.get("residual"), bool):
         where = "before" if model.get("residual_first") else "after"
         kept = {key: value for key, value in model.items() if key != "residual_first"}
         found["model"] = kept | {"residual": where if model["residual"] else "none"}
     if isinstance(schedule, Mapping):
-        found["schedule"] = renewed_schedule(schedule)
+        found["schedule"] = upgrade_schedule(schedule)
     return found
 
 

@@ -38,7 +38,7 @@ from hopline.training.callbacks import EpochEnd, Evaluation, Run
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import from_dict, to_dict
-from hopline.util.log import logger, printed
+from hopline.util.log import logger, print_messages
 from hopline.util.own_code import whole_name
 from hopline.util.trace import RegionStatistics
 
@@ -69,7 +69,7 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
 def train_rank(world: World, stored: dict[str, Any]) -> Run | dict[str, Any]:
     """One rank's part of a run; with several of them, what is left of the run as plain data."""
     config = from_dict(RunConfig, stored)
-    with printed(config.show):
+    with print_messages(config.show):
         return _train_rank(world, config)
 
 

@@ -81,7 +81,7 @@ class PinnedMemory(Allocator):
         return sums
 
 
-class DeviceThenPinned(Allocator):
+class DeviceOrPinnedMemory(Allocator):
     """On a GPU while a table takes less than `max_device_bytes`, else in host memory that the GPU reads and writes
     itself."""
 
@@ -114,7 +114,7 @@ class MappedFiles(Allocator):
         path = self.path(name, layer)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        return mapped(path, shape, dtype)  # a new file reads as zeros
+        return map_tensor(path, shape, dtype)  # a new file reads as zeros
 
     def path(self, name: str, layer: int) -> Path:
         """The file of a table."""
@@ -145,7 +145,7 @@ class SharedFiles(MappedFiles):
         if self.world.local_rank == 0:
             super().new(name, layer, shape, dtype)
         self.world.barrier()
-        return mapped(self.path(name, layer), shape, dtype)
+        return map_tensor(self.path(name, layer), shape, dtype)
 
     def path(self, name: str, layer: int) -> Path:
         path = super().path(name, layer)
@@ -172,6 +172,6 @@ def allocator_at(where: Where, device: torch.device, folder: Path | None) -> All
     return DeviceMemory() if folder is None else MappedFiles(folder)
 
 
-def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def map_tensor(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A file as a tensor. All who map it see what any of them writes."""
     return torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)

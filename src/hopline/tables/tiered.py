@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hopline.device import pinned
-from hopline.device.meter import free_bytes, numbered
+from hopline.device.meter import free_bytes, with_index
 from hopline.distributed.shared_memory import SharedArray
 from hopline.ops.gather_tiers import count_ids, gather_tiers, new_counts, slot_of
 from hopline.tables.base import Table, Tiers
@@ -37,7 +37,7 @@ class Counts(TypedDict):
 
 
 @dataclass
-class _Placed:
+class _DeviceTiers:
     """The tiers as one device has them. Their tensors are never replaced: a captured graph knows their addresses."""
 
     tiers: Tiers
@@ -85,7 +85,7 @@ class TieredTable(Shareable, Table):
         self.hot_ids = hot_ids
         self.device = torch.device(device)
         self.observing = observe and hot_ids is not None
-        self._placed: dict[torch.device, _Placed] = {}
+        self._placed: dict[torch.device, _DeviceTiers] = {}
         self._lock = threading.Lock()
 
     @property
@@ -118,20 +118,20 @@ class TieredTable(Shareable, Table):
         # On a GPU -1 is an empty slot of a tree; on the CPU, where there is none, it is a mistake.
         if ids.device.type == "cpu" and ids.numel() and int(ids.min()) < 0:
             raise IndexError(f"a row id is outside 0 .. {len(self) - 1}")
-        placed = self._on(ids.device)
-        tiers = placed.tiers
-        if placed.seen is not None and self.observing:
+        device_tiers = self._on(ids.device)
+        tiers = device_tiers.tiers
+        if device_tiers.seen is not None and self.observing:
             with self._lock:
-                count_ids(placed.seen, ids)
+                count_ids(device_tiers.seen, ids)
         if ids.device.type != "cpu" and (tiers.hot_slot is None or tiers.cold is not None):
             # With half of the rows here, hardly any read goes to the host.
             in_order = tiers.cold is not None and 2 * self.num_hot < len(self) and ids.numel() >= SORTED_FROM
-            return gather_tiers(tiers.hot, tiers.cold, tiers.hot_slot, ids, placed.counts, in_order, staged)
-        return self._read_by_host(placed, ids)
+            return gather_tiers(tiers.hot, tiers.cold, tiers.hot_slot, ids, device_tiers.counts, in_order, staged)
+        return self._read_by_host(device_tiers, ids)
 
-    def _read_by_host(self, placed: _Placed, ids: Tensor) -> Tensor:
+    def _read_by_host(self, device_tiers: _DeviceTiers, ids: Tensor) -> Tensor:
         """Misses are read below, by the host. On a GPU this waits for the device."""
-        hot, _, hot_slot = placed.tiers
+        hot, _, hot_slot = device_tiers.tiers
         rows, present = gather_tiers(hot, None, hot_slot, ids), ids >= 0
         num_present, num_missed = int(present.sum()), 0
         if hot_slot is not None:
@@ -140,7 +140,7 @@ class TieredTable(Shareable, Table):
             if num_missed:
                 rows[missed] = self.below.read(ids[missed].cpu()).to(ids.device)
         with self._lock:  # on the CPU several threads would add to the same counter
-            placed.counts[0] += torch.tensor([num_present - num_missed, num_missed, 0], device=ids.device)
+            device_tiers.counts[0] += torch.tensor([num_present - num_missed, num_missed, 0], device=ids.device)
         return rows
 
     @property
@@ -149,8 +149,8 @@ class TieredTable(Shareable, Table):
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids.cpu(), rows.cpu())
-        for device, placed in self._placed.items():
-            hot, _, hot_slot = placed.tiers
+        for device, device_tiers in self._placed.items():
+            hot, _, hot_slot = device_tiers.tiers
             new, slots = rows.to(device, self.dtype), ids.to(device).long()
             if hot_slot is not None:
                 slots = slot_of(hot_slot[slots].long())
@@ -178,22 +178,22 @@ class TieredTable(Shareable, Table):
 
     def observe(self, ids: Tensor) -> None:
         """Count reads that a kernel did by itself, for `rebalance`."""
-        placed = self._on(ids.device)
-        if placed.seen is not None and self.observing:
-            count_ids(placed.seen, ids)
+        device_tiers = self._on(ids.device)
+        if device_tiers.seen is not None and self.observing:
+            count_ids(device_tiers.seen, ids)
 
     def counters(self) -> Counts:
         """Hits and misses so far, in this process. On a GPU this waits for the device."""
-        found = [placed.now() for placed in self._placed.values()]
+        found = [device_tiers.now() for device_tiers in self._placed.values()]
         hits, misses, below = (sum(three[i] for three in found) for i in range(3))
         return Counts(hits=hits, misses=misses, hit_bytes=hits * self.row_bytes, miss_bytes=below * self.row_bytes)
 
     def report(self) -> None:
         """Tell who listens (`trace`) of the reads since the last report."""
-        for placed in self._placed.values():
-            now = placed.now()
-            hits, misses, below = (new - old for new, old in zip(now, placed.reported, strict=True))
-            placed.reported = now
+        for device_tiers in self._placed.values():
+            now = device_tiers.now()
+            hits, misses, below = (new - old for new, old in zip(now, device_tiers.reported, strict=True))
+            device_tiers.reported = now
             if hits or misses:
                 trace.count("rows.cache_hit", hits)
                 trace.count("rows.cache_miss", misses)
@@ -210,19 +210,19 @@ class TieredTable(Shareable, Table):
 
         Nothing may be reading meanwhile: call it between epochs. Each device keeps what it read most itself.
         """
-        for placed in self._placed.values():
-            hot, _, hot_slot = placed.tiers
-            if placed.seen is None or hot_slot is None:
+        for device_tiers in self._placed.values():
+            hot, _, hot_slot = device_tiers.tiers
+            if device_tiers.seen is None or hot_slot is None:
                 continue
             # Of rows that were read equally often those that are here already stay.
-            chosen = hottest(2 * placed.seen.long() + (hot_slot >= 0).long(), self.num_hot)
+            chosen = hottest(2 * device_tiers.seen.long() + (hot_slot >= 0).long(), self.num_hot)
             self._fill(hot, hot_slot, chosen.cpu())
-            placed.seen.zero_()
+            device_tiers.seen.zero_()
             self.hot_ids = chosen.cpu()
         self.observing = False
 
-    def _on(self, device: torch.device) -> _Placed:
-        device = numbered(device)
+    def _on(self, device: torch.device) -> _DeviceTiers:
+        device = with_index(device)
         found = self._placed.get(device)
         if found is None:
             with self._lock:
@@ -230,31 +230,31 @@ class TieredTable(Shareable, Table):
                 self._placed[device] = found
         return found
 
-    def _place(self, device: torch.device) -> _Placed:
+    def _place(self, device: torch.device) -> _DeviceTiers:
         hot = torch.empty((self.num_hot, *self.shape[1:]), dtype=self.dtype, device=device)
         if self.hot_ids is None:
             self._fill(hot, None, torch.arange(len(self)))
-            return _Placed(Tiers(hot, None, None), new_counts(device), None, _zero(device))
+            return _DeviceTiers(Tiers(hot, None, None), new_counts(device), None, _zero(device))
         hot_slot = torch.full((len(self),), -1, dtype=torch.int32, device=device)
         self._fill(hot, hot_slot, self.hot_ids.cpu())
         seen = torch.zeros(len(self), dtype=torch.int32, device=device) if self.observing else None
-        return _Placed(Tiers(hot, self._readable(device), hot_slot), new_counts(device), seen, _zero(device))
+        return _DeviceTiers(Tiers(hot, self._readable(device), hot_slot), new_counts(device), seen, _zero(device))
 
-    def reserve(self, device: torch.device, num_rows: int) -> _Placed:
+    def reserve(self, device: torch.device, num_rows: int) -> _DeviceTiers:
         """Room for so many rows behind the hot ones, for `staging`: call it before a graph knows where they are."""
-        placed = self._on(device)
-        hot, cold, hot_slot = placed.tiers
+        device_tiers = self._on(device)
+        hot, cold, hot_slot = device_tiers.tiers
         shape = (self.num_hot + num_rows, *self.shape[1:])
         if device.type != "cuda" or torch.Size(shape).numel() * self.dtype.itemsize <= free_bytes(device):
             grown = hot.new_empty(shape)
             grown[: self.num_hot] = hot[: self.num_hot]
         else:  # there is no room for both: they come from below once more
-            placed.tiers, hot = Tiers(hot[:0].clone(), cold, hot_slot), None
+            device_tiers.tiers, hot = Tiers(hot[:0].clone(), cold, hot_slot), None
             grown = torch.empty(shape, dtype=self.dtype, device=device)
             assert self.hot_ids is not None
             self._fill(grown, hot_slot, self.hot_ids.cpu())
-        placed.tiers = Tiers(grown, cold, hot_slot)
-        return placed
+        device_tiers.tiers = Tiers(grown, cold, hot_slot)
+        return device_tiers
 
     def _fill(self, hot: Tensor, hot_slot: Tensor | None, hot_ids: Tensor) -> None:
         for start, ids in _pieces(hot_ids, self.row_bytes):

@@ -20,7 +20,7 @@ from hopline import inference as infer
 from hopline import ops
 from hopline.contract import Job
 from hopline.device import streams
-from hopline.device.snapshots import weights_restored
+from hopline.device.snapshots import preserve_weights
 from hopline.inference.captured_forward import PendingInference
 from hopline.nn.gnn import GNN
 from hopline.pipeline.stages import give_way
@@ -331,7 +331,7 @@ class AsyncEvaluator(Evaluator):
 
     def _evaluate_here(self, snapshot: Snapshot) -> dict[str, Any]:
         trainer, started = self.trainer, time.perf_counter()
-        with weights_restored(trainer.model):
+        with preserve_weights(trainer.model):
             trainer.model.load_state_dict(snapshot.buffer.weights)
             found = self.measure(trainer.job)
         return {"epoch": snapshot.epoch, "metrics": found, "seconds": time.perf_counter() - started}

@@ -22,9 +22,9 @@ from hopline.distributed.world import World
 from hopline.metrics import Mode, mode_of
 from hopline.report.writer import versions
 from hopline.training.callbacks import EpochEnd, Evaluation, Run
-from hopline.training.settings import TrainSettings, renewed_schedule
+from hopline.training.settings import TrainSettings, upgrade_schedule
 from hopline.util import trace
-from hopline.util.config import Removed, removed_settings
+from hopline.util.config import RemovedSetting, removed_settings
 from hopline.util.files import replacing
 from hopline.util.signals import Interrupted, Signals
 
@@ -264,7 +264,7 @@ def identity(
 
 
 def check_identity(
-    stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path, removed: Mapping[str, Removed]
+    stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path, removed: Mapping[str, RemovedSetting]
 ) -> None:
     """Refuse a checkpoint of another run, and name what differs. removed: settings that the method no longer has."""
     stored = {**stored, "method": _without_removed(stored.get("method"), removed, path)}
@@ -292,7 +292,7 @@ def check_identity(
                 f"{path} is of another model: {names[0]} is {_shape(theirs.get(names[0]))} there and "
                 f"{_shape(value.get(names[0]))} here; take the model it was made with, or another folder with out="
             )
-        theirs = renewed_schedule(stored[key]) if key == "schedule" and key in stored else stored.get(key)
+        theirs = upgrade_schedule(stored[key]) if key == "schedule" and key in stored else stored.get(key)
         if theirs != value:
             raise ValueError(
                 f"{path} is of another run: {key} is {theirs!r} there and {value!r} here; set it as it was, "
@@ -300,7 +300,7 @@ def check_identity(
             )
 
 
-def _without_removed(method: Any, removed: Mapping[str, Removed], path: Path) -> Any:
+def _without_removed(method: Any, removed: Mapping[str, RemovedSetting], path: Path) -> Any:
     """The settings of a stored method that still exist. One that was removed must have had its default."""
     if not isinstance(method, Mapping):
         return method

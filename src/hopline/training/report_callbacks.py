@@ -117,7 +117,7 @@ class WatchPipeline(Callback):
         self.report = report
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.steps, self.timed = 0, list[_Timed]()
+        self.steps, self.timed = 0, list[_EpochTimes]()
 
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
         self.steps += 1
@@ -126,13 +126,13 @@ class WatchPipeline(Callback):
         num_batches, steps, self.steps = trainer.position.units, self.steps, 0
         if num_batches > steps * trainer.settings.accumulate:
             return
-        timed = _Timed(epoch.stages, epoch.seconds, num_batches, epoch.work)
+        timed = _EpochTimes(epoch.stages, epoch.seconds, num_batches, epoch.work)
         self.timed.append(timed)
-        self._log({"event": "pipeline", "epoch": epoch.epoch}, timed.explained(setup_of(trainer)), trainer)
+        self._log({"event": "pipeline", "epoch": epoch.epoch}, timed.explain(setup_of(trainer)), trainer)
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         timed = self.timed[1:] or self.timed if run.finished else []
-        if not timed or (found := _together(timed).explained(setup_of(trainer))) is None:
+        if not timed or (found := _together(timed).explain(setup_of(trainer))) is None:
             return
         self._log({"event": "explain"}, found, trainer)
         if found.advice and sum(epoch.seconds for epoch in run.history) >= LONG_S:
@@ -146,17 +146,17 @@ class WatchPipeline(Callback):
             self.report.log({**head, **vars(found), "workers": setup.workers, "look_ahead": setup.look_ahead})
 
 
-class _Timed:
+class _EpochTimes:
     """What was timed of an epoch."""
 
     def __init__(self, stages: dict[str, float], seconds: float, num_batches: int, alone: dict[str, float]) -> None:
         self.stages, self.seconds, self.num_batches, self.alone = stages, seconds, num_batches, alone
 
-    def explained(self, setup: Setup) -> Explanation | None:
+    def explain(self, setup: Setup) -> Explanation | None:
         return explain(self.stages, self.seconds, self.num_batches, setup, self.alone)
 
 
-def _together(timed: list[_Timed]) -> _Timed:
+def _together(timed: list[_EpochTimes]) -> _EpochTimes:
     """The mean of some epochs."""
 
     def mean(parts: list[dict[str, float]]) -> dict[str, float]:
@@ -164,7 +164,7 @@ def _together(timed: list[_Timed]) -> _Timed:
 
     seconds = sum(one.seconds for one in timed) / len(timed)
     batches = round(sum(one.num_batches for one in timed) / len(timed))
-    return _Timed(mean([one.stages for one in timed]), seconds, batches, mean([one.alone for one in timed]))
+    return _EpochTimes(mean([one.stages for one in timed]), seconds, batches, mean([one.alone for one in timed]))
 
 
 def setup_of(trainer: Trainer) -> Setup:

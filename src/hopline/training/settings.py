@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from hopline.util.config import Removed, check_fields, settings
+from hopline.util.config import RemovedSetting, check_fields, settings
 
 EVERY = {"step": 10, "plateau": 5}
 """`Schedule.every` by default."""
@@ -26,7 +26,7 @@ class Schedule:
         0.0
     """
 
-    REMOVED: ClassVar = {"patience": Removed(5, "set schedule.every= with schedule.name=plateau")}
+    REMOVED: ClassVar = {"patience": RemovedSetting(5, "set schedule.every= with schedule.name=plateau")}
     name: Literal["constant", "cosine", "plateau", "step"] = "constant"
     """Constant; a cosine that reaches `floor` after the last epoch; lower on a plateau; or lower every few epochs.
     A run that is resumed with another number of epochs goes on with the rates of a run of that many."""
@@ -53,7 +53,7 @@ class Schedule:
             raise ValueError(f"schedule.warmup must be at least 0, not {self.warmup}")
 
 
-def renewed_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_schedule(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored schedule as this version has it: `every` and `patience` were two settings, and are one."""
     if "patience" not in stored:
         return dict(stored)
@@ -76,8 +76,8 @@ class TrainSettings:
     """
 
     REMOVED: ClassVar = {
-        "evaluate_on": Removed("device", SAME_DEVICE),
-        "evaluate=async_cpu": Removed(None, SAME_DEVICE),
+        "evaluate_on": RemovedSetting("device", SAME_DEVICE),
+        "evaluate=async_cpu": RemovedSetting(None, SAME_DEVICE),
     }
     epochs: int = 10
     """Epochs to train: exactly so many, unless training stops early."""

@@ -31,7 +31,7 @@ from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.data.placement import describe
 from hopline.data.placement_settings import Placement
-from hopline.device.snapshots import all_draws_restored, modes_restored
+from hopline.device.snapshots import preserve_all_rng, preserve_modes
 from hopline.distributed.gradients import CombineGradients, Gradients, have_same_bits
 from hopline.distributed.world import World
 from hopline.inference.captured_forward import CapturedInferences
@@ -74,7 +74,7 @@ from hopline.units.job import make_job
 from hopline.util import trace
 from hopline.util.config import check_names, removed_settings
 from hopline.util.files import remove_unfinished
-from hopline.util.host import freed_memory_kept
+from hopline.util.host import keep_freed_memory_within
 from hopline.util.log import logger
 
 GivenBudget = Budget | str | Mapping[str, str] | None
@@ -227,9 +227,9 @@ class Trainer:
         began = time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(self.world.watch())
-            stack.enter_context(freed_memory_kept())
-            stack.enter_context(modes_restored(self.model))
-            stack.enter_context(all_draws_restored(self.device))
+            stack.enter_context(keep_freed_memory_within())
+            stack.enter_context(preserve_modes(self.model))
+            stack.enter_context(preserve_all_rng(self.device))
             found = self._start(stack)
             try:
                 self._begin(found)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hopline.device.snapshots import weights_restored
+from hopline.device.snapshots import preserve_weights
 from hopline.training.callbacks import Callback, Evaluation
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class BlockingEvaluator(Evaluator):
         """Of a run that was begun with evaluate=async, epochs may be left."""
         trainer = self.trainer
         for left in self.waiting.pop_restored():
-            with weights_restored(trainer.model):
+            with preserve_weights(trainer.model):
                 trainer.model.load_state_dict(left["weights"])
                 evaluation = trainer.evaluate_now(left["epoch"], "valid", exact=self._exact)
             yield Result(evaluation, left["weights"], left["reason"])

@@ -65,7 +65,7 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f" Did you mean '{by_lower[close[0]]}'?" if close else ""
 
 
-class Removed(typing.NamedTuple):
+class RemovedSetting(typing.NamedTuple):
     """A setting that earlier versions had: an entry of a settings class's `REMOVED`, by the setting's name.
 
     By "name=value" it is a value that a setting, which is still there, no longer has.
@@ -80,7 +80,7 @@ class Removed(typing.NamedTuple):
         return f"{key} was removed: {self.instead}"
 
 
-def removed_settings(cls: type) -> Mapping[str, Removed]:
+def removed_settings(cls: type) -> Mapping[str, RemovedSetting]:
     """The settings that a class, or one that it inherits from, no longer has."""
     return {name: one for base in reversed(cls.__mro__) for name, one in vars(base).get("REMOVED", {}).items()}
 
@@ -576,7 +576,10 @@ def settings(cls: type[T]) -> type[T]:
 
 
 def check_names(
-    owner: str, given: Iterable[str], valid: Collection[str], removed: Mapping[str, Removed] = MappingProxyType({})
+    owner: str,
+    given: Iterable[str],
+    valid: Collection[str],
+    removed: Mapping[str, RemovedSetting] = MappingProxyType({}),
 ) -> None:
     """Refuse a keyword argument that the owner does not have."""
     for name in given:
@@ -649,7 +652,7 @@ def _in_python(hint: Any) -> str:
     )
 
 
-def checked_bytes(chunk_bytes: int | str | None) -> int | None:
+def parse_chunk_bytes(chunk_bytes: int | str | None) -> int | None:
     """The bytes that a chunk of exact inference may take, as a number; None where nothing was said."""
     limit_bytes = None if chunk_bytes is None else parse_size(chunk_bytes)
     if limit_bytes is not None and limit_bytes < 1:

@@ -138,7 +138,7 @@ _heap = _Heap()
 
 
 @contextlib.contextmanager
-def freed_memory_kept() -> Iterator[None]:
+def keep_freed_memory_within() -> Iterator[None]:
     """A context in which freed memory is kept for the next batch, instead of going back to the system.
 
     A batch's rows are tens of megabytes. glibc returns such blocks to the system at once. The next batch then waits for

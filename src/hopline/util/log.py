@@ -9,7 +9,7 @@ from contextlib import contextmanager
 logger = logging.getLogger("hopline")
 
 
-class _Printed(logging.Handler):
+class _StdoutHandler(logging.Handler):
     """Messages as plain lines on standard output, in order with the progress that is printed there."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -17,12 +17,12 @@ class _Printed(logging.Handler):
 
 
 @contextmanager
-def printed(enabled: bool = True) -> Iterator[None]:
+def print_messages(enabled: bool = True) -> Iterator[None]:
     """Print messages while the context lasts, as the command line does; a program sets up `logging` as it likes."""
-    if not enabled or any(isinstance(handler, _Printed) for handler in logger.handlers):
+    if not enabled or any(isinstance(handler, _StdoutHandler) for handler in logger.handlers):
         yield
         return
-    handler, level, propagate = _Printed(), logger.level, logger.propagate
+    handler, level, propagate = _StdoutHandler(), logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -90,7 +90,7 @@ class _Silent:
         return None
 
 
-class _Timed:
+class _SpanTimer:
     """A span that is reported when it ends, also when it ends in an error."""
 
     __slots__ = ("name", "start_s")
@@ -115,7 +115,7 @@ def tell(name: str, start_s: float, duration_s: float) -> None:
         listener.on_span(ended)
 
 
-class _DeviceTimed:
+class _DeviceSpanTimer:
     """A span of a GPU's work, between two events on its stream; how long it was is asked later, all at once."""
 
     __slots__ = ("name", "start", "start_s")
@@ -143,9 +143,9 @@ def span(name: str, device: torch.device | None = None) -> AbstractContextManage
     if not _trace.listeners:
         return _SILENT
     if device is None or device.type != "cuda":
-        return _Timed(name)
+        return _SpanTimer(name)
     # Of what is being recorded nothing runs yet, and its events could never be asked.
-    return _SILENT if torch.cuda.is_current_stream_capturing() else _DeviceTimed(name)
+    return _SILENT if torch.cuda.is_current_stream_capturing() else _DeviceSpanTimer(name)
 
 
 def end_device_spans() -> None:

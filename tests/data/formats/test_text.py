@@ -43,8 +43,8 @@ def test_columns_can_be_chosen_named_and_numbered(reader: str, tmp_path: Path) -
     (tmp_path / "b.csv").write_text("1;2\n3;4\n")
     named = whole(list(read_csv(tmp_path / "b.csv", header=("s", "d"), delimiter=";")))
     assert named["d"].tolist() == [2, 4]
-    numbered = whole(list(read_csv(tmp_path / "b.csv", header=(), delimiter=";")))
-    assert {k: v.tolist() for k, v in numbered.items()} == {"0": [1, 3], "1": [2, 4]}
+    with_index = whole(list(read_csv(tmp_path / "b.csv", header=(), delimiter=";")))
+    assert {k: v.tolist() for k, v in with_index.items()} == {"0": [1, 3], "1": [2, 4]}
     with pytest.raises(ValueError, match=r"has no column 'nam', only id, size, name.*Did you mean 'name'"):
         list(read_csv(tmp_path / "a.csv", columns=["nam"]))
 

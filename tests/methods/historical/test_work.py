@@ -12,7 +12,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
@@ -52,7 +52,9 @@ def test_a_commit_is_seen_after_the_stated_lag():
     "settings", [{}, {"compensate": True}, {"groups": "fixed", "refresh_every": 1}, {"lag": 1}], ids=str
 )
 def test_it_learns(settings: dict[str, Any]):
-    data = planted(num_nodes=400, num_edges=4000, num_classes=3, num_features=8, homophily=0.8, signal=2.0, seed=2)
+    data = planted_partition(
+        num_nodes=400, num_edges=4000, num_classes=3, num_features=8, homophily=0.8, signal=2.0, seed=2
+    )
     torch.manual_seed(0)
     model = GNN([pyg.SAGEConv(8, 16), pyg.SAGEConv(16, 3)])
     method = Historical(num_parts=6, parts_per_batch=2, partition="random", **settings)

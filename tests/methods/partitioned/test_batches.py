@@ -11,13 +11,13 @@ import torch_geometric.nn as pyg
 
 import hopline as hl
 from hopline.core.row_handles import Rows
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.methods.partitioned import batches
 from hopline.methods.partitioned.batches import PartBatches
 
 
 def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
-    data = planted(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
+    data = planted_partition(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
     net = hl.nn.GNN([pyg.SAGEConv(5, 8), pyg.SAGEConv(8, 3)])
     method = hl.Historical(num_parts=6, parts_per_batch=2, partition="random", compensate=True)
     work: Any = hl.Trainer(net, data, method, epochs=1, show=False).work
@@ -50,7 +50,7 @@ def test_every_edge_is_in_one_batch_and_behind_a_batchs_nodes_stands_its_halo():
 
 
 def test_input_rows_are_left_to_the_model():
-    data = planted(num_nodes=50, num_edges=200, num_classes=3, num_features=5, seed=1)
+    data = planted_partition(num_nodes=50, num_edges=200, num_classes=3, num_features=5, seed=1)
     net = hl.nn.GNN([pyg.SAGEConv(5, 8), pyg.SAGEConv(8, 3)])
     method = hl.Historical(num_parts=2, parts_per_batch=1, partition="random")
     work: Any = hl.Trainer(net, data, method, epochs=1, show=False).work
@@ -61,7 +61,7 @@ def test_input_rows_are_left_to_the_model():
 
 def test_batches_that_are_moved_are_the_same(monkeypatch: pytest.MonkeyPatch):
     """The way to a GPU, on a machine that may have none."""
-    data = planted(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
+    data = planted_partition(num_nodes=300, num_edges=2000, num_classes=3, num_features=5, seed=1)
     far = hl.extend.CachedTable(data.x, torch.arange(20))  # rows that a device does not reach are read first
     results = []
     for moves, x in ((False, data.x), (True, data.x), (True, far)):

@@ -16,7 +16,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import hopline as hl
-from hopline.data import planted
+from hopline.data import planted_partition
 from hopline.methods.sampled.captured_step import CapturedUnit, no_waiting
 from hopline.tables import TensorTable
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def data_on_gpu(**changes: Any) -> hl.Dataset:
     settings: dict[str, Any] = {"num_nodes": 4000, "num_edges": 40_000, "num_classes": 5, "num_features": 16, "seed": 1}
-    return planted(**(settings | changes))
+    return planted_partition(**(settings | changes))
 
 
 MODELS = {

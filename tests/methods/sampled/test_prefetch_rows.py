@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import hopline as hl
-from hopline.methods.sampled.prefetch_rows import LookAhead, Staging, stage_tables
+from hopline.methods.sampled.prefetch_rows import RowPrefetcher, Staging, stage_tables
 from hopline.ops.gather_tiers import gather_tiers
 from tests.helpers import KERNEL_DEVICE, randint, randn
 
@@ -23,11 +23,11 @@ def table(num_hot: int = 100) -> hl.extend.TieredTable:
 def test_an_epoch_reads_the_same_rows_and_hardly_any_from_the_host_itself():
     rows, trees = table(), [randint(-1, NUM_ROWS, 60, seed=s).int().to(DEVICE) for s in range(11)]
     waiting = iter(trees)
-    ahead = LookAhead([Staging(rows, DEVICE, 240, torch.int32)], DEVICE, 4, lambda: next(waiting))
+    ahead = RowPrefetcher([Staging(rows, DEVICE, 240, torch.int32)], DEVICE, 4, lambda: next(waiting))
     hot, cold, hot_slot = rows.tiers(DEVICE)  # type: ignore[misc]
     ahead.start(len(trees))
     for step, nodes in enumerate(trees):
-        ahead.before(step)
+        ahead.before_step(step)
         found = gather_tiers(hot, cold, hot_slot, nodes, rows.counts(DEVICE))
         there = nodes.cpu() >= 0
         assert torch.equal(found.cpu()[there], rows.below.read(nodes.cpu()[there].long()))
@@ -46,9 +46,9 @@ def test_an_epoch_reads_the_same_rows_and_hardly_any_from_the_host_itself():
 
 def test_what_does_not_fit_is_read_from_the_host():
     rows, nodes = table(), torch.arange(100, 400, device=DEVICE).int()
-    ahead = LookAhead([Staging(rows, DEVICE, 50, torch.int32)], DEVICE, 1, lambda: nodes)
+    ahead = RowPrefetcher([Staging(rows, DEVICE, 50, torch.int32)], DEVICE, 1, lambda: nodes)
     ahead.start(1)
-    ahead.before(0)
+    ahead.before_step(0)
     hot, cold, hot_slot = rows.tiers(DEVICE)  # type: ignore[misc]
     found = gather_tiers(hot, cold, hot_slot, nodes, rows.counts(DEVICE))
     assert torch.equal(found.cpu(), rows.below.read(nodes.cpu().long()))
@@ -59,9 +59,9 @@ def test_what_does_not_fit_is_read_from_the_host():
 
 def test_without_hot_rows_everything_is_staged():
     rows, nodes = table(0), torch.arange(0, 300, device=DEVICE).int()
-    ahead = LookAhead([Staging(rows, DEVICE, 300, torch.int32)], DEVICE, 2, lambda: nodes)
+    ahead = RowPrefetcher([Staging(rows, DEVICE, 300, torch.int32)], DEVICE, 2, lambda: nodes)
     ahead.start(2)
-    ahead.before(0)
+    ahead.before_step(0)
     hot, cold, hot_slot = rows.tiers(DEVICE)  # type: ignore[misc]
     assert torch.equal(gather_tiers(hot, cold, hot_slot, nodes).cpu(), rows.below.read(nodes.cpu().long()))
     assert int(rows._on(DEVICE).fetched) == 300

@@ -22,7 +22,7 @@ from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.ids import IdMap, are_numbers, checked_ids, first_not_whole, settled, to_numbers
 from hopline.data.nodes import split_name, usual_split
-from hopline.data.options import Columns, merged
+from hopline.data.options import Columns, merge
 from hopline.data.paths import default_name
 from hopline.util.config import nearest
 from hopline.util.log import logger
@@ -198,7 +198,7 @@ def from_csv(
         given |= {"num_nodes": mapping.ids.size, "tables": {"node_ids": mapping.table()}}
         if "node_ids" in (arguments.get("tables") or {}):
             raise ValueError("ids=map keeps the ids in the table 'node_ids': give the table of tables= another name.")
-    return from_edges(source.path if is_npy else source, **merged(given, arguments))
+    return from_edges(source.path if is_npy else source, **merge(given, arguments))
 
 
 def from_parquet(

@@ -17,7 +17,7 @@ from hopline.data.arrays import as_tensor, numpy_dtype
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.manifest import is_part
-from hopline.data.options import merged
+from hopline.data.options import merge
 from hopline.data.paths import default_name
 from hopline.util.log import logger
 
@@ -75,7 +75,7 @@ def from_dgl(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
             "name": default_name(arguments.get("folder"), parts.name),
             "meta": {"origin": f"DGL partition {config.name} of {parts.count} parts"},
         }
-        return from_edges(parts.edges(), **merged(given, arguments))
+        return from_edges(parts.edges(), **merge(given, arguments))
 
 
 def _loader() -> Callable[[str, int], Any]:

@@ -17,7 +17,7 @@ from hopline.data.arrays import as_tensor
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.nodes import KNOWN_TASKS, usual_split
-from hopline.data.options import merged
+from hopline.data.options import merge
 from hopline.data.paths import default_name
 from hopline.tables import SparseTable
 from hopline.util.log import logger
@@ -94,7 +94,7 @@ def from_npz(
     drawn = usual_split(given["y"], given["task"], split_per_class, seed) if split_per_class else None
     if not given["splits"] and drawn is not None:
         given["splits"], given["meta"]["split"] = drawn
-    return from_edges(arrays["edge_index"], **merged(given, arguments))
+    return from_edges(arrays["edge_index"], **merge(given, arguments))
 
 
 def _sorted_out(

@@ -17,7 +17,7 @@ from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.formats.csv_parquet import read_csv
 from hopline.data.formats.npz import DAMAGED
-from hopline.data.options import merged
+from hopline.data.options import merge
 from hopline.data.paths import default_name, is_ogb_folder
 
 STORED_ONCE = {
@@ -48,9 +48,9 @@ def from_ogb_folder(path: str | os.PathLike[str], **arguments: Any) -> Dataset:
     }
     if (root / "raw" / "data.npz").is_file():
         with _binary(root / "raw", mapped="folder" in arguments) as (edges, found):
-            return from_edges(edges, **merged(given | found, arguments))
+            return from_edges(edges, **merge(given | found, arguments))
     edges, found = _csv(root / "raw")
-    return from_edges(edges, **merged(given | found, arguments))
+    return from_edges(edges, **merge(given | found, arguments))
 
 
 def _is_stored_once(root: Path) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.options import merged
+from hopline.data.options import merge
 from hopline.data.paths import default_name
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def from_pyg(data: Data, **arguments: Any) -> Dataset:
         "num_nodes": num_nodes,
         "meta": {"origin": "torch_geometric"},
     }
-    return from_edges(index, **merged(given, arguments))
+    return from_edges(index, **merge(given, arguments))
 
 
 def _pyg_edges(data: Data) -> tuple[Tensor, dict[str, Tensor]]:
@@ -148,4 +148,4 @@ def from_scipy(adjacency: Any, **arguments: Any) -> Dataset:
     edge = {} if bool((coo.data == 1).all()) else {"weight": torch.as_tensor(coo.data)}
     name = default_name(arguments.get("folder"), "scipy")
     given: dict[str, Any] = {"name": name, "num_nodes": coo.shape[0], "edge": edge, "meta": {"origin": "scipy"}}
-    return from_edges(np.stack([coo.row, coo.col]), **merged(given, arguments))
+    return from_edges(np.stack([coo.row, coo.col]), **merge(given, arguments))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hopline.contract import Budget, Job, Method, Outline, Plan, Work
 from hopline.data.placement_settings import Placement, with_graph_on_host
-from hopline.util.config import Removed, check_fields, settings
+from hopline.util.config import RemovedSetting, check_fields, settings
 
 if TYPE_CHECKING:  # loaders need torch; the settings do not
     import torch
@@ -46,13 +46,13 @@ class FullBatch(Method):
     """
 
     REMOVED: ClassVar = {
-        "depth": Removed(1, "the rows of one shard are always asked for ahead, so leave it out"),
-        "chunk": Removed("4MiB", "the messages of a chunk of edges always take about 4 MiB, so leave it out"),
-        "topk": Removed(0.25, FEWER_BYTES),
-        "compress=topk": Removed(None, FEWER_BYTES),
-        "compress_gradients": Removed(False, "set compress=bf16_both, which rounds rows and their gradients"),
-        "boundary_rate": Removed(1.0, FEWER_BYTES),
-        "stale": Removed(
+        "depth": RemovedSetting(1, "the rows of one shard are always asked for ahead, so leave it out"),
+        "chunk": RemovedSetting("4MiB", "the messages of a chunk of edges always take about 4 MiB, so leave it out"),
+        "topk": RemovedSetting(0.25, FEWER_BYTES),
+        "compress=topk": RemovedSetting(None, FEWER_BYTES),
+        "compress_gradients": RemovedSetting(False, "set compress=bf16_both, which rounds rows and their gradients"),
+        "boundary_rate": RemovedSetting(1.0, FEWER_BYTES),
+        "stale": RemovedSetting(
             False, "rows of this epoch are always used, so leave it out; compress=bf16 makes messages smaller"
         ),
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hopline.contract import Budget, Job, Method, Outline, Plan
 from hopline.data.placement_settings import Placement, with_graph_on_host
-from hopline.util.config import Removed, check_fields, settings
+from hopline.util.config import RemovedSetting, check_fields, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     import torch
@@ -49,13 +49,13 @@ class Historical(Method):
     """
 
     REMOVED: ClassVar = {
-        "momentum": Removed(0.0, FRESH_TABLES),
-        "mixing": Removed(0.0, FRESH_TABLES),
-        "mixing_score": Removed("convex", FRESH_TABLES),
-        "refresh_with_evaluation": Removed(False, "set refresh_every=evaluation"),
-        "pool_size": Removed("auto", PINNED_BUFFERS),
-        "buffer_rows": Removed("auto", PINNED_BUFFERS),
-        "measure_bias": Removed(False, "run benchmarks/history_bias.py, which measures it"),
+        "momentum": RemovedSetting(0.0, FRESH_TABLES),
+        "mixing": RemovedSetting(0.0, FRESH_TABLES),
+        "mixing_score": RemovedSetting("convex", FRESH_TABLES),
+        "refresh_with_evaluation": RemovedSetting(False, "set refresh_every=evaluation"),
+        "pool_size": RemovedSetting("auto", PINNED_BUFFERS),
+        "buffer_rows": RemovedSetting("auto", PINNED_BUFFERS),
+        "measure_bias": RemovedSetting(False, "run benchmarks/history_bias.py, which measures it"),
     }
     num_parts: int = 40
     """Parts that the graph is cut into."""

@@ -22,7 +22,7 @@ from hopline.core.row_handles import Rows
 from hopline.core.tree_layout import TreeSampler
 from hopline.device.cuda_graph import CapturedCall
 from hopline.methods.sampled.loader import Loader
-from hopline.methods.sampled.prefetch_rows import STEPS, LookAhead, stage_tables
+from hopline.methods.sampled.prefetch_rows import STEPS, RowPrefetcher, stage_tables
 from hopline.ops.tree_slots import Slots
 from hopline.units.batch_unit import BatchUnit, autocast
 from hopline.units.measured_unit import MeasuredUnit
@@ -146,7 +146,7 @@ class CapturedWork(Work):
             ahead.start(num_steps)
         for number in range(num_steps):
             step = self._captured_step(per_step)
-            first = partial(ahead.before, number) if ahead is not None else None
+            first = partial(ahead.before_step, number) if ahead is not None else None
             if step is not None:
                 yield CapturedUnit(step, size, per_step, first)
             else:
@@ -154,7 +154,7 @@ class CapturedWork(Work):
         if ahead is not None:
             ahead.end()
 
-    def _look_ahead(self) -> LookAhead | None:
+    def _look_ahead(self) -> RowPrefetcher | None:
         """For tables with rows in host memory."""
         loader, batches = self.loader, self.batches
         size, method = loader.method.batch_size, loader.method
@@ -163,7 +163,7 @@ class CapturedWork(Work):
         tables = loader.data.tables.values() if loader.keeps_handle else ()
         stagings = stage_tables(tables, loader.device, slots, steps, loader.data.graph.indices.dtype)
         draw = partial(batches.nodes_ahead, size, loader.rank * size, size * loader.size)
-        return LookAhead(stagings, loader.device, steps, draw) if stagings else None
+        return RowPrefetcher(stagings, loader.device, steps, draw) if stagings else None
 
 
 @dataclass

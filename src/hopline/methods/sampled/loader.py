@@ -24,7 +24,7 @@ from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.ops import Slots
 from hopline.pipeline.stages import Load, Pipeline, Stage
-from hopline.pipeline.transfer import Moved, Mover
+from hopline.pipeline.transfer import Mover, PendingBatch
 from hopline.pipeline.tuning import Threads
 from hopline.util import trace
 
@@ -149,7 +149,7 @@ class Loader:
         """Whether batches stay on the host although they are for a GPU."""
         return self.batches_on_host and not self.on_gpu and self.device.type != "cpu"
 
-    def _moved(self, mover: Mover, prepared: Batch | Moved[Batch]) -> Batch:
+    def _moved(self, mover: Mover, prepared: Batch | PendingBatch[Batch]) -> Batch:
         """The batch where steps are. Without room for it there it stays, if there is a budget whose guard copes."""
         batch = prepared
         try:

@@ -29,9 +29,9 @@ class Staging:
     """For one table on one GPU: two regions behind its hot rows, of which one is read while the other is filled."""
 
     def __init__(self, table: TieredTable, device: torch.device, capacity: int, id_dtype: torch.dtype) -> None:
-        placed = table.reserve(device, 2 * capacity)
-        self.hot, self.cold, self.hot_slot = placed.tiers
-        self.fetched = placed.fetched
+        device_tiers = table.reserve(device, 2 * capacity)
+        self.hot, self.cold, self.hot_slot = device_tiers.tiers
+        self.fetched = device_tiers.fetched
         self.first_slots = (table.num_hot, table.num_hot + capacity)
         self.stamp = torch.zeros(len(table), dtype=torch.int32, device=device)
         self.found = torch.zeros(2, capacity, dtype=id_dtype, device=device)
@@ -50,7 +50,7 @@ class Staging:
         first_slot = self.first_slots[window % 2]
         kernels.stage(self.hot, self.cold, self.hot_slot, found, count, first_slot, self.fetched)
 
-    def turn(self) -> None:
+    def switch(self) -> None:
         """From now on rows are read where the last `fill` put them."""
         self.clear()
         self.window += 1
@@ -64,7 +64,7 @@ class Staging:
         self.count[here].zero_()
 
 
-class LookAhead:
+class RowPrefetcher:
     """The staging of an epoch's steps, some of them at a time."""
 
     def __init__(self, stagings: Sequence[Staging], device: torch.device, steps: int, draw: Callable[[], Tensor]):
@@ -78,13 +78,13 @@ class LookAhead:
         self.left = num_steps
         self._fill()
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Call it before each step, counted from 0."""
         if step % self.steps:
             return
         self._wait(torch.cuda.current_stream, lambda: self.stream)
         for staging in self.stagings:
-            staging.turn()
+            staging.switch()
         self._fill()
 
     def end(self) -> None:

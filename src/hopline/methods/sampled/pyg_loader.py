@@ -33,7 +33,7 @@ from hopline.core.sampler import NeighborSampler, Subgraph, check_ids
 from hopline.core.seed_order import seed_batches
 from hopline.data.dataset import Dataset
 from hopline.data.formats.pyg import split_masks
-from hopline.device.meter import numbered
+from hopline.device.meter import with_index
 from hopline.methods.sampled.settings import Sampled
 from hopline.pipeline.stages import Pipeline, Stage
 from hopline.pipeline.transfer import Mover
@@ -458,7 +458,7 @@ def _device_of(data: Data | Dataset, graph: Graph, given: torch.device | str | N
     found = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
     if given is not None:
         check_cuda(torch.device(given))
-    device = found if given is None else numbered(given)
+    device = found if given is None else with_index(given)
     if device.type == "cpu" and found.type != "cpu":
         raise ValueError(f"the data has tensors on {found} and batches are asked for on the CPU: leave out device=")
     return device

@@ -468,10 +468,10 @@ class _ReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return _Passed.apply(grad, ctx.saved_tensors[0], ctx.p), None, None, None
+        return _MaskedGradient.apply(grad, ctx.saved_tensors[0], ctx.p), None, None, None
 
 
-class _Passed(torch.autograd.Function):
+class _MaskedGradient(torch.autograd.Function):
     """The gradient where it passes, which is linear in it."""
 
     @staticmethod
@@ -489,7 +489,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return _Passed.apply(grad, ctx.saved_tensors[0].detach(), ctx.p), None, None
+        return _MaskedGradient.apply(grad, ctx.saved_tensors[0].detach(), ctx.p), None, None
 
 
 def dropout_numbers(p: float) -> tuple[int, float]:

@@ -125,9 +125,9 @@ class Edges:
         for part, halo in zip(self.parts, self.layout.halos, strict=True):
             src.append(part.src_idx.long() + first)
             first += halo.numel()
-        numbered = all(part.edge_ids is not None for part in self.layout.parts)
+        with_index = all(part.edge_ids is not None for part in self.layout.parts)
         device = self.degrees.device
-        ids = self.layout.edge_ids if numbered else torch.arange(self.layout.num_edges, device=device)
+        ids = self.layout.edge_ids if with_index else torch.arange(self.layout.num_edges, device=device)
         if self.takes is not None:
             behind = torch.arange(self.num_dst, device=device) + (int(ids.max()) + 1 if ids.numel() else 0)
             ids = torch.cat([ids, behind])[self.takes]
