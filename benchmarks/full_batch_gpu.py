@@ -182,12 +182,14 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1))
     if args.plot:
-        drawn = {
+        draw_batches = {
             f"{way}, {text}": [(row["shards"], row[key]) for row in rows if row["way"] == way and "failed" not in row]
             for way in args.ways.split(",")
             for key, text in (("peak_gib", "GiB at most"), ("seconds", "seconds a step"))
         }
-        args.plot.write_text(svg_file({name: points for name, points in drawn.items() if points}, "shards", least=0.0))
+        args.plot.write_text(
+            svg_file({name: points for name, points in draw_batches.items() if points}, "shards", least=0.0)
+        )
 
 
 if __name__ == "__main__":

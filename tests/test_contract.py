@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hopline.contract import Unit
 from hopline.core.batch import Batch
-from hopline.units.batch_unit import supervised
+from hopline.units.batch_unit import supervised_loss
 from tests.helpers import randint, randn
 
 
@@ -25,7 +25,7 @@ class Scores(nn.Module):
 
 def loss_of(task: str, scores: Tensor, y: Tensor, num_classes: int) -> Tensor:
     batch: Any = Batch(torch.arange(y.size(0)), (), None, y)
-    return supervised(task, num_classes)(Scores(scores), batch)
+    return supervised_loss(task, num_classes)(Scores(scores), batch)
 
 
 def test_each_task_has_its_loss():

@@ -115,7 +115,7 @@ def train(
     try:
         done = run.train(config)
     except Interrupted as signal:
-        raise _Ended(signal) from None  # typer would make one and the same status of every interruption
+        raise _SignalExit(signal) from None  # typer would make one and the same status of every interruption
     if done.rank > 0:  # torchrun and srun start this command once per rank
         return
     print(f"\n{done}")
@@ -135,7 +135,7 @@ def plan(
 
     with _loading():
         from hopline.run import train as run
-        from hopline.run.compare_methods import recommended, table_of
+        from hopline.run.compare_methods import recommend, table_of
 
     found = run.plan(config)
     table = Table("method", "device", "host", "disk", "an epoch", "steps", "how")
@@ -145,7 +145,7 @@ def plan(
     for candidate in found:
         for line in [] if candidate.plan is None else candidate.plan.lines():
             print(f"{candidate.name} {line}")
-    best = recommended(found)
+    best = recommend(found)
     if best is None:
         raise ValueError("no method fits this budget: give more, or make the model or the batches smaller")
     print(f"recommended: method={best.name}, whose steps are the fastest of those that fit")
@@ -305,7 +305,7 @@ def _names_method(setting: str) -> bool:
     return setting.startswith("method=") and ":" in setting
 
 
-class _Ended(Exception):
+class _SignalExit(Exception):
     """A signal ended a run that can go on."""
 
     def __init__(self, signal: Interrupted) -> None:
@@ -369,7 +369,7 @@ def main() -> None:
         status = app(arguments, standalone_mode=False) or 0
     except typer.Exit as done:
         status = done.exit_code
-    except _Ended as ended:
+    except _SignalExit as ended:
         print(ended, file=sys.stderr)
         sys.exit(128 + ended.number)
     except BrokenPipeError:  # of `hopline train --keys | head`

@@ -106,7 +106,7 @@ class WorkDescription:
     """How a work prepares its units, for the report and its advice. The defaults are those of a work without threads.
 
     Example:
-        >>> hl.extend.WorkDescription(workers=4, look_ahead=8, is_sampled=True).most_workers
+        >>> hl.extend.WorkDescription(workers=4, look_ahead=8, is_sampled=True).max_workers
         0
     """
 
@@ -114,7 +114,7 @@ class WorkDescription:
     """Threads that prepare batches; 0 where the thread that trains does."""
     look_ahead: int = 1
     """Batches that may be prepared ahead."""
-    most_workers: int = 0
+    max_workers: int = 0
     """How many threads there can be at most; 0 where a user cannot change their number."""
     on_gpu: bool = False
     """Whether a GPU prepares the batches itself."""
@@ -237,15 +237,15 @@ class Method(ABC):
         """The same method, with defaults that a graph of so few nodes cannot follow made smaller."""
         return self
 
-    def placement(self, wanted: Placement) -> Placement:
+    def placement(self, requested: Placement) -> Placement:
         """Where a GPU should find the data, given what was asked for."""
-        return wanted
+        return requested
 
-    def place(self, data: Dataset, wanted: Placement, device: torch.device) -> Dataset:
+    def place(self, data: Dataset, requested: Placement, device: torch.device) -> Dataset:
         """The dataset where a GPU finds it fastest, given what was asked for."""
         from hopline.data.placement import place
 
-        return place(data, self.placement(wanted), device)
+        return place(data, self.placement(requested), device)
 
     def plan(self, outline: Outline, budget: Budget) -> Plan:
         """What the method takes, and the form of it that keeps to a budget, by what is known of its steps.

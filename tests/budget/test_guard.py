@@ -22,7 +22,7 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.training.trainer import Trainer
-from hopline.units.batch_unit import BatchUnit, supervised
+from hopline.units.batch_unit import BatchUnit, supervised_loss
 from hopline.util import trace
 from tests.helpers import batch_of, dataset_of, gnn_of, gradients, guarded, randn, random_graph, stack_of
 
@@ -40,7 +40,7 @@ def job_of(model: torch.nn.Module, loss: TrainStep | None = None) -> Job:
         model=as_walkable(model),
         module=model,
         train_ids=DATA.splits["train"],
-        train_step=supervised("single", 3) if loss is None else loss,
+        train_step=supervised_loss("single", 3) if loss is None else loss,
         usual_loss=loss is None,
     )
 

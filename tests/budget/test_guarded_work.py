@@ -25,7 +25,7 @@ from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
 from hopline.training.callbacks import Callback, Run, StepEnd
 from hopline.training.trainer import Trainer
-from hopline.units.batch_unit import BatchUnit, supervised
+from hopline.units.batch_unit import BatchUnit, supervised_loss
 from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
 from tests.helpers import dataset_of, guarded, randn, random_graph, stack_of
@@ -157,7 +157,7 @@ def test_a_gpu_whose_memory_runs_out_goes_on_in_pieces_with_the_same_gradients(c
     torch.manual_seed(0)
     model = GNN(stack_of(conv, 64, 128, 16), dropout=0.5).double().cuda()
     device, seeds = torch.device("cuda", 0), 4096
-    step = supervised("single", 16)
+    step = supervised_loss("single", 16)
     ids = data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
@@ -192,7 +192,7 @@ def test_a_batch_without_room_on_a_gpu_stays_on_the_host_and_goes_in_pieces():
     data = planted_partition(num_nodes=60_000, num_edges=1_200_000, num_train=8192, num_features=512)
     torch.manual_seed(0)
     model = GNN(stack_of("sage-mean", 512, 128, 16)).float().cuda()
-    device, ids, step = torch.device("cuda", 0), data.splits["train"], supervised("single", 16)
+    device, ids, step = torch.device("cuda", 0), data.splits["train"], supervised_loss("single", 16)
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step, device=device)
     method = Sampled(fanouts=(10, 10), batch_size=4096, workers=2)
     work = method.bind(job)

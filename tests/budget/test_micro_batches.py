@@ -271,7 +271,7 @@ def test_the_first_group_is_as_large_as_fits(share: float):
     assert max(taken) <= share * whole
     even = micro_batches.balanced_groups(micro_batches.seed_costs(batch, COSTS), len(groups))
     evenly = [bytes_of(sizes) for sizes in micro_batches.sizes_of(batch, even)]
-    if len(groups) <= micro_batches.MOST_FILLED:
+    if len(groups) <= micro_batches.MAX_FILLED_GROUPS:
         assert taken[0] > max(0.85 * share * whole, *evenly)
     assert sum(taken) <= 1.02 * sum(evenly)
 

@@ -28,7 +28,7 @@ import hopline as hl
 from hopline.contract import Method
 from hopline.core.batch import Batch
 from hopline.nn.whole_module import Whole, as_walkable
-from hopline.units.batch_unit import supervised
+from hopline.units.batch_unit import supervised_loss
 from tests.conv_table.cases import Case
 from tests.conv_table.graph import BATCH_SIZE, HUB, NUM_CLASSES, NUM_PARTS, SEEDS, SOME_IDS, max_degree
 from tests.helpers import randn
@@ -159,7 +159,7 @@ def _train(case: Case, expected: Expected, method: Method, device: str, *, froze
 
     records: compare the outputs too, which a captured step cannot give.
     """
-    model, usual_loss = make_model(case), supervised("single", NUM_CLASSES)
+    model, usual_loss = make_model(case), supervised_loss("single", NUM_CLASSES)
     outputs: dict[int, Tensor] = {}
 
     def recorded(model: nn.Module, batch: Batch) -> Tensor:

@@ -40,7 +40,7 @@ def is_free() -> bool:
 
 
 def test_it_is_due_after_the_warm_up_and_captured_so_often_at_most(fake_cuda: FakeCuda):
-    captured = captured_of(warm_up=2, most=2)
+    captured = captured_of(warm_up=2, max_captures=2)
     history = []
     for _ in range(2):
         for _ in range(2):
@@ -92,7 +92,7 @@ def test_streams_wait_for_each_other_and_the_rest_happens_between(fake_cuda: Fak
 )
 def test_after_a_failure_nothing_is_left_and_nobody_tries_again(where: str, error: Exception, fake_cuda: FakeCuda):
     lines: list[str] = []
-    captured = captured_of(lines, most=3)
+    captured = captured_of(lines, max_captures=3)
 
     def fails(here: str) -> None:
         if here == where:

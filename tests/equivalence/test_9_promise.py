@@ -16,11 +16,11 @@ from hopline.contract import Budget, DoesNotFit, Job, Plan
 from hopline.core.sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.methods.plan_within import plan_of
-from hopline.methods.sampled.memory_plan import drawn
+from hopline.methods.sampled.memory_plan import draw_batches
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
-from hopline.units.batch_unit import BatchUnit, own_threads, supervised
+from hopline.units.batch_unit import BatchUnit, own_threads, supervised_loss
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")
@@ -61,7 +61,7 @@ def outline_of(triple: Triple) -> RunOutline:
     torch.manual_seed(triple.seed)
     widths = [7, *[triple.width] * (len(triple.fanouts) - 1), 3]
     model = GNN(stack_of(triple.conv, *widths), dropout=0.5).float()
-    train_step = supervised("single", 3)
+    train_step = supervised_loss("single", 3)
     ids = data.splits["train"]
     return RunOutline(job=Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=train_step))
 
@@ -69,7 +69,7 @@ def outline_of(triple: Triple) -> RunOutline:
 def one_seed_bytes(outline: RunOutline, method: Sampled) -> int:
     """What the dearest step of a single seed takes, found by trying the largest of all."""
     job, most = outline.job, 0
-    batches = sorted(drawn(method, outline, 1), key=lambda batch: float(Sizes.of(batch).array.sum()))
+    batches = sorted(draw_batches(method, outline, 1), key=lambda batch: float(Sizes.of(batch).array.sum()))
     with own_threads(job):
         for batch in batches[-3:]:
             with meter_of("cpu") as meter:

@@ -23,7 +23,7 @@ from hopline.inference.cache import LastInference
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences, repeats
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
-from hopline.units.batch_unit import supervised
+from hopline.units.batch_unit import supervised_loss
 from tests.fake_cuda import FakeCuda, Stream
 from tests.runs import sage, small
 
@@ -84,7 +84,7 @@ def test_there_is_none_on_a_cpu_and_none_under_a_budget():
         model=GNN([SAGEConv(8, 4)]),
         module=nn.Identity(),
         train_ids=data.splits["train"],
-        train_step=supervised("multiclass", 4),
+        train_step=supervised_loss("multiclass", 4),
         device=torch.device("cuda"),
     )
     found = Measure(trainer.method, captured=captured).captured_inference(gpu)
@@ -119,7 +119,7 @@ def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
         model=model,
         module=model,
         train_ids=data.splits["train"],
-        train_step=supervised("multiclass", 4),
+        train_step=supervised_loss("multiclass", 4),
         say=say,
     )
 

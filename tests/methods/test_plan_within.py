@@ -18,7 +18,7 @@ from hopline.methods.plan_within import learn, plan_of
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
-from hopline.units.batch_unit import BatchUnit, supervised
+from hopline.units.batch_unit import BatchUnit, supervised_loss
 from hopline.util.config import parse_size
 from tests.helpers import dataset_of, randn, random_graph, stack_of
 
@@ -32,7 +32,7 @@ METHODS: list[Method] = [
 def outline_of(**options: Any) -> RunOutline:
     data = dataset_of(random_graph(1000, 8000), randn(1000, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3), **options).double()
-    step = supervised("single", 3)
+    step = supervised_loss("single", 3)
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=data.splits["train"], train_step=step)
     return RunOutline(job=job)
 

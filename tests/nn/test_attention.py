@@ -17,7 +17,7 @@ from hopline.core.batch import Block
 from hopline.core.row_handles import Rows
 from hopline.core.tree_layout import TreeBlock, TreeSampler
 from hopline.nn import GNN, conv_adapter
-from hopline.nn.attention import MOST_CHANNELS, attention, is_fused_attention
+from hopline.nn.attention import MAX_CHANNELS, attention, is_fused_attention
 from hopline.nn.conv_adapter import convolve
 from hopline.tables import TensorTable
 from tests.grids import RUNS_ON_GPU, parametrize_kernel
@@ -178,7 +178,7 @@ def test_what_is_not_fused():
     assert not is_fused_attention(pyg.SAGEConv(4, 4))
     assert not is_fused_attention(pyg.GATConv(4, 4, edge_dim=2))
     assert not is_fused_attention(pyg.GATConv(4, 4, aggr="mean"))
-    assert not is_fused_attention(pyg.GATConv(4, MOST_CHANNELS + 1))
+    assert not is_fused_attention(pyg.GATConv(4, MAX_CHANNELS + 1))
     assert not is_fused_attention(type("Other", (pyg.GATConv,), {})(4, 4))
     for listen in ("register_forward_hook", "register_message_forward_hook", "register_edge_update_forward_hook"):
         conv = pyg.GATv2Conv(4, 4)

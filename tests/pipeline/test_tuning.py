@@ -29,13 +29,13 @@ def machine(prepare_s: float, train_s: float, cores: int = 99) -> Callable[[int]
     return epoch
 
 
-def tuned(epoch: Callable[[int], Load], epochs: int = 12, *, cores: int = 16, most_ahead: int = 16) -> Tuning:
+def tuned(epoch: Callable[[int], Load], epochs: int = 12, *, cores: int = 16, max_look_ahead: int = 16) -> Tuning:
     start = min(8, cores)
-    tuning = Tuning(start, min(2 * start, most_ahead), cores, most_ahead)
+    tuning = Tuning(start, min(2 * start, max_look_ahead), cores, max_look_ahead)
     for _ in range(epochs):
         tuning.learn(epoch(tuning.workers))
         assert 1 <= tuning.workers <= cores
-        assert tuning.look_ahead <= most_ahead
+        assert tuning.look_ahead <= max_look_ahead
     return tuning
 
 
@@ -49,10 +49,10 @@ def test_training_that_never_waits_keeps_twice_the_threads_it_needs(prepare_s: f
 def test_training_that_waits_gets_more_threads_within_the_cores_and_the_bound():
     assert tuned(machine(30.0, 1.0)).threads == (16, 16)
     assert tuned(machine(30.0, 1.0), cores=64).threads == (16, 16), "more threads than batches ahead would be idle"
-    assert tuned(machine(30.0, 1.0), cores=64, most_ahead=40).threads == (32, 40)
-    assert tuned(machine(90.0, 1.0), cores=64, most_ahead=40).threads == (40, 40)
+    assert tuned(machine(30.0, 1.0), cores=64, max_look_ahead=40).threads == (32, 40)
+    assert tuned(machine(90.0, 1.0), cores=64, max_look_ahead=40).threads == (40, 40)
     assert tuned(machine(30.0, 1.0), cores=4).threads == (4, 8)
-    assert tuned(machine(30.0, 1.0), cores=16, most_ahead=3).threads == (8, 3)
+    assert tuned(machine(30.0, 1.0), cores=16, max_look_ahead=3).threads == (8, 3)
 
 
 def test_the_first_epoch_and_short_ones_tell_nothing():

@@ -32,7 +32,7 @@ def test_the_bound_is_what_a_pipeline_takes_that_nothing_holds_up(num_batches: i
         assert bound == pytest.approx(played(prepare_s, train_s, num_batches, workers) / (num_batches * serial_s))
 
 
-TWO_CORES = Setup(workers=2, look_ahead=4, most_workers=2, num_cores=2, sampled=True)
+TWO_CORES = Setup(workers=2, look_ahead=4, max_workers=2, num_cores=2, sampled=True)
 
 
 def explained(setup: Setup = TWO_CORES, alone: Any = None, **stages: float) -> Explanation:
@@ -70,15 +70,15 @@ QUICK = {"sample": 1.0, "gather": 2.0, "wait": 0.1, "forward": 4.0, "backward": 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"most_workers": 16, "num_cores": 16}, "^sample, waited for 60% of the time: set method.workers=5$"),
-        ({"workers": 4, "look_ahead": 8, "most_workers": 16}, "method.workers=5$"),
-        ({"most_workers": 3}, "method.workers=3$"),
+        ({"max_workers": 16, "num_cores": 16}, "^sample, waited for 60% of the time: set method.workers=5$"),
+        ({"workers": 4, "look_ahead": 8, "max_workers": 16}, "method.workers=5$"),
+        ({"max_workers": 3}, "method.workers=3$"),
         ({}, "set smaller method.fanouts$"),
         ({"gpu_free": True}, "smaller method.fanouts, or device=cuda$"),
         ({"on_gpu": True}, "set placement.graph=pinned placement.features=pinned$"),
         ({"workers": 4, "look_ahead": 2}, "prefetch too short, .*: set method.look_ahead=8$"),
         ({"workers": 4, "look_ahead": 2, "planned": True}, "prefetch too short, .*: raise budget=$"),
-        ({"workers": 1, "most_workers": 1, "sampled": False}, "^sample, waited for 60% of the time$"),
+        ({"workers": 1, "max_workers": 1, "sampled": False}, "^sample, waited for 60% of the time$"),
     ],
 )
 def test_training_that_waits(changes: dict[str, Any], words: str):
@@ -88,7 +88,7 @@ def test_training_that_waits(changes: dict[str, Any], words: str):
 
 
 def test_threads_that_mostly_wait_for_cores_would_gain_nothing_by_more_threads():
-    found = explained(with_changes(most_workers=8, num_cores=2), alone={"sample": 3.0, "gather": 1.0}, **SLOW)
+    found = explained(with_changes(max_workers=8, num_cores=2), alone={"sample": 3.0, "gather": 1.0}, **SLOW)
     assert found.bottleneck == "cores"
     assert "too few cores (2)" in found.sentence
     assert "method.workers" not in found.sentence
@@ -131,7 +131,7 @@ def test_without_threads():
     assert "raise budget=" in explained(with_changes(workers=0, planned=True), **stages).sentence
     one_core = explained(with_changes(workers=0, num_cores=1), **stages)
     assert one_core.sentence.endswith("the work: set smaller method.fanouts")
-    gpu = with_changes(workers=0, on_gpu=True, drawn_on_gpu=True, most_workers=0)
+    gpu = with_changes(workers=0, on_gpu=True, drawn_on_gpu=True, max_workers=0)
     assert explained(gpu, **stages).sentence == "backward, 26% of the work: try precision=bf16"
     drawn = explained(gpu, sample=6.0, forward=2.0, backward=1.5)
     assert drawn.sentence == "sample, 63% of the work: set smaller method.fanouts"
@@ -145,7 +145,7 @@ def test_a_verdict_is_short_and_advises_only_what_can_be_done():
     timed: list[dict[str, float]] = [SLOW, QUICK, {"sample": 1.0, "forward": 1.0}, {"move": 40.0, "wait": 10.0}]
     timed += [{"forward": 1.0, name: 9.0} for name in ("exchange", "checkpoint", "divide", "gather")]
     setups = [
-        with_changes(workers=workers, most_workers=16, **dict(zip(flags, values, strict=True)))
+        with_changes(workers=workers, max_workers=16, **dict(zip(flags, values, strict=True)))
         for workers, *values in itertools.product((0, 1, 16), *[(False, True)] * len(flags))
     ]
     for stages, setup in itertools.product(timed, setups):

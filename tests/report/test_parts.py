@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hopline.report.page import MANY_ROWS, Html, budget_section, plan_section, table, thinned
+from hopline.report.page import MANY_ROWS, Html, budget_section, plan_section, table, thin_out
 
 MIB = 2**20
 
@@ -26,12 +26,12 @@ def text(html: str) -> str:
 
 def test_thinning_keeps_the_largest_of_every_stretch():
     values = [random.Random(7).random() for _ in range(1000)]
-    found, per_point = thinned(values, 300)
+    found, per_point = thin_out(values, 300)
     assert per_point == 4
     assert len(found) == 250
     assert found == [max(values[at : at + 4]) for at in range(0, 1000, 4)]
-    assert thinned(values[:300], 300) == (values[:300], 1)
-    assert thinned([], 300) == ([], 1)
+    assert thin_out(values[:300], 300) == (values[:300], 1)
+    assert thin_out([], 300) == ([], 1)
 
 
 def test_predicted_and_measured_bytes_by_epoch():

@@ -16,7 +16,7 @@ from hopline.methods.plan_within import learn, plan_of
 from hopline.methods.sampled.settings import Auto, Sampled
 from hopline.nn import GNN
 from hopline.run import compare_methods as choosing
-from hopline.run.compare_methods import Candidate, choose, compare, first_nodes, outline_of_run, recommended, table_of
+from hopline.run.compare_methods import Candidate, choose, compare, first_nodes, outline_of_run, recommend, table_of
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import parse_size
@@ -37,7 +37,7 @@ def test_every_method_is_planned_and_timed():
     assert [c.name for c in found] == ["sampled", "historical", "full_batch"]
     assert all(c.plan is not None and 0 < c.seconds < 60 for c in found)
     assert [c.plan.steps for c in found if c.plan] == [3, 4, 1]
-    best = recommended(found)
+    best = recommend(found)
     assert best is min(found, key=lambda c: c.seconds / c.plan.steps)  # type: ignore[union-attr]
     rows = table_of(found)
     assert [len(row) for row in rows] == [7] * 3
@@ -66,8 +66,8 @@ def test_the_fastest_step_is_recommended_of_those_that_fit():
     slow, fast = (Candidate(method=SAMPLED, plan=plan, seconds=s) for s in (3.0, 1.0))
     refused = Candidate(method=Historical(), refusal="it does not fit")
     unknown = Candidate(method=FullBatch(), plan=plan)
-    assert recommended([slow, fast, refused, unknown]) is fast
-    assert recommended([refused]) is None
+    assert recommend([slow, fast, refused, unknown]) is fast
+    assert recommend([refused]) is None
     assert table_of([refused]) == [["historical", *["-"] * 5, "it does not fit"]]
 
 
@@ -97,7 +97,7 @@ def test_the_first_nodes_are_the_graph_between_them():
 
 
 def test_a_large_graph_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(choosing, "MOST_EDGES", 1000)
+    monkeypatch.setattr(choosing, "MAX_TIMED_EDGES", 1000)
     outline, scale = choosing._smaller(outline_of())
     assert outline.data.num_nodes < 600
     assert scale == 4800 / outline.data.num_edges
@@ -159,4 +159,4 @@ def test_a_method_whose_steps_are_refused_leaves_the_others(monkeypatch: pytest.
     found = compare(SAMPLED, outline_of(), Budget(host="1GiB"))
     assert [c.plan is None for c in found] == [True, False, False]
     assert found[0].refusal == "a batch may take more"
-    assert recommended(found) is not found[0]
+    assert recommend(found) is not found[0]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hopline.device import streams
-from hopline.training.optimizer import MAX_CAPTURES, MOST_SEEN, Update, make_optimizer, split_decay
+from hopline.training.optimizer import MAX_CAPTURES, MAX_SEEN_KEYS, Update, make_optimizer, split_decay
 from tests.fake_cuda import FakeCuda
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
@@ -155,10 +155,10 @@ def test_places_that_never_come_again_are_not_remembered_but_graphs_are(
     first, others = noted.place(), []
     for _ in range(3):
         noted.did(first)
-    for _ in range(MOST_SEEN + 5):
+    for _ in range(MAX_SEEN_KEYS + 5):
         others.append(noted.place())  # all at once, so that each is at another place
         noted.did(others[-1])
-    assert len(noted.update.captured) < MOST_SEEN
+    assert len(noted.update.captured) < MAX_SEEN_KEYS
     assert noted.did(first) == "replay of 0"
     assert noted.did(others[0]) == "run", "it was forgotten"
     assert noted.did(others[0]) == CAPTURED.format(1)

@@ -14,7 +14,7 @@ from hopline.contract import Unit
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import Seat, World
-from hopline.training.rank_steps import taken_together, total_size
+from hopline.training.rank_steps import align_groups, total_size
 from hopline.util.errors import RankError
 from tests.training.own_ranks import train
 
@@ -84,7 +84,7 @@ def test_units_that_know_the_total_cost_one_exchange_an_epoch() -> None:
         yield [*units[:2]]
         yield [units[2]]
 
-    assert list(taken_together(groups(), world)) == [units[:2], units[2:]]
+    assert list(align_groups(groups(), world)) == [units[:2], units[2:]]
     assert total_size(units, world) == 17
     assert world.exchanges == 1
 

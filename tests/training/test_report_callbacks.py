@@ -14,7 +14,7 @@ from hopline.budget.guard import Guard
 from hopline.contract import Budget
 from hopline.report.bottleneck import Explanation, Setup, explain
 from hopline.report.page import render
-from hopline.training.report_callbacks import MOST_POINTS, WatchBudget, setup_of
+from hopline.training.report_callbacks import MAX_POINTS, WatchBudget, setup_of
 from tests.helpers import guarded
 from tests.runs import fit, method, records, sage, small
 
@@ -51,14 +51,14 @@ def _listening(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_budgets_record_is_in_the_report_of_its_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    guard = StandIn(steps=10 * MOST_POINTS, split=3, pieces=7, over=2, oom=1, cut=4, edges_cut=5000, resampled=6)
+    guard = StandIn(steps=10 * MAX_POINTS, split=3, pieces=7, over=2, oom=1, cut=4, edges_cut=5000, resampled=6)
     run = hl.Trainer(sage(small()), small(), method(), callbacks=[Guarded(guard)], epochs=1, out=tmp_path).fit()
     assert run.epochs == 1
     (found,) = records(tmp_path, "budget")
     assert found["epoch"] == 1
-    assert (found["num_steps"], found["steps_per_point"]) == (10 * MOST_POINTS, 10)
-    assert len(found["before"]) == len(found["after"]) == MOST_POINTS
-    assert max(found["before"]) == 10 * MOST_POINTS - 1
+    assert (found["num_steps"], found["steps_per_point"]) == (10 * MAX_POINTS, 10)
+    assert len(found["before"]) == len(found["after"]) == MAX_POINTS
+    assert max(found["before"]) == 10 * MAX_POINTS - 1
     (line,) = said(caplog, "promised")
     assert line.startswith("budget: ")
     for words in ("3 batches split into 7 pieces", "6 samples drawn anew", "5,000 edges cut from 4 batches"):
@@ -206,10 +206,10 @@ def test_advice_is_for_what_this_run_can_change():
     assert found == Setup(
         workers=0,
         look_ahead=2,
-        most_workers=found.num_cores,
+        max_workers=found.num_cores,
         num_cores=found.num_cores,
         sampled=True,
         gpu_free=found.gpu_free,
     )
     whole = setup_of(hl.Trainer(sage(data), data, hl.FullBatch(num_shards=2), show=False))
-    assert (whole.workers, whole.most_workers, whole.sampled) == (0, 0, False)
+    assert (whole.workers, whole.max_workers, whole.sampled) == (0, 0, False)

@@ -47,7 +47,7 @@ from hopline.util.config import format_size, parse_size
 
 Step = Callable[[Batch], Tensor]
 """What is done with a batch, or with a piece of one."""
-MOST_REDRAWS = 10
+MAX_REDRAWS = 10
 SHRINK, RECOVER = 0.8, 1.02
 """What is aimed at after memory ran out, as a share of what was promised; and by how much more after each good step."""
 
@@ -371,7 +371,7 @@ class Guard:
     # ---- other edges
 
     def _cut(self, batch: Batch) -> Batch:
-        key, bytes_of = ops.derive_key(_key_of(batch), MOST_REDRAWS + 1), self._bytes_of(batch, is_split=True)
+        key, bytes_of = ops.derive_key(_key_of(batch), MAX_REDRAWS + 1), self._bytes_of(batch, is_split=True)
         found = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
         self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
         return found
@@ -381,7 +381,7 @@ class Guard:
         if redraw is None:
             raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
         bytes_of = self._bytes_of(batch, is_split=True)
-        for number in range(MOST_REDRAWS):
+        for number in range(MAX_REDRAWS):
             key = ops.derive_key(_key_of(batch), number)
             blocks = tuple(b.scaling_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
             self.ledger.note_resampled()

@@ -30,7 +30,7 @@ BytesOf = Callable[[Sizes], float]
 """What a batch of some sizes takes; never less for more nodes or edges."""
 SMALL_TENSOR_BYTES = 1024
 """Bytes of what is small in every piece."""
-MOST_FILLED, FILLED_BY, FILLED_TO = 4, 32, 0.97
+MAX_FILLED_GROUPS, FILLED_BY, FILLED_TO = 4, 32, 0.97
 """Up to so many groups the first is filled, by so many parts of the seeds, to so much of the limit: promises move until
 its turn comes, and one that would then be too large is split again."""
 
@@ -264,7 +264,7 @@ def _first_filled(
     ones; and the larger the groups that were seen are, the less is added to the promise for still larger ones.
     """
     num_groups, seeds = len(groups), torch.cat(groups)
-    if not 1 < num_groups <= MOST_FILLED:
+    if not 1 < num_groups <= MAX_FILLED_GROUPS:
         return groups
     shares = balanced_groups(seed_cost[seeds], FILLED_BY)
 

@@ -38,7 +38,7 @@ RIDGE = 1e-4
 """How much the terms are held together: few steps tell how large all are, many how large each is."""
 DEVIATIONS = 3.0
 """Standard deviations of the residuals that are added to a promise,"""
-LEAST_MARGIN = 0.02
+MIN_MARGIN = 0.02
 """and the least share of it that is."""
 BEYOND = 0.3
 """Share of the bound added for what goes beyond the largest step seen: another moment may then be the step's peak."""
@@ -241,8 +241,8 @@ class Predictor:
         beyond = BEYOND * float(self.costs.array @ np.maximum(more, 0, out=more)) / expected
         apart = np.maximum.reduce(np.maximum(shape - learnt.shapes[1], learnt.shapes[0] - shape))
         other = UNLIKE * max(0.0, float(apart))
-        learnt_bytes = expected * (1 + max(margin, LEAST_MARGIN) + beyond + other)
-        scaled_bytes = learnt.scaled(sizes) * (1 + max(noise, LEAST_MARGIN)) + learnt.unsteady
+        learnt_bytes = expected * (1 + max(margin, MIN_MARGIN) + beyond + other)
+        scaled_bytes = learnt.scaled(sizes) * (1 + max(noise, MIN_MARGIN)) + learnt.unsteady
         return min(bound, min(learnt_bytes, scaled_bytes) + self.costs.rounding)
 
     def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:

@@ -20,7 +20,7 @@ from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.nn.whole_module import as_walkable
 from hopline.units.batch_unit import BatchUnit, own_threads
 
-MOST_PROBED, LONG_S = 1024, 0.3
+MAX_PROBE_SEEDS, LONG_S = 1024, 0.3
 """Most seeds of the steps by which a model is learnt, and the seconds after which one is the last."""
 
 
@@ -49,7 +49,7 @@ def measure_steps(
                 break  # what is known was too good, and stays all that is known
             job.module.zero_grad(set_to_none=True)
             predictor.observe(sizes, meter.peak_bytes)
-            lasted = time.perf_counter() - began > LONG_S or size >= min(MOST_PROBED, outline.train_ids.numel())
+            lasted = time.perf_counter() - began > LONG_S or size >= min(MAX_PROBE_SEEDS, outline.train_ids.numel())
             if predictor.is_sure and lasted:
                 break
             size = min(2 * size, outline.train_ids.numel())

@@ -11,11 +11,16 @@ from hopline.core.graph import Graph
 
 
 def neighborhood(
-    graph: Graph, seeds: Tensor, num_hops: int, most: int | None = None, id_map: ops.AnyIdMap | None = None
+    graph: Graph,
+    seeds: Tensor,
+    num_hops: int,
+    max_nodes_and_edges: int | None = None,
+    id_map: ops.AnyIdMap | None = None,
 ) -> Block | None:
     """The square block of all in-edges of the nodes less than `num_hops` hops from distinct seeds.
 
-    Seeds come first. The nodes `num_hops` away have no in-edges in it. most: where the block would have more nodes and
+    Seeds come first. The nodes `num_hops` away have no in-edges in it. max_nodes_and_edges: where the block would have
+    more nodes and
     edges than that together, it is not made, and None is returned. id_map: an empty one of the graph's, to use again.
     """
     seeds = seeds if graph.device.type == "cpu" else seeds.to(graph.device)
@@ -31,7 +36,7 @@ def neighborhood(
             num_done += new_ids.numel()
             # Degrees tell how many edges a hop will bring before they are read.
             num_edges += int(graph.in_degrees(new_ids).sum())
-            if most is not None and num_done + num_edges > most:
+            if max_nodes_and_edges is not None and num_done + num_edges > max_nodes_and_edges:
                 return None
             found = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, -1, 0)
             counts.append(found.indptr.diff())
@@ -40,7 +45,7 @@ def neighborhood(
         node_ids = id_map.ids()
     finally:
         id_map.clear()
-    if most is not None and node_ids.numel() + num_edges > most:
+    if max_nodes_and_edges is not None and node_ids.numel() + num_edges > max_nodes_and_edges:
         return None
     # A node's edges are read at the hop after the one that reached it, so they are sorted by destination.
     indptr = torch.zeros(node_ids.numel() + 1, dtype=torch.int64, device=seeds.device)

@@ -39,7 +39,7 @@ from hopline.data.store import open_folder, write_nodes
 from hopline.data.writer import FolderWriter, writing
 from hopline.util.progress import progress
 
-MOST_IDLE = 1000
+MAX_IDLE_RATIO = 1000
 """Nodes per edge beyond which ids are taken for names rather than numbers, unless num_nodes= says otherwise."""
 NUM_BUCKETS = 1 << 12
 """Destination ranges into which each run is cut; they are joined again into groups of one chunk's size."""
@@ -153,7 +153,7 @@ def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], opti
         num_edges += index.size(1)
     if largest < 0:
         raise ValueError("There are no edges, so the number of nodes is not known: give num_nodes=.")
-    if largest > MOST_IDLE * (num_edges + 1):
+    if largest > MAX_IDLE_RATIO * (num_edges + 1):
         raise ValueError(
             f"Node ids go up to {largest} for only {num_edges} edges: number the nodes from 0 (for a CSV or Parquet "
             f"file ids=map does it), or say that it is meant with num_nodes={largest + 1}."

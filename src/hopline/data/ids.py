@@ -17,7 +17,7 @@ from hopline.tables import Table
 _WHOLE = re.compile(r"\s*(-?(?:0|[1-9][0-9]*))(?:\.0*)?\s*")
 _DECIMAL = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*")
 _INT64 = np.iinfo(np.int64)
-MOST_EXACT = 2**53
+MAX_EXACT_FLOAT = 2**53
 """From here on floating-point numbers are further than 1 apart."""
 
 
@@ -45,7 +45,7 @@ def checked_ids(ids: np.ndarray, where: str, first: int = 0, *, numbers: bool = 
         if empty.size:
             raise _no_id(where, first + empty[0])
         return ids
-    wrong = np.flatnonzero(~(np.abs(ids) < MOST_EXACT) | (ids != np.round(ids)))  # an empty cell is NaN
+    wrong = np.flatnonzero(~(np.abs(ids) < MAX_EXACT_FLOAT) | (ids != np.round(ids)))  # an empty cell is NaN
     if wrong.size:
         bad, row = ids[wrong[0]], first + wrong[0]
         if np.isnan(bad):

@@ -22,7 +22,7 @@ from hopline.util.log import logger
 KNOWN_TASKS: dict[str, Task] = {"tolokers": "binary", "minesweeper": "binary", "questions": "binary"}
 """Two-class graphs that are scored by ROC-AUC by convention, which their files do not say."""
 
-MOST_CLASSES = 10_000_000
+MAX_CLASSES = 10_000_000
 """A larger label is a mistake: a model has a column per class."""
 
 SplitSets = tuple[dict[str, Tensor], ...]
@@ -231,7 +231,7 @@ def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
                 raise ValueError(
                     f"Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes; {REGRESSION}."
                 )
-            if labels.numel() and float(labels.max()) > MOST_CLASSES:
+            if labels.numel() and float(labels.max()) > MAX_CLASSES:
                 raise _too_large(f"{float(labels.max()):g}")
         return labels.long(), task or "single"
     if task not in (None, "multi"):
@@ -246,7 +246,7 @@ def count_classes(y: Tensor | None, task: Task) -> int:
     if task == "multi":
         return y.size(1)
     largest = int(y.max()) if y.numel() else 0
-    if largest > MOST_CLASSES:
+    if largest > MAX_CLASSES:
         raise _too_large(str(largest))
     return 2 if task == "binary" else max(largest + 1, 1)
 

@@ -43,8 +43,8 @@ class Placement:
                 raise ValueError(f"cache={self.cache} needs pinned features: set features=pinned, or leave cache=auto")
 
 
-def with_graph_on_host(wanted: Placement, why: str) -> Placement:
+def with_graph_on_host(requested: Placement, why: str) -> Placement:
     """For methods that work on the edges there."""
-    if wanted.graph in ("device", "pinned"):
-        raise ValueError(f"placement.graph={wanted.graph}, but {why}: set placement.graph=host, or leave it at auto")
-    return replace(wanted, graph="host")
+    if requested.graph in ("device", "pinned"):
+        raise ValueError(f"placement.graph={requested.graph}, but {why}: set placement.graph=host, or leave it at auto")
+    return replace(requested, graph="host")

@@ -43,7 +43,7 @@ class CapturedCall(Generic[R]):
         subject: Begins the sentence on failure, with its verb: "steps are".
         say: Where that sentence goes.
         warm_up: Runs of the call before it is due. They compile kernels and set libraries up.
-        most: Captures, at most: a call whose tensors keep moving is not worth another graph.
+        max_captures: Captures, at most: a call whose tensors keep moving is not worth another graph.
     """
 
     def __init__(
@@ -54,30 +54,31 @@ class CapturedCall(Generic[R]):
         subject: str,
         say: Callable[[str], None],
         warm_up: int = 0,
-        most: int = 1,
+        max_captures: int = 1,
     ) -> None:
         self.device = device
         self.purpose = purpose
         self.subject = subject
         self.say = say
         self.warm_up = warm_up
-        self.most = most
+        self.max_captures = max_captures
         self.runs = 0
         """Runs of the call since there was no graph."""
         self.captures = 0
-        """Captures so far. After one that failed or was declined it is `most`: the next one would be no other."""
+        """Captures so far. After one that failed or was declined it is `max_captures`: the next one would be no
+        other."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether to capture the call before it runs the next time."""
-        return self.graph is None and self.runs >= self.warm_up and self.captures < self.most
+        return self.graph is None and self.runs >= self.warm_up and self.captures < self.max_captures
 
     @property
     def is_settled(self) -> bool:
         """Whether the call is captured, or never will be."""
-        return self.graph is not None or self.captures >= self.most
+        return self.graph is not None or self.captures >= self.max_captures
 
     @property
     def result(self) -> R:
@@ -147,9 +148,9 @@ class CapturedCall(Generic[R]):
                 result = run()
             self.graph, self._result = graph, result
         except CaptureDeclined:
-            self.captures = self.most
+            self.captures = self.max_captures
         except Exception as error:
-            self.captures = self.most
+            self.captures = self.max_captures
             reason = " ".join(str(error).split())[:200]
             self.say(f"{self.subject} not captured in a CUDA graph, so kernels are launched one by one: {reason}")
         finally:

@@ -35,7 +35,7 @@ from hopline.inference.resumable import LayerFiles, weights_checksum
 from hopline.nn.structure import structure_of
 from hopline.nn.whole_module import Whole, as_walkable
 from hopline.nn.whole_module_probe import find_hops, find_reach, initialise
-from hopline.units.batch_unit import too_narrow
+from hopline.units.batch_unit import narrow_output_error
 from hopline.util.config import format_size, parse_chunk_bytes
 from hopline.util.log import logger
 from hopline.util.progress import progress
@@ -243,7 +243,7 @@ def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
     """The metric that goes with the dataset's task."""
     if data.task != "multi" and scores.size(-1) == 1:  # one score, of the second of two classes
         if data.num_classes > 2:
-            raise ValueError(too_narrow(1, data.num_classes))
+            raise ValueError(narrow_output_error(1, data.num_classes))
         scores = scores.squeeze(-1)
         scores = (scores > 0).to(labels.dtype) if data.metric == "accuracy" else scores
     return {data.metric: metrics.METRICS[data.metric](scores.float(), labels)}

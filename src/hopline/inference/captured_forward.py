@@ -53,7 +53,7 @@ class CapturedInference:
             subject="evaluation is",
             say=_say_for(self._job),
             warm_up=WARM_UP_INFERENCES,
-            most=MAX_CAPTURES,
+            max_captures=MAX_CAPTURES,
         )
 
     def __call__(self) -> Tensor:

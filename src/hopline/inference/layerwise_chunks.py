@@ -32,9 +32,9 @@ from hopline.util.progress import progress
 
 CHUNK_EDGES = 1 << 20
 """Edges of one chunk; on a GPU, where every chunk costs the host a while, up to"""
-MOST_EDGES, BYTES_PER_EDGE = 1 << 24, 1 << 13
+MAX_GPU_EDGES, BYTES_PER_EDGE = 1 << 24, 1 << 13
 """so many, by the bytes that it has; where no conv makes a row per edge up to"""
-MOST_FUSED_EDGES, BYTES_PER_FUSED_EDGE = 1 << 26, 1 << 9
+MAX_GPU_EDGES_FUSED, BYTES_PER_FUSED_EDGE = 1 << 26, 1 << 9
 """so many."""
 WHOLE_GRAPH_FRACTION = 0.5
 """The part of all nodes from which on a GPU computes a layer at all of them: that needs no block to be made."""
@@ -70,7 +70,7 @@ def default_chunk_edges(device: torch.device, data: Dataset, *, fused: bool = Fa
     """
     if device.type != "cuda":
         return CHUNK_EDGES
-    most, per_edge = (MOST_FUSED_EDGES, BYTES_PER_FUSED_EDGE) if fused else (MOST_EDGES, BYTES_PER_EDGE)
+    most, per_edge = (MAX_GPU_EDGES_FUSED, BYTES_PER_FUSED_EDGE) if fused else (MAX_GPU_EDGES, BYTES_PER_EDGE)
     numbers = math.prod(data.x.shape[1:]) if "x" in data.tables else 0
     per_edge = max(per_edge, 8 * numbers * 4)  # a source of its own, a few times, at worst
     return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), most)

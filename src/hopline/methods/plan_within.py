@@ -15,14 +15,14 @@ from hopline.contract import PLACES, Budget, DoesNotFit, Method, Place, Plan
 from hopline.core.batch import Batch
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
-from hopline.methods.sampled.memory_plan import drawn
+from hopline.methods.sampled.memory_plan import draw_batches
 from hopline.methods.sampled.settings import Sampled, usual_fanouts
 from hopline.nn.gnn import GNN
 from hopline.util.config import kind_of, parse_size
 
 PROBED_FANOUT = 10
 """Fan-out of the batches by whose steps a model is learnt."""
-MOST_TRIED = 5
+MAX_TRIED_BUDGETS = 5
 """Budgets that are tried before one is named."""
 
 
@@ -33,16 +33,16 @@ FOLDER = Path("tables")
 def plan_within(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     """The method's plan; if it does not fit, an error that names a method that would."""
     try:
-        return checked_plan(method, outline, budget)
+        return plan_or_raise(method, outline, budget)
     except DoesNotFit as error:
-        names = [_typed(other) for other in alternatives(method, outline) if _fits(other, outline, budget)]
+        names = [_as_typed(other) for other in alternatives(method, outline) if _fits(other, outline, budget)]
         tip = f"with this budget {names[0]} fits" if names else "no other method fits this budget either"
         raise DoesNotFit(f"{error}; {tip}", error.smallest_bytes) from None
 
 
-def checked_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
+def plan_or_raise(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     """The method's plan; if it does not fit, an error with a budget that was tried and does."""
-    plan = _best_known(method, outline, budget)
+    plan = _find_plan(method, outline, budget)
     if plan.fits:
         return plan
     by_host = outline.compute_place == "host" and budget.host is not None
@@ -69,7 +69,7 @@ def learn(outline: RunOutline, num_blocks: int | None, limit: float = math.inf) 
     predictor, method = outline.predictor(num_blocks), Sampled(fanouts=(PROBED_FANOUT,) * num_blocks)
 
     def draw(num_seeds: int) -> Batch:
-        return next(drawn(method, outline, num_seeds))
+        return next(draw_batches(method, outline, num_seeds))
 
     measure_steps(predictor, outline, draw, limit)
     return predictor
@@ -86,9 +86,9 @@ def _smallest_that_does(
     """Limits by which the method fits, from those that it seems to need: tried as one who types them would find it, who
     knows nothing of the steps measured here."""
     found: dict[Place, int] | None = None
-    for _ in range(MOST_TRIED):
+    for _ in range(MAX_TRIED_BUDGETS):
         anew = replace(outline, predictors={})
-        tried = _best_known(method, anew, _raised(budget, smallest, outline))
+        tried = _find_plan(method, anew, _raise_limits(budget, smallest, outline))
         if not tried.fits:
             if found is not None:
                 break
@@ -103,16 +103,16 @@ def _smallest_that_does(
     return smallest if found is None else found
 
 
-def _best_known(method: Method, outline: RunOutline, budget: Budget) -> Plan:
+def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
     """The plan, for which steps were measured if it does not fit by the bound: within what would fit by that."""
     plan = plan_of(method, outline, budget)
     if plan.fits or _is_sure(plan, outline):
         return plan
-    learn(outline, plan.num_blocks, plan_of(method, outline, _raised(budget, plan.missing, outline)).limit_bytes)
+    learn(outline, plan.num_blocks, plan_of(method, outline, _raise_limits(budget, plan.missing, outline)).limit_bytes)
     return plan_of(method, outline, budget)
 
 
-def _raised(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
+def _raise_limits(budget: Budget, smallest: Mapping[Place, int], outline: RunOutline) -> Budget:
     """The budget with limits that are at least these; on a CPU the device's is the host's."""
     found = {place: str(size) for place, size in smallest.items()}
     if "host" in found and outline.compute_place == "host":
@@ -140,7 +140,7 @@ def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
     return [other for other in found if type(other) is not type(method)]
 
 
-def _typed(method: Method) -> str:
+def _as_typed(method: Method) -> str:
     """How a method is asked for."""
     folder = getattr(method, "folder", None)
     return f"method={kind_of(type(method))}" + ("" if folder is None else f" method.folder={folder}")

@@ -20,14 +20,14 @@ from hopline.core.row_handles import Handle, as_dtype
 from hopline.nn.tree_layers import compute_dtype, edges_to_attend
 from hopline.ops.random import NUM_PURPOSES
 
-MOST_CHANNELS = 512
+MAX_CHANNELS = 512
 """The widest head that is fused: a program of the kernel holds all columns of one."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_fused_attention(conv: Any) -> bool:
     """Exact types only: a subclass may have changed the message."""
-    if type(conv) not in (GATConv, GATv2Conv) or conv.edge_dim is not None or conv.out_channels > MOST_CHANNELS:
+    if type(conv) not in (GATConv, GATv2Conv) or conv.edge_dim is not None or conv.out_channels > MAX_CHANNELS:
         return False
     heard = conv.explain or any(hooks for name, hooks in vars(conv).items() if name.endswith(HOOKS))
     return not heard and type(conv.aggr_module) is SumAggregation and conv.flow == "source_to_target"

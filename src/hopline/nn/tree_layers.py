@@ -17,7 +17,7 @@ from hopline.core.row_handles import Handle, Rows, as_dtype
 from hopline.core.tree_layout import TreeBlock
 
 HALVES = (torch.bfloat16, torch.float16)
-MOST_DEPTH = 512
+MAX_DEPTH = 512
 """The widest [reduced | own] rows that the kernel `hidden_then_reduce` takes."""
 
 
@@ -132,7 +132,7 @@ def pending_rows(
     dtype = compute_dtype(left.dtype)
     if not isinstance(block, TreeBlock) or not block.on_gpu or dtype not in HALVES or how == "max":
         return None
-    if block.scale_sums or 2 * left.size(1) > MOST_DEPTH or not (key is None or isinstance(key, Tensor)):
+    if block.scale_sums or 2 * left.size(1) > MAX_DEPTH or not (key is None or isinstance(key, Tensor)):
         return None
     tree, num_dst = block.tree, block.num_dst
     reads = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None

@@ -212,7 +212,7 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """The mean cross entropy of scores [n, classes] of any precision."""
     if scores.device.type == "cuda" and _has_triton() and scores.dtype != torch.float64:
         kernels = gpu_kernels("loss_and_adam")
-        if 0 < scores.size(1) <= kernels.MOST_CLASSES and scores.size(0):
+        if 0 < scores.size(1) <= kernels.MAX_CLASSES and scores.size(0):
             return kernels.cross_entropy(scores, labels)
     exact = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return torch.nn.functional.cross_entropy(exact, labels)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from hopline.pipeline.stages import Load
 
-MOST_WORKERS = 8
+MAX_FIRST_WORKERS = 8
 """Threads that prepare batches, until epochs show that training waits for more."""
 NEVER, OFTEN = 0.01, 0.1
 """Training that waits for batches less than this part of an epoch has threads to spare, more than that too few."""
@@ -28,9 +28,9 @@ class Tuning:
 
     workers: int
     look_ahead: int
-    most_workers: int
+    max_workers: int
     """Threads that can run at once: cores,"""
-    most_ahead: int
+    max_look_ahead: int
     """and batches that may be kept."""
     settled: bool = False
     """Whether nothing is changed any more."""
@@ -62,11 +62,11 @@ class Tuning:
             self._set(min(self._most(), 2 * self.workers), batch_s * (1 - WORTH))
 
     def _most(self) -> int:
-        return min(self.most_workers, self.most_ahead)
+        return min(self.max_workers, self.max_look_ahead)
 
     def _set(self, workers: int, allowed_s: float) -> None:
         self._before = (*self.threads, allowed_s)
-        self.workers, self.look_ahead = workers, min(2 * workers, self.most_ahead)
+        self.workers, self.look_ahead = workers, min(2 * workers, self.max_look_ahead)
 
 
 class Threads:
@@ -75,7 +75,7 @@ class Threads:
     It belongs to the thread that takes the batches.
 
     Args:
-        workers: How many threads; "auto" is one per core, up to `MOST_WORKERS`, since they give way to training.
+        workers: How many threads; "auto" is one per core, up to `MAX_FIRST_WORKERS`, since they give way to training.
         look_ahead: How many batches they may be ahead; "auto" is two per thread.
         num_cores: Cores of this process.
         by_gpu: Whether a GPU prepares batches, in its own order: threads would only take turns, so there are none.
@@ -89,11 +89,11 @@ class Threads:
         *,
         by_gpu: bool = False,
     ) -> None:
-        num_workers = min(MOST_WORKERS, num_cores) if workers == "auto" else workers
+        num_workers = min(MAX_FIRST_WORKERS, num_cores) if workers == "auto" else workers
         ahead = 2 * max(1, num_workers) if look_ahead == "auto" else look_ahead
         self._fixed = (0, 1) if by_gpu else (num_workers, ahead)
         is_open = workers == look_ahead == "auto" and not by_gpu
-        self._tuning = Tuning(num_workers, ahead, num_cores, 2 * MOST_WORKERS) if is_open else None
+        self._tuning = Tuning(num_workers, ahead, num_cores, 2 * MAX_FIRST_WORKERS) if is_open else None
 
     @property
     def now(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ class Setup:
     """Threads that prepare batches; with 0 whoever trains does."""
     look_ahead: int = 1
     """Batches that may be prepared ahead."""
-    most_workers: int = 0
+    max_workers: int = 0
     """How many threads there can be at most."""
     planned: bool = False
     """Whether a plan within a budget has set these."""
@@ -162,9 +162,9 @@ class _Facts:
             return "look_ahead", f"prefetch too short, training waits {share}", advice
         if spans_s > 2 * prepared_s:
             return "cores", f"too few cores ({setup.num_cores}), training waits {share}", self._less_work(worst)
-        if setup.workers < setup.most_workers:
+        if setup.workers < setup.max_workers:
             needed = -(-prepared_s // max(trained_s, 1e-9))
-            workers = int(min(setup.most_workers, max(setup.workers + 1, needed)))
+            workers = int(min(setup.max_workers, max(setup.workers + 1, needed)))
             return worst, f"{worst}, waited for {share}", f"set method.workers={workers}"
         return worst, f"{worst}, waited for {share}", self._less_work(worst)
 
@@ -177,7 +177,7 @@ class _Facts:
         what = f"preparing batches without prefetch, {self.prepared:.0%} of the work"
         if setup.planned:
             return worst, what, "raise budget="
-        if setup.most_workers and (setup.on_gpu or setup.num_cores > 1):
+        if setup.max_workers and (setup.on_gpu or setup.num_cores > 1):
             return worst, what, "set method.workers=auto"
         return worst, what, self._less_work(worst)
 
@@ -186,7 +186,7 @@ class _Facts:
         setup = self.setup
         if setup.drawn_on_gpu and worst != "sample":
             return "set placement.features=pinned"  # the GPU then reads rows itself
-        if setup.on_gpu and not setup.drawn_on_gpu and setup.most_workers:
+        if setup.on_gpu and not setup.drawn_on_gpu and setup.max_workers:
             return "set placement.graph=pinned placement.features=pinned"  # it then samples itself, too
         if setup.sampled:
             return "set smaller method.fanouts" + (", or device=cuda" if setup.gpu_free else "")

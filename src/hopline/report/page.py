@@ -393,12 +393,12 @@ def _text(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def folded(title: str, content: str) -> str:
+def fold(title: str, content: str) -> str:
     """Hide something behind its title, which opens it on a click."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
-def thinned(values: Sequence[float], most: int) -> tuple[list[float], int]:
+def thin_out(values: Sequence[float], most: int) -> tuple[list[float], int]:
     """(at most so many values, each the largest of its stretch; how many values a stretch has)."""
     per_point = max(1, -(-len(values) // most))
     return [max(values[at : at + per_point]) for at in range(0, len(values), per_point)], per_point
@@ -425,7 +425,7 @@ def budget_section(records: Sequence[Record]) -> str:
     )
     by_epoch = table((*heads, "over", "out of memory"), rows, numbers_from=1)
     if len(rows) > MANY_ROWS:
-        by_epoch = folded(f"By epoch ({len(rows)} rows)", by_epoch)
+        by_epoch = fold(f"By epoch ({len(rows)} rows)", by_epoch)
     return f"<h2>Memory budget</h2>{note}{_bytes_chart(records)}{by_epoch}"
 
 
@@ -474,7 +474,7 @@ def _bytes_chart(records: Sequence[Record]) -> str:
 
 def _fewer(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """As many points as a chart shows; the largest of those that lie together stays."""
-    _, per_point = thinned([v for _, v in points], MAX_HOVERS)
+    _, per_point = thin_out([v for _, v in points], MAX_HOVERS)
     stretches = (points[at : at + per_point] for at in range(0, len(points), per_point))
     return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
 
@@ -560,9 +560,7 @@ def settings_section(config: Mapping[str, Any], keys: Any) -> str:
     if not others:
         return f"<h2>Settings</h2>{rows(changed)}"
     shown = rows(changed) if changed else '<p class="dim">All settings have their default values.</p>'
-    return (
-        f"<h2>Changed settings</h2>{shown}{folded(f'{len(others)} settings with their default values', rows(others))}"
-    )
+    return f"<h2>Changed settings</h2>{shown}{fold(f'{len(others)} settings with their default values', rows(others))}"
 
 
 def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequence[Record]) -> dict[str, float]:
@@ -618,7 +616,7 @@ def _evaluation(stages: Sequence[Record]) -> str:
     unit = unit_of(times)
     rows = [(str(stage.get("name")), *(unit.write(stage.get(column)) for column in columns)) for stage in stages]
     heads = ("stage", f"first epoch ({unit.name})", f"later epochs, mean ({unit.name})")
-    return folded("Stages of evaluation", table(heads, rows, numbers_from=1))
+    return fold("Stages of evaluation", table(heads, rows, numbers_from=1))
 
 
 def stages_of(epoch: Record) -> dict[str, float]:

@@ -25,7 +25,7 @@ from hopline.device.meter import find_device
 from hopline.device.snapshots import preserve_rng
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
-from hopline.methods.plan_within import alternatives, checked_plan, learn
+from hopline.methods.plan_within import alternatives, learn, plan_or_raise
 from hopline.methods.sampled.settings import Sampled
 from hopline.tables import TensorTable
 from hopline.training.settings import TrainSettings
@@ -35,7 +35,7 @@ from hopline.util.config import format_size, kind_of
 
 TIMED, LONG_S = 3, 5.0
 """Steps that are timed, after one that is not, and the seconds after which no other is."""
-MOST_EDGES = 1 << 23
+MAX_TIMED_EDGES = 1 << 23
 """Of the graph on which methods that go over all of it are timed; larger ones are timed on a part of theirs."""
 
 
@@ -68,9 +68,9 @@ class Candidate:
         return kind_of(type(self.method))
 
 
-def _planned(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
+def _plan(method: Method, outline: RunOutline, budget: Budget) -> Candidate:
     try:
-        return Candidate(method=method, plan=checked_plan(method, outline, budget))
+        return Candidate(method=method, plan=plan_or_raise(method, outline, budget))
     except ValueError as error:  # it does not fit, or the model is not one for it
         return Candidate(method=method, refusal=str(error))
 
@@ -85,7 +85,7 @@ def compare(method: Method | None, outline: RunOutline, budget: Budget, *, probe
     for one in [*([] if method is None else [method]), *alternatives(method, outline)]:
         before = found.get(kind_of(type(one)))
         if before is None or before.plan is None:
-            planned = _planned(one, outline, budget)
+            planned = _plan(one, outline, budget)
             found[planned.name] = planned if planned.plan is not None or before is None else before
     return [_with_seconds(candidate, budget, outline) if probe else candidate for candidate in found.values()]
 
@@ -99,7 +99,7 @@ def _with_seconds(candidate: Candidate, budget: Budget, outline: RunOutline) -> 
         return replace(candidate, plan=None, refusal=str(error))
 
 
-def recommended(candidates: Sequence[Candidate]) -> Candidate | None:
+def recommend(candidates: Sequence[Candidate]) -> Candidate | None:
     """The one whose optimizer steps are the fastest: epochs are of a few, of many, or of one step."""
 
     def lasts(candidate: Candidate) -> float:
@@ -112,7 +112,7 @@ def recommended(candidates: Sequence[Candidate]) -> Candidate | None:
 def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
     """What `method=auto` takes, and a line that says why."""
     found = compare(None, outline, budget)
-    best = recommended(found)
+    best = recommend(found)
     if best is None or best.plan is None:
         reasons = "; ".join(candidate.refusal for candidate in found)
         raise ValueError(f"no method fits this budget: {reasons}")
@@ -138,11 +138,11 @@ def _seconds(plan: Plan, budget: Budget, outline: RunOutline) -> float:
             method = replace(method, folder=Path(folder))
         with limit_cuda_memory(budget, job.device):
             work, guard = method.bind(job), guard_of(plan, budget, job, outline)
-            lasted = _timed(work if guard is None else work.guarded(guard, plan), job)
+            lasted = _time_steps(work if guard is None else work.guarded(guard, plan), job)
     return scale * plan.steps * sum(lasted) / len(lasted)
 
 
-def _timed(work: Work, job: Job) -> list[float]:
+def _time_steps(work: Work, job: Job) -> list[float]:
     """Seconds of some steps."""
     epochs, lasted = (units_from(work, epoch) for epoch in count(1)), []
     with preserve_rng(job.device), own_threads(job):
@@ -162,9 +162,9 @@ def _timed(work: Work, job: Job) -> list[float]:
 def _smaller(outline: RunOutline) -> tuple[RunOutline, float]:
     """The run on the first nodes of its graph, and by how much the whole of it is larger."""
     data = outline.data
-    if data.num_edges <= MOST_EDGES:
+    if data.num_edges <= MAX_TIMED_EDGES:
         return outline, 1.0
-    num_nodes = max(1, int(torch.searchsorted(data.graph.indptr, MOST_EDGES)))
+    num_nodes = max(1, int(torch.searchsorted(data.graph.indptr, MAX_TIMED_EDGES)))
     part = first_nodes(data, num_nodes)
     ids = outline.train_ids[outline.train_ids < num_nodes]
     ids = ids if ids.numel() else torch.zeros(1, dtype=torch.int64)

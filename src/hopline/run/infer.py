@@ -114,13 +114,13 @@ def _pieces(
     """What is to be written, in its order; of several ranks the first one gets it."""
     if isinstance(data, ShardedData):
         ids, scores = _of_rank(model, data, settings, config, world)
-        yield from _to_first(data.channel, ids, _wanted(scores, data, config), data.num_nodes)
+        yield from _to_first(data.channel, ids, _select(scores, data, config), data.num_nodes)
         return
     ids = None if config.nodes == "all" else data.splits[config.nodes]
     every = torch.arange(data.num_nodes) if ids is None else ids
     if config.inference == "sampled":
         batches = _in_order(settings).loader(data, every, seed=settings.seed, device=world.device, model=model)
-        yield _wanted(infer.sampled(model, batches, num_nodes=every.numel(), show=True), data, config)
+        yield _select(infer.sampled(model, batches, num_nodes=every.numel(), show=True), data, config)
         return
     options: dict[str, Any] = {"chunk_bytes": config.chunk_bytes, "device": world.device, "folder": config.folder}
     if isinstance(data, AllShards):
@@ -132,7 +132,7 @@ def _pieces(
         hops = hops_of(walk, data, settings.method) if config.hops is None else config.hops
         read = infer.exact_rows(walk, data, ids, hops=hops, show=True, **options)
     for some in every.split(NODES_AT_ONCE):
-        yield _wanted(read(some), data, config)
+        yield _select(read(some), data, config)
 
 
 def _of_rank(
@@ -175,7 +175,7 @@ def _to_first(channel: Channel, ids: Tensor, rows: Tensor, num_nodes: int) -> It
         yield got[got_ids.argsort()]
 
 
-def _wanted(scores: Tensor, data: Dataset, config: InferConfig) -> Tensor:
+def _select(scores: Tensor, data: Dataset, config: InferConfig) -> Tensor:
     return scores.float() if config.write == "scores" else _classes(scores, data.task)
 
 

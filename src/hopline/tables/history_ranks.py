@@ -136,10 +136,10 @@ class SharedHistories(Histories):
 
     def state_dict(self) -> dict[str, Any]:
         """All rows, in the first rank; the others have none to give."""
-        tables = {str(l): self._gathered(table) for l, table in self.tables.items()}
-        return {"tables": tables, "written": self._gathered(self.written), "step": self.step}
+        tables = {str(l): self._gather(table) for l, table in self.tables.items()}
+        return {"tables": tables, "written": self._gather(self.written), "step": self.step}
 
-    def _gathered(self, table: Tensor) -> Tensor:
+    def _gather(self, table: Tensor) -> Tensor:
         own, start = self.owners.own, self.owners.host.start
         rows = table[own.start - start : own.stop - start]
         got = self.world.swap([rows if rank == 0 else rows[:0] for rank in range(self.world.size)])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FILE = "checkpoint.pt"
 FORMAT = 1
-MOST_SHARE = 0.02
+MAX_TIME_SHARE = 0.02
 """Of the time of a run, what checkpoints may take."""
 _MAGIC = b"hopline-checkpoint"
 
@@ -335,7 +335,7 @@ def _shape(shape: list[int] | None) -> str:
 class Checkpoints:
     """When a run's checkpoints are written, and when a signal ends it; a context that holds the signals.
 
-    They are written by time and at the end of training, and take at most `MOST_SHARE` of the time of a run unless
+    They are written by time and at the end of training, and take at most `MAX_TIME_SHARE` of the time of a run unless
     checkpoint_s=0 asks for one after every step. All ranks take part in each; the first one writes. Without a folder
     nothing is written and signals do what they do.
     """
@@ -411,7 +411,7 @@ class Checkpoints:
     def interval_s(self) -> float:
         """Seconds from one to the next: more than were asked for, where writing one takes too large a share of them."""
         asked_s = self.settings.checkpoint_s
-        return max(asked_s, self.took_s / MOST_SHARE) if asked_s else 0.0
+        return max(asked_s, self.took_s / MAX_TIME_SHARE) if asked_s else 0.0
 
     def write_if_due(self, trainer: Trainer, run: Run, *, at_end: bool = False, in_epoch: bool = False) -> None:
         """By the first rank's clock, or because some rank got a signal: all of them together.

@@ -60,7 +60,7 @@ def check_hooks(job: Job) -> None:
         )
 
 
-def checked_method(method: Method | None) -> Method:
+def check_method(method: Method | None) -> Method:
     """The method, or the usual one; what is no method is refused with what to write."""
     if isinstance(method, Method | None):
         return method or Sampled()
@@ -71,7 +71,7 @@ def checked_method(method: Method | None) -> Method:
     raise ValueError(f"method must be a Method such as hl.{example}(), not {kind} {method!r}")
 
 
-def bound(method: Method, job: Job) -> Work:
+def bind_method(method: Method, job: Job) -> Work:
     """The method's work for a job."""
     work = method.bind(job)
     if not isinstance(work, Work):
@@ -113,7 +113,7 @@ def _takes_two(function: CombineGradients) -> bool:
     return True
 
 
-def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
+def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
     if isinstance(callbacks, Callback):
         raise ValueError(f"callbacks must be a list: write callbacks=[{type(callbacks).__name__}(...)]")
     for callback in callbacks:
@@ -122,7 +122,7 @@ def checked_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
     return list(callbacks)
 
 
-def checked_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
+def check_metric_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
     """own_metric: whether the user's own code computes the metrics."""
     if mode is not None and mode not in get_args(Mode):
         raise ValueError(f"metric_mode must be 'max' or 'min', not {mode!r}")

@@ -17,7 +17,7 @@ WARM_UP_STEPS = 2
 """Steps before any is captured: they set the optimizer up."""
 MAX_CAPTURES = 3
 """Graphs of one optimizer: gradients that keep moving about in memory are not worth another."""
-MOST_SEEN = 64
+MAX_SEEN_KEYS = 64
 """Places of gradients that are remembered."""
 
 
@@ -72,14 +72,14 @@ class Update:
     def _refuse_others(self) -> None:
         """Neither checkpoints nor the weights that are kept have a parameter that is not the model's."""
         own = {id(p) for p in self.parameters}
-        for parameter in self._stepped():
+        for parameter in self._trained_parameters():
             if id(parameter) not in own:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's, so no "
                     "checkpoint would hold it: make it one of the model's (model.temperature = torch.nn.Parameter(...))"
                 )
 
-    def _stepped(self) -> list[Tensor]:
+    def _trained_parameters(self) -> list[Tensor]:
         """What the optimizer steps by now: a callback may have added to it."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -109,7 +109,7 @@ class Update:
 
     def _run(self) -> None:
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._stepped(), self.clip_norm)
+            nn.utils.clip_grad_norm_(self._trained_parameters(), self.clip_norm)
         self.optimizer.step()
 
     def _key(self) -> Hashable:
@@ -122,7 +122,7 @@ class Update:
     def _captured_at(self, key: Hashable) -> CapturedCall[None]:
         """The step with gradients and settings at that place; a new one where they were never before."""
         if key not in self.captured:
-            if len(self.captured) >= MOST_SEEN:
+            if len(self.captured) >= MAX_SEEN_KEYS:
                 self.captured = {other: known for other, known in self.captured.items() if known.graph is not None}
             # Run once before it is captured: gradients that were never there before may move each time.
             self.captured[key] = CapturedCall(

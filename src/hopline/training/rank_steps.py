@@ -36,7 +36,7 @@ def total_size(units: Sequence[Unit], world: World) -> float:
     return int(world.sum([sum(unit.size for unit in units)])[0])
 
 
-def taken_together(groups: Generator[list[Unit], None, None], world: World) -> Generator[list[Unit], None, None]:
+def align_groups(groups: Generator[list[Unit], None, None], world: World) -> Generator[list[Unit], None, None]:
     """The groups of units of an epoch, as many of the same length on every rank; closing it closes `groups`.
 
     Units that know the total of all ranks come in equal numbers, so after the first group nothing is asked. Else a rank

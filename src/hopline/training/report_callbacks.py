@@ -12,7 +12,7 @@ import torch
 
 from hopline import ops
 from hopline.report.bottleneck import Explanation, Setup, explain
-from hopline.report.page import read_records, thinned
+from hopline.report.page import read_records, thin_out
 from hopline.report.writer import Report, write_text
 from hopline.training.callbacks import Callback, EpochEnd, Evaluation, Run, StepEnd, _seconds
 from hopline.training.run_facts import run_facts
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hopline.contract import Place
     from hopline.training.trainer import Trainer
 
-MOST_POINTS = 300
+MAX_POINTS = 300
 """Steps of an epoch that the report keeps bytes of; of more, the largest of each stretch."""
 LONG_S = 10.0
 """Seconds of training from which on a bottleneck is worth a line: of a shorter run there is nothing to gain."""
@@ -59,12 +59,12 @@ class WatchBudget(Callback):
         record = _over_ranks(trainer.guard.take_record(), trainer)
         before, after = record["before"], record["after"]
         record["num_steps"] = len(after)
-        record["before"], _ = thinned(before, MOST_POINTS)
-        record["after"], record["steps_per_point"] = thinned(after, MOST_POINTS)
+        record["before"], _ = thin_out(before, MAX_POINTS)
+        record["after"], record["steps_per_point"] = thin_out(after, MAX_POINTS)
         if self.report is not None:
             self.report.log({"event": "budget", "epoch": epoch.epoch, **record})
         self.records.append(record)
-        if problems := _happened(record, ("oom", "over")):  # the rest is as planned, and can wait for the end
+        if problems := _describe_batches(record, ("oom", "over")):  # the rest is as planned, and can wait for the end
             trainer.say(f"epoch {epoch.epoch}: {problems}")
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
@@ -73,7 +73,7 @@ class WatchBudget(Callback):
         sums = {name: sum(record[name] for record in self.records) for name in SUMMED}
         largest = {name: max(record[name] for record in self.records) for name in ("promised_bytes", "peak_bytes")}
         total = self.records[-1] | sums | largest
-        if words := _happened(total, ("split", "resampled", "cut")):
+        if words := _describe_batches(total, ("split", "resampled", "cut")):
             step, predicted, limit = (format_size(total[f"{name}_bytes"]) for name in ("peak", "promised", "limit"))
             trainer.say(f"budget: {words}; a step took up to {step}, promised {predicted}, allowed {limit}")
 
@@ -90,7 +90,7 @@ def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     return record | {"limit_bytes": -limit, "promised_bytes": promised, "peak_bytes": peak} | counts
 
 
-def _happened(record: dict[str, Any], names: tuple[str, ...]) -> str:
+def _describe_batches(record: dict[str, Any], names: tuple[str, ...]) -> str:
     """What was done to the batches of an epoch or a run, in words: those of the counts that are not 0."""
     words = {
         "split": f"{_batches(record['split'])} split into {record['pieces']} pieces",
@@ -173,7 +173,7 @@ def setup_of(trainer: Trainer) -> Setup:
     return Setup(
         workers=work.workers,
         look_ahead=work.look_ahead,
-        most_workers=work.most_workers,
+        max_workers=work.max_workers,
         planned=work.is_sampled and plan is not None and plan.method != trainer.asked,
         num_cores=trainer.world.num_cores,
         sampled=work.is_sampled,
@@ -214,7 +214,7 @@ class ShowProgress(Callback):
         parameters = sum(p.numel() for p in trainer.model.parameters())
         ranks = f", {trainer.world.size} ranks" if trainer.world.size > 1 else ""
         model = f"{type(trainer.model).__name__}, {parameters:,} parameters"
-        self._print(trainer, f"{model}, {changed(trainer.method)}, {trainer.device}{ranks}")
+        self._print(trainer, f"{model}, {format_changed(trainer.method)}, {trainer.device}{ranks}")
         if ops.is_first_time():
             self._print(trainer, "compiling kernels: once on this machine, some ten seconds")
 
@@ -273,7 +273,7 @@ class ShowProgress(Callback):
         trainer.note(text)
 
 
-def changed(settings: Any) -> str:
+def format_changed(settings: Any) -> str:
     """Settings as one would write them in Python, without those that are as they always are."""
     if not is_dataclass(settings):
         return type(settings).__name__

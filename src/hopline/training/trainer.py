@@ -51,18 +51,18 @@ from hopline.training.checkpoint import Checkpoints, Position
 from hopline.training.evaluation import Measure, TestStep, check_whole, part_hops_of, whole_lines
 from hopline.training.inputs import (
     InPlaceChangeCheck,
-    bound,
+    bind_method,
+    check_callbacks,
     check_hooks,
-    checked_callbacks,
+    check_method,
+    check_metric_mode,
     checked_gradients,
-    checked_method,
-    checked_mode,
     own_module,
     own_world,
 )
 from hopline.training.lr_schedule import Scheduler
 from hopline.training.optimizer import Update, make_optimizer, split_decay
-from hopline.training.rank_steps import taken_together, total_size
+from hopline.training.rank_steps import align_groups, total_size
 from hopline.training.report_callbacks import ShowProgress, WatchBudget, WatchPipeline, WriteReport, peak_bytes
 from hopline.training.run_facts import fingerprints, name_of, settings_of, stored_settings
 from hopline.training.run_lock import HANDOVER_S, RunLock
@@ -151,16 +151,16 @@ class Trainer:
         model = own_module(model, self.world)
         self.model = model.to(self.device)
         walk = as_walkable(self.model)
-        self.method = self.asked = checked_method(method).for_model(walk).for_graph(data.num_nodes)
+        self.method = self.asked = check_method(method).for_model(walk).for_graph(data.num_nodes)
         self.gradients = checked_gradients(gradients, self.method, self.world)
         self.test_step = test_step
         own_metric = test_step is not None or type(self).evaluate is not Trainer.evaluate
-        self.metric_mode: Mode | None = checked_mode(metric_mode, own_metric=own_metric)
+        self.metric_mode: Mode | None = check_metric_mode(metric_mode, own_metric=own_metric)
         self.data, self.metric = data, data.metric
         self.contents, self.structure = fingerprints(self.model, data) if out is not None else ({}, "")
         self._unchanged = InPlaceChangeCheck(data)
         self._report: Report | None = None
-        self.callbacks = checked_callbacks(callbacks)
+        self.callbacks = check_callbacks(callbacks)
         self.out = None if out is None else Path(out)
         self.config = config
         self.num_seeds = data.train_ids.numel()
@@ -181,7 +181,7 @@ class Trainer:
             world=self.world,
             say=self.say,
         )
-        self.work = self._bound(placement or Placement())
+        self.work = self._bind_method(placement or Placement())
         self.part_hops = part_hops_of(self.job, self.method)
         self.captured_inferences = CapturedInferences()
         if self._evaluates_exactly:
@@ -309,7 +309,7 @@ class Trainer:
     def _steps(self, epoch: int) -> Generator[list[Unit], None, None]:
         """The units of each step of the epoch that is not done yet."""
         units = units_from(self.work, epoch, self.position.units, round(self.position.seeds))
-        return taken_together(in_groups(units, self.settings.accumulate), self.world)
+        return align_groups(in_groups(units, self.settings.accumulate), self.world)
 
     def step(self, units: Sequence[Unit]) -> tuple[Tensor, float]:
         """One optimizer step over some units: (mean loss, seeds)."""
@@ -530,11 +530,11 @@ class Trainer:
 
     # ---- before the loop: data, plan and work
 
-    def _bound(self, placement: Placement) -> Work:
+    def _bind_method(self, placement: Placement) -> Work:
         """The method's work, with the data where it is read fastest; with a budget, as a plan has it."""
         if self.budget is None:
             self._place(placement)
-            return bound(self.method, self.job)
+            return bind_method(self.method, self.job)
         async_evaluation = self.settings.evaluate == "async"
         outline = RunOutline(
             job=self.job, optimizer=self.settings.optimizer, placement=placement, async_evaluation=async_evaluation
@@ -543,7 +543,7 @@ class Trainer:
         self.method = self.plan.method
         self._place(self.plan.placement or placement)
         self.guard = guard_of(self.plan, self.budget, self.job, outline)
-        work = bound(self.method, self.job)
+        work = bind_method(self.method, self.job)
         return work if self.guard is None else work.guarded(self.guard, self.plan)
 
     def _place(self, placement: Placement) -> None:

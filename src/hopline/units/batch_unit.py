@@ -17,7 +17,7 @@ from hopline.util import trace
 from hopline.util.host import num_cores
 
 
-def supervised(task: str, num_classes: int) -> TrainStep:
+def supervised_loss(task: str, num_classes: int) -> TrainStep:
     """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
@@ -27,18 +27,18 @@ def supervised(task: str, num_classes: int) -> TrainStep:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
         if scores.size(-1) < num_classes:
-            raise ValueError(too_narrow(scores.size(-1), num_classes))
+            raise ValueError(narrow_output_error(scores.size(-1), num_classes))
         return ops.cross_entropy(scores, y)
 
     return train_step
 
 
-def too_narrow(num_columns: int, num_classes: int) -> str:
+def narrow_output_error(num_columns: int, num_classes: int) -> str:
     columns = "1 column" if num_columns == 1 else f"{num_columns} columns"
     return f"the model puts out {columns} for {num_classes} classes: widen its last layer"
 
 
-def checked(train_step: TrainStep) -> TrainStep:
+def check_loss_of(train_step: TrainStep) -> TrainStep:
     """A user's own training step, whose loss is refused by name where nothing could be learnt from it."""
 
     def step(model: nn.Module, batch: Batch) -> Tensor:
@@ -84,7 +84,7 @@ def autocast(job: Job) -> torch.autocast:
     return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16, cache_enabled=False)
 
 
-MOST_THREADS = 8
+MAX_TRAINING_THREADS = 8
 """Our threads that train: more of them gain nothing, as the parts between products and reductions stay in one."""
 
 
@@ -118,5 +118,5 @@ def own_threads_for(model: nn.Module) -> AbstractContextManager[None]:
 
 def _threads_for(model: nn.Module, device: torch.device, most: int) -> AbstractContextManager[None]:
     if device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
-        return ops.own_threads(min(torch.get_num_threads(), most, MOST_THREADS))
+        return ops.own_threads(min(torch.get_num_threads(), most, MAX_TRAINING_THREADS))
     return nullcontext()

@@ -13,7 +13,7 @@ from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole, as_walkable
-from hopline.units.batch_unit import checked, supervised
+from hopline.units.batch_unit import check_loss_of, supervised_loss
 
 
 def make_job(
@@ -34,7 +34,7 @@ def make_job(
     model: as the library runs the module, if it is known. train_ids: None for the training split. train_step: None for
     the usual loss of the task.
     """
-    step = supervised(data.task, data.num_classes) if train_step is None else checked(train_step)
+    step = supervised_loss(data.task, data.num_classes) if train_step is None else check_loss_of(train_step)
     device = torch.device("cpu") if device is None else device
     return Job(
         data=data,

@@ -92,7 +92,7 @@ def _quota(cgroup: Path) -> int | None:
         return None
 
 
-LARGEST_KEPT_BYTES = 1 << 30
+MAX_KEPT_BLOCK_BYTES = 1 << 30
 """Blocks up to this size stay in the process when they are freed."""
 KEPT_BYTES = (1 << 31) - 1
 """Free memory at the top of the heap that is kept: the most that glibc can be told, in bytes."""
@@ -121,7 +121,7 @@ class _Heap:
             return False
         with self._lock:
             self._num_users += 1
-            _set(library, largest_bytes=LARGEST_KEPT_BYTES, kept_bytes=KEPT_BYTES)
+            _set(library, largest_bytes=MAX_KEPT_BLOCK_BYTES, kept_bytes=KEPT_BYTES)
         return True
 
     def leave(self) -> None:

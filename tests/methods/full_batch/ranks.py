@@ -17,7 +17,7 @@ import hopline as hl
 from hopline.core.batch import Batch
 from hopline.distributed.world import World
 from hopline.shards.data import open_sharded
-from hopline.units.batch_unit import supervised
+from hopline.units.batch_unit import supervised_loss
 from hopline.util.errors import PeerError
 from tests.helpers import dataset_of, randn, random_graph
 
@@ -126,7 +126,7 @@ def train_all(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 def train_until_death(world: World, case: dict[str, Any], folder: str) -> None:
     """Rank 1 dies between forward and backward of the third step; rank 0 writes down what it learns, and when."""
-    calls, usual, start = [0], supervised(DATA.task, DATA.num_classes), [0.0]
+    calls, usual, start = [0], supervised_loss(DATA.task, DATA.num_classes), [0.0]
 
     def train_step(model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = usual(model, batch)

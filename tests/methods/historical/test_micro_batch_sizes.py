@@ -26,7 +26,7 @@ from hopline.methods.historical.micro_batches import (
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
-from hopline.units.batch_unit import supervised
+from hopline.units.batch_unit import supervised_loss
 from tests.helpers import dataset_of, randn, random_graph
 
 GRAPH = random_graph(num_nodes=60, num_edges=300)
@@ -36,7 +36,9 @@ DATA = dataset_of(GRAPH, randn(60, 6))
 def work_of(**settings: Any) -> HistoricalWork:
     model = GNN([pyg.GCNConv(6, 8), pyg.GCNConv(8, 8), pyg.GCNConv(8, 3)]).double()
     method = Historical(**({"num_parts": 6, "parts_per_batch": 3, "partition": "random"} | settings))
-    job = Job(data=DATA, model=model, module=model, train_ids=DATA.splits["train"], train_step=supervised("single", 3))
+    job = Job(
+        data=DATA, model=model, module=model, train_ids=DATA.splits["train"], train_step=supervised_loss("single", 3)
+    )
     return method.bind(job)
 
 

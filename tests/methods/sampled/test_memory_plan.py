@@ -13,11 +13,11 @@ from hopline.core.batch import Batch
 from hopline.core.sizes import Sizes
 from hopline.data.placement_settings import Placement
 from hopline.methods.sampled.loader import Loader
-from hopline.methods.sampled.memory_plan import SampledForms, drawn, largest_seed
+from hopline.methods.sampled.memory_plan import SampledForms, draw_batches, largest_seed_sizes
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_walkable
-from hopline.units.batch_unit import supervised
+from hopline.units.batch_unit import supervised_loss
 from tests.helpers import dataset_of, graph_of, randn, random_graph, stack_of
 
 METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)
@@ -26,7 +26,7 @@ METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)
 def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> RunOutline:
     data = dataset_of(random_graph(num_nodes, num_edges), randn(num_nodes, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3)).double()
-    step, ids = supervised("single", 3), data.splits["train"]
+    step, ids = supervised_loss("single", 3), data.splits["train"]
     job = Job(data=data, model=as_walkable(model), module=model, train_ids=ids, train_step=step)
     return RunOutline(job=job, **options)
 
@@ -53,7 +53,7 @@ def described(plan: Plan) -> tuple[bool, int, bool]:
 
 
 def test_batches_are_drawn_on_the_host_for_a_gpu_too(gpu_outline: RunOutline):
-    found, expected = list(drawn(METHOD, gpu_outline, 300)), list(drawn(METHOD, outline_of(), 300))
+    found, expected = list(draw_batches(METHOD, gpu_outline, 300)), list(draw_batches(METHOD, outline_of(), 300))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.input_ids, other.input_ids)
         assert isinstance(one.x, torch.Tensor), "rows that a GPU is to have count"
@@ -127,8 +127,10 @@ def assert_same(batch: Batch, expected: Batch) -> None:
 @pytest.mark.parametrize("fanouts", [(3,), (2, 3), (-1, 2), (3, -1, 2), (-1, -1)])
 def test_no_seed_draws_more_than_the_bound(fanouts: tuple[int, ...]):
     outline = outline_of(200, 900)
-    bound = largest_seed(fanouts, outline.data.graph, outline.train_ids).array
-    found = torch.stack([torch.from_numpy(Sizes.of(b).array) for b in drawn(Sampled(fanouts=fanouts), outline, 1)])
+    bound = largest_seed_sizes(fanouts, outline.data.graph, outline.train_ids).array
+    found = torch.stack(
+        [torch.from_numpy(Sizes.of(b).array) for b in draw_batches(Sampled(fanouts=fanouts), outline, 1)]
+    )
     assert (found.amax(0) <= torch.from_numpy(bound)).all()
 
 
@@ -137,9 +139,9 @@ def test_the_bound_is_exact_where_nothing_is_shared(monkeypatch: pytest.MonkeyPa
     src = torch.arange(1, 17)
     dst = torch.cat([torch.zeros(4, dtype=torch.int64), torch.arange(1, 5).repeat_interleave(3)])
     graph, seeds = graph_of(src, dst, 17), torch.tensor([0, 5])
-    found = largest_seed((-1, -1), graph, seeds)
+    found = largest_seed_sizes((-1, -1), graph, seeds)
     assert found.nodes == (17, 5, 1)
     assert found.edges == (16, 4)
-    monkeypatch.setattr("hopline.methods.sampled.memory_plan.MOST_NODES", 1)  # the bound by degrees alone
-    coarse = largest_seed((-1, -1), graph, seeds)
+    monkeypatch.setattr("hopline.methods.sampled.memory_plan.MAX_SEARCHED_NODES", 1)  # the bound by degrees alone
+    coarse = largest_seed_sizes((-1, -1), graph, seeds)
     assert all(a >= b for a, b in zip(coarse.array, found.array, strict=True))

@@ -61,7 +61,7 @@ def test_a_graph_finds_the_table_of_gradients_that_were_there_long_ago(monkeypat
     optimizer = gpu_loss_and_adam.Adam(
         [p], lr=torch.tensor(0.1, device=KERNEL_DEVICE), capturable=KERNEL_DEVICE == "cuda"
     )
-    places = [torch.ones_like(p) for _ in range(gpu_loss_and_adam.MOST_TABLES + 2)]
+    places = [torch.ones_like(p) for _ in range(gpu_loss_and_adam.MAX_TABLES + 2)]
     for p.grad in places:
         optimizer.step()
     p.grad = places[1]

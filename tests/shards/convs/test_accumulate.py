@@ -17,10 +17,10 @@ EDGES = Edges.of(virtual_layout(GRAPH, make_partition(GRAPH, 3, "random", seed=1
 DST, CPU = EDGES.destinations(), torch.device("cpu")
 
 
-def accumulated(how: str, rows: Tensor, most_edges: int = 9) -> Accumulators:
+def accumulated(how: str, rows: Tensor, max_edges: int = 9) -> Accumulators:
     found = Accumulators([Kind(how, tuple(rows.shape[1:]), rows.dtype)], None, 30, CPU)
     for k in range(3):
-        for chunk in EDGES.chunks(k, most_edges):
+        for chunk in EDGES.chunks(k, max_edges):
             found.add(chunk, ChunkReductions([Record(rows[chunk.edges], how)], [0]))
     found.close(EDGES.degrees)
     return found

@@ -31,13 +31,13 @@ def in_order(edge_index: Tensor, *values: Tensor) -> list[Tensor]:
     return [edge_index[:, order], *(v[order] for v in values)]
 
 
-@pytest.mark.parametrize("most_edges", [1, 7, 50, 10_000])
-def test_chunks_are_all_edges_in_order(most_edges: int) -> None:
+@pytest.mark.parametrize("max_edges", [1, 7, 50, 10_000])
+def test_chunks_are_all_edges_in_order(max_edges: int) -> None:
     edges = Edges.of(LAYOUT)
     src, dst, positions = [], [], []
     for k in range(3):
-        for chunk in edges.chunks(k, most_edges):
-            assert 1 <= chunk.num_edges <= most_edges
+        for chunk in edges.chunks(k, max_edges):
+            assert 1 <= chunk.num_edges <= max_edges
             assert int(chunk.dst.min()) == 0
             assert int(chunk.dst.max()) == chunk.num_dst - 1  # no destination too many
             src.append(LAYOUT.own_ids[chunk.src + LAYOUT.own_range(k)[0]])

@@ -259,14 +259,14 @@ def test_chunks_shrink_with_the_shard(monkeypatch: pytest.MonkeyPatch):
     seen: list[int] = []
     plain = Edges.chunks
 
-    def chunks(self: Edges, k: int, most_edges: int) -> Any:
+    def chunks(self: Edges, k: int, max_edges: int) -> Any:
         if (self.num_dst, k) == (30, 0):  # and not of the graph on which a conv is tried
-            seen.append(most_edges)
-        return plain(self, k, most_edges)
+            seen.append(max_edges)
+        return plain(self, k, max_edges)
 
     monkeypatch.setattr(Edges, "chunks", chunks)
     for least in (1 << 20, 100):
-        monkeypatch.setattr(sequential_aggregation, "LEAST_CHUNK_BYTES", least)
+        monkeypatch.setattr(sequential_aggregation, "MIN_CHUNK_BYTES", least)
         for chunk_bytes in (200, 10000, 1 << 22):
             run_conv(pyg.SAGEConv(4, 4).double(), randn(30, 4), convs(chunk_bytes=chunk_bytes))
     of_edge = 10000 // seen[1]

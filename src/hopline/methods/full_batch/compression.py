@@ -69,7 +69,7 @@ class HalfPrecisionTransport(P2PTransport):
     ) -> tuple[list[Tensor], list[Any]]:
         if kind not in self.kinds:
             return super().post(sent, to, shapes, source, kind)
-        arrived, works = super().post(self._rounded(sent, kind), to, shapes, source, kind)
+        arrived, works = super().post(self._round(sent, kind), to, shapes, source, kind)
         received = [torch.empty_like(a, dtype=t.dtype) for t, a in zip(sent, arrived, strict=True)]
 
         def finish() -> None:
@@ -81,11 +81,11 @@ class HalfPrecisionTransport(P2PTransport):
     def _all_to_all(self, sent: list[Tensor], counts: list[int], kind: str, backwards: bool = False) -> Tensor:
         if kind not in self.kinds or self.layout.num_shards == 1:
             return super()._all_to_all(sent, counts, kind, backwards)
-        own, others = sent[0], [self._rounded([rows], kind)[0] for rows in sent[1:]]
+        own, others = sent[0], [self._round([rows], kind)[0] for rows in sent[1:]]
         arrived = super()._all_to_all([others[0][:0], *others], [0, *counts[1:]], kind, backwards)
         return torch.cat([own, arrived.to(own.dtype)])  # own rows are whole
 
-    def _rounded(self, rows: list[Tensor], kind: str) -> list[Tensor]:
+    def _round(self, rows: list[Tensor], kind: str) -> list[Tensor]:
         rounded = [t.bfloat16() if t.is_floating_point() else t for t in rows]
         errors = [t - r.to(t.dtype) for t, r in zip(rows, rounded, strict=True)]
         self.lost[kind] = self.lost.get(kind, 0) + torch.stack([_squares(errors), _squares(rows)])

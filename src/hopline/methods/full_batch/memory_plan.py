@@ -20,7 +20,7 @@ from hopline.methods.partitioned.memory_plan import (
 from hopline.nn.gnn import GNN, row_widths
 from hopline.units.loss_at_outputs import LOSS_COPIES
 
-MOST_SHARDS = 1 << 14
+MAX_SHARDS = 1 << 14
 
 
 def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
@@ -55,7 +55,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
         return math.inf if plans[0].step_bytes > plans[0].limit_bytes else 0.0
 
     first = min(method.num_shards, data.num_nodes)
-    most = max(first, min(data.num_nodes, MOST_SHARDS))
+    most = max(first, min(data.num_nodes, MAX_SHARDS))
     plans, _ = find_fewest(lambda num_shards: [form(num_shards)], excess, 1.0, first=first, most=most, grow=2)
     return plans[0]
 

@@ -85,8 +85,8 @@ class FullBatch(Method):
             return self  # a number that was given is followed or refused
         return replace(self, num_shards=num_nodes)
 
-    def placement(self, wanted: Placement) -> Placement:
-        return with_graph_on_host(wanted, "method=full_batch cuts the graph on the host")
+    def placement(self, requested: Placement) -> Placement:
+        return with_graph_on_host(requested, "method=full_batch cuts the graph on the host")
 
     def plan(self, outline: Outline, budget: Budget) -> Plan:
         from hopline.methods.full_batch.memory_plan import plan

@@ -198,7 +198,7 @@ class ShardedUnit(Unit):
             # Random numbers of the loss are the same on all ranks, and those of the model go on as they would.
             with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []):
                 torch.manual_seed(self.key)
-                found = loss_at_outputs(job, self._of_all_ranks(batch), self._gathered(outputs.detach()), 1 / total)
+                found = loss_at_outputs(job, self._of_all_ranks(batch), self._gather(outputs.detach()), 1 / total)
             first = int(work.batches.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
             with trace.span("backward", job.device):
                 (outputs * found.output_gradients[first : first + self.size]).sum().backward()
@@ -207,10 +207,10 @@ class ShardedUnit(Unit):
         return found.loss_sum * (self.size / work.batches.total)
 
     def _of_all_ranks(self, batch: Batch) -> Batch:
-        y = None if batch.y is None else self._gathered(batch.y)
-        return batch_of_seeds(self.work.job, self._gathered(batch.seeds), y, self.key)
+        y = None if batch.y is None else self._gather(batch.y)
+        return batch_of_seeds(self.work.job, self._gather(batch.seeds), y, self.key)
 
-    def _gathered(self, rows: Tensor) -> Tensor:
+    def _gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, one rank after the other."""
         assert self.work.batches.channel is not None
         return self.work.batches.channel.all(rows.cpu()).to(rows.device)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hopline.methods.historical.work import HistoricalWork
 
 
-MOST_GROWTH = 1.4
+MAX_GROWTH = 1.4
 """By how much more pieces there are at the next attempt, at most."""
 UNEVEN = 1.1
 """How much more than its share a piece may have, where it then ends with a part of the graph."""
@@ -88,7 +88,7 @@ def runs_to_fit(
         return max(map(bytes_of, sizes_of(alone, [_positions(run) for run in runs])))
 
     cut = partial(balanced_runs, weight, ends)
-    runs, taken = find_fewest(cut, worst, limit, first=num_micro_batches, most=block.num_dst, grow=MOST_GROWTH)
+    runs, taken = find_fewest(cut, worst, limit, first=num_micro_batches, most=block.num_dst, grow=MAX_GROWTH)
     if taken <= limit:
         return runs, taken
     raise ValueError(

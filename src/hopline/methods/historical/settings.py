@@ -120,8 +120,8 @@ class Historical(Method):
             return self  # a number that was given is followed or refused
         return replace(self, num_parts=num_nodes, parts_per_batch=min(self.parts_per_batch, num_nodes))
 
-    def placement(self, wanted: Placement) -> Placement:
-        return with_graph_on_host(wanted, "method=historical makes its batches on the host")
+    def placement(self, requested: Placement) -> Placement:
+        return with_graph_on_host(requested, "method=historical makes its batches on the host")
 
     def plan(self, outline: Outline, budget: Budget) -> Plan:
         from hopline.methods.historical.memory_plan import plan

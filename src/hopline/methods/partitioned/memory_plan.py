@@ -36,14 +36,14 @@ def block_bytes(graph: Graph, num_edges: int) -> int:
     return num_edges * (12 + arrays) + 24 * min(graph.num_nodes, num_edges)
 
 
-def table_items(name: str, folder: object, num_bytes: int, outline: Outline, wanted: str) -> list[Item]:
+def table_items(name: str, folder: object, num_bytes: int, outline: Outline, requested: str) -> list[Item]:
     """Tables, and the buffers that a GPU's rows go through where it cannot read the tables itself."""
     place: Place = "disk" if folder is not None else "host"
-    if outline.compute_place == "device" and wanted == "device":
+    if outline.compute_place == "device" and requested == "device":
         place = "device"
     items = [Item(name, place, num_bytes)]
     # Tables that ranks share have no mover. Of tables=auto without a folder, `choose_where` decides when they are made.
-    behind_buffers = wanted == "host" or folder is not None
+    behind_buffers = requested == "host" or folder is not None
     if outline.compute_place == "device" and behind_buffers and outline.job.world.size == 1:
         items.append(Item("pinned buffers", "host", NUM_BUFFERS * BUFFER_BYTES))
     return items

@@ -13,7 +13,7 @@ from hopline.core.partition import Partition
 from hopline.core.sampler import NeighborSampler, full_block
 from hopline.tables.history_ranks import Shares
 
-KEPT_EDGES = 1 << 25
+MAX_KEPT_EDGES = 1 << 25
 """Up to that many edges the blocks of a sweep over all parts are kept from one to the next."""
 
 Group = tuple[int, ...]
@@ -74,7 +74,7 @@ class Parts:
         return self._keeps_whole(group)
 
     def _keeps_whole(self, group: Group) -> bool:
-        return self.keeps_blocks or (group in self._swept and self.graph.num_edges <= KEPT_EDGES)
+        return self.keeps_blocks or (group in self._swept and self.graph.num_edges <= MAX_KEPT_EDGES)
 
 
 def without_halo(block: Block) -> Block:

@@ -16,7 +16,7 @@ from hopline.methods.partitioned.parts import Group
 from hopline.methods.partitioned.sweep_loss import objective_of
 from hopline.methods.partitioned.work import PartsWork
 
-HELD_EDGES = 1 << 20
+MAX_HELD_EDGES = 1 << 20
 """Up to that many edges, the pieces of a sweep are kept from one layer to the next."""
 
 
@@ -27,7 +27,7 @@ class AllParts(LayerPlan[Group]):
 
     def __init__(self, work: PartsWork, key: int | None) -> None:
         self.work, self.key = work, key
-        self._held: dict[Group, Piece] | None = {} if work.job.data.num_edges <= HELD_EDGES else None
+        self._held: dict[Group, Piece] | None = {} if work.job.data.num_edges <= MAX_HELD_EDGES else None
 
     def chunks_of(self, l: int) -> Sequence[Group]:
         return self.work.parts.sweep

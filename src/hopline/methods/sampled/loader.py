@@ -31,7 +31,7 @@ from hopline.util import trace
 if TYPE_CHECKING:
     from hopline.methods.sampled.settings import Sampled
 
-MOST_SLOTS = 1 << 24
+MAX_TREE_SLOTS = 1 << 24
 """Of a tree, where the graph has fewer nodes: above, a block that has each of them once is the smaller work."""
 
 
@@ -176,7 +176,7 @@ class Loader:
         return WorkDescription(
             workers=workers,
             look_ahead=look_ahead,
-            most_workers=0 if self.on_gpu else max(1, self.num_cores),
+            max_workers=0 if self.on_gpu else max(1, self.num_cores),
             on_gpu=self.on_gpu,
             is_sampled=True,
             prepare_s={} if load is None else load.stages,
@@ -271,7 +271,7 @@ def resolve_layout(
     x, num_slots = data.tables.get("x"), Slots(method.batch_size, method.fanout_per_layer).offsets[-1]
     tiers = None if x is None else x.tiers(device)
     readable = tiers is not None and tiers.hot.device.type == "cuda"  # but for rows that are staged ahead
-    return "tree" if readable and num_slots <= max(MOST_SLOTS, data.num_nodes) else "block"
+    return "tree" if readable and num_slots <= max(MAX_TREE_SLOTS, data.num_nodes) else "block"
 
 
 def resolve_workers(method: Sampled, num_cores: int) -> tuple[int, int]:

@@ -30,10 +30,10 @@ from hopline.util.host import num_cores
 
 DRAWN = 3
 """Batches that are drawn to see how large they are,"""
-SWING = 1.1
+SIZE_MARGIN = 1.1
 """and by how much others may be larger."""
 RECORDED = "workspace of the recorded step"
-MOST_NODES = 1 << 24
+MAX_SEARCHED_NODES = 1 << 24
 """Nodes of the largest graph in which the seed with most around it is looked for."""
 
 
@@ -54,7 +54,7 @@ class SampledForms:
     @cached_property
     def batches(self) -> list[Batch]:
         """Some, on the host: a GPU may not have room for a single one."""
-        return list(islice(drawn(self.method, self.outline, self.method.batch_size), DRAWN))
+        return list(islice(draw_batches(self.method, self.outline, self.method.batch_size), DRAWN))
 
     @property
     def predictor(self) -> Predictor:
@@ -72,7 +72,7 @@ class SampledForms:
             yield tree
         workers, ahead = resolve_workers(self.method, num_cores())
         for batches_on_host in (False, True) if self._can_wait else (False,):
-            for look_ahead in _halved(ahead) if workers else ():
+            for look_ahead in _halvings(ahead) if workers else ():
                 yield self.plan(workers, look_ahead, batches_on_host)
         yield self.plan(0, 1, self._can_wait)
 
@@ -88,7 +88,9 @@ class SampledForms:
         method = replace(self.method, workers=workers, look_ahead=look_ahead)
         if self.outline.compute_place == "device" and method.layout == "auto":
             method = replace(method, layout="block")  # as was planned, wherever the data will be
-        return self._made(method, prepared, self._whole(batches_on_host), self._least(batches_on_host), batches_on_host)
+        return self._make_plan(
+            method, prepared, self._whole(batches_on_host), self._least(batches_on_host), batches_on_host
+        )
 
     @property
     def _can_wait(self) -> bool:
@@ -109,7 +111,7 @@ class SampledForms:
         edges = [outer - inner for inner, outer in pairwise(nodes)]
         step = self.predictor.costs.bound(Sizes(tuple(reversed(nodes)), tuple(reversed(edges))))
         recorded = [] if outline.device.type != "cuda" else [Item(RECORDED, "device", library_bytes(outline.device))]
-        plan = self._made(method, recorded, step, step)
+        plan = self._make_plan(method, recorded, step, step)
         all_there = plan.placement is not None and {plan.placement.graph, plan.placement.features} == {"device"}
         return plan if all_there or method.layout == "tree" else None
 
@@ -117,15 +119,15 @@ class SampledForms:
     def _batch_bytes(self) -> int:
         """Of a prepared batch: others may be larger, and the smaller a batch, the more does a single seed matter."""
         rate = max(batch.num_bytes / Sizes.of(batch).array.sum() for batch in self.batches)
-        return math.ceil(SWING * self._largest.num_bytes + rate * self._largest_seed.array.sum())
+        return math.ceil(SIZE_MARGIN * self._largest.num_bytes + rate * self._largest_seed_sizes.array.sum())
 
     @property
     def _num_seeds(self) -> int:
         return self.outline.train_ids.numel()
 
     @cached_property
-    def _largest_seed(self) -> Sizes:
-        return largest_seed(self.method.fanout_per_layer, self.outline.data.graph, self.outline.train_ids)
+    def _largest_seed_sizes(self) -> Sizes:
+        return largest_seed_sizes(self.method.fanout_per_layer, self.outline.data.graph, self.outline.train_ids)
 
     @cached_property
     def _largest(self) -> Batch:
@@ -133,7 +135,7 @@ class SampledForms:
 
     def _whole(self, batches_on_host: bool) -> float:
         """The step of a whole batch; one that waited elsewhere is copied for it."""
-        sizes = [_swung(Sizes.of(batch), self.outline.data.graph) for batch in self.batches]
+        sizes = [_with_margin(Sizes.of(batch), self.outline.data.graph) for batch in self.batches]
         copies = MicroBatchBytes.of(self._largest, None) if batches_on_host else None
         return max(self.predictor.predict_peak(s) + (0 if copies is None else copies.resident(s)) for s in sizes)
 
@@ -147,11 +149,11 @@ class SampledForms:
         elif self.over_budget == "refuse" or not can_split(self.outline.model):
             return beside + self._whole(batches_on_host)
         else:
-            seed = self._largest_seed
+            seed = self._largest_seed_sizes
         copies = MicroBatchBytes.of(self._largest, None if batches_on_host else self.outline.device)
-        return beside + SWING * copies.maps + copies.peak_with_step(seed, self.predictor.predict_peak(seed))
+        return beside + SIZE_MARGIN * copies.maps + copies.peak_with_step(seed, self.predictor.predict_peak(seed))
 
-    def _made(
+    def _make_plan(
         self, method: Sampled, prepared: list[Item], step: float, one: float, batches_on_host: bool = False
     ) -> Plan:
         outline, home = self.outline, self.outline.compute_place
@@ -165,7 +167,7 @@ class SampledForms:
             placement = replace(outline.placement, graph="host", features="host")
             items.append(Item("labels", "device", DataBytes.of(outline.data).labels))  # which go there all the same
         elif home == "device":
-            placed, placement = placed_within(outline, room - with_evaluation(step, outline.async_evaluation))
+            placed, placement = place_within(outline, room - with_evaluation(step, outline.async_evaluation))
             items += placed
         size = method.batch_size
         return Plan(
@@ -186,7 +188,7 @@ class SampledForms:
         )
 
 
-def placed_within(outline: Outline, room: float) -> tuple[list[Item], Placement]:
+def place_within(outline: Outline, room: float) -> tuple[list[Item], Placement]:
     """What of the data goes to a GPU with so many bytes to spare."""
     sizes, wanted = DataBytes.of(outline.data), outline.placement
     try:
@@ -202,14 +204,14 @@ def placed_within(outline: Outline, room: float) -> tuple[list[Item], Placement]
     return items, replace(wanted, graph=found.graph, features=found.features, cache=kept)
 
 
-def _halved(count: int) -> Iterator[int]:
+def _halvings(count: int) -> Iterator[int]:
     while count > 1:
         yield count
         count //= 2
     yield 1
 
 
-def drawn(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]:
+def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]:
     """Batches as training would draw them, one after the other; on the host where that is where they are made."""
     alone = replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False)
     given = outline.data, outline.train_ids, alone, outline.job.seed, outline.device, outline.model
@@ -218,17 +220,19 @@ def drawn(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]
         yield from batches
 
 
-def _swung(sizes: Sizes, graph: Graph) -> Sizes:
+def _with_margin(sizes: Sizes, graph: Graph) -> Sizes:
     """Sizes that other batches hardly exceed."""
-    nodes = [min(math.ceil(SWING * n), graph.num_nodes) for n in sizes.nodes[:-1]]
-    return Sizes((*nodes, sizes.nodes[-1]), tuple(min(math.ceil(SWING * e), graph.num_edges) for e in sizes.edges))
+    nodes = [min(math.ceil(SIZE_MARGIN * n), graph.num_nodes) for n in sizes.nodes[:-1]]
+    return Sizes(
+        (*nodes, sizes.nodes[-1]), tuple(min(math.ceil(SIZE_MARGIN * e), graph.num_edges) for e in sizes.edges)
+    )
 
 
-def largest_seed(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) -> Sizes:
+def largest_seed_sizes(fanouts: Sequence[int], graph: Graph, train_ids: Tensor) -> Sizes:
     """More than is drawn for any one seed: the largest numbers of nodes and edges, hop by hop, whatever the draws."""
     degrees = graph.in_degrees().clamp(max=graph.num_edges)
     bounds = [degrees if f < 0 else degrees.clamp(max=f) for f in fanouts]
-    if graph.num_nodes > MOST_NODES:
+    if graph.num_nodes > MAX_SEARCHED_NODES:
         nodes, edges = [1], []
         for taken in bounds:
             edges.append(min(nodes[-1] * int(taken.max()), int(taken.sum())))

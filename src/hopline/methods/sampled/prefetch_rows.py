@@ -21,7 +21,7 @@ from hopline.tables.tiered import TieredTable
 
 STEPS = 16
 """Steps whose rows are read at once: of a table of papers100M's size, enough that pages are read whole."""
-MOST_BYTES = 5 << 29
+MAX_STAGED_BYTES = 5 << 29
 """Of the rows of so many steps; there is room for twice that."""
 
 
@@ -121,7 +121,7 @@ def stage_tables(
     for table in tables:
         if not isinstance(table, TieredTable) or not _has_cold(table, device):
             continue
-        most = min(MOST_BYTES, free_bytes(device) // 8) // max(1, table.row_bytes)
+        most = min(MAX_STAGED_BYTES, free_bytes(device) // 8) // max(1, table.row_bytes)
         capacity = min(steps * slots, most, len(table) - table.num_hot)
         if capacity > 0:
             found.append(Staging(table, device, capacity, id_dtype))

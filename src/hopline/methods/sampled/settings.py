@@ -100,12 +100,12 @@ class Sampled(Method):
 
         return replace(self, fanouts=usual_fanouts(depth_of(model)))
 
-    def place(self, data: Dataset, wanted: Placement, device: torch.device) -> Dataset:
+    def place(self, data: Dataset, requested: Placement, device: torch.device) -> Dataset:
         """Rows that are read most often, at these fan-outs, are the first to be cached on a GPU."""
         from hopline.data.placement import place
 
         fanouts, batch_size = self.fanout_per_layer, self.batch_size
-        return place(data, self.placement(wanted), device, fanouts=fanouts, batch_size=batch_size)
+        return place(data, self.placement(requested), device, fanouts=fanouts, batch_size=batch_size)
 
     def inference_batches(self, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
         from hopline.methods.sampled.work import inference_batches

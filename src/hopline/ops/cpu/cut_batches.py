@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, prefetch
 
-MOST_AT_ONCE = 64
+MAX_COUNTED_AT_ONCE = 64
 """Pieces that are counted together: one bit of a word each."""
 EDGES_AHEAD = 16
 Edges = tuple[np.ndarray, np.ndarray]
@@ -51,8 +51,8 @@ def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np
     """
     pieces = torch.zeros(num_nodes[0], dtype=torch.int64).numpy().view(np.uint64)
     out = np.zeros((2 * len(blocks) + 1, len(groups)), dtype=np.int64)
-    for first in range(0, len(groups), MOST_AT_ONCE):
-        some = groups[first : first + MOST_AT_ONCE]
+    for first in range(0, len(groups), MAX_COUNTED_AT_ONCE):
+        some = groups[first : first + MAX_COUNTED_AT_ONCE]
         counts = out[:, first : first + len(some)]
         pieces[:] = 0
         for bit, seed_idx in enumerate(some):

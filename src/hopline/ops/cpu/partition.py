@@ -233,10 +233,10 @@ def stream_parts(
     return parts
 
 
-def _scratch(most_edges: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _scratch(max_edges: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A hash map (keys, counts) for the labels of any node's neighbours, and the list of its slots in use."""
-    room = max(8, 1 << (2 * most_edges + 1).bit_length())
-    return np.full(room, -1, np.int32), np.zeros(room, np.int32), np.empty(most_edges + 1, np.int64)
+    room = max(8, 1 << (2 * max_edges + 1).bit_length())
+    return np.full(room, -1, np.int32), np.zeros(room, np.int32), np.empty(max_edges + 1, np.int64)
 
 
 def _packed(

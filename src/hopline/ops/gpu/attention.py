@@ -332,8 +332,8 @@ TILE = 2048
 """Numbers of source rows that a program has in flight: destinations times edges times columns of one head."""
 EDGES_AT_ONCE = 8
 """Of one destination; more where destinations of a block have more."""
-MOST_EDGES_AT_ONCE = 32
-LEAST_COLUMNS, MOST_ROWS = 8, 32
+MAX_EDGES_AT_ONCE = 32
+MIN_TILE_COLUMNS, MAX_TILE_ROWS = 8, 32
 """Of a tile. With a head of 1 column and 256 rows in a tile, four warps of an H200 summed some rows wrongly (Triton
 3.6; 128 rows, or eight warps, did not), so tiles stay where a thread never holds two of them."""
 
@@ -383,7 +383,7 @@ class _Plan:
         found = {
             "HEADS": self.heads,
             "C": columns,
-            "CP": max(LEAST_COLUMNS, triton.next_power_of_2(columns)),
+            "CP": max(MIN_TILE_COLUMNS, triton.next_power_of_2(columns)),
             "V2": self.v2,
             "SLOPE": self.slope,
             "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
@@ -398,7 +398,7 @@ class _Plan:
 def _tile(columns: int, edges: int) -> dict[str, int]:
     """R and E, destinations and edges of a tile, and the warps that share it: wide heads take many registers."""
     # In the interpreter work costs by the number of steps and not by their size.
-    tile, most = (64 * TILE, 512) if is_interpreted() else (TILE, MOST_ROWS)
+    tile, most = (64 * TILE, 512) if is_interpreted() else (TILE, MAX_TILE_ROWS)
     edges = min(edges, max(1, tile // columns))
     return {"R": max(1, min(most, tile // (columns * edges))), "E": edges, "num_warps": 4 if columns < 256 else 8}
 
@@ -408,7 +408,7 @@ def _edges_at_once(edges: Edges, num_rows: int) -> int:
     if edges.slots is not None:
         return EDGES_AT_ONCE
     mean = triton.next_power_of_2(triton.cdiv(edges.sources.numel(), num_rows))
-    return min(max(mean, EDGES_AT_ONCE), MOST_EDGES_AT_ONCE)
+    return min(max(mean, EDGES_AT_ONCE), MAX_EDGES_AT_ONCE)
 
 
 def _exact(x: Tensor) -> torch.dtype:

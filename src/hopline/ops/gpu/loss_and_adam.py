@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from hopline.ops.gpu.runtime import is_interpreted
 
-MOST_CLASSES = 4096
+MAX_CLASSES = 4096
 """The widest row that one program takes."""
 
 
@@ -72,7 +72,7 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 CHUNK = 1024
 """Elements of a program."""
-MOST_TABLES = 8
+MAX_TABLES = 8
 """Tables kept: gradients are in the same few places, or somewhere else every time."""
 COLUMNS = tl.constexpr(7)
 """Of the table that says where a program finds its elements."""
@@ -149,7 +149,7 @@ class _OneKernel:
                 captured.append(known[key])  # the graph reads it as long as it lives
             return known.get(key)
         if key not in known:
-            while len(known) >= MOST_TABLES:
+            while len(known) >= MAX_TABLES:
                 del known[next(iter(known))]
             known[key] = _table(rows)
         return known[key]

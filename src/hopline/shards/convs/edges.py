@@ -136,10 +136,10 @@ class Edges:
         order = order[by_dst]
         return Chunk(slice(0, self.num_edges), slice(0, self.num_dst), torch.cat(src)[order], dst), order
 
-    def chunks(self, k: int, most_edges: int) -> Iterator[Chunk]:
+    def chunks(self, k: int, max_edges: int) -> Iterator[Chunk]:
         """Part k in pieces of at most so many edges."""
         part = self.parts[k]
-        for start, stop, first, last in self._bounds(k, most_edges):
+        for start, stop, first, last in self._bounds(k, max_edges):
             indptr = part.indptr[first : last + 1].clamp(start, stop)
             dst = torch.arange(last - first, device=indptr.device)
             yield Chunk(
@@ -149,20 +149,20 @@ class Edges:
                 dst.repeat_interleave(indptr.diff(), output_size=stop - start),
             )
 
-    def num_chunks(self, k: int, most_edges: int) -> int:
-        return len(self._bounds(k, most_edges))
+    def num_chunks(self, k: int, max_edges: int) -> int:
+        return len(self._bounds(k, max_edges))
 
-    def _bounds(self, k: int, most_edges: int) -> list[tuple[int, int, int, int]]:
+    def _bounds(self, k: int, max_edges: int) -> list[tuple[int, int, int, int]]:
         """(first edge, stop, first destination, stop) of each chunk."""
-        known = self._known_bounds.get((k, most_edges))
+        known = self._known_bounds.get((k, max_edges))
         if known is None:
             indptr, num = self.parts[k].indptr, self.parts[k].num_edges
-            starts = torch.arange(0, num, most_edges, device=indptr.device)
-            stops = (starts + most_edges).clamp(max=num)
+            starts = torch.arange(0, num, max_edges, device=indptr.device)
+            stops = (starts + max_edges).clamp(max=num)
             first = torch.searchsorted(indptr, starts, right=True) - 1
             last = torch.searchsorted(indptr, stops - 1, right=True)
             known = list(zip(*(t.tolist() for t in (starts, stops, first, last)), strict=True))
-            self._known_bounds[k, most_edges] = known
+            self._known_bounds[k, max_edges] = known
         return known
 
     @cached_property

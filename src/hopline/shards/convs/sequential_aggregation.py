@@ -30,7 +30,7 @@ from hopline.shards.transports import FORWARD, REFETCH, Transport
 ROLES: tuple[Role, ...] = ("source", "destination", "edge", "constant")
 TRIED_EDGES = 5
 """Edges on which a conv is looked at before it runs."""
-LEAST_CHUNK_BYTES = 1 << 20
+MIN_CHUNK_BYTES = 1 << 20
 """Chunks are no larger than half of a shard's own rows, so that they shrink with it, down to this size."""
 
 
@@ -58,7 +58,7 @@ class AggregationRun:
     transport: Transport
     depth: int
     found: MessageProfile
-    most_edges: int
+    max_edges: int
     """Of a chunk."""
     counts: tuple[int, ...]
     """How many inputs there are of each role; behind them come the conv's parameters."""
@@ -81,10 +81,10 @@ def aggregate(
     tensors = [t for role in ROLES for t in getattr(inputs, role)]
     parameters = [p for p in conv.parameters() if p.requires_grad]
     own_bytes = sum(t.numel() * t.element_size() for t in inputs.source)
-    chunk_bytes = min(chunk_bytes, max(LEAST_CHUNK_BYTES, own_bytes // 2))
-    most_edges = max(1, chunk_bytes // max(1, found.edge_bytes))
+    chunk_bytes = min(chunk_bytes, max(MIN_CHUNK_BYTES, own_bytes // 2))
+    max_edges = max(1, chunk_bytes // max(1, found.edge_bytes))
     counts = tuple(len(getattr(inputs, role)) for role in ROLES)
-    run = AggregationRun(conv, call, edges, transport, depth, found, most_edges, counts)
+    run = AggregationRun(conv, call, edges, transport, depth, found, max_edges, counts)
     out = cast(tuple[Tensor, ...], _Aggregate.apply(run, *tensors, *parameters))
     num = len(found.kinds)
     return finish(conv, found.calls, out[:num], out[num] if found.weights else None, edges.degrees)
@@ -236,7 +236,7 @@ class _Aggregate(torch.autograd.Function):
 
 def _add_part(run: AggregationRun, so_far: Accumulators, k: int, given: Mapping[Role, Sequence[Tensor]]) -> None:
     """Part k's messages, chunk by chunk. given: rows of its sources, of all destinations and of all edges."""
-    for chunk in run.edges.chunks(k, run.most_edges):
+    for chunk in run.edges.chunks(k, run.max_edges):
         degrees = run.edges.degrees[chunk.dst_rows]
         largest = partial(so_far.largest, chunk)
         so_far.add(chunk, replay(run.conv, run.call, rows_per_edge(given, chunk), chunk, degrees, largest))
@@ -318,9 +318,9 @@ class _Backward:
         self, k: int, rows: list[Tensor] | None, buffers: list[Tensor], kept: _BackwardInputs, turn: Callable[[], None]
     ) -> None:
         """Part k's gradients. turn: called when half of its chunks are done."""
-        num_chunks = self.run.edges.num_chunks(k, self.run.most_edges)
+        num_chunks = self.run.edges.num_chunks(k, self.run.max_edges)
         half = num_chunks // 2 if k > 1 else 0  # before the third part no gradients are under way
-        for i, chunk in enumerate(self.run.edges.chunks(k, self.run.most_edges)):
+        for i, chunk in enumerate(self.run.edges.chunks(k, self.run.max_edges)):
             if i == half:
                 turn()
             self._add(chunk, rows, buffers, kept)
