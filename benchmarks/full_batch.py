@@ -132,7 +132,7 @@ def on_rank(world: World, name: str, num_nodes: int, num_edges: int, width: int,
     transport.traffic.clear()
     trained(convs, x, lambda conv, h: run_conv(conv, h, over))
     sent = {kind: world.sum([transport.traffic[kind]])[0] for kind in ("forward", "refetch", "gradient")}
-    seconds, peak = world.most([seconds, float(peak)])
+    seconds, peak = world.max([seconds, float(peak)])
     return {"model": name, "shards": f"{world.size} ranks", "seconds": seconds, "peak_bytes": peak, "sent_bytes": sent}
 
 

@@ -87,7 +87,7 @@ def measured(world: World, model: hl.nn.GNN, layout: ShardLayout, x: Tensor, way
     with Meter() as meter:
         step()
     sent = world.sum([transport.traffic[kind] for kind in KINDS])
-    return {"peak": world.most([float(meter.peak)])[0], **dict(zip(KINDS, sent, strict=True))}
+    return {"peak": world.max([float(meter.peak)])[0], **dict(zip(KINDS, sent, strict=True))}
 
 
 def on_rank(world: World, num_nodes: int, num_edges: int, width: int) -> dict[str, dict[str, Any]]:

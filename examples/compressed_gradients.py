@@ -26,7 +26,7 @@ class TopK(hl.extend.Gradients):
         values = self.rest[ids]
         self.rest[ids] = 0
         total = torch.zeros_like(self.rest)
-        for one in zip(world.swap([ids] * world.size), world.swap([values] * world.size), strict=True):
+        for one in zip(world.all_to_all([ids] * world.size), world.all_to_all([values] * world.size), strict=True):
             total.index_add_(0, *one)  # in the order of the ranks, so that all get the same bits
         sums = total.split([p.numel() for p in parameters])
         for parameter, gradient, summed in zip(parameters, gradients, sums, strict=True):

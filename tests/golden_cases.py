@@ -41,7 +41,7 @@ from hopline.methods.historical.groups import Groups
 from hopline.methods.historical.regularise import drop_edges
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.shards.layout import shard_layouts
-from hopline.tables.history_ranks import Shares
+from hopline.tables.history_ranks import PartAssignment
 from hopline.tables.hot_rows import hottest, out_degrees
 
 Result = dict[str, Any]
@@ -754,7 +754,7 @@ def _groups() -> Iterable[Tensor]:
     graph = make_data("dense").graph
     partition = make_partition(graph, 8, "random", seed=3)
     for groups in ("redrawn", "fixed"):
-        parts = Groups(graph, partition, historical(groups=groups), Shares.of(World.alone(), 8), 3)
+        parts = Groups(graph, partition, historical(groups=groups), PartAssignment.of(World.alone(), 8), 3)
         for epoch in range(4):
             for group in parts.groups_of(epoch):
                 yield torch.tensor(group)

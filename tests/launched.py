@@ -116,7 +116,7 @@ def check_words(world: World) -> None:
     assert many[3].item() == ranks + 0.25 * world.size
     for shape, dtype in (((2,), torch.bfloat16), ((), torch.int64), ((3, 1), torch.float64)):
         pieces = [torch.full((rank, *shape), 10 * world.rank + rank, dtype=dtype) for rank in range(world.size)]
-        for rank, piece in enumerate(world.swap(pieces)):
+        for rank, piece in enumerate(world.all_to_all(pieces)):
             assert torch.equal(piece, torch.full((world.rank, *shape), 10 * rank + world.rank, dtype=dtype))
     world.barrier()
 
@@ -158,9 +158,9 @@ def everything(world: World, folder: str, data: bool = True) -> dict[str, Any]:
     check_gradients(world)
     if data:
         check_sharing(world)
-    seat = {k: getattr(world, k) for k in ("rank", "size", "local_rank", "local_size", "node", "timeout_s")}
-    seat |= {"threads": torch.get_num_threads(), "num_cores": world.num_cores, "pid": os.getpid()}
-    (Path(folder) / f"seat{world.rank}").write_text(json.dumps(seat))
+    spec = {k: getattr(world, k) for k in ("rank", "size", "local_rank", "local_size", "node", "timeout_s")}
+    spec |= {"threads": torch.get_num_threads(), "num_cores": world.num_cores, "pid": os.getpid()}
+    (Path(folder) / f"seat{world.rank}").write_text(json.dumps(spec))
     return {"size": world.size}
 
 

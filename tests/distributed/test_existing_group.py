@@ -16,7 +16,7 @@ from hopline.distributed.existing_group import HostPlace, Introduction, OwnObjec
 from hopline.distributed.heartbeat import NoHeart
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import Seat, World
+from hopline.distributed.world import RankSpec, World
 from hopline.util.errors import PeerError
 from tests.group_ranks import NORMED
 from tests.launched import environment, free_port, started
@@ -228,9 +228,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
 
 def gpu(current: int, local_rank: int, others: list[int], device: str = "cuda") -> str:
-    seat = Seat(rank=local_rank, size=1 + len(others), local_rank=local_rank, local_size=1 + len(others))
+    spec = RankSpec(rank=local_rank, size=1 + len(others), local_rank=local_rank, local_size=1 + len(others))
     beside = [Introduction(host="a", current_gpu=number) for number in [current, *others]]
-    return str(find_gpu(torch.device(device), seat, beside))
+    return str(find_gpu(torch.device(device), spec, beside))
 
 
 def test_the_gpu_of_a_rank_is_the_one_that_its_engine_has_chosen(gpus: Any, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from hopline.distributed.heartbeat import Heart
+from hopline.distributed.heartbeat import Heartbeat
 
 
 @pytest.fixture(autouse=True)
@@ -24,31 +24,31 @@ def store() -> dist.Store:
 
 
 @pytest.fixture
-def heart(store: dist.Store) -> Iterator[Heart]:
-    heart = Heart(store, 0, 3, "here:1")
-    yield heart
-    heart.stop("left")
+def heartbeat(store: dist.Store) -> Iterator[Heartbeat]:
+    heartbeat = Heartbeat(store, 0, 3, "here:1")
+    yield heartbeat
+    heartbeat.stop("left")
 
 
-def test_a_silent_rank_is_named_and_the_others_are_told(heart: Heart, store: dist.Store):
-    third = Heart(store, 2, 3, "here:1")
+def test_a_silent_rank_is_named_and_the_others_are_told(heartbeat: Heartbeat, store: dist.Store):
+    third = Heartbeat(store, 2, 3, "here:1")
     store.set("alive/1", "7 1")
-    assert heart.find_lost() == "rank 1 stopped answering"
+    assert heartbeat.find_lost() == "rank 1 stopped answering"
     time.sleep(0.2)
     assert store.get("alive/0") == b"lost 1"
     third.stop("left")
-    heart.stop("left")
+    heartbeat.stop("left")
     assert store.get("alive/0") == b"lost 1"  # the first last words count
 
 
-def test_who_left_because_of_another_is_not_blamed(heart: Heart, store: dist.Store):
+def test_who_left_because_of_another_is_not_blamed(heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "7 1")
     store.set("alive/2", "lost 1")
-    assert heart.find_lost() == "rank 1 stopped answering"
+    assert heartbeat.find_lost() == "rank 1 stopped answering"
 
 
 @pytest.mark.parametrize("said", [b"\xff\xfe\x00", b"", b"7", b"x y", b"lost a,b", b"lost ", b"9" * 5000 + b" 1"])
-def test_words_that_no_rank_says_are_not_heard(said: bytes, heart: Heart, store: dist.Store):
+def test_words_that_no_rank_says_are_not_heard(said: bytes, heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "7 1")
     store.set("alive/2", "5 5")
     time.sleep(0.2)
@@ -57,42 +57,42 @@ def test_words_that_no_rank_says_are_not_heard(said: bytes, heart: Heart, store:
     before, until = store.get("alive/0"), time.monotonic() + 10
     while store.get("alive/0") == before and time.monotonic() < until:  # its own beats go on
         time.sleep(0.01)
-    assert heart._words(1) == "7 1"
+    assert heartbeat._words(1) == "7 1"
     store.set("alive/1", "error KeyError: 'x'")
-    while heart._words(1) == "7 1" and time.monotonic() < until:
+    while heartbeat._words(1) == "7 1" and time.monotonic() < until:
         time.sleep(0.01)
-    assert heart.find_lost() == "rank 1 stopped with KeyError: 'x'"
+    assert heartbeat.find_lost() == "rank 1 stopped with KeyError: 'x'"
 
 
-def test_a_rank_whose_words_stay_unreadable_is_named(heart: Heart, store: dist.Store):
-    third = Heart(store, 2, 3, "here:1")
+def test_a_rank_whose_words_stay_unreadable_is_named(heartbeat: Heartbeat, store: dist.Store):
+    third = Heartbeat(store, 2, 3, "here:1")
     store.set("alive/1", "7 1")
     time.sleep(0.2)
     store.set("alive/1", b"\xff")  # type: ignore[arg-type]
-    assert heart.find_lost() == "rank 1 stopped answering"
+    assert heartbeat.find_lost() == "rank 1 stopped answering"
     third.stop("left")
 
 
-def test_a_rank_that_failed_has_said_why(heart: Heart, store: dist.Store):
+def test_a_rank_that_failed_has_said_why(heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "lost 2")
     store.set("alive/2", "error KeyError: 'x'")
-    assert heart.find_lost() == "rank 2 stopped with KeyError: 'x'"
+    assert heartbeat.find_lost() == "rank 2 stopped with KeyError: 'x'"
 
 
-def test_a_rank_that_is_behind_is_named(heart: Heart, store: dist.Store):
-    others = [Heart(store, rank, 3, "here:1") for rank in (1, 2)]
-    heart.exchanges, others[0].exchanges, others[1].exchanges = 5, 5, 4
-    assert heart.find_lost() == "rank 2 is alive but did not answer within timeout_s"
+def test_a_rank_that_is_behind_is_named(heartbeat: Heartbeat, store: dist.Store):
+    others = [Heartbeat(store, rank, 3, "here:1") for rank in (1, 2)]
+    heartbeat.exchanges, others[0].exchanges, others[1].exchanges = 5, 5, 4
+    assert heartbeat.find_lost() == "rank 2 is alive but did not answer within timeout_s"
     for other in others:
         other.stop("left")
 
 
-def test_ranks_that_ended_or_never_came(heart: Heart, store: dist.Store):
+def test_ranks_that_ended_or_never_came(heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "left")
-    assert heart.find_lost() == "rank 2 did not start"
+    assert heartbeat.find_lost() == "rank 2 did not start"
     store.set("alive/2", "left")
     time.sleep(0.2)
-    assert heart.find_lost() == "ranks 1, 2 ended before the others"
+    assert heartbeat.find_lost() == "ranks 1, 2 ended before the others"
 
 
 def test_a_store_that_is_gone_was_with_rank_0(monkeypatch: pytest.MonkeyPatch):
@@ -100,20 +100,20 @@ def test_a_store_that_is_gone_was_with_rank_0(monkeypatch: pytest.MonkeyPatch):
         def set(self, *args: object) -> None:
             raise dist.DistNetworkError("gone")
 
-    heart = Heart(Gone(), 1, 2, "node1:29500")
-    assert heart.find_lost() == "rank 0 or its host stopped answering (at node1:29500, where the ranks meet)"
-    heart.stop("left")
+    heartbeat = Heartbeat(Gone(), 1, 2, "node1:29500")
+    assert heartbeat.find_lost() == "rank 0 or its host stopped answering (at node1:29500, where the ranks meet)"
+    heartbeat.stop("left")
 
 
-def test_waiting_for_the_others_ends(heart: Heart, store: dist.Store):
+def test_waiting_for_the_others_ends(heartbeat: Heartbeat, store: dist.Store):
     store.set("alive/1", "3 3")
     store.set("alive/2", "left")
-    heart.stop("left")
+    heartbeat.stop("left")
     assert not [t for t in threading.enumerate() if t.name == "hopline-heart"]
     start = time.monotonic()
-    heart.wait_for_others(5)  # rank 1 is silent, so nothing more will come from it
+    heartbeat.wait_for_others(5)  # rank 1 is silent, so nothing more will come from it
     assert 0.2 < time.monotonic() - start < 4.9
     store.set("alive/1", "left")
     again = time.monotonic()
-    heart.wait_for_others(5)
+    heartbeat.wait_for_others(5)
     assert time.monotonic() - again < 4.9

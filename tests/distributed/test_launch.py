@@ -17,9 +17,9 @@ import pytest
 
 from hopline.distributed import launch
 from hopline.distributed.environment import Task
-from hopline.distributed.launch import _Child, _devices_here, _failure, _first_seat, run
+from hopline.distributed.launch import _Child, _devices_here, _failure, _first_rank_spec, run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import Seat, World, device_of_rank
+from hopline.distributed.world import RankSpec, World, device_of_rank
 from hopline.run.settings import RunConfig
 from hopline.util.config import override
 from hopline.util.errors import RankError
@@ -107,42 +107,42 @@ def test_how_many_processes_are_started_here(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_where_ranks_sit():
-    seat = _first_seat(LaunchSettings(), LAUNCHED, 1, "cpu")
-    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.node) == (1, 4, 1, 2, 0)
-    assert (seat.address, seat.port, seat.backend, seat.keeps_store) == ("node1", 12345, "gloo", False)
-    seat = _first_seat(LaunchSettings(address="other:7"), ONE_PER_NODE, 4, "cuda")
-    assert (seat.rank, seat.size, seat.local_rank, seat.local_size, seat.node) == (4, 12, 0, 4, 1)
-    assert (seat.address, seat.port, seat.backend) == ("other", 7, "nccl")
-    seat = _first_seat(LaunchSettings(address=":7"), ONE_PER_NODE, 4, "cuda")
-    assert (seat.address, seat.port) == ("node1", 7)
+    spec = _first_rank_spec(LaunchSettings(), LAUNCHED, 1, "cpu")
+    assert (spec.rank, spec.size, spec.local_rank, spec.local_size, spec.node) == (1, 4, 1, 2, 0)
+    assert (spec.address, spec.port, spec.backend, spec.keeps_store) == ("node1", 12345, "gloo", False)
+    spec = _first_rank_spec(LaunchSettings(address="other:7"), ONE_PER_NODE, 4, "cuda")
+    assert (spec.rank, spec.size, spec.local_rank, spec.local_size, spec.node) == (4, 12, 0, 4, 1)
+    assert (spec.address, spec.port, spec.backend) == ("other", 7, "nccl")
+    spec = _first_rank_spec(LaunchSettings(address=":7"), ONE_PER_NODE, 4, "cuda")
+    assert (spec.address, spec.port) == ("node1", 7)
     torchrun = Task(**{**vars(LAUNCHED), "launcher": "torchrun"})
     with pytest.raises(ValueError, match="leave out address= under torchrun"):
-        _first_seat(LaunchSettings(address=":7"), torchrun, 1, "cpu")
+        _first_rank_spec(LaunchSettings(address=":7"), torchrun, 1, "cpu")
 
 
 def test_an_environment_variable_chooses_what_carries_the_exchanges(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOPLINE_BACKEND", "gloo")
-    assert _first_seat(LaunchSettings(), None, 2, "cuda").backend == "gloo"
+    assert _first_rank_spec(LaunchSettings(), None, 2, "cuda").backend == "gloo"
     monkeypatch.setenv("HOPLINE_BACKEND", "nccl")
     with pytest.raises(ValueError, match="HOPLINE_BACKEND=nccl needs device=cuda, not device=cpu"):
-        _first_seat(LaunchSettings(), None, 2, "cpu")
+        _first_rank_spec(LaunchSettings(), None, 2, "cpu")
     monkeypatch.setenv("HOPLINE_BACKEND", "mpi")
     with pytest.raises(ValueError, match="HOPLINE_BACKEND is 'mpi': it must be gloo or nccl"):
-        _first_seat(LaunchSettings(), None, 2, "cpu")
+        _first_rank_spec(LaunchSettings(), None, 2, "cpu")
 
 
 def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch):
-    seat = Seat(rank=3, size=4, local_rank=1, local_size=2, backend="nccl")
-    assert device_of_rank(seat, "cpu", spawned=True) == "cpu"
+    spec = RankSpec(rank=3, size=4, local_rank=1, local_size=2, backend="nccl")
+    assert device_of_rank(spec, "cpu", spawned=True) == "cpu"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert device_of_rank(seat, "cuda", spawned=True) == "cuda:1"
+    assert device_of_rank(spec, "cuda", spawned=True) == "cuda:1"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert device_of_rank(seat, "cuda", spawned=False) == "cuda:0"  # each task of srun may see a GPU of its own
+    assert device_of_rank(spec, "cuda", spawned=False) == "cuda:0"  # each task of srun may see a GPU of its own
     with pytest.raises(
         ValueError, match="there are 1 GPUs for 2 ranks on this host: start one process per GPU, by devices=1"
     ):
-        device_of_rank(seat, "cuda", spawned=True)
-    assert device_of_rank(Seat(local_rank=1, local_size=2), "cuda", spawned=True) == "cuda:0"
+        device_of_rank(spec, "cuda", spawned=True)
+    assert device_of_rank(RankSpec(local_rank=1, local_size=2), "cuda", spawned=True) == "cuda:0"
 
 
 def test_one_process_runs_here():

@@ -16,7 +16,7 @@ from torch import nn
 
 from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import Seat, World, _own_address, serve
+from hopline.distributed.world import RankSpec, World, _own_address, serve
 from hopline.util.errors import PeerError, RankError
 from tests.launched import check_words, environment, everything_then_death, program, started
 
@@ -85,10 +85,10 @@ def test_torch_has_the_threads_of_the_cores_while_ranks_work_unless_the_user_set
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with World(Seat(size=size)).watch():
+        with World(RankSpec(size=size)).watch():
             assert torch.get_num_threads() == threads
         assert torch.get_num_threads() == 2
-        with pytest.raises(KeyError), World(Seat(size=size)).watch():
+        with pytest.raises(KeyError), World(RankSpec(size=size)).watch():
             raise KeyError
         assert torch.get_num_threads() == 2
     finally:
@@ -158,7 +158,7 @@ def test_a_seat_that_no_rank_wrote_is_named(said: bytes):
 
 
 def join(port: int) -> World:
-    return World.join(Seat(rank=1, size=2, local_rank=1, local_size=2, timeout_s=1, port=port))
+    return World.join(RankSpec(rank=1, size=2, local_rank=1, local_size=2, timeout_s=1, port=port))
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -209,7 +209,7 @@ def test_two_ranks_of_nccl_on_one_gpu_are_refused_before_they_try(other: str, mo
     monkeypatch.setattr("torch.distributed.init_process_group", start)
     store = serve("127.0.0.1", 0, 5, local=True)
     store.set("hopline//seat/0", json.dumps([2, 0, [], other]))
-    seat = Seat(
+    spec = RankSpec(
         rank=1, size=2, local_rank=1, local_size=2, device="cuda:0", backend="nccl", timeout_s=1, port=store.port
     )
     kind, message = (
@@ -221,4 +221,4 @@ def test_two_ranks_of_nccl_on_one_gpu_are_refused_before_they_try(other: str, mo
         else (MemoryError, "would begin")
     )
     with pytest.raises(kind, match=message):
-        World.join(seat)
+        World.join(spec)

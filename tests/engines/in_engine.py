@@ -33,10 +33,10 @@ def train_and_write(folder: str, wrap: Callable[[nn.Module], Any]) -> None:
     )
     check_owner(owner, size)
     world = hl.World.current()
-    seat = {name: getattr(world, name) for name in ("rank", "size", "local_rank", "local_size", "node")}
+    spec = {name: getattr(world, name) for name in ("rank", "size", "local_rank", "local_size", "node")}
     with world.watch():
         found["threads"] = torch.get_num_threads()
-    found |= {"seat": seat, "set_by": who_set_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+    found |= {"seat": spec, "set_by": who_set_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
     world.close()
     check_owner(owner, size)
     (Path(folder) / f"found{dist.get_rank()}").write_text(json.dumps(found))

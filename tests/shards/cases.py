@@ -120,7 +120,7 @@ def on_ranks(world: World, names: list[str]) -> dict[str, Any]:
     for name in ("gat", "edge", "sage-multi", "gcn"):
         errors[f"{name} no edges"] = _on_rank(world, model(name), *one_sided(), "range")
     errors |= {f"modes {name}": _modes_and_depths(world, name) for name in ("sage-mean", "gat", "sage-max", "gcn")}
-    return {"errors": dict(zip(errors, world.most(list(errors.values())), strict=True)), "traffic": _traffic(world)}
+    return {"errors": dict(zip(errors, world.max(list(errors.values())), strict=True)), "traffic": _traffic(world)}
 
 
 def one_sided() -> tuple[Graph, Tensor]:

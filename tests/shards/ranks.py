@@ -15,7 +15,7 @@ import hopline as hl
 from hopline.core.batch import Batch, Block
 from hopline.core.sampler import NeighborSampler
 from hopline.core.seed_order import share_of
-from hopline.distributed.all_to_all import Channel, Question
+from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.distributed.world import World
 from hopline.inference import distributed as shard_infer
 from hopline.methods.sampled.collective_loader import CollectiveLoader
@@ -56,12 +56,12 @@ def check_questions(channel: Channel, shard: Shard) -> None:
     for number in range(3):
         count = [7, 0, shard.num_nodes][(number + channel.rank) % 3]
         positions = randint(0, shard.num_nodes, count, seed=number)
-        question = Question(channel, shard.ptr, positions)
+        request = RowRequest(channel, shard.ptr, positions)
         first = shard.ptr[channel.rank]
-        assert torch.equal(question.answer(table[question.rows + first]), table[positions])
-        counts = (question.rows + first) % 4
-        entries = torch.repeat_interleave(question.rows + first, counts)
-        indptr, (got,) = question.answer_lists(counts, [entries])
+        assert torch.equal(request.reply(table[request.rows + first]), table[positions])
+        counts = (request.rows + first) % 4
+        entries = torch.repeat_interleave(request.rows + first, counts)
+        indptr, (got,) = request.reply_lists(counts, [entries])
         assert torch.equal(indptr.diff(), positions % 4)
         assert torch.equal(got, torch.repeat_interleave(positions, positions % 4))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition, make_partition
-from hopline.distributed.world import Seat, World, serve
+from hopline.distributed.world import RankSpec, World, serve
 from hopline.shards.layout import shard_layouts, virtual_layout
 from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from hopline.util import trace
@@ -164,7 +164,7 @@ def test_so_many_rounds_of_gradients_are_under_way(depth: int) -> None:
 def test_rows_on_a_gpu_go_directly_by_nccl():
     """One GPU has one rank of NCCL, which can only write to itself: that a message arrives, and all exchanges run."""
     store = serve("127.0.0.1", 0, 60, local=True)
-    world = World.join(Seat(device="cuda:0", backend="nccl", timeout_s=60, port=store.port))
+    world = World.join(RankSpec(device="cuda:0", backend="nccl", timeout_s=60, port=store.port))
     try:
         transport = P2PTransport(shard_layouts(*graph_and_parts(1))[0], world=world)
         rows, more = randn(50, 2).cuda(), randn(50).cuda()

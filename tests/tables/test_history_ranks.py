@@ -11,7 +11,7 @@ import torch
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.tables.history_ranks import Owners, Shares, Snapshot
+from hopline.tables.history_ranks import Owners, PartAssignment, Snapshot
 from tests.helpers import randn
 from tests.methods.historical.ranks import check_tables
 
@@ -27,7 +27,7 @@ def test_three_ranks_read_what_each_other_wrote(two_hosts: bool):
 
 
 def test_alone_one_rank_keeps_everything():
-    owners = Owners(World.alone(), Shares(0, (0,), (range(2),)), torch.tensor([0, 3, 5]))
+    owners = Owners(World.alone(), PartAssignment(0, (0,), (range(2),)), torch.tensor([0, 3, 5]))
     assert (owners.own, owners.host) == (range(5), range(5))
     positions, rows = torch.tensor([1, 4]), randn(2, 3)
     assert owners.runs(positions) == [slice(0, 2)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.distributed.world import Seat, World
+from hopline.distributed.world import RankSpec, World
 from hopline.units.job import make_job
 from tests.ranks import KillRank
 from tests.runs import small
@@ -112,7 +112,7 @@ def plain(
     models = [new_model(), new_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     works = [
-        METHODS[method].bind(make_job(model, data, world=World(Seat(rank=rank, size=2))))
+        METHODS[method].bind(make_job(model, data, world=World(RankSpec(rank=rank, size=2))))
         for rank, model in enumerate(models)
     ]
     losses: list[float] = []

@@ -387,7 +387,7 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) 
     class Two(World):
         """As if there were another rank, which knows of no signal; ours comes during the exchange."""
 
-        def most(self, values: Any) -> list[float]:
+        def max(self, values: Any) -> list[float]:
             os.kill(os.getpid(), signal.SIGTERM)
             return list(values)
 

@@ -13,7 +13,7 @@ import hopline as hl
 from hopline.distributed.gradients import Gradients
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import Seat, World
+from hopline.distributed.world import RankSpec, World
 from hopline.training.inputs import checked_gradients
 from hopline.util.errors import RankError
 from tests.runs import fit, losses, method, sage, small
@@ -169,7 +169,7 @@ def test_what_combines_nothing_is_refused(given: Any, sentence: str) -> None:
 
 
 def test_ranks_of_full_batch_cannot_step_apart() -> None:
-    pair = World(Seat(rank=0, size=2))
+    pair = World(RankSpec(rank=0, size=2))
     with pytest.raises(ValueError, match=r"gradients=LocalSGD\(...\) gives every rank weights of its own.*hl.Sampled"):
         checked_gradients(LocalSGD(), hl.FullBatch(), pair)
     assert checked_gradients(TopK(), hl.FullBatch(), pair).share == 0.05  # type: ignore[attr-defined]

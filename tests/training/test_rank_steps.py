@@ -13,7 +13,7 @@ from torch import Tensor
 from hopline.contract import Unit
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import Seat, World
+from hopline.distributed.world import RankSpec, World
 from hopline.training.rank_steps import align_groups, total_size
 from hopline.util.errors import RankError
 from tests.training.own_ranks import train
@@ -65,7 +65,7 @@ class Asked(World):
     """One of two ranks, where the other one says the same; counts the exchanges."""
 
     def __init__(self) -> None:
-        super().__init__(Seat(rank=0, size=2))
+        super().__init__(RankSpec(rank=0, size=2))
         self.exchanges = 0
 
     def any(self, flag: bool) -> bool:

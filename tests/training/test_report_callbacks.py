@@ -80,7 +80,7 @@ def test_ranks_are_put_together():
     class Two:
         size = 2
 
-        def most(self, values: list[float]) -> list[float]:
+        def max(self, values: list[float]) -> list[float]:
             return [max(v, other) for v, other in zip(values, (-70.0, 95.0, 60.0), strict=True)]
 
         def sum(self, values: list[float]) -> list[float]:

@@ -61,7 +61,7 @@ class Channel:
         coming = self.counts(torch.full((self.size,), rows.size(0)))
         return self.send(torch.cat([rows] * self.size), [rows.size(0)] * self.size, coming.tolist())
 
-    def highest(self, values: Tensor) -> Tensor:
+    def max(self, values: Tensor) -> Tensor:
         """The largest over the ranks, one by one."""
         values = values.clone()
         if self.size > 1:
@@ -91,7 +91,7 @@ class Channel:
                 yield
 
 
-class Question:
+class RowRequest:
     """Rows asked of their owners: every rank asks at once, some perhaps for none.
 
     positions: [n] int64, rank r owning ptr[r] .. ptr[r + 1] - 1. Answers come back in the order of the places.
@@ -108,11 +108,11 @@ class Question:
         self.rows = channel.send(positions[order], self._asked, self._heard) - ptr[channel.rank]
         """[m] int64: the own rows that the ranks ask this one for."""
 
-    def answer(self, rows: Tensor) -> Tensor:
+    def reply(self, rows: Tensor) -> Tensor:
         """Give one row for each of `rows`; returns those that were asked for."""
         return ops.gather_rows(self.channel.send(rows, self._heard, self._asked), self._back)
 
-    def answer_lists(self, counts: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def reply_lists(self, counts: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Give counts[i] entries of every array for row i; returns (indptr, entries) of those that were asked for."""
         got = self.channel.send(counts, self._heard, self._asked)
         giving, coming = _totals(counts, self._heard), _totals(got, self._asked)

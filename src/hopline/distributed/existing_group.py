@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hopline.distributed.environment import place_on_host
-from hopline.distributed.heartbeat import Heart, NoHeart, get_all
+from hopline.distributed.heartbeat import Heartbeat, NoHeart, get_all
 from hopline.distributed.world import (
     GroupHandle,
-    Seat,
+    RankSpec,
     World,
     defaults_in_environment,
     device_of_rank,
@@ -85,8 +85,8 @@ class GroupWorld(World):
     closes it. What was made here goes with this object; the owner's group and store do not.
     """
 
-    def __init__(self, seat: Seat, own: OwnObjects, cores: int) -> None:
-        super().__init__(seat)
+    def __init__(self, spec: RankSpec, own: OwnObjects, cores: int) -> None:
+        super().__init__(spec)
         self.num_cores = cores
         self._own = own
         weakref.finalize(self, own.end, last_words(""))
@@ -113,7 +113,7 @@ class GroupWorld(World):
                 traceback.clear_frames(None if one is None else one.__traceback__)
         self.close(sentence(error))
 
-    def _beating_heart(self) -> Heart | NoHeart:
+    def _beating_heart(self) -> Heartbeat | NoHeart:
         return self._own.beating_heart()
 
 
@@ -127,13 +127,13 @@ class OwnObjects:
     def __init__(self, group: GroupHandle, store: dist.Store, rank: int, size: int) -> None:
         self.groups = [group]
         self._store, self._rank, self._size = store, rank, size
-        self._heart: Heart | NoHeart | None = None
+        self._heartbeat: Heartbeat | NoHeart | None = None
         self._num_exchanges = 0
         """Those of hearts that have stopped."""
         self._last_words: str | None = None
         self._lock = threading.Lock()
 
-    def beating_heart(self) -> Heart | NoHeart:
+    def beating_heart(self) -> Heartbeat | NoHeart:
         """The heart, started if it is at rest."""
         with self._lock:
             if self._last_words is not None:
@@ -142,9 +142,9 @@ class OwnObjects:
                     f"this rank has left the others ({why}), so nothing can be exchanged: make a new Trainer, or call "
                     "hl.World.current() again"
                 )
-            if self._heart is None:
-                self._heart = self._new_heart()
-            return self._heart
+            if self._heartbeat is None:
+                self._heartbeat = self._new_heart()
+            return self._heartbeat
 
     def rest(self) -> None:
         """Stop the heart until the next exchange: nobody waits for this rank."""
@@ -158,28 +158,28 @@ class OwnObjects:
                 return
             self._last_words = words
             is_error = words != last_words("")
-            if is_error and self._heart is None:
-                self._heart = self._new_heart()  # so that the others can read why
-            heart = self._heart
+            if is_error and self._heartbeat is None:
+                self._heartbeat = self._new_heart()  # so that the others can read why
+            heartbeat = self._heartbeat
             self._stop_heart(words)
             for group in self.groups:
                 group.destroy(broken=broken)
-            if is_error and self._rank == 0 and isinstance(heart, Heart):
-                heart.wait_for_others(LEAVE_S)  # the store may end with this process
+            if is_error and self._rank == 0 and isinstance(heartbeat, Heartbeat):
+                heartbeat.wait_for_others(LEAVE_S)  # the store may end with this process
 
-    def _new_heart(self) -> Heart | NoHeart:
+    def _new_heart(self) -> Heartbeat | NoHeart:
         try:
             # A store answers one question at a time, and some wait for others: a heart needs its own connection.
             store = self._store.clone()
         except (AttributeError, NotImplementedError, RuntimeError):  # a store of the owner's own making
             return NoHeart(self._num_exchanges)
-        return Heart(store, self._rank, self._size, _address_of(self._store), self._num_exchanges)
+        return Heartbeat(store, self._rank, self._size, _address_of(self._store), self._num_exchanges)
 
     def _stop_heart(self, words: str) -> None:
-        heart, self._heart = self._heart, None
-        if heart is not None:
-            self._num_exchanges = heart.exchanges
-            heart.stop(words)
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            self._num_exchanges = heartbeat.exchanges
+            heartbeat.stop(words)
 
 
 def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupWorld:
@@ -201,7 +201,7 @@ def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupW
         places = find_places(said)
         place = places[rank]
         beside = [one for one in said if one.host == said[rank].host]
-        seat = Seat(
+        spec = RankSpec(
             rank=rank,
             size=size,
             local_rank=place.local_rank,
@@ -211,12 +211,12 @@ def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupW
             timeout_s=timeout_s,
         )
         if device.type == "cuda":
-            device = find_gpu(device, seat, beside)
+            device = find_gpu(device, spec, beside)
             torch.cuda.set_device(device)
         if backend == "nccl":
             _check_own_gpu(store, rank, size, device)
-        seat = replace(seat, device=str(device))
-        return GroupWorld(seat, own, cores=max(1, num_cores() // place.num_beside))
+        spec = replace(spec, device=str(device))
+        return GroupWorld(spec, own, cores=max(1, num_cores() // place.num_beside))
     except BaseException as error:
         own.end(last_words(sentence(error)))
         raise
@@ -253,7 +253,7 @@ def _numbers_of_hosts(said: Sequence[Introduction], hosts: Sequence[Sequence[int
     return stated if is_complete else list(range(len(hosts)))
 
 
-def find_gpu(device: torch.device, seat: Seat, on_host: Sequence[Introduction]) -> torch.device:
+def find_gpu(device: torch.device, spec: RankSpec, on_host: Sequence[Introduction]) -> torch.device:
     """The GPU of this rank: the one it is given, or the one that the owner of the group has chosen for it.
 
     Lightning Fabric and Accelerate make it the current device, and so do most scripts. Ray Train leaves that to its
@@ -270,7 +270,7 @@ def find_gpu(device: torch.device, seat: Seat, on_host: Sequence[Introduction]) 
         return torch.device(named)
     if any(one.current_gpu for one in on_host):
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device_of_rank(seat, "cuda", spawned=False))
+    return torch.device(device_of_rank(spec, "cuda", spawned=False))
 
 
 def backend_for(device: torch.device) -> str:

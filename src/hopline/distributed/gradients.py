@@ -98,7 +98,7 @@ def have_same_bits(tensors: Iterable[Tensor], world: World) -> bool:
         return True
     # Ranks compare float64 numbers, in which whole ones are exact up to 2**53.
     found = [float(value % (1 << 52)) for value in torch.stack(sums).tolist()]
-    return world.most(found) == [-least for least in world.most([-value for value in found])]
+    return world.max(found) == [-least for least in world.max([-value for value in found])]
 
 
 def sum_over_ranks(parameters: Iterable[Tensor], world: World) -> None:
@@ -124,7 +124,9 @@ def sum_tensors(tensors: Iterable[Tensor], world: World) -> None:
     if world.size == 1:
         return
     buckets = list(_buckets([tensor.detach() for tensor in tensors if tensor.numel()]))
-    flats = [torch.cat([t.to(world.device, _exchanged(t.dtype)).reshape(-1) for t in bucket]) for bucket in buckets]
+    flats = [
+        torch.cat([t.to(world.device, _exchange_dtype(t.dtype)).reshape(-1) for t in bucket]) for bucket in buckets
+    ]
     _all_reduce(flats, world)
     for bucket, flat in zip(buckets, flats, strict=True):
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
@@ -153,13 +155,13 @@ def in_groups(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors that are exchanged together: the same on every rank, whichever gradients it has."""
-    for dtype in dict.fromkeys(_exchanged(p.dtype) for p in parameters):
-        yield from in_groups(BUCKET_BYTES, [p for p in parameters if _exchanged(p.dtype) == dtype])
+    for dtype in dict.fromkeys(_exchange_dtype(p.dtype) for p in parameters):
+        yield from in_groups(BUCKET_BYTES, [p for p in parameters if _exchange_dtype(p.dtype) == dtype])
 
 
 def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
     """The gradients one after another, zeros for missing ones, then 1 for each that is there and 0 for others."""
-    dtype = _exchanged(bucket[0].dtype)
+    dtype = _exchange_dtype(bucket[0].dtype)
     flat = torch.zeros(sum(p.numel() for p in bucket) + len(bucket), dtype=dtype, device=device)
     start = 0
     for position, parameter in enumerate(bucket, start=-len(bucket)):
@@ -184,5 +186,5 @@ def _unflatten(bucket: Sequence[Tensor], flat: Tensor) -> None:
             parameter.grad = part.view_as(parameter).to(parameter.device, parameter.dtype, copy=True)
 
 
-def _exchanged(dtype: torch.dtype) -> torch.dtype:
+def _exchange_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

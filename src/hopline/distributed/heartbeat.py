@@ -18,7 +18,7 @@ WORDS = re.compile(r"[0-9]{1,18} [0-9]{1,18}|left|lost [0-9]{1,9}(,[0-9]{1,9})*|
 """All that ranks say."""
 
 
-class Heart:
+class Heartbeat:
     """A thread that says in the store, every second, that this rank is alive, and notes which others say so.
 
     What is said is "beats exchanges" while the rank runs, and at the end "left", "lost 1,2" or "error ...". Clocks of
@@ -131,7 +131,7 @@ class Heart:
 
 
 class NoHeart:
-    """In place of a `Heart` where the store of an existing process group cannot be used by a second thread.
+    """In place of a `Heartbeat` where the store of an existing process group cannot be used by a second thread.
 
     A rank that is lost still ends the exchange with an error; which rank it was cannot be told.
     """

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hopline.distributed.environment import Task, detect
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import Seat, World, device_of_rank, sentence, serve
+from hopline.distributed.world import RankSpec, World, device_of_rank, sentence, serve
 from hopline.util.errors import PeerError, RankError
 from hopline.util.host import keep_freed_memory
 from hopline.util.signals import SIGNALS, Interrupted
@@ -51,15 +51,15 @@ def run(function: Callable[..., Any], settings: LaunchSettings, *args: Any, devi
         _end_with_parent(os.getppid())
     task = detect(os.environ)
     count = _devices_here(settings, task, device)
-    seat = _first_seat(settings, task, count, device)
-    if seat.size == 1:
+    spec = _first_rank_spec(settings, task, count, device)
+    if spec.size == 1:
         return function(World.alone(device), *args)
     if count > 1:
-        return _spawn(function, args, seat, count)
-    seat = replace(seat, device=device_of_rank(seat, device, spawned=False))
+        return _spawn(function, args, spec, count)
+    spec = replace(spec, device=device_of_rank(spec, device, spawned=False))
     before = torch.get_num_threads()
     try:
-        return _member(function, args, World.join(seat))
+        return _member(function, args, World.join(spec))
     finally:
         torch.set_num_threads(before)
 
@@ -93,11 +93,11 @@ def _devices_here(settings: LaunchSettings, task: Task | None, device: str) -> i
     return settings.devices
 
 
-def _first_seat(settings: LaunchSettings, task: Task | None, count: int, device: str) -> Seat:
+def _first_rank_spec(settings: LaunchSettings, task: Task | None, count: int, device: str) -> RankSpec:
     """The seat of this process, or of the first one to be started here."""
     backend = _backend(device)
     if task is None:
-        return Seat(
+        return RankSpec(
             size=count,
             local_size=count,
             device=device,
@@ -109,7 +109,7 @@ def _first_seat(settings: LaunchSettings, task: Task | None, count: int, device:
         )
     if task.launcher == "torchrun" and settings.address:
         raise ValueError("leave out address= under torchrun: it has --master-addr and --master-port")
-    return Seat(
+    return RankSpec(
         rank=task.rank * count,
         size=task.size * count,
         local_rank=task.local_rank * count,
@@ -167,7 +167,7 @@ class _Child:
         return not self.alive and self.process.exitcode != 0
 
     @property
-    def noticed(self) -> bool:
+    def ended_by_signal(self) -> bool:
         """Whether a signal ended it in good order; some launchers send their notice to the ranks themselves."""
         return not self.alive and self.process.exitcode - 128 in SIGNALS
 
@@ -184,7 +184,7 @@ class _Child:
                 os.kill(self.process.pid, number)
 
 
-def _spawn(function: Callable[..., Any], args: Sequence[Any], first: Seat, count: int) -> Any:
+def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, count: int) -> Any:
     """Start ranks, watch over them, and return what rank 0 returned."""
     store = None
     if first.keeps_store:
@@ -196,13 +196,13 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: Seat, count
     with _forwarding(children) as received:
         try:
             for k in range(count):
-                seat = replace(first, rank=first.rank + k, local_rank=first.local_rank + k)
-                seat = replace(seat, device=device_of_rank(seat, first.device, spawned=True))
+                spec = replace(first, rank=first.rank + k, local_rank=first.local_rank + k)
+                spec = replace(spec, device=device_of_rank(spec, first.device, spawned=True))
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(function, tuple(args), seat, theirs, os.getpid()))
+                process = context.Process(target=_child, args=(function, tuple(args), spec, theirs, os.getpid()))
                 process.start()
                 theirs.close()  # so that reading ends when the child does
-                children.append(_Child(seat.rank, process, ours))
+                children.append(_Child(spec.rank, process, ours))
             _watch(children, received)
         finally:
             for child in children:
@@ -257,7 +257,7 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
         now = time.monotonic()
         if received and not all(child.ready for child in children):
             deadline = 0.0
-        elif deadline == math.inf and (received or any(child.noticed for child in children)):
+        elif deadline == math.inf and (received or any(child.ended_by_signal for child in children)):
             deadline, last = now + CHECKPOINT_S, signal.SIGKILL
         elif deadline == math.inf and any(child.failed for child in children):
             deadline = now + END_S
@@ -271,11 +271,11 @@ def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
 def _failure(failed: Sequence[_Child], received: Sequence[int]) -> BaseException:
     """The error to raise: that of the rank that failed first, not of those that failed because it did."""
     told = [child for child in failed if "error" in child.said and child.said["kind"] != PeerError.__name__]
-    noticed = [child.process.exitcode - 128 for child in failed if child.noticed]
-    killed = [c for c in failed if "error" not in c.said and not c.ended_by_us and not c.noticed]
+    ended_by_signal = [child.process.exitcode - 128 for child in failed if child.ended_by_signal]
+    killed = [c for c in failed if "error" not in c.said and not c.ended_by_us and not c.ended_by_signal]
     # A notice to one rank alone may end it where the others were not asked, as in evaluation: they fail without it.
-    if not told and (received or (noticed and not killed)):
-        return Interrupted([*received, *noticed][0])
+    if not told and (received or (ended_by_signal and not killed)):
+        return Interrupted([*received, *ended_by_signal][0])
     child = (told or killed or list(failed))[0]
     code = child.process.exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
@@ -289,18 +289,18 @@ def _failure(failed: Sequence[_Child], received: Sequence[int]) -> BaseException
     return error
 
 
-def _child(function: Callable[..., Any], args: tuple[Any, ...], seat: Seat, pipe: Connection, parent: int) -> None:
+def _child(function: Callable[..., Any], args: tuple[Any, ...], spec: RankSpec, pipe: Connection, parent: int) -> None:
     """The life of a spawned rank."""
     _end_with_parent(parent)
     # Ctrl-C in a terminal goes to every process of a group: it shall come once, from the parent.
     os.setpgid(0, 0)
     keep_freed_memory()
     try:
-        world = World.join(seat)
+        world = World.join(spec)
         _tell(pipe, ready=True)
         result = _member(function, args, world)
         try:
-            _tell(pipe, result=result if seat.rank == 0 else None)
+            _tell(pipe, result=result if spec.rank == 0 else None)
         except (TypeError, ValueError):
             name = type(result).__name__
             raise ValueError(f"rank 0 returned a {name}: return numbers, text, lists or dicts, or nothing") from None

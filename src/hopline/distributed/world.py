@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hopline.device.meter import find_device
 from hopline.distributed.gradients import BUCKET_BYTES, in_groups, sum_over_ranks, sum_tensors
-from hopline.distributed.heartbeat import Heart, NoHeart, get_all
+from hopline.distributed.heartbeat import Heartbeat, NoHeart, get_all
 from hopline.util.errors import PeerError
 from hopline.util.host import num_cores, who_set_threads
 from hopline.util.log import logger
@@ -30,7 +30,7 @@ RESUME = "start the same command again with resume=true to go on from the last c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankSpec:
     """Where one process sits, and where it meets the others: plain data, for a process that is about to start."""
 
     rank: int = 0
@@ -97,26 +97,26 @@ class World:
 
     def __init__(
         self,
-        seat: Seat,
-        heart: Heart | None = None,
+        spec: RankSpec,
+        heartbeat: Heartbeat | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        self.rank, self.size = seat.rank, seat.size
-        self.local_rank, self.local_size = seat.local_rank, seat.local_size
-        self.node = seat.node
-        self.device = torch.device(seat.device)
-        self.timeout_s = seat.timeout_s
+        self.rank, self.size = spec.rank, spec.size
+        self.local_rank, self.local_size = spec.local_rank, spec.local_size
+        self.node = spec.node
+        self.device = torch.device(spec.device)
+        self.timeout_s = spec.timeout_s
         self.num_cores = num_cores()
         """Cores that this rank may use beside the other ranks of its host."""
-        self._heart, self._store = heart, store
-        self._keeps_store = seat.keeps_store
+        self._heartbeat, self._store = heartbeat, store
+        self._keeps_store = spec.keeps_store
         self._made_default_group = False
         self._lost = ""
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> World:
         """The world of a single process."""
-        return cls(Seat(device=str(device)))
+        return cls(RankSpec(device=str(device)))
 
     @classmethod
     def current(cls, device: str | torch.device = "cpu", timeout_s: float | None = None) -> World:
@@ -154,28 +154,28 @@ class World:
         return cls.alone(found)
 
     @classmethod
-    def join(cls, seat: Seat) -> World:
+    def join(cls, spec: RankSpec) -> World:
         """Meet the other ranks; every one of them must call this within `timeout_s`."""
         start = time.monotonic()
         try:
-            store, own = _stores(seat)
+            store, own = _stores(spec)
         except RuntimeError as error:
-            place = f"{seat.address}:{seat.port} ({reason_of(error)})"
-            raise PeerError(f"rank {seat.rank} cannot reach rank 0 at {place}: check address=") from error
-        heart = Heart(own, seat.rank, seat.size, f"{seat.address}:{seat.port}")
-        world = cls(seat, heart, store)
+            place = f"{spec.address}:{spec.port} ({reason_of(error)})"
+            raise PeerError(f"rank {spec.rank} cannot reach rank 0 at {place}: check address=") from error
+        heartbeat = Heartbeat(own, spec.rank, spec.size, f"{spec.address}:{spec.port}")
+        world = cls(spec, heartbeat, store)
         try:
             with world.exchange(start):
-                world.num_cores = _share_of_cores(seat, store)
+                world.num_cores = _share_of_cores(spec, store)
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)
-                with defaults_in_environment(_backend_environment(seat)):
+                with defaults_in_environment(_backend_environment(spec)):
                     dist.init_process_group(
-                        seat.backend,
+                        spec.backend,
                         store=dist.PrefixStore("group", store),
-                        rank=seat.rank,
-                        world_size=seat.size,
-                        timeout=timedelta(seconds=seat.timeout_s),
+                        rank=spec.rank,
+                        world_size=spec.size,
+                        timeout=timedelta(seconds=spec.timeout_s),
                     )
                     world._made_default_group = True
             world.barrier()
@@ -198,7 +198,7 @@ class World:
             return [float(value) for value in values]
         return self._reduce(values, dist.ReduceOp.SUM)
 
-    def most(self, values: Sequence[float]) -> list[float]:
+    def max(self, values: Sequence[float]) -> list[float]:
         """The largest over the ranks, one by one."""
         return [float(value) for value in values] if self.size == 1 else self._reduce(values, dist.ReduceOp.MAX)
 
@@ -251,7 +251,7 @@ class World:
                 if copy.data_ptr() != tensor.data_ptr():
                     tensor.copy_(copy)
 
-    def swap(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+    def all_to_all(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """By rank, the rows that each has for this one: piece r goes to rank r. Only the number of rows may differ."""
         if self.size == 1:
             return list(pieces)
@@ -299,22 +299,22 @@ class World:
     def _end_watch(self, error: BaseException | None) -> None:
         """Whoever started the ranks closes their worlds: see `launch`."""
 
-    def _beating_heart(self) -> Heart | NoHeart:
-        if self._heart is None:
+    def _beating_heart(self) -> Heartbeat | NoHeart:
+        if self._heartbeat is None:
             raise PeerError("this rank has left the others: nothing can be exchanged after close()")
-        return self._heart
+        return self._heartbeat
 
     def close(self, error: str = "") -> None:
         """Leave; `error` is what the others are told where this rank could not go on. May be called twice."""
-        heart, self._heart = self._heart, None
-        if heart is None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is None:
             return
-        heart.stop(last_words(error))
+        heartbeat.stop(last_words(error))
         if self._made_default_group and dist.is_initialized():
             with suppress(RuntimeError):
                 destroy_group(None, broken=bool(self._lost))
         if self._keeps_store:
-            heart.wait_for_others(LEAVE_S)
+            heartbeat.wait_for_others(LEAVE_S)
         self._store = None
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
@@ -332,32 +332,32 @@ class World:
         """Whatever goes wrong inside is another rank's doing: find out whose."""
         if self._lost:
             raise PeerError(self._lost)
-        heart = self._beating_heart()
-        heart.exchanges += 1
+        heartbeat = self._beating_heart()
+        heartbeat.exchanges += 1
         start = time.monotonic() if start is None else start
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            who = heart.find_lost()
+            who = heartbeat.find_lost()
             after = f"rank {self.rank} noticed after {time.monotonic() - start:.0f} s"
             self._lost = f"{who} ({after}: {reason_of(error)}): {RESUME}"
             raise PeerError(self._lost) from error
 
 
-def device_of_rank(seat: Seat, device: str, *, spawned: bool) -> str:
+def device_of_rank(spec: RankSpec, device: str, *, spawned: bool) -> str:
     """The device of one rank: ranks of a host take its GPUs in their order."""
     if torch.device(device).type != "cuda":
         return device
     count = torch.cuda.device_count()
-    if count >= seat.local_size:
-        return f"cuda:{seat.local_rank}"
+    if count >= spec.local_size:
+        return f"cuda:{spec.local_rank}"
     # Slurm may show every task only a GPU of its own; and gloo, unlike nccl, lets ranks share one.
-    if count and (seat.backend == "gloo" or (count == 1 and not spawned)):
-        return f"cuda:{seat.local_rank % count}"
+    if count and (spec.backend == "gloo" or (count == 1 and not spawned)):
+        return f"cuda:{spec.local_rank % count}"
     raise ValueError(
-        f"there are {count} GPUs for {seat.local_size} ranks on this host: start one process per GPU, by "
+        f"there are {count} GPUs for {spec.local_size} ranks on this host: start one process per GPU, by "
         f"devices={max(1, count)} or your launcher"
     )
 
@@ -409,31 +409,31 @@ def _own_address(address: str, *, local: bool) -> str | None:
     return None
 
 
-def _stores(seat: Seat) -> tuple[dist.Store, dist.Store]:
+def _stores(spec: RankSpec) -> tuple[dist.Store, dist.Store]:
     """Two connections, one of them for the heart: a store answers one question at a time, and some wait for others."""
-    timeout = timedelta(seconds=seat.timeout_s)
+    timeout = timedelta(seconds=spec.timeout_s)
     first = (
-        serve(seat.address, seat.port, seat.timeout_s, local=seat.local_size == seat.size)
-        if seat.keeps_store
-        else dist.TCPStore(seat.address, seat.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        serve(spec.address, spec.port, spec.timeout_s, local=spec.local_size == spec.size)
+        if spec.keeps_store
+        else dist.TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
     )
-    second = dist.TCPStore(seat.address, seat.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    prefix = f"hopline/{seat.key}"
+    second = dist.TCPStore(spec.address, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    prefix = f"hopline/{spec.key}"
     return dist.PrefixStore(prefix, first), dist.PrefixStore(prefix, second)
 
 
-def _share_of_cores(seat: Seat, store: dist.Store) -> int:
+def _share_of_cores(spec: RankSpec, store: dist.Store) -> int:
     """Cores for this rank beside those that may run on the same ones, after all ranks were compared."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    gpu = gpu_identity(seat.device) if seat.backend == "nccl" else ""
-    store.set(f"seat/{seat.rank}", json.dumps([seat.size, seat.node, cores, gpu]))
-    said = get_all(store, [f"seat/{r}" for r in range(seat.size)])
-    seats = [_read_seat(rank, value, seat) for rank, value in enumerate(said)]
+    gpu = gpu_identity(spec.device) if spec.backend == "nccl" else ""
+    store.set(f"seat/{spec.rank}", json.dumps([spec.size, spec.node, cores, gpu]))
+    said = get_all(store, [f"seat/{r}" for r in range(spec.size)])
+    seats = [_read_spec(rank, value, spec) for rank, value in enumerate(said)]
     first_with: dict[str, int] = {}
     for rank, (size, _, _, gpu) in enumerate(seats):
-        if size != seat.size:
+        if size != spec.size:
             raise ValueError(
-                f"rank {rank} was started as one of {size} and rank {seat.rank} as one of {seat.size}: "
+                f"rank {rank} was started as one of {size} and rank {spec.rank} as one of {spec.size}: "
                 "give the same devices= on every host"
             )
         if gpu and (other := first_with.setdefault(gpu, rank)) != rank:
@@ -442,19 +442,19 @@ def _share_of_cores(seat: Seat, store: dist.Store) -> int:
                 "GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
                 "or set the environment variable HOPLINE_BACKEND=gloo"
             )
-    beside = sum(other[1:3] == (seat.node, cores) for other in seats)
+    beside = sum(other[1:3] == (spec.node, cores) for other in seats)
     share = max(1, num_cores() // beside)
     if who_set_threads() != "user":
         torch.set_num_threads(share)
     return share
 
 
-def _read_seat(rank: int, said: bytes, seat: Seat) -> tuple[int, int, list[int], str]:
+def _read_spec(rank: int, said: bytes, spec: RankSpec) -> tuple[int, int, list[int], str]:
     try:
         size, node, cores, gpu = json.loads(said.decode())
     except (ValueError, TypeError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(
-            f"what stands for rank {rank} at {seat.address}:{seat.port} was not written by hopline ({said[:40]!r}): "
+            f"what stands for rank {rank} at {spec.address}:{spec.port} was not written by hopline ({said[:40]!r}): "
             "choose another address=HOST:PORT"
         ) from error
     return size, node, cores, gpu
@@ -465,12 +465,12 @@ def gpu_identity(device: str) -> str:
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
-def _backend_environment(seat: Seat) -> dict[str, str]:
+def _backend_environment(spec: RankSpec) -> dict[str, str]:
     """What the backends read from the environment when they start."""
-    if seat.backend == "nccl":
+    if spec.backend == "nccl":
         return {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # a lost rank raises an error; by default it aborts the process
     # Gloo asks what the host's own name means, which on many machines is an address that no other host can reach.
-    name = interface_towards(seat.address, several_hosts=seat.local_size < seat.size)
+    name = interface_towards(spec.address, several_hosts=spec.local_size < spec.size)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
 

@@ -13,7 +13,7 @@ from hopline.core.batch import Batch
 from hopline.core.graph import PartialGraph
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
-from hopline.distributed.all_to_all import Channel, Question
+from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.inference import evaluating, measure
 from hopline.inference.layerwise_chunks import CHUNK_EDGES, Chunks
 from hopline.nn.gnn import GNN
@@ -86,7 +86,7 @@ class _RemoteRows(NamedTuple):
 
     numbers: Tensor
     """[n] int64, ascending: among all nodes of others that edges lead from."""
-    question: Question
+    request: RowRequest
 
 
 class RankChunks(Chunks):
@@ -116,13 +116,13 @@ class RankChunks(Chunks):
         for _ in range(self.model.num_layers):
             sources = self._sources(layer_nodes[0])
             numbers = sources[sources >= num_own] - num_own
-            question = Question(self.channel, self.shard.ptr, self.shard.halo_positions[numbers])
-            self.wanted.insert(0, _RemoteRows(numbers, question))
-            layer_nodes.insert(0, torch.cat([sources[sources < num_own], question.rows]).unique())
+            request = RowRequest(self.channel, self.shard.ptr, self.shard.halo_positions[numbers])
+            self.wanted.insert(0, _RemoteRows(numbers, request))
+            layer_nodes.insert(0, torch.cat([sources[sources < num_own], request.rows]).unique())
         numbers = self.wanted[0].numbers
         if "x" in self.shard.tables:
             own = self.shard.tables["x"]
-            rows = fetch(self.wanted[0].question, own)
+            rows = fetch(self.wanted[0].request, own)
             self.data.tables["x"] = _joined(own, rows, numbers, self.shard.halo_positions.numel())
         return [torch.cat([layer_nodes[0], numbers + num_own]), *layer_nodes[1:]]
 
@@ -141,16 +141,16 @@ class RankChunks(Chunks):
         if l == self.last:
             return
         del self.wanted[0]
-        numbers, question = self.wanted[0]
+        numbers, request = self.wanted[0]
         table = self.tables.of(l)
         home = table.rows.device
-        rows = question.answer(table.read(question.rows.to(home)).cpu())
+        rows = request.reply(table.read(request.rows.to(home)).cpu())
         table.write((numbers + self.shard.num_own).to(home), rows.to(home))
 
 
 def _local(shard: Shard, channel: Channel) -> PartialGraph:
     """The own nodes with all their in-edges, and the sources of others."""
-    question = Question(channel, shard.ptr, shard.halo_positions)
+    request = RowRequest(channel, shard.ptr, shard.halo_positions)
     num_all = shard.num_own + shard.halo_positions.numel()
     first = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
     indices = torch.empty(shard.at.numel(), dtype=index_dtype(num_all))
@@ -167,9 +167,9 @@ def _local(shard: Shard, channel: Channel) -> PartialGraph:
         indices,
         {name: ops.gather_rows(array, shard.at) for name, array in shard.edge.items()},
         ids=torch.arange(num_all),
-        degrees=torch.cat([degrees, question.answer(degrees[question.rows])]),
+        degrees=torch.cat([degrees, request.reply(degrees[request.rows])]),
         has_loops=known.has_loops,
-        weights=None if weights is None else torch.cat([weights, question.answer(weights[question.rows])]),
+        weights=None if weights is None else torch.cat([weights, request.reply(weights[request.rows])]),
     )
 
 
@@ -191,7 +191,7 @@ def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tup
         for batch in batches:
             out = walk(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0)
             found.append((batch.seeds.cpu(), out, batch.y))
-    width = int(channel.highest(torch.tensor([max(out.size(1) for _, out, _ in found)])))
+    width = int(channel.max(torch.tensor([max(out.size(1) for _, out, _ in found)])))
     labels = [y.cpu() for _, _, y in found if y is not None]
     scores = torch.cat([out.view(-1, width) for _, out, _ in found])
     return torch.cat([ids for ids, _, _ in found]), scores, torch.cat(labels) if labels else None

@@ -12,7 +12,7 @@ from hopline import ops
 from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
 from hopline.core.sampler import hop_keys
-from hopline.distributed.all_to_all import Channel, Question
+from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.nn.gcn_norm import weights_of
 from hopline.ops.cpu.sampling import sample_children
 from hopline.shards.shard import Shard, check_fits, node_ranges
@@ -79,34 +79,34 @@ class CollectiveSampler:
         self._id_map = ops.new_id_map(shard.num_nodes, torch.device("cpu"))
         own = shard.layout.parts[0]
         loops = ops.self_loops(own.indptr, own.src_idx).numel()
-        self.has_loops = bool(channel.highest(torch.tensor([loops])) > 0)
+        self.has_loops = bool(channel.max(torch.tensor([loops])) > 0)
         self.weights = weights_of_shard(shard) if self.has_loops or "weight" in shard.edge else None
         """[num_own, 3] what `PartialGraph.weights` says of the own nodes, where it must say something."""
 
-    def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], Question, Question]:
+    def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], RowRequest, RowRequest]:
         """(blocks, questions for rows of the first one's sources and of the seeds). seeds: places, each once."""
         id_map, hops = self._id_map, list[_Hop]()
         try:
             id_map.add(seeds)
             if id_map.size != seeds.numel():
                 raise ValueError("the seeds of a batch must be distinct: pass each node id once")
-            positions, of_seeds = seeds, Question(self.channel, self.shard.ptr, seeds)
-            question = of_seeds
+            positions, of_seeds = seeds, RowRequest(self.channel, self.shard.ptr, seeds)
+            request = of_seeds
             for fanout, drawn_by in zip(self.fanouts, hop_keys(key, len(self.fanouts), self.one_list), strict=True):
-                indptr, (sources, *rest) = self._ask(question, fanout, int(drawn_by))
+                indptr, (sources, *rest) = self._ask(request, fanout, int(drawn_by))
                 hops.append(_Hop(positions.numel(), fanout, indptr, id_map.add(sources), rest))
                 positions = id_map.ids()
-                question = Question(self.channel, self.shard.ptr, positions)
+                request = RowRequest(self.channel, self.shard.ptr, positions)
         finally:
             id_map.clear()
-        ids, graph = self._graph(question)
+        ids, graph = self._graph(request)
         sizes = [*(hop.num_dst for hop in hops[1:]), ids.numel()]
         blocks = [self._block(hop, ids[:size], graph, key) for hop, size in zip(hops, sizes, strict=True)]
-        return tuple(reversed(blocks)), question, of_seeds
+        return tuple(reversed(blocks)), request, of_seeds
 
-    def _ask(self, question: Question, fanout: int, key: int) -> tuple[Tensor, list[Tensor]]:
+    def _ask(self, request: RowRequest, fanout: int, key: int) -> tuple[Tensor, list[Tensor]]:
         """(indptr, [places of the sources, edge ids, rows of each edge array]) of the in-edges of some nodes."""
-        shard, rows = self.shard, question.rows
+        shard, rows = self.shard, request.rows
         if fanout < 0:
             starts, taken = ops.row_positions(shard.indptr, rows)
             counts, at = starts.diff(), ops.gather_rows(shard.at, taken).long()
@@ -116,7 +116,7 @@ class CollectiveSampler:
             counts = drawn.counts.long()
             at = drawn.ids[torch.arange(fanout) < counts[:, None]].long()
         answers = [shard.sources(at)] + ([ops.gather_rows(shard.edge_ids, at)] if self.edge_ids else [])
-        return question.answer_lists(counts, answers + [ops.gather_rows(a, at) for a in shard.edge.values()])
+        return request.reply_lists(counts, answers + [ops.gather_rows(a, at) for a in shard.edge.values()])
 
     def _block(self, hop: _Hop, src_ids: Tensor, graph: Graph, key: int) -> Block:
         edge_ids = hop.rest[0] if self.edge_ids else None
@@ -124,12 +124,12 @@ class CollectiveSampler:
         part = Part(hop.indptr, hop.src_idx, edge, edge_ids)
         return Block(src_ids, hop.num_dst, (part,), graph, key, in_graph_order=hop.fanout < 0)
 
-    def _graph(self, question: Question) -> tuple[Tensor, PartialGraph]:
+    def _graph(self, request: RowRequest) -> tuple[Tensor, PartialGraph]:
         """The ids of some nodes, and what is known of them."""
-        shard, rows = self.shard, question.rows
+        shard, rows = self.shard, request.rows
         known = torch.stack([ops.gather_rows(a, rows) for a in (shard.nodes, shard.layout.degrees)], 1)
-        ids, degrees = question.answer(known).t().contiguous()
-        weights = None if self.weights is None else question.answer(ops.gather_rows(self.weights, rows))
+        ids, degrees = request.reply(known).t().contiguous()
+        weights = None if self.weights is None else request.reply(ops.gather_rows(self.weights, rows))
         return ids, PartialGraph.of(shard.edge, ids, degrees, self.has_loops, weights)
 
 
@@ -148,17 +148,17 @@ def weights_of_shard(shard: Shard) -> Tensor:
     return found
 
 
-def fetch(question: Question, table: Table | Tensor) -> Table | Tensor:
+def fetch(request: RowRequest, table: Table | Tensor) -> Table | Tensor:
     """Rows of what was asked for: dense, or as a table where they are stored sparse."""
     if isinstance(table, SparseTable):
-        indptr, columns, values = table.read_csr(question.rows)
-        starts, (columns, values) = question.answer_lists(indptr.diff(), [columns, values])
+        indptr, columns, values = table.read_csr(request.rows)
+        starts, (columns, values) = request.reply_lists(indptr.diff(), [columns, values])
         return SparseTable(starts, columns, values, table.num_columns)
-    rows = ops.gather_rows(table, question.rows) if isinstance(table, Tensor) else table.read(question.rows)
-    return question.answer(rows)
+    rows = ops.gather_rows(table, request.rows) if isinstance(table, Tensor) else table.read(request.rows)
+    return request.reply(rows)
 
 
-def fetch_dense(question: Question, table: Table | Tensor) -> Tensor:
+def fetch_dense(request: RowRequest, table: Table | Tensor) -> Tensor:
     """Dense rows of what was asked for; sparse ones travel as they are stored."""
-    rows = fetch(question, table)
+    rows = fetch(request, table)
     return rows if isinstance(rows, Tensor) else rows.read(torch.arange(len(rows)))

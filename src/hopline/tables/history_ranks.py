@@ -24,7 +24,7 @@ from hopline.tables.layers import At
 class Owners:
     """Which rank keeps the row at a place."""
 
-    def __init__(self, world: World, shares: Shares, ptr: Tensor) -> None:
+    def __init__(self, world: World, shares: PartAssignment, ptr: Tensor) -> None:
         self.world, self.shares = world, shares
         self.spans = [range(int(ptr[parts.start]), int(ptr[parts.stop])) for parts in shares.parts]
         """By rank, the places of its rows."""
@@ -48,9 +48,9 @@ class Owners:
     def collect(self, positions: Tensor, rows: Tensor) -> Tensor:
         """Sums of all ranks' rows, at the places that this one keeps. positions: ascending, each once."""
         runs = self.runs(positions)
-        theirs = self.world.swap([positions[run] for run in runs])
+        theirs = self.world.all_to_all([positions[run] for run in runs])
         total = rows.new_zeros(len(self.own), *rows.shape[1:])
-        for at, what in zip(theirs, self.world.swap([rows[run] for run in runs]), strict=True):
+        for at, what in zip(theirs, self.world.all_to_all([rows[run] for run in runs]), strict=True):
             total.index_add_(0, at - self.own.start, what)
         return total
 
@@ -122,10 +122,12 @@ class SharedHistories(Histories):
         runs, hosts, host = self.owners.runs(positions), self.owners.shares.hosts, self.owners.host
         far = [rank for rank, other in enumerate(hosts) if other != hosts[self.world.rank]]
         here = ((positions >= host.start) & (positions < host.stop)).nonzero().view(-1)
-        asked = self.world.swap([positions[run] if rank in far else positions[:0] for rank, run in enumerate(runs)])
+        asked = self.world.all_to_all(
+            [positions[run] if rank in far else positions[:0] for rank, run in enumerate(runs)]
+        )
 
         def pull(table: Tensor) -> Tensor:
-            got = self.world.swap([ops.gather_rows(table, ids - host.start) for ids in asked])
+            got = self.world.all_to_all([ops.gather_rows(table, ids - host.start) for ids in asked])
             rows = table.new_empty(positions.numel(), *table.shape[1:])
             rows[here] = ops.gather_rows(table, positions[here] - host.start)
             for rank in far:
@@ -142,7 +144,7 @@ class SharedHistories(Histories):
     def _gather(self, table: Tensor) -> Tensor:
         own, start = self.owners.own, self.owners.host.start
         rows = table[own.start - start : own.stop - start]
-        got = self.world.swap([rows if rank == 0 else rows[:0] for rank in range(self.world.size)])
+        got = self.world.all_to_all([rows if rank == 0 else rows[:0] for rank in range(self.world.size)])
         return torch.cat([got[rank] for rank in self.owners.order])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -156,7 +158,7 @@ class SharedHistories(Histories):
 
 
 @dataclass(frozen=True)
-class Shares:
+class PartAssignment:
     """Parts divided over ranks: each keeps a run of them, and the ranks of a host keep theirs in one memory."""
 
     rank: int
@@ -166,7 +168,7 @@ class Shares:
     """By rank, the parts whose rows it keeps; those of a host's ranks follow each other."""
 
     @classmethod
-    def of(cls, world: World, num_parts: int) -> Shares:
+    def of(cls, world: World, num_parts: int) -> PartAssignment:
         """Every rank must call this."""
         if num_parts < world.size:
             raise ValueError(f"num_parts={num_parts} is less than the {world.size} ranks: make it larger")

@@ -98,7 +98,7 @@ def _gathered(own: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
     buffer = io.BytesIO()
     torch.save(own, buffer)
     content = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    sent = world.swap([content, *[content[:0]] * (world.size - 1)])
+    sent = world.all_to_all([content, *[content[:0]] * (world.size - 1)])
     if world.rank > 0:
         return []
     try:
@@ -421,7 +421,7 @@ class Checkpoints:
         due = at_end or (self.world.rank == 0 and time.monotonic() - self.last >= self.interval_s)
         received = self.signals.received or 0
         if self.world.size > 1:
-            due, received = (int(value) for value in self.world.most([float(due), float(received)]))
+            due, received = (int(value) for value in self.world.max([float(due), float(received)]))
             if received:  # else one that came during the exchange must not be forgotten
                 self.signals.received = received
         if due or received:

@@ -57,7 +57,7 @@ def align_groups(groups: Generator[list[Unit], None, None], world: World) -> Gen
 def _longest(group: Sequence[Unit], world: World) -> int:
     """Units in the longest group of a rank."""
     knows = any(not _is_unknown(unit) for unit in group)
-    longest, some_know = world.most([len(group), knows])
+    longest, some_know = world.max([len(group), knows])
     if some_know:
         raise ValueError(
             "some units of a step say their total_size over all ranks and others do not: leave total_size (of a "

@@ -84,7 +84,7 @@ def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     if world.size == 1:
         return record
     largest = [-record["limit_bytes"], record["promised_bytes"], record["peak_bytes"]]
-    limit, promised, peak = world.most([float(value) for value in largest])
+    limit, promised, peak = world.max([float(value) for value in largest])
     sums = world.sum([float(record[name]) for name in SUMMED])
     counts = {name: int(total) for name, total in zip(SUMMED, sums, strict=True)}
     return record | {"limit_bytes": -limit, "promised_bytes": promised, "peak_bytes": peak} | counts

@@ -11,7 +11,7 @@ import hopline as hl
 from hopline.distributed.world import World
 from hopline.methods.historical.groups import Groups
 from hopline.nn import GNN
-from hopline.tables.history_ranks import Owners, SharedHistories, Shares
+from hopline.tables.history_ranks import Owners, PartAssignment, SharedHistories
 from tests.helpers import dataset_of, randn, random_graph
 from tests.ranks import KillRank
 
@@ -49,7 +49,7 @@ def alone(case: dict[str, Any], two_hosts: bool = False) -> dict[str, Any]:
     trainer = trainer_of(World.alone(), **changed)
     work: Any = trainer.work
     if two_hosts:  # parts of each host meet among themselves
-        two = Shares(0, (0, 1), (range(3), range(3, 6)))
+        two = PartAssignment(0, (0, 1), (range(3), range(3, 6)))
         drawn = Groups(work.parts.graph, work.partition, work.method, two, work.job.seed)
         work.parts.turns_of = lambda epoch: [(group,) for turn in drawn.turns_of(epoch) for group in turn]
     return result_of(trainer)
@@ -60,7 +60,7 @@ def check_tables(world: World, two_hosts: bool) -> str:
     if two_hosts:  # ranks 0 and 2 are on one of them
         world.node, world.local_size = world.rank % 2, 1 + (world.rank != 1)
         world.local_rank = int(world.rank == 2)
-    shares = Shares.of(world, 6)
+    shares = PartAssignment.of(world, 6)
     owners = Owners(world, shares, torch.tensor([0, 2, 3, 7, 8, 10, 12]))
     expected, own = randn(12, 4), slice(owners.own.start, owners.own.stop)
     assert shares.parts == ((range(2), range(4, 6), range(2, 4)) if two_hosts else (range(2), range(2, 4), range(4, 6)))

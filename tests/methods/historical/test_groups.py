@@ -12,7 +12,7 @@ from hopline.distributed.world import World
 from hopline.methods.historical.groups import Groups
 from hopline.methods.historical.settings import Historical
 from hopline.methods.partitioned.parts import without_halo
-from hopline.tables.history_ranks import Shares
+from hopline.tables.history_ranks import PartAssignment
 from tests.methods.historical.test_work import GRAPH, trainer_of
 
 
@@ -60,20 +60,20 @@ def test_the_halo_can_be_dropped():
     assert run.history[-1].loss < run.history[0].loss
 
 
-def parts_of(shares: Shares, **settings: Any) -> Groups:
+def parts_of(shares: PartAssignment, **settings: Any) -> Groups:
     work: Any = trainer_of().work
     method = Historical(**({"num_parts": 6, "parts_per_batch": 1, "partition": "random"} | settings))
     return Groups(GRAPH, work.partition, method, shares, seed=0)
 
 
-ALONE = Shares(0, (0,), (range(6),))
+ALONE = PartAssignment(0, (0,), (range(6),))
 
 
 @pytest.mark.parametrize("groups", ["fixed", "redrawn"])
 def test_ranks_of_a_host_take_the_groups_in_order(groups: Any):
     one = parts_of(ALONE, groups=groups)
-    two = parts_of(Shares(1, (0, 0), (range(3), range(3, 6))), groups=groups)
-    three = parts_of(Shares(1, (0, 0, 0, 0), (range(1), range(1, 3), range(3, 4), range(4, 6))), groups=groups)
+    two = parts_of(PartAssignment(1, (0, 0), (range(3), range(3, 6))), groups=groups)
+    three = parts_of(PartAssignment(1, (0, 0, 0, 0), (range(1), range(1, 3), range(3, 4), range(4, 6))), groups=groups)
     for epoch in (1, 2):
         every = one.groups_of(epoch)
         assert two.turns_of(epoch) == [tuple(every[i : i + 2]) for i in (0, 2, 4)]
@@ -82,21 +82,21 @@ def test_ranks_of_a_host_take_the_groups_in_order(groups: Any):
 
 
 def test_ranks_of_several_hosts_take_what_their_host_keeps():
-    parts = parts_of(Shares(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4))))
+    parts = parts_of(PartAssignment(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4))))
     for epoch in (1, 2, 3):
         turns = parts.turns_of(epoch)
         assert sorted(p for a, _, c in turns for p in a + c) == [0, 1, 2, 3]
         assert sorted(p for _, b, _ in turns for p in b) == [4, 5]
         assert sorted(parts.groups_of(epoch)) == [(p,) for p in range(6)]
     assert len({tuple(parts.turns_of(epoch)) for epoch in range(8)}) > 2
-    few = parts_of(Shares(0, (0, 1), (range(3), range(3, 6))), max_batches=3)
+    few = parts_of(PartAssignment(0, (0, 1), (range(3), range(3, 6))), max_batches=3)
     assert [len([g for g in turn if g]) for turn in few.turns_of(1)] == [2, 1]
 
 
 def test_every_rank_keeps_a_run_of_parts():
-    assert Shares.of(World.alone(), 6) == ALONE
+    assert PartAssignment.of(World.alone(), 6) == ALONE
     assert not ALONE.several_hosts
-    two = Shares(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4)))
+    two = PartAssignment(0, (0, 1, 0), (range(2), range(4, 6), range(2, 4)))
     assert (two.parts_of_host(0), two.parts_of_host(1), two.several_hosts) == (range(4), range(4, 6), True)
 
 
@@ -104,4 +104,4 @@ def test_fewer_parts_than_ranks_are_refused():
     world = World.alone()
     world.size = 3
     with pytest.raises(ValueError, match="num_parts=2 is less than the 3 ranks: make it larger"):
-        Shares.of(world, 2)
+        PartAssignment.of(world, 2)

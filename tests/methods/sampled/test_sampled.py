@@ -15,7 +15,7 @@ from torch_geometric.nn import GCNConv, GraphNorm, SAGEConv
 from hopline.contract import Job, Method, Unit, Work
 from hopline.core.batch import Batch
 from hopline.core.row_handles import Rows
-from hopline.distributed.world import Seat, World
+from hopline.distributed.world import RankSpec, World
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN, as_walkable
 from hopline.tables import SparseTable, TensorTable
@@ -283,7 +283,7 @@ def test_after_a_restart_with_other_ranks_every_seed_has_its_turn_once(sizes: tu
         """What the ranks of one start see, in so many steps."""
         seen = []
         for rank in range(size):
-            loader = method.loader(data, world=World(Seat(rank=rank, size=size)))
+            loader = method.loader(data, world=World(RankSpec(rank=rank, size=size)))
             batches = itertools.islice(loader.epoch(1, done, seeds_done), steps)
             seen += [int(s) for batch in batches for s in batch.seeds]
         return seen

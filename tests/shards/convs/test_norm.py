@@ -59,7 +59,7 @@ def one_rank(world: World) -> dict[str, list[Any]]:
     gather_sources = {}
     for name, value in found.items():
         by_row = name in ("out", "x", "evaluated")
-        pieces = world.swap([value if by_row or r == 0 else value[:0] for r in range(world.size)])
+        pieces = world.all_to_all([value if by_row or r == 0 else value[:0] for r in range(world.size)])
         gather_sources[name] = torch.cat(pieces).tolist() if by_row else value.tolist()
     return gather_sources
 

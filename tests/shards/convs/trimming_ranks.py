@@ -88,5 +88,5 @@ def on_ranks(world: World) -> dict[str, Any]:
         for mode in ("sequential", "one_shot"):
             worst, traffic = compare(name, layout, world, mode=mode)
             whole, trimmed = world.sum(traffic["False"]), world.sum(traffic["True"])
-            results[f"{name} {mode}"] = (world.most([worst])[0], sum(trimmed) / sum(whole))
+            results[f"{name} {mode}"] = (world.max([worst])[0], sum(trimmed) / sum(whole))
     return results

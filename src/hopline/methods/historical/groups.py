@@ -15,7 +15,7 @@ from hopline.core.partition import Partition
 from hopline.core.sampler import full_block
 from hopline.methods.historical.regularise import drop_edges
 from hopline.methods.partitioned.parts import Group, Parts, without_halo
-from hopline.tables.history_ranks import Shares
+from hopline.tables.history_ranks import PartAssignment
 
 if TYPE_CHECKING:
     from hopline.methods.historical.settings import Historical
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class Groups(Parts):
     """The parts of a graph as batches."""
 
-    def __init__(self, graph: Graph, partition: Partition, method: Historical, shares: Shares, seed: int) -> None:
+    def __init__(
+        self, graph: Graph, partition: Partition, method: Historical, shares: PartAssignment, seed: int
+    ) -> None:
         super().__init__(
             graph,
             partition,

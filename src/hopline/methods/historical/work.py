@@ -226,7 +226,7 @@ class HistoricalWork(PartsWork, Work):
         buffer = io.BytesIO()
         torch.save(waiting, buffer)
         sent = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        got = world.swap([sent if rank == 0 else sent[:0] for rank in range(world.size)])
+        got = world.all_to_all([sent if rank == 0 else sent[:0] for rank in range(world.size)])
         return [torch.load(io.BytesIO(g.numpy().tobytes()), weights_only=True) for g in got if g.numel()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

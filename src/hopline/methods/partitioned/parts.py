@@ -11,7 +11,7 @@ from hopline.core.batch import Block, edges_where
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.core.sampler import NeighborSampler, full_block
-from hopline.tables.history_ranks import Shares
+from hopline.tables.history_ranks import PartAssignment
 
 MAX_KEPT_EDGES = 1 << 25
 """Up to that many edges the blocks of a sweep over all parts are kept from one to the next."""
@@ -30,7 +30,7 @@ class Parts:
         self,
         graph: Graph,
         partition: Partition,
-        shares: Shares,
+        shares: PartAssignment,
         *,
         per_group: int = 1,
         keeps_blocks: bool = False,

@@ -24,7 +24,7 @@ from hopline.methods.partitioned.parts import Parts, without_halo
 from hopline.nn.gnn import GNN, State
 from hopline.tables.allocators import MappedFiles, Where, allocator_at, choose_where
 from hopline.tables.history import DTYPES, Histories
-from hopline.tables.history_ranks import Owners, SharedHistories, Shares
+from hopline.tables.history_ranks import Owners, PartAssignment, SharedHistories
 from hopline.util.config import format_size
 
 PROBED = 8
@@ -52,7 +52,7 @@ class PartsWork:
 
     def __init__(self, job: Job, model: GNN, spec: PartsSpec, partition: Partition | None = None) -> None:
         self.job, self.model, self.spec = job, model, spec
-        self.shares = Shares.of(job.world, spec.num_parts)
+        self.shares = PartAssignment.of(job.world, spec.num_parts)
         self.partition = partition or partition_together(
             job.data, spec.num_parts, spec.partition, seed=job.seed, world=job.world
         )

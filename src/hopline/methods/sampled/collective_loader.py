@@ -112,7 +112,7 @@ class CollectiveLoader:
             return both[both[:, 0].argsort(), 1].contiguous()
         check_ids(ids, shard.num_nodes)
         rows = torch.searchsorted(shard.nodes, ids).clamp(max=shard.num_own - 1)
-        return self.channel.highest(torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1))
+        return self.channel.max(torch.where(shard.nodes[rows] == ids, rows + shard.ptr[shard.rank], -1))
 
     def __len__(self) -> int:
         full, rest = divmod(self.positions.numel(), self.method.batch_size * self.channel.size)

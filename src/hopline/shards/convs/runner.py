@@ -129,14 +129,14 @@ def run_conv(conv: nn.Module, h: Handle | Tensor, convs: ShardConvs, x0: Tensor 
 
     Every rank must call it, and backward, in the same order.
     """
-    question = ("rule", convs.mode, conv.training)
+    request = ("rule", convs.mode, conv.training)
     settings = (options_of(conv), frozenset(convs.edge_rows))
-    rule: Rule | None = findings.get(conv, question, settings)
+    rule: Rule | None = findings.get(conv, request, settings)
     if rule is None:
         initialise(conv, h.shape[1], convs.edge_rows, None if x0 is None else x0.size(1))
         with torch.inference_mode(False):  # the probe takes gradients
             rule = find_rule(conv, h.shape[1], convs, x0)
-        findings.put(conv, question, settings, rule)
+        findings.put(conv, request, settings, rule)
     return run_by_rule(conv, rule, h, convs, x0)
 
 
