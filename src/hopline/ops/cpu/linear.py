@@ -82,8 +82,8 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
 
     def one(number: int) -> None:
         # Inference mode belongs to a thread, and helpers do not have the caller's. Modes that watch what torch's
-        # operations allocate, such as hopline's memory meter, need not see these products: they write into tensors that
-        # are allocated already.
+        # operations allocate, such as hopline's memory meter, need not see these products: they write into tensors
+        # that are allocated already.
         with torch.inference_mode(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             run(number * ROWS, min((number + 1) * ROWS, size))
 
@@ -93,8 +93,8 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, as `torch.nn.functional.linear`, in threads where that is possible and pays.
 
-    torch's own function is called for a single range of rows, on a GPU, under autocast, for mixed dtypes, and if x has
-    other than two dimensions.
+    torch's own function is called for a single range of rows, on a GPU, under autocast, for mixed dtypes, and if x
+    has other than two dimensions.
     """
     dtypes = {x.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
     if x.dim() != 2 or x.size(0) <= ROWS or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):

@@ -235,7 +235,8 @@ def _add_dense(place, ids, size, nodes, idx):
         if node < 0 or node >= place.shape[0]:
             return -1 - size
         # No `if is_new:` here. Whether a node is new is a coin toss, and a branch would be predicted wrongly half the
-        # time. A known node's write to ids[size] does no harm: the next new node overwrites it, or it is past the end.
+        # time. A known node's write to ids[size] does no harm: the next new node overwrites it, or it is past the
+        # end.
         at = place[node]
         is_new = at < 0
         at = size if is_new else at
@@ -399,7 +400,8 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
     if not _in_range(ids.numpy(), rows.size(0)):
         raise IndexError(f"a row id is outside 0 .. {rows.size(0) - 1}")
     if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):
-        return rows.index_select(0, ids.long().to(rows.device))  # in threads, rows[ids] adds up gradients in any order
+        # Not rows[ids]: in threads, its gradient is added up in any order.
+        return rows.index_select(0, ids.long().to(rows.device))
     out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype)
     row_bytes = rows.element_size() * (rows[:1].numel() if rows.size(0) else 0)
     if out.numel() == 0:
