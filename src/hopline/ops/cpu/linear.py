@@ -93,8 +93,8 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, as `torch.nn.functional.linear`, in threads where that is possible and pays.
 
-    torch's own function is called for a single range of rows, on a GPU, under autocast, for mixed dtypes, and if x
-    has other than two dimensions.
+    torch's own function is called if there is only one range of rows, on a GPU, under autocast, and for mixed dtypes.
+    It is also called if x has other than two dimensions.
     """
     dtypes = {x.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
     if x.dim() != 2 or x.size(0) <= ROWS or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):

@@ -1,7 +1,7 @@
 """Reading rows of a memory-mapped file that are still on disk: pages are requested before a kernel reads them.
 
-A kernel that touches a page which is not in memory waits for the disk, one page at a time. If the system is told of
-all pages of a batch at once, in the order of the file, it reads many of them in parallel:
+A kernel that touches a page which is not in memory waits for the disk, one page at a time. The system reads
+many pages in parallel if it is told of all pages of a batch at once, in the order of the file:
 
     is_cold             looks up the pages of a few rows: are they in memory?
     in_order_of_file    sorts the rows by position in the file, and divides them into pieces

@@ -25,8 +25,10 @@ Memory layout
     ptr       [num_parts + 1] int64    part p has the nodes order[ptr[p] : ptr[p + 1]]
 
 Threads. `stream_parts` and its kernels run in the calling thread: each node's choice depends on the choices before
-it. The other functions divide nodes, parts or groups over threads, and count integers. So no result depends on the
-number of threads. Only `add_to_sources` checks ids.
+it. The other functions divide nodes, edges, parts or groups over threads, and count integers. So no result depends
+on the number of threads.
+
+Bad input. Only `add_to_sources` checks ids. For the other functions, `core/partition.py` calls `check_edges` first.
 """
 
 from __future__ import annotations
@@ -282,7 +284,7 @@ def stream_parts(
     Parts have (1 ± slack) times the mean size. They are found in three stages:
 
     1. Cluster: every node starts with a label of its own. In each pass it takes the label that most of its neighbours
-       have, as long as no label has more nodes than a mean part (Meyerhenke, Sanders and Schulz, 2014).
+       have. No label gets more nodes than a mean part has (Meyerhenke, Sanders and Schulz, 2014).
     2. Pack: clusters are put into parts, the largest first (see `_pack`).
     3. Refine: nodes move to the part that most of their neighbours are in, within the limits of size.
 

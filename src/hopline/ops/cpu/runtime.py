@@ -173,7 +173,7 @@ class _KernelThreads:
         with self._lock:  # or two threads could each start a pool
             if self._pool is None or self._size < count:
                 if self._pool is not None:
-                    self._pool.shutdown(wait=False)  # tasks that it has still run
+                    self._pool.shutdown(wait=False)  # tasks that it was given still run
                 self._pool, self._size = start_threads(count, "hopline-ops"), count
             return self._pool
 

@@ -11,7 +11,7 @@ in three steps:
 
 Random numbers. A node's draws depend only on (key, node id), or on (key, slot) in a tree. They are the outputs of a
 SplitMix64 generator that starts at mix(key ^ id). So a sample does not depend on threads or on the other nodes of the
-batch, and a smaller fan-out gives the first draws of a larger one.
+batch. A smaller fan-out gives the first draws of a larger one.
 
 Memory layout
     indptr     [num_nodes + 1] int64   edges are sorted by destination (CSC)
@@ -22,8 +22,9 @@ Memory layout
 Speed. Ids come in no order, so a read is likely to miss the processor's caches. So loops prefetch the cache line that
 they will need some iterations later. Every kernel runs in the calling thread.
 
-Bad input. A node id out of range, or an indptr that does not fit the edges, raises a ValueError before any memory
-outside the arrays is read. Row ids and group numbers are checked in the same way, and raise an IndexError.
+Bad input. A node id out of range, or an indptr that does not fit the edges, raises a ValueError. A row id
+or a group number out of range raises an IndexError. No memory outside the arrays is read before. `self_loops` does
+not check its indptr.
 """
 
 from __future__ import annotations

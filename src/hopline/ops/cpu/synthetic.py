@@ -1,7 +1,7 @@
 """Numba kernels that make synthetic graphs with classes, homophily and a heavy tail of degrees.
 
 Everything about a node depends on the keys and the node alone. So any range of nodes can be made by itself, in any
-thread and in any order, and a graph larger than memory is made chunk by chunk:
+thread and in any order. A graph larger than memory is made chunk by chunk:
 
     node  ->  rank (a keyed permutation)  ->  class = rank % num_classes
                                           ->  in-degree, larger for low ranks
