@@ -1,6 +1,27 @@
-"""Numba kernels that take a batch apart: sizes and edges of its micro-batches, and which edges a smaller batch keeps.
+"""Numba kernels that make a sampled batch smaller: by splitting its seeds, or by cutting edges.
 
-torch allocates what they return, so that a memory meter sees it.
+A batch is a list of blocks in the order of computation. The destinations of a block are the first of its sources, so
+one local id names a node in every layer. The last block's destinations are the seeds.
+
+Splitting gives micro-batches that together are the same batch:
+
+    groups of seeds  ->  count   nodes and edges of each micro-batch, without making it
+    one group        ->  take    the edges of one block into chosen destinations; block by block, from the seeds on
+
+Cutting leaves out edges until the rest fits:
+
+    drawn_numbers or hub_numbers   a number for each edge: the lower, the longer the edge is kept
+    entries                        the number from which on each node and edge is in the batch
+    last_that_fits                 the largest number at which the batch still fits
+    kept_edges                     the edges up to that number, as a new block
+
+Each step costs one or a few passes over the edges, in the calling thread. Ids are not checked: the caller
+gives blocks of a valid batch. `count` and `take` allocate their large arrays by torch, so that a memory meter sees
+them.
+
+Memory layout of a block
+    indptr    [num_dst + 1] int64   destination d has the edges indptr[d] .. indptr[d + 1] - 1
+    src_idx   [num_edges] int32     the source of each edge, as a local id
 """
 
 from __future__ import annotations
@@ -14,15 +35,26 @@ from torch import Tensor
 from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, prefetch
 
 MAX_COUNTED_AT_ONCE = 64
-"""Pieces that are counted together: one bit of a word each."""
+"""Groups of seeds that one pass counts: as many as a uint64 has bits."""
 EDGES_AHEAD = 16
+"""Edges between the prefetch of a cache line and its use. A rule of thumb."""
 Edges = tuple[np.ndarray, np.ndarray]
-"""(indptr, src_idx) of a block."""
+"""(indptr, src_idx) of a block: [num_dst + 1] int64 and [num_edges] int32."""
 
 
 @kernel
 def _reach(indptr, src_idx, before, pieces, num_edges):
-    """Which pieces a node is in, from the destinations to the sources; and how many edges each piece has."""
+    """Mark the sources that each group of seeds needs, and add up the edges into its destinations.
+
+    Reference:
+        for each edge e from s to d:
+            pieces[s] |= before[d]
+            for each bit g of before[d]: num_edges[g] += 1
+
+    before: [num_dst] uint64, bit g set if group g needs the destination.
+    pieces: [num_src or more] uint64, bit g set if group g needs the source. Bits are added.
+    num_edges: [num_groups] int64, added to.
+    """
     for d in range(indptr.shape[0] - 1):
         word, start, stop = before[d], indptr[d], indptr[d + 1]
         if word:
@@ -36,6 +68,10 @@ def _reach(indptr, src_idx, before, pieces, num_edges):
 
 @kernel
 def _count(pieces, num_nodes):
+    """Add the number of nodes that have bit g in `pieces` to num_nodes[g].
+
+    pieces: [n] uint64; num_nodes: [num_groups] int64.
+    """
     for i in range(pieces.shape[0]):
         word = pieces[i]
         if word:
@@ -44,10 +80,13 @@ def _count(pieces, num_nodes):
 
 
 def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np.ndarray]) -> np.ndarray:
-    """[num_groups, 2 * num_blocks + 1] int64: nodes of each layer (as in num_nodes), then edges of each block, that
-    lead to each group of seeds.
+    """The sizes of the micro-batch of each group of seeds: [num_groups, 2 * num_blocks + 1] int64.
 
-    blocks: in the order of computation; groups: positions of seeds, no seed in two of them.
+    A row has the nodes of each layer, in the order of `num_nodes`, and then the edges of each block.
+
+    blocks: in the order of computation.
+    num_nodes: the nodes of each layer, from the inputs to the seeds: one more than there are blocks.
+    groups: positions of seeds, no seed in two groups.
     """
     pieces = torch.zeros(num_nodes[0], dtype=torch.int64).numpy().view(np.uint64)
     out = np.zeros((2 * len(blocks) + 1, len(groups)), dtype=np.int64)
@@ -60,6 +99,8 @@ def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np
         _count(pieces[: num_nodes[-1]], counts[len(blocks)])
         for l in reversed(range(len(blocks))):
             indptr, src_idx = blocks[l]
+            # A copy: a destination may also be a source. Marks that it gets as a source belong to the next hop, and
+            # must not pass on to its own sources in this one.
             before = torch.from_numpy(pieces[: num_nodes[l + 1]].view(np.int64)).clone().numpy().view(np.uint64)
             _reach(indptr, src_idx, before, pieces, counts[len(blocks) + 1 + l])
             _count(pieces[: num_nodes[l]], counts[l])
@@ -68,6 +109,10 @@ def count(blocks: Sequence[Edges], num_nodes: Sequence[int], groups: Sequence[np
 
 @kernel
 def _take(indptr, src_idx, dst_idx, place, nodes, out_indptr, out_src_idx, positions):
+    """Fill the block of `take`; returns how many sources it has.
+
+    place: [num_src] int32, all -1 at first: the new local id of an old source; positions: empty if not asked for.
+    """
     size = dst_idx.shape[0]
     for i in range(size):
         nodes[i] = dst_idx[i]
@@ -76,6 +121,7 @@ def _take(indptr, src_idx, dst_idx, place, nodes, out_indptr, out_src_idx, posit
     for i in range(dst_idx.shape[0]):
         for e in range(indptr[dst_idx[i]], indptr[dst_idx[i] + 1]):
             node = src_idx[e]
+            # No `if new:` here. Both cases write the same three arrays, and a known node rewrites its own values.
             new = place[node] < 0
             here = size if new else place[node]
             nodes[size if new else here] = node
@@ -92,10 +138,14 @@ def _take(indptr, src_idx, dst_idx, place, nodes, out_indptr, out_src_idx, posit
 def take(
     indptr: Tensor, src_idx: Tensor, num_src: int, dst_idx: Tensor, with_positions: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(indptr, src_idx, nodes, positions): the edges of some destinations, their sources numbered anew.
+    """(indptr, src_idx, nodes, positions) of the block of the chosen destinations, with new local ids.
 
-    nodes: where the new block's sources are among the old one's, destinations first, then by first occurrence;
-    positions: where its edges are among the old ones, if asked for.
+    dst_idx: [n] int64, the chosen destinations, each once.
+
+    indptr: [n + 1] int64.
+    src_idx: [num_edges] int32, new local ids.
+    nodes: [num_new_src] int64, the old local id of each new source: destinations, then by first occurrence.
+    positions: [num_edges] int64, each edge's position among the old block's edges; None unless `with_positions`.
     """
     starts, rows = indptr.numpy(), dst_idx.numpy()
     num_edges = int((starts[rows + 1] - starts[rows]).sum())
@@ -110,18 +160,25 @@ def take(
 
 
 NEVER = np.iinfo(np.int64).max
+"""The entry of a source that no edge needs: the largest int64."""
 _POSITIVE = np.uint64(NEVER)
+"""A mask that clears the sign bit of a draw."""
 _SAMPLE = 101
+"""Values, or up to twice as many, whose median is the pivot of `last_that_fits`. A rule of thumb."""
 
 
 @kernel
 def _draw(key, first, out):
+    """out[e] = the first draw of (key, first + e), without its sign bit."""
     for e in range(out.shape[0]):
         out[e] = mix(mix(np.uint64(key) ^ np.uint64(first + e)) + GOLDEN) & _POSITIVE
 
 
 def drawn_numbers(counts: Sequence[int], key: int) -> list[np.ndarray]:
-    """A number for each edge of each block, int64 from 0 on, drawn from the key."""
+    """A random number for each edge of each block: int64, not negative, drawn from the key.
+
+    counts: the number of edges of each block. An edge's draw depends on its position in the batch alone.
+    """
     out = np.empty(sum(counts), dtype=np.int64)
     _draw(np.int64(key), 0, out)
     return np.split(out, np.cumsum(counts)[:-1])
@@ -129,6 +186,7 @@ def drawn_numbers(counts: Sequence[int], key: int) -> list[np.ndarray]:
 
 @kernel
 def _count_ends(indptr, src_idx, ends):
+    """Add a block's in-degrees and out-degrees to `ends` [num_nodes] float64."""
     for d in range(indptr.shape[0] - 1):
         ends[d] += indptr[d + 1] - indptr[d]
     for e in range(src_idx.shape[0]):
@@ -136,7 +194,7 @@ def _count_ends(indptr, src_idx, ends):
 
 
 def num_ends(blocks: Sequence[Edges], num_nodes: int) -> np.ndarray:
-    """[num_nodes] float64: how many edges begin or end at each node."""
+    """[num_nodes] float64: the degree of each node, in-edges and out-edges of all blocks together."""
     ends = np.zeros(num_nodes, dtype=np.float64)
     for edges in blocks:
         _count_ends(*edges, ends)
@@ -145,13 +203,20 @@ def num_ends(blocks: Sequence[Edges], num_nodes: int) -> np.ndarray:
 
 @kernel
 def _walk_on(indptr, src_idx, share, rank):
+    """rank[s] += share[d] for each edge from s to d. Both are float64, indexed by local id."""
     for d in range(indptr.shape[0] - 1):
         for e in range(indptr[d], indptr[d + 1]):
             rank[src_idx[e]] += share[d]
 
 
 def page_rank(blocks: Sequence[Edges], num_nodes: int, damping: float = 0.85, rounds: int = 8) -> np.ndarray:
-    """[num_nodes] float64: how often a walk comes by that goes from a node to one it reads, as long as there is one."""
+    """[num_nodes] float64: PageRank of walks against the edges, from a destination to one of its sources.
+
+        rank[s] = (1 - damping) / num_nodes + damping * sum(rank[d] / in_degree[d] for each edge from s to d)
+
+    Power iteration runs for `rounds` rounds. In-degrees are sums over all blocks. The walk ends at a node without
+    in-edges: its rank is not spread over the other nodes, so ranks may add up to less than 1.
+    """
     reads = np.zeros(num_nodes, dtype=np.float64)
     for indptr, _ in blocks:
         reads[: indptr.shape[0] - 1] += np.diff(indptr)
@@ -166,6 +231,7 @@ def page_rank(blocks: Sequence[Edges], num_nodes: int, damping: float = 0.85, ro
 
 @kernel
 def _weigh(indptr, src_idx, hub, out):
+    """out[e] = hub[s] * hub[d] for each edge e from s to d."""
     for d in range(indptr.shape[0] - 1):
         for e in range(indptr[d], indptr[d + 1]):
             out[e] = hub[src_idx[e]] * hub[d]
@@ -173,14 +239,22 @@ def _weigh(indptr, src_idx, hub, out):
 
 @kernel
 def _tell_apart(bits, first, key, out):
+    """out[e] = bits[e] in the upper half, and a number that no other edge has in the lower half.
+
+    The factor is odd, so multiplying by it modulo 2**32 maps different positions to different numbers.
+    """
     for e in range(bits.shape[0]):
         out[e] = (np.int64(bits[e]) << 32) | (((first + e) * 0x9E3779B1 + key) & 0xFFFFFFFF)
 
 
 def hub_numbers(blocks: Sequence[Edges], hub: np.ndarray, key: int) -> list[np.ndarray]:
-    """A number of its own for each edge of each block, int64 from 0 on; edges between larger hubs have larger ones.
+    """A number for each edge of each block, int64 and not negative: the larger, the larger hubs the edge joins.
 
-    Positive floats are ordered as their bits are; equal ones are told apart by where they stand, in a mixed order.
+    The upper 32 bits are the product of both ends' `hub`, as the bits of a float32. For floats that are not negative,
+    the order of the bits is the order of the values. The lower 32 bits break ties by a hash of the edge's position,
+    so that no two edges have the same number.
+
+    hub: [num_nodes] float64, not negative, by local id.
     """
     numbers, first = [], 0
     for edges in blocks:
@@ -194,6 +268,7 @@ def hub_numbers(blocks: Sequence[Edges], hub: np.ndarray, key: int) -> list[np.n
 
 @kernel
 def _enter(indptr, src_idx, number, dst_entry, src_entry, edge_entry):
+    """Fill `src_entry` and `edge_entry` of `entries`. The caller has set `src_entry` to NEVER."""
     for d in range(indptr.shape[0] - 1):
         src_entry[d] = dst_entry[d]
     for d in range(indptr.shape[0] - 1):
@@ -204,9 +279,17 @@ def _enter(indptr, src_idx, number, dst_entry, src_entry, edge_entry):
 
 
 def entries(edges: Edges, number: np.ndarray, dst_entry: np.ndarray, num_src: int) -> tuple[np.ndarray, np.ndarray]:
-    """(of the sources, of the edges): the number from which on each is in, edges being taken by their numbers.
+    """(src_entry [num_src], edge_entry [num_edges]), int64: the entries of a block's sources and edges.
 
-    An edge is in when it and its destination are; a source when it is such a destination, or one of its edges is in.
+    Suppose that a batch starts with its seeds and takes edges in the order of their numbers. The *entry* of a node or
+    an edge is the number at which the batch first computes with it:
+
+        edge_entry[e] = max(number[e], dst_entry[d])              an edge needs its destination
+        src_entry[s]  = min(edge_entry of the edges from s)       a source is needed by any of its edges,
+                        or dst_entry[s] if that is less           or because it is a destination itself
+
+    So the batch cut at a number is all nodes and edges with an entry up to that number. Blocks are handled from the
+    last to the first: `src_entry` of one is `dst_entry` of the block before. Seeds have the entry -1.
     """
     src_entry, edge_entry = np.full(num_src, NEVER), np.empty(number.shape[0], dtype=np.int64)
     _enter(*edges, number, dst_entry, src_entry, edge_entry)
@@ -215,7 +298,10 @@ def entries(edges: Edges, number: np.ndarray, dst_entry: np.ndarray, num_src: in
 
 @kernel
 def _to_front(values, kinds, first, stop, pivot, counts):
-    """Values up to the pivot come first; counts: how many of each kind they are."""
+    """Move values up to the pivot to the front of first .. stop - 1; returns the end of that front.
+
+    `kinds` moves along with `values`. counts[k] is increased by the number of values of kind k in the front.
+    """
     at = first
     for i in range(first, stop):
         if values[i] <= pivot:
@@ -227,9 +313,16 @@ def _to_front(values, kinds, first, stop, pivot, counts):
 
 
 def last_that_fits(entries: Sequence[np.ndarray], fits: Callable[[np.ndarray], bool]) -> int:
-    """The largest entry such that all up to it fit, -1 if none does; `fits` is asked for their number of each kind.
+    """The largest value v such that all values up to v fit together, or -1 if none does.
 
-    Found as quickselect finds a median: what is decided is not looked at again.
+    entries: the values, one array for each kind: each layer's nodes and each block's edges.
+    fits: whether the given number of values of each kind fits, [num_kinds] int64. More values never fit better.
+
+    The search is a quickselect: each round about halves the range first .. stop - 1 of undecided values. So its time
+    is about linear in the number of values.
+
+        values   [ fit, counted in `known` | undecided | do not fit ]
+                                            first       stop
     """
     values = np.concatenate(entries)
     kinds = np.repeat(np.arange(len(entries), dtype=np.uint8), [len(e) for e in entries])
@@ -242,12 +335,14 @@ def last_that_fits(entries: Sequence[np.ndarray], fits: Callable[[np.ndarray], b
         if fits(known + counts):
             known, last, first = known + counts, int(pivot), middle
         else:
+            # Values equal to the pivot do not fit either. Without them the range shrinks in every round.
             stop = _to_front(values, kinds, first, middle, pivot - 1, np.zeros_like(known))
     return last
 
 
 @kernel
 def _keep(indptr, src_idx, edge_entry, dst_entry, place, last, out_indptr, out_src, out_edges):
+    """Fill the block of `kept_edges`; returns its number of edges. place: [num_src] int32, the new local ids."""
     row, at = 0, 0
     for d in range(indptr.shape[0] - 1):
         if dst_entry[d] > last:
@@ -264,7 +359,14 @@ def _keep(indptr, src_idx, edge_entry, dst_entry, place, last, out_indptr, out_s
 def kept_edges(
     edges: Edges, edge_entry: np.ndarray, dst_entry: np.ndarray, src_entry: np.ndarray, last: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(indptr, src_idx, edges): those whose entry is not after `last`, by the places of the sources that are kept."""
+    """(indptr, src_idx, edges): the block of the nodes and edges whose entry is at most `last`.
+
+    indptr: [num_kept_dst + 1] int64.
+    src_idx: [num_kept_edges] int32, local ids among the kept sources, whose order does not change.
+    edges: [num_kept_edges] int64, each edge's position among the old block's edges.
+    """
+    # The number of kept sources before each one. It means nothing for a source that is not kept, and is not read for
+    # such a source: the entry of a source is never after that of its edges.
     place = (np.cumsum(src_entry <= last) - 1).astype(np.int32)
     indptr = np.zeros(np.count_nonzero(dst_entry <= last) + 1, dtype=np.int64)
     src_idx, kept = np.empty(edge_entry.shape[0], dtype=np.int32), np.empty(edge_entry.shape[0], dtype=np.int64)

@@ -1,6 +1,18 @@
-"""A linear layer's products, in ranges of rows over our own threads; each product is torch's.
+"""Linear layers on the CPU, divided by rows over hopline's own threads.
 
-The ranges do not depend on the number of threads, and neither does any result.
+Inside `runtime.own_threads`, torch's own operations run in one thread. A linear layer is too long for that, so its
+rows are divided into ranges of `ROWS`, and hopline's threads take the ranges. Each range is one call of torch's `mm`
+or `addmm`:
+
+    forward    out[a:b]    = x[a:b] @ weight.T + bias
+    backward   grad_x[a:b] = grad[a:b] @ weight
+               grad_weight = sum over ranges of grad[a:b].T @ x[a:b]
+               grad_bias   = sum over ranges of grad[a:b].sum(0)
+
+Ranges do not depend on the number of threads, and neither does any result. The price is memory in the backward pass:
+a gradient of the weight and of the bias for each range, until they are added up.
+
+`SpreadLinear` puts `linear` in the place of `torch.nn.functional.linear`, so that models need not change.
 """
 
 from __future__ import annotations
@@ -16,10 +28,12 @@ from torch.overrides import TorchFunctionMode
 from hopline.ops.cpu.runtime import in_threads
 
 ROWS = 2048
-"""Rows of a range: long enough for the product's own overhead, short enough to share out."""
+"""Rows of a range. More would leave threads idle, fewer would cost more calls of torch. A rule of thumb."""
 
 
 class _Linear(torch.autograd.Function):
+    """x @ weight.T + bias, in ranges of rows. x: [n, in_features]; weight: [out_features, in_features]."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -43,6 +57,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         wants_bias = wants_bias and ctx.has_bias
+        # Each range writes a gradient of its own, and these are added up at the end. If threads added to one sum, the
+        # result would depend on which range is finished first.
         num_ranges = -(-x.size(0) // ROWS)
         grad_x = torch.empty_like(x) if wants_x else None
         weights = torch.empty(num_ranges, *weight.shape, dtype=weight.dtype) if wants_weight else None
@@ -62,9 +78,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
+    """Call run(a, b) for each range of `ROWS` rows of 0 .. size - 1, in threads."""
+
     def one(number: int) -> None:
-        # A mode of the thread: the others do not know the caller's. And who watches torch's operations for what they
-        # make, such as our meter, need not be told of these, which write where there is room already.
+        # Inference mode belongs to a thread, and helpers do not have the caller's. Modes that watch what torch's
+        # operations allocate, such as hopline's memory meter, need not see these products: they write into tensors
+        # that are allocated already.
         with torch.inference_mode(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             run(number * ROWS, min((number + 1) * ROWS, size))
 
@@ -72,7 +91,11 @@ def _in_ranges(run: Callable[[int, int], object], size: int) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias, as `torch.nn.functional.linear`, in threads where that is possible and pays.
+
+    torch's own function is called if there is only one range of rows, on a GPU, under autocast, and for mixed dtypes.
+    It is also called if x has other than two dimensions.
+    """
     dtypes = {x.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
     if x.dim() != 2 or x.size(0) <= ROWS or len(dtypes) > 1 or x.is_cuda or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(x, weight, bias)
@@ -82,7 +105,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class SpreadLinear(TorchFunctionMode):
-    """Within, every linear layer's product, whichever module asks for it, is `linear` above."""
+    """A mode in which every call of `torch.nn.functional.linear`, from any module, is a call of `linear`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear:

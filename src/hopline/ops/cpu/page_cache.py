@@ -1,7 +1,17 @@
-"""Rows of a file that is mapped into memory, asked for from the disk before they are read.
+"""Reading rows of a memory-mapped file that are still on disk: pages are requested before a kernel reads them.
 
-A kernel that touches a page which is not in memory waits for the disk, one page at a time. Told of all pages of a
-batch at once, in the order of the file, the system reads many of them side by side.
+A kernel that touches a page which is not in memory waits for the disk, one page at a time. The system reads
+many pages in parallel if it is told of all pages of a batch at once, in the order of the file:
+
+    is_cold             looks up the pages of a few rows: are they in memory?
+    in_order_of_file    sorts the rows by position in the file, and divides them into pieces
+                            request piece 0
+                            request piece 1,  give piece 0 to the caller, who reads it
+                            request piece 2,  give piece 1 to the caller, ...
+
+The requests are `madvise` with MADV_WILLNEED, which does not wait for the disk. `mincore` says which
+pages are in memory. Both are called from Numba kernels, without the GIL. Only Linux is supported: on other systems
+`is_cold` is always False, and rows are read page by page. Failed requests are ignored, since they only cost time.
 """
 
 from __future__ import annotations
@@ -21,21 +31,27 @@ from torch import Tensor
 from hopline.ops.cpu.runtime import kernel
 
 SMALLEST_BYTES = 1 << 26
-"""Smaller arrays are read whole soon enough."""
+"""Bytes. Smaller arrays are never cold: they are soon in memory as a whole. A rule of thumb."""
 LOOKED_AT = 32
-"""Rows whose pages are looked up: if all are in memory, nothing is asked for."""
+"""Rows, or up to twice as many, whose pages `is_cold` looks up. A rule of thumb."""
 LARGEST_GAP = 4
-"""Pages between two that are needed which are read along, to make one request of two."""
+"""Pages. Two needed pages with a gap up to this are requested together, and the gap is read too. A rule of thumb."""
 
 BYTES_AT_ONCE = 1 << 26
-"""Bytes that are asked for at a time: enough for the disk to work on, little enough to stay until it is read."""
+"""Bytes of one piece: enough to keep the disk busy, and few enough to stay in memory until they are read. A rule of
+thumb."""
 
 _PAGE = mmap.PAGESIZE
+# 0 on systems that lack a name, where `is_cold` is False and neither is used.
 _RANDOM, _WILL_NEED = (np.int64(getattr(mmap, name, 0)) for name in ("MADV_RANDOM", "MADV_WILLNEED"))
 
 
 def _c_function(name: str) -> Any:
-    """int name(address, size, number or address), for kernels to call: all three travel as whole registers."""
+    """A function of the C library with the signature int name(address, size, last), for kernels to call.
+
+    All arguments are declared as int64. For `madvise` the last one is an int, for `mincore` a pointer: in the calling
+    conventions of 64-bit systems, each takes a whole register.
+    """
 
     @intrinsic
     def call(typingctx, address, size, last):
@@ -55,11 +71,12 @@ _madvise, _mincore = _c_function("madvise"), _c_function("mincore")
 
 @kernel
 def _all_in_memory(address, row_bytes, ids, looked_at):
+    """Whether the first pages of about `looked_at` of the rows, evenly spread over `ids`, are in memory."""
     state = np.zeros(1, dtype=np.uint8)
     step = max(1, ids.shape[0] // looked_at)
     for i in range(0, ids.shape[0], step):
         page = (address + np.int64(ids[i]) * row_bytes) // _PAGE * _PAGE
-        # Where the system does not tell, it says that the page is there.
+        # A system that does not tell, or a call that fails, counts as "in memory": rows are then read page by page.
         if _mincore(page, np.int64(_PAGE), np.int64(state.ctypes.data)) == 0 and not state[0] & 1:
             return False
     return True
@@ -67,9 +84,10 @@ def _all_in_memory(address, row_bytes, ids, looked_at):
 
 @kernel
 def _ask_for(address, row_bytes, ids):
-    """Ask for the pages of ascending ids, neighbouring ones in one request."""
+    """Request the pages of the rows `ids`, which ascend. Pages that are close to each other make one request."""
+    # start, stop: the addresses of the run of pages that is not requested yet. It is empty at first.
     start = address // _PAGE * _PAGE
-    stop = start  # of the run that is not asked for yet
+    stop = start
     for i in range(ids.shape[0]):
         first = (address + np.int64(ids[i]) * row_bytes) // _PAGE * _PAGE
         past = (address + (np.int64(ids[i]) + 1) * row_bytes + _PAGE - 1) // _PAGE * _PAGE
@@ -86,15 +104,18 @@ def _ask_for(address, row_bytes, ids):
 
 @kernel
 def _expect_random_reads(address, num_bytes):
-    """Or else the system reads megabytes around every page that is missed, and drops others for them."""
+    """Tell the system not to read ahead in this array (MADV_RANDOM).
+
+    Otherwise it reads megabytes around every missing page, and drops other pages for them.
+    """
     start = address // _PAGE * _PAGE
     _madvise(start, address + num_bytes - start, _RANDOM)
 
 
 def is_cold(rows: Tensor, ids: np.ndarray) -> bool:
-    """Whether rows of `ids` have to come from the disk, as far as a few of them tell.
+    """Whether some of the rows `ids` are on disk and not in memory, judged by a few of them.
 
-    rows: [num_rows, ...], contiguous; ids: within 0 .. num_rows - 1.
+    rows: [num_rows, ...], contiguous, possibly a view of a mapped file; ids: [n], within 0 .. num_rows - 1.
     """
     num_bytes = rows.numel() * rows.element_size()
     if num_bytes < SMALLEST_BYTES or not ids.shape[0] or not sys.platform.startswith("linux"):
@@ -103,11 +124,18 @@ def is_cold(rows: Tensor, ids: np.ndarray) -> bool:
 
 
 def in_order_of_file(rows: Tensor, ids: np.ndarray) -> Iterator[np.ndarray]:
-    """Positions in `ids`, in pieces sorted by id: a piece's rows were asked for, and the next one's are."""
+    """Yield the positions 0 .. len(ids) - 1 in pieces, sorted by id, that is by position in the file.
+
+    When a piece is given out, its pages have been requested, and those of the next piece as well. So the disk reads
+    the next piece while the caller copies this one.
+
+    rows, ids: as in `is_cold`.
+    """
     num_bytes = rows.numel() * rows.element_size()
     address, row_bytes = rows.data_ptr(), num_bytes // rows.size(0)
     _expect_random_reads(address, num_bytes)
     order = np.argsort(ids, kind="stable")
+    # A row is read in whole pages: about one page more than its bytes.
     rows_per_piece = max(1, BYTES_AT_ONCE // (row_bytes + _PAGE))
     pieces = [order[i : i + rows_per_piece] for i in range(0, order.shape[0], rows_per_piece)]
     for piece, following in itertools.zip_longest(pieces, pieces[1:]):

@@ -1,4 +1,35 @@
-"""Numba kernels of partitions: dividing a graph into parts, what the parts cut, and how often nodes are read."""
+"""Numba kernels that divide a graph into parts, and that count the edges and halos between parts.
+
+`stream_parts` divides in three stages, without a copy of the graph:
+
+    cluster                          pack                              refine
+    label propagation: neighbours -> whole clusters into parts,   ->   label propagation between parts
+    come to share a label            largest cluster first             of nearly equal sizes
+
+The graph is stored by in-edges, so the neighbours that a node reaches by out-edges cannot be looked up. Every node
+tells its label to its sources instead, and each source keeps the leading label in 8 bytes (see `_vote`).
+
+The other public functions:
+
+    undirected        the graph with every edge in both directions, without repeated edges
+    cut_edges         the number of edges between different parts
+    edge_counts       the number of edges between each pair of parts
+    halo_sizes        the number of halo nodes of each group of parts
+    add_to_sources    a sum over each node's out-edges: by it, callers count how often nodes are read
+
+Memory layout
+    indptr    [num_nodes + 1] int64    edges are sorted by destination (CSC)
+    indices   [num_edges]              int32 or int64: the source of each edge
+    part_of   [num_nodes] int32        the part of each node
+    order     [num_nodes]              the nodes, sorted by part (in `_pack`: by cluster)
+    ptr       [num_parts + 1] int64    part p has the nodes order[ptr[p] : ptr[p + 1]]
+
+Threads. `stream_parts` and its kernels run in the calling thread: each node's choice depends on the choices before
+it. The other functions divide nodes, edges, parts or groups over threads, and count integers. So no result depends
+on the number of threads.
+
+Bad input. Only `add_to_sources` checks ids. For the other functions, `core/partition.py` calls `check_edges` first.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +46,27 @@ from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, over_ranges, prefetch
 from hopline.ops.random import derive_key
 
 AHEAD = 24
-"""Edges ahead of their use whose cache lines are asked for."""
+"""Edges between the prefetch of a cache line and its use. A rule of thumb."""
 SETTLED = 0.01
-"""Passes end when no more than this share of the nodes moved in one."""
+"""A fraction of the nodes. Passes end after one in which at most this fraction has moved. A rule of thumb."""
 CHUNK_NODES = 1 << 18
-"""Nodes between two reports of progress."""
+"""Nodes between two calls of `advance`, which reports progress. No effect on the result. A rule of thumb."""
 TRIES = 32
-"""Parts that are asked for room for a whole cluster before it is split."""
+"""Parts that `_pack` tries to fit a whole cluster into before it divides the cluster. A rule of thumb."""
 
 _U32 = np.uint64(32)
 _SURE = np.uint64(0xFFFFFFFFFFFFFFFF)
+"""The largest draw. A label with this luck wins every tie."""
 
 
 @kernel
 def _count(label, weight, mask, keys, counts, slots, used):
-    """Add to the count of a label in a small hash map; returns how many labels it holds."""
+    """counts[label] += weight, in a hash map with linear probing; returns how many labels the map holds.
+
+    keys: [mask + 1 or more] int32, the label in each slot, or -1 if it is empty.
+    counts: [mask + 1 or more] int32, the count of the label in each slot.
+    slots: int64; slots[:used] are the slots in use. The map is at most half full, so probing ends.
+    """
     at = np.int64((np.uint64(label) * GOLDEN) >> _U32) & mask
     while keys[at] != label and keys[at] >= 0:
         at = (at + 1) & mask
@@ -43,7 +80,11 @@ def _count(label, weight, mask, keys, counts, slots, used):
 
 @kernel
 def _choose(own, node, size, high, key, settle, keys, counts, slots, used):
-    """The label with most neighbours among those with room, and the map emptied; equal ones are drawn, or own stays."""
+    """The label that most neighbours have, among a node's own and those with fewer than `high` nodes.
+
+    Ties are broken by a keyed draw for each (node, label). With `settle`, the own label wins all ties. The own label
+    counts with the neighbours that have it, or with 0. The hash map (see `_count`) is left empty for the next node.
+    """
     best, most, luck = own, 0, _SURE
     if not settle:
         luck = mix(key ^ np.uint64(own) ^ (np.uint64(node) << _U32))
@@ -64,7 +105,12 @@ def _choose(own, node, size, high, key, settle, keys, counts, slots, used):
 
 @kernel
 def _vote(indptr, indices, node, label, ballots):
-    """A node's label told to the sources of its in-edges, which keep the one that leads (Boyer and Moore's count)."""
+    """Tell a node's label to the sources of its in-edges: a vote at each of its in-neighbours.
+
+    ballots: [num_nodes, 2] int32, a label and its lead. That is Boyer and Moore's majority vote: a vote for the label
+    adds 1 to the lead, any other vote takes 1 off, and at 0 the next vote sets the label. A label that more than half
+    of the votes are for is always found; otherwise the label may be any.
+    """
     for e in range(indptr[node], indptr[node + 1]):
         source = indices[e]
         if source == node:
@@ -80,14 +126,26 @@ def _vote(indptr, indices, node, label, ballots):
 
 @kernel
 def _sweep(indptr, indices, labels, size, ballots, low, high, key, settle, keys, counts, slots, first, last):
-    """Each node of a range takes the label that most neighbours have; returns how many nodes moved.
+    """Give each node of first .. last - 1 the label that most of its neighbours have; returns how many nodes moved.
 
-    A label has at most `high` nodes, and is left by none once it has `low`. In-neighbours are looked up; of the
-    neighbours by out-edges, which are not stored with the node, the ballots know the leading label.
+    Reference:
+        for node in range(first, last):
+            votes = Counter(labels[s] for s in in_neighbors(node) if s != node)
+            votes[leading label of ballots[node]] += its lead
+            best = the label with most votes among the own label and those with fewer than `high` nodes
+            if the own label has more than `low` nodes: labels[node] = best
+            tell labels[node] to the ballots of the node's in-neighbours
+
+    Nodes see the new labels of the nodes before them. A ballot is emptied when it is read. So it holds the votes
+    since the node's last turn.
+
+    labels: [num_nodes] int32; size: int32, the nodes of each label; keys, counts, slots: a hash map, see `_count`.
     """
     num_edges, moved = indices.shape[0], 0
     for node in range(first, last):
         start, stop = indptr[node], indptr[node + 1]
+        # The map has at least twice as many slots as there can be labels: one for each in-edge, and the ballot's. A
+        # node with few edges uses only the front of the arrays.
         mask = 7
         while mask + 1 < 2 * (stop - start + 1):
             mask = 2 * mask + 1
@@ -114,7 +172,13 @@ def _sweep(indptr, indices, labels, size, ballots, low, high, key, settle, keys,
 
 @kernel
 def _best_part(indptr, indices, members, part_of, size, high, links, touched):
-    """The part most linked to a cluster, the emptier the better; -1 if none of them has room."""
+    """The part with the highest score for a cluster, or -1 if no linked part can hold the whole cluster.
+
+        score = links * (1 - size / (high + 1))        links: edges from nodes of the part into the cluster
+
+    members: the cluster's nodes; part_of: -1 for nodes that have no part yet; size: [num_parts], the nodes of each
+    part; links, touched: [num_parts] int64, scratch. `links` is 0 everywhere before and after.
+    """
     num_touched = 0
     for i in range(members.shape[0]):
         for e in range(indptr[members[i]], indptr[members[i] + 1]):
@@ -136,11 +200,22 @@ def _best_part(indptr, indices, members, part_of, size, high, links, touched):
 
 @kernel
 def _pack(indptr, indices, order, ptr, clusters, high, part_of, size):
-    """Clusters one by one into parts of at most `high` nodes: where their links are, else in turn, else in pieces."""
+    """Put clusters one by one into parts of at most `high` nodes.
+
+    For each cluster, the first of these that is possible:
+        1. the linked part with the highest score (see `_best_part`)
+        2. one of the next `TRIES` parts below the mean size, in turn, that can hold the whole cluster
+        3. its nodes are spread: a part below the mean is filled up to the mean, then the next one
+
+    order, ptr: the nodes of each cluster; clusters: in which order to go; part_of: -1 at first, filled; size:
+    [num_parts] int32, 0 at first, filled.
+    """
     num_parts = size.shape[0]
     mean = part_of.shape[0] / num_parts
     links, touched = np.zeros(num_parts, np.int64), np.empty(num_parts, np.int64)
-    open_parts, num_open, turn = np.arange(num_parts), num_parts, 0  # those below the mean
+    # open_parts[:num_open]: the parts below the mean. A part that has reached it is removed when its turn comes, for
+    # good, since parts never shrink here.
+    open_parts, num_open, turn = np.arange(num_parts), num_parts, 0
     for cluster in clusters:
         members = order[ptr[cluster] : ptr[cluster + 1]]
         count = members.shape[0]
@@ -157,7 +232,7 @@ def _pack(indptr, indices, order, ptr, clusters, high, part_of, size):
             turn, tries = turn + 1, tries + 1
         whole = part >= 0
         for i in range(count):
-            # The room below the mean is never less than what is left.
+            # Some part is always open: all parts together are short of the mean by at least the nodes still to place.
             while not whole and (part < 0 or size[part] >= mean):
                 turn = turn if turn < num_open else 0
                 part = open_parts[turn]
@@ -170,7 +245,10 @@ def _pack(indptr, indices, order, ptr, clusters, high, part_of, size):
 
 @kernel
 def _even_out(order, part_of, size, low):
-    """Parts below `low` get nodes of parts above the mean, neighbours in `order` together."""
+    """Move nodes from parts above the mean to parts below `low`, until every part has `low` nodes.
+
+    One pass over `order`, which has the nodes of a cluster together. So nodes of one cluster tend to move together.
+    """
     mean, light = part_of.shape[0] / size.shape[0], 0
     for node in order:
         while light < size.shape[0] and size[light] >= low:
@@ -185,6 +263,7 @@ def _even_out(order, part_of, size, low):
 
 @kernel
 def _largest_degree(indptr):
+    """The largest in-degree."""
     most = 0
     for node in range(indptr.shape[0] - 1):
         most = max(most, indptr[node + 1] - indptr[node])
@@ -200,11 +279,19 @@ def stream_parts(
     passes: int,
     advance: Callable[[int], object],
 ) -> np.ndarray:
-    """[num_nodes] int32: parts of (1 ± slack) times the mean size with few edges between them; 32 bytes per node.
+    """[num_nodes] int32: the part of each node. Few edges lead from one part to another.
 
-    Labels spread over the edges until nodes of a community share one, each at most a part's size (Meyerhenke, Sanders
-    and Schulz, 2014). The clusters are packed into parts, largest first, and then nodes move to the part most of
-    their neighbours are in. Every pass reads the edges once in their order; `advance` hears of each range of nodes.
+    Parts have (1 ± slack) times the mean size. They are found in three stages:
+
+    1. Cluster: every node starts with a label of its own. In each pass it takes the label that most of its neighbours
+       have. No label gets more nodes than a mean part has (Meyerhenke, Sanders and Schulz, 2014).
+    2. Pack: clusters are put into parts, the largest first (see `_pack`).
+    3. Refine: nodes move to the part that most of their neighbours are in, within the limits of size.
+
+    There are at most `passes` passes in stage 1, and half as many, at least 2, in stage 3. A pass reads the edges
+    once, in their order. Memory: 32 bytes per node.
+
+    advance: called with the number of nodes of each range that a pass has finished.
     """
     num_nodes = indptr.shape[0] - 1
     mean = num_nodes / num_parts
@@ -213,6 +300,7 @@ def stream_parts(
     scratch = _scratch(_largest_degree(indptr))
 
     def sweep(labels: np.ndarray, size: np.ndarray, least: int, most: int, times: range, settle: bool) -> None:
+        # `times`: the numbers of the passes, each of which has draws of its own.
         ballots = np.zeros((num_nodes, 2), dtype=np.int32)
         for number in times:
             moved, pass_key = 0, np.uint64(derive_key(key, number) % 2**64)
@@ -234,7 +322,7 @@ def stream_parts(
 
 
 def _scratch(max_edges: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A hash map (keys, counts) for the labels of any node's neighbours, and the list of its slots in use."""
+    """(keys, counts, slots): an empty hash map for the labels of any node's neighbours; see `_count`."""
     room = max(8, 1 << (2 * max_edges + 1).bit_length())
     return np.full(room, -1, np.int32), np.zeros(room, np.int32), np.empty(max_edges + 1, np.int64)
 
@@ -242,13 +330,17 @@ def _scratch(max_edges: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _packed(
     indptr: np.ndarray, indices: np.ndarray, labels: np.ndarray, size: np.ndarray, num_parts: int, low: int, high: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Clusters, given as labels and how many nodes have each, as parts and their sizes."""
+    """(part_of [num_nodes], part_sizes [num_parts]), int32: clusters packed into parts of `low` to `high` nodes.
+
+    labels: [num_nodes] int32, the cluster of each node. It is overwritten, and is the `part_of` returned.
+    size: the number of nodes of each label.
+    """
     ptr = np.zeros(size.shape[0] + 1, dtype=np.int64)
     np.cumsum(size, out=ptr[1:])
     order = np.empty(labels.shape[0], dtype=np.int32)
     _group(labels, ptr[:-1].copy(), order)
     clusters = np.argsort(-size, kind="stable")[: np.count_nonzero(size)]
-    parts, part_sizes = labels, np.zeros(num_parts, dtype=np.int32)  # the labels are not needed any more
+    parts, part_sizes = labels, np.zeros(num_parts, dtype=np.int32)  # `order` has replaced the labels
     parts.fill(-1)
     _pack(indptr, indices, order, ptr, clusters, high, parts, part_sizes)
     _even_out(order, parts, part_sizes, low)
@@ -257,7 +349,10 @@ def _packed(
 
 @kernel
 def _group(labels, cursor, order):
-    """Nodes by label, ascending within one."""
+    """Write the nodes to `order`, sorted by label and then by id.
+
+    cursor: the start of each label's nodes in `order`, advanced.
+    """
     for node in range(labels.shape[0]):
         order[cursor[labels[node]]] = node
         cursor[labels[node]] += 1
@@ -265,6 +360,10 @@ def _group(labels, cursor, order):
 
 @kernel
 def _count_both_ways(indptr, indices, degrees, first, last):
+    """Add the edges into nodes first .. last - 1 to the degrees of both their ends, without self-loops.
+
+    Sources may belong to the range of another thread, so additions are atomic.
+    """
     for node in range(first, last):
         own = 0
         for e in range(indptr[node], indptr[node + 1]):
@@ -276,6 +375,10 @@ def _count_both_ways(indptr, indices, degrees, first, last):
 
 @kernel
 def _fill_both_ways(indptr, indices, cursor, neighbors):
+    """Write each edge's source to its destination's row, and the destination to the source's row.
+
+    cursor: [num_nodes] int64, the start of each row, advanced.
+    """
     for node in range(indptr.shape[0] - 1):
         for e in range(indptr[node], indptr[node + 1]):
             source = indices[e]
@@ -290,14 +393,15 @@ def _fill_both_ways(indptr, indices, cursor, neighbors):
 
 @kernel
 def _sort_rows(starts, neighbors, kept, first, last):
-    """Each row in ascending order with every neighbour once; `kept` of them."""
+    """Sort each row and leave every neighbour once at its front; kept[node] is the number of neighbours left."""
     for node in range(first, last):
         row = neighbors[starts[node] : starts[node + 1]]
         row.sort()
         count = 0
         for i in range(row.shape[0]):
             if i == 0 or row[i] != row[i - 1]:
-                # Written at or before what is read next, so the comparison above sees the sorted row.
+                # In place, which is safe since count <= i: a step writes at its own position or before it. At its own
+                # position it writes the value that is already in it. So the next comparison sees the sorted row.
                 row[count] = row[i]
                 count += 1
         kept[node] = count
@@ -305,6 +409,7 @@ def _sort_rows(starts, neighbors, kept, first, last):
 
 @kernel
 def _close_gaps(starts, kept, neighbors, out_starts):
+    """Move the first kept[node] neighbours of each row to out_starts[node], in place: rows only move to the front."""
     for node in range(kept.shape[0]):
         source, target = starts[node], out_starts[node]
         for i in range(kept[node]):
@@ -312,7 +417,11 @@ def _close_gaps(starts, kept, neighbors, out_starts):
 
 
 def undirected(indptr: np.ndarray, indices: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, neighbors) of the graph with every edge in both directions, once, and no self-loops."""
+    """(starts [num_nodes + 1], neighbors [num_pairs]), of `dtype`: every edge in both directions, in CSR.
+
+    A neighbour is listed once, however many edges join the two nodes. Self-loops are left out. Rows are ascending.
+    The peak memory is that of twice the graph's edges, before repeated ones are removed.
+    """
     num_nodes, num_edges = indptr.shape[0] - 1, indices.shape[0]
     degrees = np.zeros(num_nodes, dtype=np.int64)
     over_ranges(lambda a, b: _count_both_ways(indptr, indices, degrees, a, b), num_nodes, num_edges)
@@ -324,12 +433,13 @@ def undirected(indptr: np.ndarray, indices: np.ndarray, dtype: np.dtype) -> tupl
     out_starts = np.zeros(num_nodes + 1, dtype=np.int64)
     np.cumsum(degrees, out=out_starts[1:])
     _close_gaps(starts, degrees, neighbors, out_starts)
-    neighbors.resize(int(out_starts[-1]), refcheck=False)  # gives back the memory of what was repeated
+    neighbors.resize(int(out_starts[-1]), refcheck=False)  # frees the memory of repeated edges
     return out_starts.astype(dtype, copy=False), neighbors
 
 
 @kernel
 def _cut(indptr, indices, part_of, first, last):
+    """The number of edges into nodes first .. last - 1 that come from another part."""
     count = 0
     for node in range(first, last):
         for e in range(indptr[node], indptr[node + 1]):
@@ -340,7 +450,7 @@ def _cut(indptr, indices, part_of, first, last):
 
 
 def cut_edges(indptr: np.ndarray, indices: np.ndarray, part_of: np.ndarray) -> int:
-    """How many edges lead from one part to another."""
+    """The number of edges that lead from one part to another."""
     counts: list[int] = []
     over_ranges(lambda a, b: counts.append(_cut(indptr, indices, part_of, a, b)), part_of.shape[0], indices.shape[0])
     return sum(counts)
@@ -348,6 +458,7 @@ def cut_edges(indptr: np.ndarray, indices: np.ndarray, part_of: np.ndarray) -> i
 
 @kernel
 def _count_pairs(indptr, indices, part_of, order, ptr, counts, first, last):
+    """Fill the rows first .. last - 1 of `counts`, see `edge_counts`."""
     for part in range(first, last):
         for i in range(ptr[part], ptr[part + 1]):
             for e in range(indptr[order[i]], indptr[order[i] + 1]):
@@ -357,10 +468,10 @@ def _count_pairs(indptr, indices, part_of, order, ptr, counts, first, last):
 def edge_counts(
     indptr: np.ndarray, indices: np.ndarray, part_of: np.ndarray, order: np.ndarray, ptr: np.ndarray
 ) -> np.ndarray:
-    """[num_parts, num_parts] int64: edges into the part of the row from the part of the column."""
+    """[num_parts, num_parts] int64: entry (p, q) is the number of edges into part p from part q."""
     num_parts = ptr.shape[0] - 1
     counts = np.zeros((num_parts, num_parts), dtype=np.int64)
-    # A row belongs to one thread, so nothing is added by two.
+    # Threads divide the rows, so no two of them add to the same number and no atomics are needed.
     over_ranges(
         lambda a, b: _count_pairs(indptr, indices, part_of, order, ptr, counts, a, b), num_parts, indices.shape[0]
     )
@@ -369,6 +480,11 @@ def edge_counts(
 
 @kernel
 def _count_halos(indptr, indices, part_of, order, ptr, groups, group_ptr, sizes, first, last):
+    """Add the halo sizes of the groups first .. last - 1 to `sizes`, see `halo_sizes`.
+
+    `seen` holds the last group that has counted each node, `member` the last group that contains each part. Marks
+    by group number need not be cleared between groups. Each call allocates both: 4 bytes per node and per part.
+    """
     seen, member = np.full(part_of.shape[0], -1, np.int32), np.full(ptr.shape[0], -1, np.int32)
     for group in range(first, last):
         parts = groups[group_ptr[group] : group_ptr[group + 1]]
@@ -392,7 +508,12 @@ def halo_sizes(
     groups: np.ndarray,
     group_ptr: np.ndarray,
 ) -> np.ndarray:
-    """[num_groups] int64: distinct sources, outside a group of parts, of the edges into it."""
+    """[num_groups] int64: the number of halo nodes of each group of parts.
+
+    A halo node is a source, outside the group, of an edge into it. It counts once, however many edges it has.
+
+    groups: the parts of all groups, one group after the other; group g has groups[group_ptr[g] : group_ptr[g + 1]].
+    """
     sizes = np.zeros(group_ptr.shape[0] - 1, dtype=np.int64)
     over_ranges(
         lambda a, b: _count_halos(indptr, indices, part_of, order, ptr, groups, group_ptr, sizes, a, b),
@@ -404,12 +525,13 @@ def halo_sizes(
 
 @intrinsic
 def _atomic_add(typingctx, array, index, value):
-    """array[index] += value, whole, also where other threads add to the same place."""
+    """array[index] += value, atomically: no addition is lost when threads add to the same number."""
     signature = types.void(array, index, array.dtype)
 
     def codegen(context, builder, signature, args):
         data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
         position = context.cast(builder, args[1], signature.args[1], types.intp)
+        # "monotonic" orders nothing but this number: the sums are read only after all threads have ended.
         builder.atomic_rmw("add", builder.gep(data, [position]), args[2], "monotonic")
         return context.get_dummy_value()
 
@@ -421,7 +543,10 @@ atomic_add: Any = _atomic_add  # Numba supplies the first argument, which type c
 
 @kernel
 def _add(indptr, indices, values, out, first, last):
-    """False if an edge leads out of the graph."""
+    """out[s] += values[d] for each edge from s into a node d of first .. last - 1, atomically.
+
+    Returns False, with `out` half done, if a source is not in the graph.
+    """
     num_nodes, num_edges = out.shape[0], indices.shape[0]
     for node in range(first, last):
         value = values[node]
@@ -438,14 +563,17 @@ def _add(indptr, indices, values, out, first, last):
 
 
 def add_to_sources(indptr: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """[num_nodes] int64: at each node the sum of `values` [num_nodes] int64 over the nodes that its out-edges reach.
+    """[num_nodes] int64: out[s] = the sum of values[d] over all edges from s to d.
 
-    Sums of integers are the same in any order, so the threads need not agree on one.
+    Threads add atomically, in any order. Sums of integers do not depend on the order, so every run gives the same
+    result. Raises ValueError if a source is outside the graph.
+
+    values: [num_nodes] int64.
     """
     starts, sources, amounts = indptr.numpy(), indices.numpy(), values.numpy()
     out = np.zeros(values.numel(), dtype=np.int64)
     inside = []
-    # Cut by edges and not by nodes: a few nodes may have most of them.
+    # Ranges have equal numbers of edges, not of nodes: a few nodes may have most of the edges.
     over_ranges(
         lambda a, b: inside.append(_add(starts, sources, amounts, out, *_nodes(starts, a, b))),
         indices.numel(),
@@ -457,6 +585,9 @@ def add_to_sources(indptr: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 
 def _nodes(indptr: np.ndarray, first_edge: int, last_edge: int) -> tuple[int, int]:
-    """The nodes whose in-edges begin in a range of edges."""
+    """(first, last): nodes first .. last - 1 are those whose in-edges begin in first_edge .. last_edge - 1.
+
+    Ranges of edges that follow each other give ranges of nodes that do not overlap, so each node has one thread.
+    """
     first, last = np.searchsorted(indptr[:-1], [first_edge, last_edge], side="left")
     return int(first), int(last)

@@ -1,8 +1,40 @@
-"""Numba kernels for reductions over destination-sorted edges and for keyed dropout, with their gradients.
+"""Numba kernels that aggregate messages over edges, and for keyed dropout; both with gradients.
 
-No kernel builds a matrix with a row per edge. Forward runs in threads over destinations, backward over sources, so
-that no two threads write the same number and the order of every sum is that of the edges, for any number of threads.
-Loops over columns run on row views: indices that may be negative would keep the compiler from vectorising them.
+PyG gathers a row per edge, multiplies by weights, and scatters the messages to destinations. The kernels here do all
+three at once and never build a matrix with a row per edge:
+
+    out[d] = sum, mean or max over the edges e into d of (weight[e] *) rows[src_idx[e]]
+    with `own`: out[d] = (the above | rows[own[d]]), twice as wide; both inputs of a SAGE layer in one matrix
+
+`reference.py` defines both operations in plain torch.
+
+Memory layout
+    rows      [num_rows, width]      float32 or float64, row-major; half types are converted to float32 and back
+    indptr    [num_dst + 1] int64    edges are sorted by destination (CSC)
+    src_idx   [num_edges]            int32 or int64: the row of each edge's source
+    weight    [num_edges]            of the dtype of rows; an empty array means no weights
+    own       [num_dst]              int32 or int64: the row of each destination; an empty array means no own rows
+    out       [num_dst, width]       or [num_dst, 2 * width] with `own`
+
+How the work is divided. Threads own ranges start .. stop - 1 of destinations in the forward pass, and ranges of
+sources in the backward pass. So no two threads write the same number, and every sum runs in the order of the edges.
+Results are the same bits for any number of threads.
+
+Gradients. The gradient of a gather is a scatter-add, which in threads would need atomics. Instead, edges are sorted
+by source, and the gradients of rows are sums over each source's out-edges:
+
+    sum       grad_rows[s]   = sum over the edges e from s of weight[e] * grad_out[dst(e)]
+    mean      as sum, with grad_out[d] divided by the in-degree of d first
+    max       grad_rows[s]   = sum over the edges e from s that reach the maximum of grad_out[dst(e)] / ties[dst(e)]
+    weights   grad_weight[e] = dot(rows[src_idx[e]], grad_out[dst(e)]), with the same division for mean
+
+Second derivatives of reductions are not supported. Weighted maxima are left to `reference.py`.
+
+Loops over columns run on views of rows: `row[c]` and not `rows[s, c]`. In Numba an index such as s may be negative,
+which would keep the compiler from vectorising the loop.
+
+Bad input. An edge whose source is not a row, or an indptr that does not fit the edges, raises an IndexError before
+any kernel reads a row.
 """
 
 from __future__ import annotations
@@ -19,14 +51,17 @@ from hopline.ops import reference
 from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, over_ranges, prefetch
 
 EDGES_AHEAD, NODES_AHEAD = 16, 4
-"""How far ahead of their use the rows of sources and of destinations are asked for."""
+"""Iterations between the prefetch of a row and its use, over edges and over destinations. A rule of thumb."""
 
 _NO_WEIGHT, _NO_OWN = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
+"""Empty arrays that stand for None in calls of kernels."""
 _U16, _LANE = np.uint64(16), np.uint64(0xFFFF)
+"""The bits of a draw that decide about one column of dropout, as a shift and as a mask."""
 
 
 @kernel
 def _prefetch_row(rows, row):
+    """Ask for all cache lines (64 bytes each) of a row."""
     first = row * rows.shape[1]
     for c in range(0, rows.shape[1], max(1, 64 // rows.itemsize)):
         prefetch(rows, first + c)
@@ -34,7 +69,7 @@ def _prefetch_row(rows, row):
 
 @kernel
 def _edges_fit(indptr, src_idx, num_rows):
-    """Whether every destination's edges are among the edges, and every edge's source among the rows."""
+    """Whether indptr ascends within the edges, and every edge's source is one of the rows."""
     fit = indptr.shape[0] > 0 and indptr[0] >= 0 and indptr[-1] <= src_idx.shape[0]
     for d in range(indptr.shape[0] - 1):
         fit &= indptr[d] <= indptr[d + 1]
@@ -45,7 +80,7 @@ def _edges_fit(indptr, src_idx, num_rows):
 
 @kernel
 def _put_own(rows, own, d, out):
-    """Destination d's own row, to the right of its reduced ones."""
+    """out[d, width:] = rows[own[d]]."""
     if d + NODES_AHEAD < own.shape[0]:
         _prefetch_row(rows, own[d + NODES_AHEAD])
     right, row = out[d][rows.shape[1] :], rows[own[d]]
@@ -55,6 +90,11 @@ def _put_own(rows, own, d, out):
 
 @kernel
 def _sum(rows, indptr, src_idx, weight, mean, own, out, start, stop):
+    """out[d, :width] = sum or mean of (weight[e] *) rows[src_idx[e]] over the edges e of d.
+
+    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the destination's own
+    row follows to the right.
+    """
     num_edges = src_idx.shape[0]
     for d in range(start, stop):
         total = out[d][: rows.shape[1]]
@@ -80,6 +120,7 @@ def _sum(rows, indptr, src_idx, weight, mean, own, out, start, stop):
 
 @kernel
 def _weight_backward(rows, grad_out, indptr, src_idx, grad_weight, start, stop):
+    """grad_weight[e] = dot(rows[src_idx[e]], grad_out[d]) for the edges e of d = start .. stop - 1."""
     for d in range(start, stop):
         grad = grad_out[d]
         for e in range(indptr[d], indptr[d + 1]):
@@ -92,6 +133,11 @@ def _weight_backward(rows, grad_out, indptr, src_idx, grad_weight, start, stop):
 
 @kernel
 def _max(rows, indptr, src_idx, own, out, start, stop):
+    """out[d, :width] = the maximum of rows[src_idx[e]] over the edges e of d, by column.
+
+    Destinations are d = start .. stop - 1. A destination without edges gets zeros. With `own`, the destination's own
+    row follows to the right.
+    """
     num_edges = src_idx.shape[0]
     for d in range(start, stop):
         most = out[d][: rows.shape[1]]
@@ -108,7 +154,8 @@ def _max(rows, indptr, src_idx, own, out, start, stop):
             else:
                 for c in range(row.shape[0]):
                     value = row[c]
-                    # NaN must come through, as it does in torch.
+                    # A NaN becomes the maximum, as in torch: `value != value` is true for NaN alone. It stays the
+                    # maximum, since no value compares as greater than NaN.
                     most[c] = value if value > most[c] or value != value else most[c]
         if own.shape[0]:
             _put_own(rows, own, d, out)
@@ -116,7 +163,13 @@ def _max(rows, indptr, src_idx, own, out, start, stop):
 
 @kernel
 def _max_shares(rows, indptr, src_idx, out, grad_out, shares, start, stop):
-    """torch's rule: the edges that reach the maximum share its gradient, with the initial 0 if the maximum is 0."""
+    """shares[d] = grad_out[d] / ties[d]: the gradient that each edge which reaches the maximum of d gets, by column.
+
+    The rule is that of torch's `scatter_reduce`: all edges that reach the maximum share its gradient evenly. If the
+    maximum is 0, the initial 0 of the output counts as one more tie, and its share is lost.
+
+    out: [num_dst, width], the maxima; ties: [width], for the current destination.
+    """
     ties = np.empty(rows.shape[1], dtype=rows.dtype)
     for d in range(start, stop):
         most, grad, share = out[d], grad_out[d], shares[d]
@@ -132,6 +185,10 @@ def _max_shares(rows, indptr, src_idx, out, grad_out, shares, start, stop):
 
 @kernel
 def _max_backward(rows, out, shares, src_indptr, dst_idx, grad_rows, start, stop):
+    """grad_rows[s] = the sum of shares[d] over the edges from s to d where rows[s] == out[d], by column.
+
+    src_indptr, dst_idx: the edges sorted by source; s is in start .. stop - 1.
+    """
     for s in range(start, stop):
         row, grad = rows[s], grad_rows[s]
         grad[:] = 0
@@ -143,7 +200,11 @@ def _max_backward(rows, out, shares, src_indptr, dst_idx, grad_rows, start, stop
 
 @kernel
 def _by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx):
-    """Edges sorted by destination, sorted by source instead; those of one source keep their order."""
+    """Sort edges by source, with a counting sort. Edges of one source keep their order.
+
+    src_indptr: [num_rows + 1] int64, zeros at first, filled; dst_idx: [num_edges] int32, each edge's destination,
+    filled; edge_idx: [num_edges] int64, each edge's position in the old order, filled; or empty, if not needed.
+    """
     for e in range(src_idx.shape[0]):
         src_indptr[src_idx[e] + 1] += 1
     for s in range(src_indptr.shape[0] - 1):
@@ -160,6 +221,7 @@ def _by_source(indptr, src_idx, src_indptr, dst_idx, edge_idx):
 
 @kernel
 def _add_to_rows(rows, ids, added):
+    """rows[ids[d]] += added[d], one after the other: ids may repeat."""
     for d in range(ids.shape[0]):
         row, more = rows[ids[d]], added[d]
         for c in range(row.shape[0]):
@@ -167,6 +229,8 @@ def _add_to_rows(rows, ids, added):
 
 
 class _ReduceEdges(torch.autograd.Function):
+    """Sum, mean or max over edges, as in the module's docstring. The input is valid: `reduce_edges` checks it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -190,6 +254,7 @@ class _ReduceEdges(torch.autograd.Function):
         else:
             scale, mean = _as_numpy(weight), reduce == "mean"
             over_ranges(lambda a, b: _sum(flat, *edges, scale, mean, beside, target, a, b), num_dst, work)
+        # The gradient of a sum needs the edges alone. Rows are kept alive only if the gradient reads them.
         ctx.reduce, ctx.shape = reduce, rows.shape
         needs_rows = reduce == "max" or (weight is not None and weight.requires_grad)
         maxima = out if reduce == "max" else None
@@ -234,7 +299,12 @@ class _ReduceEdges(torch.autograd.Function):
 def _spread_sum(
     grad_out: np.ndarray, edges: tuple[np.ndarray, np.ndarray], weight: Tensor | None, target: np.ndarray
 ) -> None:
-    """The gradient of sums: each source's is the sum over its edges' destinations."""
+    """target[s] = the sum of (weight[e] *) grad_out[dst(e)] over the edges e from s: the gradient of a sum.
+
+    It is a sum over edges itself, with sources and destinations swapped. So the kernel of the forward pass does it.
+
+    edges: (indptr, src_idx), sorted by destination; target: [num_rows, width].
+    """
     src_indptr, dst_idx, edge_idx = _sorted_by_source(edges, target.shape[0], with_edges=weight is not None)
     scale = _as_numpy(None if weight is None else weight[torch.from_numpy(edge_idx)])
     args = (grad_out, src_indptr, dst_idx, scale, False, _NO_OWN, target)
@@ -248,6 +318,12 @@ def _spread_max(
     edges: tuple[np.ndarray, np.ndarray],
     target: np.ndarray,
 ) -> None:
+    """Write the gradient of max to `target` [num_rows, width].
+
+    One pass over destinations counts the ties, a second over sources adds up the shares.
+
+    out: [num_dst, width], the maxima; edges: (indptr, src_idx), sorted by destination.
+    """
     src_indptr, dst_idx, _ = _sorted_by_source(edges, target.shape[0], with_edges=False)
     shares, work = np.empty_like(grad_out), dst_idx.size * target.shape[1]
     over_ranges(lambda a, b: _max_shares(rows, *edges, out, grad_out, shares, a, b), out.shape[0], work)
@@ -258,7 +334,10 @@ def _spread_max(
 def _sorted_by_source(
     edges: tuple[np.ndarray, np.ndarray], num_rows: int, with_edges: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(indptr by source, each edge's destination, its position before): what a gradient runs over."""
+    """(src_indptr, dst_idx, edge_idx): the edges sorted by source, see `_by_source`.
+
+    edges: (indptr, src_idx), sorted by destination; with_edges: whether `edge_idx` is filled; else it is empty.
+    """
     src_indptr = np.zeros(num_rows + 1, dtype=np.int64)
     num_edges = edges[1].shape[0]
     dst_idx, edge_idx = np.empty(num_edges, dtype=np.int32), np.empty(num_edges if with_edges else 0, dtype=np.int64)
@@ -267,10 +346,12 @@ def _sorted_by_source(
 
 
 def _as_matrix(rows: Tensor) -> np.ndarray:
+    """[num_rows, width], contiguous: the tensor as a matrix, with all dimensions after the first in one."""
     return rows.detach().reshape(rows.size(0), math.prod(rows.shape[1:])).contiguous().numpy()
 
 
 def _as_numpy(weight: Tensor | None) -> np.ndarray:
+    """The weights as an array, or an empty one for None."""
     return _NO_WEIGHT if weight is None else weight.detach().numpy()
 
 
@@ -282,6 +363,11 @@ def reduce_edges(
     weight: Tensor | None = None,
     own: Tensor | None = None,
 ) -> Tensor:
+    """The "sum", "mean" or "max" over each destination's edges of (weight *) rows[src_idx]; 0 where it has no edges.
+
+    With `own`, the result is [num_dst, 2 * width], with rows[own] on the right. The function is differentiable in
+    `rows` and `weight`. It is defined in `reference.reduce_edges`.
+    """
     if not _edges_fit(indptr.numpy(), src_idx.numpy(), rows.size(0)):
         raise IndexError(f"an edge's source is outside 0 .. {rows.size(0) - 1}, or indptr does not fit the edges")
     if weight is not None and weight.shape != src_idx.shape:
@@ -293,7 +379,7 @@ def reduce_edges(
     if weight is not None:
         weight = weight.to(rows.dtype).contiguous()
     if weight is not None and reduce == "max":
-        # Weighted maxima need every product for their gradient; no conv asks for them often enough to fuse.
+        # The gradient of a weighted maximum needs the product of every edge. Convs ask for it too rarely to fuse it.
         return reference.reduce_edges(rows, indptr, src_idx, reduce, weight, own)
     out = _ReduceEdges.apply(rows, indptr, src_idx, reduce, weight, own)
     assert isinstance(out, Tensor)
@@ -301,6 +387,7 @@ def reduce_edges(
 
 
 def check_own(rows: Tensor, indptr: Tensor, own: Tensor) -> None:
+    """Raise an error unless rows are a matrix and `own` has the id of a row for each destination."""
     if rows.dim() != 2 or own.shape != (indptr.numel() - 1,):
         raise ValueError("own rows stand beside a matrix's reduced ones: give one id per destination")
     if own.numel() and not 0 <= int(own.min()) <= int(own.max()) < rows.size(0):
@@ -309,6 +396,17 @@ def check_own(rows: Tensor, indptr: Tensor, own: Tensor) -> None:
 
 @kernel
 def _dropout(x, ids, key, threshold, scale, out, start, stop):
+    """Drop elements of the rows start .. stop - 1, by draws from (key, node id, column).
+
+    Reference:
+        raw = draw(key, ids[i], c // 4)                      # 64 bits, for four columns
+        lane = (raw >> (16 * (c % 4))) & 0xFFFF
+        out[i, c] = x[i, c] * (scale if lane >= threshold else 0)
+
+    A dropped element is multiplied by 0 and not set to it, so NaN and infinity become NaN.
+
+    x, out: [n, width]; ids: [n], the node of each row; threshold: p * 2**16, rounded.
+    """
     width = x.shape[1]
     for i in range(start, stop):
         state = mix(np.uint64(key) ^ np.uint64(ids[i]))
@@ -323,6 +421,13 @@ def _dropout(x, ids, key, threshold, scale, out, start, stop):
 
 @kernel
 def _dropout_stored(values, indptr, columns, ids, key, threshold, scale, out, start, stop):
+    """Drop the stored elements of sparse rows start .. stop - 1, by the draws of `_dropout` for the same columns.
+
+    The generator's state after k draws is its first state plus k * GOLDEN. So the draw of any column is computed
+    directly, without those of the columns before it.
+
+    values, columns: [num_stored], row after row; indptr: [n + 1] int64; ids: [n], the node of each row.
+    """
     for i in range(start, stop):
         first = mix(np.uint64(key) ^ np.uint64(ids[i]))
         for e in range(indptr[i], indptr[i + 1]):
@@ -333,6 +438,11 @@ def _dropout_stored(values, indptr, columns, ids, key, threshold, scale, out, st
 
 
 def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+    """[num_stored]: keyed dropout of sparse rows, equal to that of the dense rows. It has no gradient.
+
+    values, columns: [num_stored], the stored elements and their columns, row after row.
+    indptr: [n + 1] int64, the start of each row; ids: [n], the node of each row.
+    """
     if values.dtype not in (torch.float32, torch.float64):
         return keyed_dropout_stored(values.float(), indptr, columns, p, key, ids).to(values.dtype)
     values, out = values.contiguous(), torch.empty_like(values)
@@ -347,7 +457,11 @@ def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """The mask is drawn again in backward: nothing is stored."""
+    """Keyed dropout with its gradient: the same mask on the gradient.
+
+    The mask depends on the key, the node and the column alone, so the backward pass draws it again and no mask is
+    stored. The backward pass is itself differentiable.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
@@ -360,6 +474,7 @@ class _KeyedDropout(torch.autograd.Function):
 
 
 def _apply_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+    """Keyed dropout without a gradient, for rows of any shape. Half types are scaled in float32."""
     flat = x.detach().reshape(x.size(0), math.prod(x.shape[1:]))
     if flat.dtype not in (torch.float32, torch.float64):
         return _apply_dropout(x.float(), p, key, ids).to(x.dtype)
@@ -373,6 +488,12 @@ def _apply_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
 
 
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
+    """Dropout of x [n, ...] with probability p, whose mask is drawn from (key, node id, column).
+
+    A node has the same mask in every batch with the same key. Defined in `reference.keyed_dropout`.
+
+    ids: [n], the node of each row.
+    """
     assert ids.numel() == x.size(0), "one node id per row"
     out = _KeyedDropout.apply(x, p, key, ids)
     assert isinstance(out, Tensor)

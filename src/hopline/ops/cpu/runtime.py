@@ -1,6 +1,21 @@
-"""What the Numba kernels share: the generator, prefetch, and threads over ranges.
+"""The tools that all Numba kernels share: compilation, keyed random numbers, prefetch, and threads.
 
-Numba does not see a change in this file from the cache of another one: `make clean` after editing it.
+Threads. Kernels release the GIL, so plain Python threads run them in parallel. Such a kernel takes a range
+start .. stop - 1 of its output, and `over_ranges` divides the work:
+
+    over_ranges(run, size, work)     0 .. size - 1 in ranges, four for each thread
+      in_threads(run, count)         the caller and helpers of a pool take the next range until none is left
+
+Ranges are taken by whichever thread is free, so a kernel must give the same result for any division. The kernels do:
+each number of the output is computed by one range alone, or is a sum of integers.
+
+The number of threads is that of torch, `torch.get_num_threads()`, unless the calling thread has set another one by
+`serial_here` or `own_threads`.
+
+Random numbers are those of `ops.random`: draw j of a node is mix(mix(key ^ node) + (j + 1) * GOLDEN).
+
+After editing this file run `make clean`. Numba caches each kernel by the file it is in, and does not notice that a
+function which it inlines from here has changed.
 """
 
 from __future__ import annotations
@@ -22,19 +37,25 @@ from numba.extending import intrinsic
 
 from hopline.ops import random
 
+# Numba turns a product of uint64 and int64 into float64, so every constant of the generator is a uint64.
 GOLDEN = np.uint64(random.GOLDEN)
+"""The step of SplitMix64's state between two draws."""
 _MIX_1, _MIX_2 = np.uint64(random.MIX_1), np.uint64(random.MIX_2)
 _U27, _U30, _U31, _U32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
 
 kernel = numba.njit(nogil=True, cache=True, error_model="numpy")
-"""How every kernel is compiled: without the GIL, kept on disk, no checks for division by zero."""
+"""Decorator of every kernel: runs without the GIL, is cached on disk, and does not check for division by zero."""
 inlined = numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
+"""Decorator of small functions that kernels call: `kernel`, and inlined by Numba."""
 
 
 @intrinsic
 def _prefetch(typingctx, array, index):
-    """Ask for the cache line of array[index]; any index is safe, nothing is read."""
+    """Ask the processor to load the cache line of array[index]. Nothing waits, and any index is safe.
+
+    For an array of several dimensions, `index` counts elements from the start of its memory.
+    """
     signature = types.void(array, index)
 
     def codegen(context, builder, signature, args):
@@ -47,7 +68,8 @@ def _prefetch(typingctx, array, index):
             ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[ir.IntType(32)] * 3]),
             "llvm.prefetch.p0",
         )
-        # Into the second-level cache: the few slots of the first for lines under way are left to the loads.
+        # Into the second-level cache. The first-level cache can have only a few lines under way, and these are left
+        # to the loads.
         read, second_level, data_cache = (ir.Constant(ir.IntType(32), v) for v in (0, 2, 1))
         builder.call(function, [address, read, second_level, data_cache])
         return context.get_dummy_value()
@@ -60,7 +82,7 @@ prefetch: Any = _prefetch  # Numba supplies the first argument, which type check
 
 @inlined
 def mix(z):
-    """SplitMix64's finaliser on uint64."""
+    """The output function of SplitMix64: uint64 to uint64, one to one."""
     z = (z ^ (z >> _U30)) * _MIX_1
     z = (z ^ (z >> _U27)) * _MIX_2
     return z ^ (z >> _U31)
@@ -68,32 +90,43 @@ def mix(z):
 
 @inlined
 def bounded(raw, limit):
-    """A 64-bit draw scaled to 0 .. limit - 1; limit below 2**31."""
+    """A 64-bit draw scaled to 0 .. limit - 1: the integer part of raw / 2**64 * limit. limit: below 2**31.
+
+    The product has up to 95 bits, so it is computed from the two halves of `raw`.
+    """
     n = np.uint64(limit)
     return np.int64(((raw >> _U32) * n + (((raw & _LOW_HALF) * n) >> _U32)) >> _U32)
 
 
 _local = threading.local()
-"""`threads`: how many a kernel called from this thread may use, set by `serial_here` and within `own_threads`."""
+"""Thread-local. `threads` is the number of threads that a kernel called from this thread may use.
+
+It is set by `serial_here`, and inside `own_threads`. If it is missing or None, torch's number counts.
+"""
 _WORK_PER_THREAD = 1 << 18
-"""Numbers to add up for which waking another thread pays."""
+"""Numbers to add up (edges times columns, for example) for which waking another thread pays. A rule of thumb."""
 _RANGES_PER_THREAD = 4
-"""Ranges are handed out one by one, so that a thread that lost its core to other work does not hold up the rest."""
+"""Ranges for each thread. Threads take them one by one, so a thread that lost its core for a while does not hold up
+the others. The number is a rule of thumb."""
 
 
 def serial_here() -> None:
-    """All that this thread calls runs in it alone: it is one of several that work side by side."""
+    """Make kernels and torch's operations use no other thread when they are called from this one.
+
+    For threads of a pool, which work in parallel already.
+    """
     _local.threads = 1
-    torch.get_num_threads()  # the first call in a thread sets its number, so it must not come after
+    # The first call of get_num_threads in a thread sets the thread's number, so it must come before set_num_threads.
+    torch.get_num_threads()
     torch.set_num_threads(1)  # of this thread only
 
 
 @contextlib.contextmanager
 def own_threads(threads: int) -> Generator[None, None, None]:
-    """Within, kernels called from this thread use `threads` threads of ours, and torch's own ops run in this one alone.
+    """Make kernels called from this thread use `threads` threads of hopline, and torch's operations a single one.
 
-    torch's threads wait for each other at the end of every op, by spinning at first. Beside threads that prepare
-    batches that costs more than it gains, where the long ops are ours.
+    At the end of every operation torch's threads wait for each other, at first by spinning. While other threads
+    prepare batches, that costs more than it gains, if the long operations are hopline's kernels.
     """
     before, torch_threads = getattr(_local, "threads", None), torch.get_num_threads()
     _local.threads = threads
@@ -106,14 +139,15 @@ def own_threads(threads: int) -> Generator[None, None, None]:
 
 
 def start_threads(count: int, name: str, begin: Callable[[], object] = serial_here) -> ThreadPoolExecutor:
-    """Threads that have all begun, each by calling `begin`.
+    """A pool of `count` threads, each of which has already started and called `begin`.
 
-    torch gives the number of threads that was set last, by whichever thread, to every thread that asks later. So ours
-    set theirs before this returns, and the caller's is set again.
+    A thread that asks torch for its number of threads for the first time gets the number that any thread set last. So
+    all threads of the pool set theirs before this function returns, and then the caller's number is set again.
     """
     torch_threads = torch.get_num_threads()
     begun = threading.Barrier(count + 1)
     pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=begin)
+    # A task that waits holds its thread, so `count` such tasks make the pool start all of its threads.
     for _ in range(count):
         pool.submit(begun.wait)
     begun.wait()
@@ -122,10 +156,11 @@ def start_threads(count: int, name: str, begin: Callable[[], object] = serial_he
 
 
 class _KernelThreads:
-    """The threads that help with kernels. `_kernel_threads` is the one object of the process, since cores are its own.
+    """The pool of threads that help with kernels.
 
-    This module owns it. They start with the first kernel that needs them, and wait for work until the process ends.
-    Any thread may ask for them.
+    This module owns the only instance, `_kernel_threads`: the cores belong to the process, and so does the pool. The
+    threads start with the first kernel that needs them, and wait for work until the process ends. Any thread may ask
+    for the pool.
     """
 
     def __init__(self) -> None:
@@ -134,11 +169,11 @@ class _KernelThreads:
         self._lock = threading.Lock()
 
     def at_least(self, count: int) -> ThreadPoolExecutor:
-        """`count` of them or more."""
-        with self._lock:
+        """A pool of `count` threads or more. A smaller one is replaced."""
+        with self._lock:  # or two threads could each start a pool
             if self._pool is None or self._size < count:
                 if self._pool is not None:
-                    self._pool.shutdown(wait=False)  # what it was given is still done
+                    self._pool.shutdown(wait=False)  # tasks that it was given still run
                 self._pool, self._size = start_threads(count, "hopline-ops"), count
             return self._pool
 
@@ -147,12 +182,16 @@ _kernel_threads = _KernelThreads()
 
 
 def _allowed() -> int:
-    """Threads that a kernel called from here may use."""
+    """The number of threads that a kernel may use if it is called from this thread."""
     return getattr(_local, "threads", None) or torch.get_num_threads()
 
 
 def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None:
-    """Call run(start, stop) over 0 .. size, in as many threads as may be used once `work` pays for them."""
+    """Call run(start, stop) for ranges that together are 0 .. size - 1, in threads if the work is worth it.
+
+    run: a kernel that releases the GIL, whose result does not depend on how 0 .. size - 1 is divided.
+    work: the numbers to add up in all. It decides how many threads are used (see `_WORK_PER_THREAD`).
+    """
     threads = min(_allowed(), size, 1 + work // _WORK_PER_THREAD)
     if threads <= 1:
         run(0, size)
@@ -163,9 +202,15 @@ def over_ranges(run: Callable[[int, int], object], size: int, work: int) -> None
 
 
 def in_threads(run: Callable[[int], object], count: int, threads: int | None = None) -> None:
-    """Call run(0) .. run(count - 1), each once, in this thread and others that have nothing else to do."""
-    numbers = itertools.count()  # next() on it is atomic
-    work = [run]
+    """Call run(0) .. run(count - 1), each once, in this thread and in idle threads of the pool.
+
+    Returns when all calls have ended. An exception of any call is raised here. `threads` counts the calling thread;
+    None means as many as this thread may use.
+
+    The caller takes numbers as well, so the work is done even if no helper is free.
+    """
+    numbers = itertools.count()  # next() on it is atomic, so no number is taken twice
+    work = [run]  # a list, so that it can be emptied below
 
     def take() -> None:
         while (number := next(numbers)) < count:
@@ -177,8 +222,11 @@ def in_threads(run: Callable[[int], object], count: int, threads: int | None = N
     try:
         take()
     finally:
+        # Either all numbers are taken, or `run` has failed in this thread. In both cases a helper that has not begun
+        # is not needed. The others are waited for, since they may still use the arrays of `run`.
         waiting = [helper for helper in helpers if not helper.cancel()]
         concurrent.futures.wait(waiting)
-        work.clear()  # a helper that never began is in the pool's queue for a while, and must not hold on to tensors
+        # A cancelled helper stays in the pool's queue for a while, and must not keep the tensors of `run` alive.
+        work.clear()
     for helper in waiting:
         helper.result()

@@ -1,4 +1,31 @@
-"""Numba kernels that sample blocks and trees, relabel, gather and group; definitions in `reference.py`."""
+"""Numba kernels that sample neighbours, relabel nodes, gather rows and group edges.
+
+`reference.py` defines each public function in plain torch; results here are equal to the bit. A sampled block is made
+in three steps:
+
+    sample_neighbors              IdMap.add                          gather_rows
+    nodes -> sampled edges   ->   global ids -> local ids       ->   the rows of the batch's nodes
+    (edge_ids, source ids)        (consecutive, first come first)
+
+`sample_tree` makes the tree layout instead: a slot for every possible draw, and no relabelling.
+
+Random numbers. A node's draws depend only on (key, node id), or on (key, slot) in a tree. They are the outputs of a
+SplitMix64 generator that starts at mix(key ^ id). So a sample does not depend on threads or on the other nodes of the
+batch. A smaller fan-out gives the first draws of a larger one.
+
+Memory layout
+    indptr     [num_nodes + 1] int64   edges are sorted by destination (CSC)
+    indices    [num_edges]             int32 or int64: the source of each edge
+    nodes      [n]                     int32 or int64: the nodes to sample for
+    edge_ids   [num_sampled] int64     positions in `indices`
+
+Speed. Ids come in no order, so a read is likely to miss the processor's caches. So loops prefetch the cache line that
+they will need some iterations later. Every kernel runs in the calling thread.
+
+Bad input. A node id out of range, or an indptr that does not fit the edges, raises a ValueError. A row id
+or a group number out of range raises an IndexError. No memory outside the arrays is read before. `self_loops` does
+not check its indptr.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +40,22 @@ from hopline.ops.reference import Children, Neighbors
 from hopline.ops.tree_slots import Slots
 
 NODES_AHEAD, EDGES_AHEAD, ROWS_AHEAD = 16, 24, 8
-"""How far ahead of their use cache lines are asked for."""
+"""Iterations between the prefetch of a cache line and its use, by what a loop runs over. A rule of thumb."""
 
 DENSE_MAP_BYTES = 1 << 29
-"""An id map is an array over all nodes up to this size, and a hash map beyond."""
+"""Bytes up to which an `IdMap` is an array over all nodes of the graph; beyond, it is a hash map. A rule of thumb."""
 
 
 @kernel
 def _count(indptr, nodes, num_edges, fanout, replace, out_indptr):
-    """Fill `out_indptr`; False if a node is not in the graph or its row not in the edge array."""
+    """Fill out_indptr[1:] with the running number of edges to sample; returns whether the input is valid.
+
+        all edges (fanout < 0)    degree
+        without replacement       min(degree, fanout)
+        with replacement          fanout, or 0 if the node has no edge
+
+    It is not valid if a node is not in the graph, or if its edge range is not within the `num_edges` edges.
+    """
     num_nodes = nodes.shape[0]
     total = 0
     for i in range(num_nodes):
@@ -42,6 +76,7 @@ def _count(indptr, nodes, num_edges, fanout, replace, out_indptr):
 
 
 def _row_starts(indptr: Tensor, nodes: Tensor, num_edges: int, fanout: int, replace: bool) -> np.ndarray:
+    """[num_nodes + 1] int64: the start of each node's sampled edges. Raises ValueError if the input is not valid."""
     out_indptr = np.zeros(nodes.numel() + 1, dtype=np.int64)
     if not _count(indptr.numpy(), nodes.numpy(), num_edges, fanout, replace, out_indptr):
         raise ValueError(
@@ -53,6 +88,7 @@ def _row_starts(indptr: Tensor, nodes: Tensor, num_edges: int, fanout: int, repl
 
 @kernel
 def _all_edges(indptr, nodes, out_indptr, edge_ids):
+    """Write the positions of all in-edges of each node to edge_ids[out_indptr[i] : out_indptr[i + 1]]."""
     for i in range(nodes.shape[0]):
         start = indptr[nodes[i]] - out_indptr[i]
         for e in range(out_indptr[i], out_indptr[i + 1]):
@@ -61,6 +97,7 @@ def _all_edges(indptr, nodes, out_indptr, edge_ids):
 
 @kernel
 def _draw_with_replacement(indptr, nodes, key, out_indptr, edge_ids):
+    """Draw in-edges of each node independently; a node's draws start at a state of its own."""
     for i in range(nodes.shape[0]):
         start = indptr[nodes[i]]
         degree = indptr[nodes[i] + 1] - start
@@ -72,7 +109,13 @@ def _draw_with_replacement(indptr, nodes, key, out_indptr, edge_ids):
 
 @kernel
 def _shuffle_small(degree, count, state, order, out):
-    """Fisher-Yates on an array of all positions: for degrees of the order of the fan-out."""
+    """Draw `count` of the positions 0 .. degree - 1, all different: the first steps of a Fisher-Yates shuffle.
+
+    Step j swaps position j with a random one from j on, and draws the value that comes to j. Only half of the swap is
+    written: position j is not read again.
+
+    order: [degree or more] int64, scratch; out: [count] int64. Costs O(degree), so it is for small degrees.
+    """
     for j in range(degree):
         order[j] = j
     for j in range(count):
@@ -84,12 +127,26 @@ def _shuffle_small(degree, count, state, order, out):
 
 @kernel
 def _shuffle_large(degree, count, state, slots, moved_to, moved, out):
-    """The same shuffle, keeping only the touched positions, in a small hash table: O(count) for any degree."""
-    mask = slots.shape[0] - 1
+    """Draw the same positions as `_shuffle_small` at a cost of O(count), for any degree.
+
+    Reference:
+        held = {}                              # position -> its value, if a swap has changed it
+        for j in range(count):
+            target = j + bounded(draw(j), degree - j)
+            out[j] = held.get(target, target)
+            held[target] = held.get(j, j)      # half of the swap
+
+    `held` is a hash table with linear probing. Swap j has the key moved_to[j], a position, and the value moved[j].
+    A slot holds the number of the latest swap into its position, or -1 if it is empty. There are at least twice as
+    many slots as swaps, so probing ends soon. The table is left empty for the next node.
+
+    slots: [power of two, 2 * count or more] int64, all -1; moved_to, moved: [count or more] int64, scratch.
+    """
+    mask = slots.shape[0] - 1  # the size is a power of two, so `& mask` is the modulo
     for j in range(count):
         state += GOLDEN
         target = j + bounded(mix(state), degree - j)
-        slot = (target * 0x9E3779B1) & mask
+        slot = (target * 0x9E3779B1) & mask  # multiplicative hashing, by 2**32 / golden ratio
         while slots[slot] >= 0 and moved_to[slots[slot]] != target:
             slot = (slot + 1) & mask
         out[j] = moved[slots[slot]] if slots[slot] >= 0 else target
@@ -104,6 +161,7 @@ def _shuffle_large(degree, count, state, slots, moved_to, moved, out):
 
 @kernel
 def _draw_without_replacement(indptr, nodes, fanout, key, out_indptr, edge_ids):
+    """Draw different in-edges of each node. Scratch arrays are allocated once for all nodes."""
     num_slots = 4
     while num_slots < 2 * fanout:
         num_slots *= 2
@@ -118,6 +176,7 @@ def _draw_without_replacement(indptr, nodes, fanout, key, out_indptr, edge_ids):
         degree = indptr[nodes[i] + 1] - start
         out = edge_ids[out_indptr[i] : out_indptr[i + 1]]
         state = mix(np.uint64(key) ^ np.uint64(nodes[i]))
+        # Both give the same draws. Up to four times the fan-out (a rule of thumb) an array is used, and no hashing.
         if degree <= order.shape[0]:
             _shuffle_small(degree, out.shape[0], state, order, out)
         else:
@@ -128,6 +187,7 @@ def _draw_without_replacement(indptr, nodes, fanout, key, out_indptr, edge_ids):
 
 @kernel
 def _take(values, positions, out):
+    """out[e] = values[positions[e]]."""
     size = positions.shape[0]
     for e in range(size):
         if e + EDGES_AHEAD < size:
@@ -138,6 +198,7 @@ def _take(values, positions, out):
 def sample_neighbors(
     indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Neighbors:
+    """Up to `fanout` in-edges of each node, or all of them if it is -1; defined in `reference.sample_neighbors`."""
     starts, ids = indptr.numpy(), nodes.numpy()
     out_indptr = _row_starts(indptr, nodes, indices.numel(), fanout, replace)
     edge_ids = np.empty(out_indptr[-1], dtype=np.int64)
@@ -152,6 +213,7 @@ def sample_neighbors(
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """(indptr [n + 1], positions [num_entries]), int64: all entries of the given rows of a CSR structure."""
     starts, ids = indptr.numpy(), nodes.numpy()
     out_indptr = _row_starts(indptr, nodes, int(indptr[-1]), -1, False)
     positions = np.empty(out_indptr[-1], dtype=np.int64)
@@ -161,6 +223,11 @@ def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _add_dense(place, ids, size, nodes, idx):
+    """Add nodes to a map that is an array; returns its new size, or -1 - size if a node is out of range.
+
+    place: [num_nodes] int32, the local id of each node, or -1; ids: [size + n + 1 or more] int64, the node of each
+    local id; idx: [n] int32, the local ids of `nodes`. Nodes before a bad one are added, and counted in `size`.
+    """
     num = nodes.shape[0]
     for e in range(num):
         if e + EDGES_AHEAD < num:
@@ -168,7 +235,9 @@ def _add_dense(place, ids, size, nodes, idx):
         node = nodes[e]
         if node < 0 or node >= place.shape[0]:
             return -1 - size
-        # Written either way: whether a node is new is a coin toss that a branch would guess wrong half the time.
+        # No `if is_new:` here. Whether a node is new is a coin toss, and a branch would be predicted wrongly half the
+        # time. A known node's write to ids[size] does no harm: the next new node overwrites it, or it is past the
+        # end.
         at = place[node]
         is_new = at < 0
         at = size if is_new else at
@@ -181,6 +250,7 @@ def _add_dense(place, ids, size, nodes, idx):
 
 @kernel
 def _clear_dense(place, ids, size):
+    """Set `place` of the first `size` of `ids` back to -1."""
     for i in range(size):
         if i + EDGES_AHEAD < size:
             prefetch(place, ids[i + EDGES_AHEAD])
@@ -189,7 +259,12 @@ def _clear_dense(place, ids, size):
 
 @kernel
 def _add_hashed(slots, ids, size, num_nodes, nodes, idx):
-    """`slots` holds places in `ids`; its length is a power of two, at least twice what it may come to hold."""
+    """Add nodes to a map that is a hash table; returns its new size, or -1 - size if a node is out of range.
+
+    slots: [power of two] int32, a hash table with linear probing. A slot holds a local id, or -1 if it is empty; the
+    key is the node ids[local id]. At least half of the slots stay empty, so probing ends.
+    ids: [size + n or more] int64, the node of each local id; idx: [n] int32, the local ids of `nodes`.
+    """
     mask = np.uint64(slots.shape[0] - 1)
     num = nodes.shape[0]
     for e in range(num):
@@ -210,10 +285,13 @@ def _add_hashed(slots, ids, size, num_nodes, nodes, idx):
 
 
 class IdMap:
-    """Global node ids to consecutive local ones, in order of first occurrence; reused batch after batch.
+    """A map from global node ids to consecutive local ids, in order of first occurrence.
 
-    One thread at a time may use it. The dense map is cleared by un-marking what was marked, so a batch costs what it
-    touches and not the number of nodes.
+    A map is made once and used for many batches, with `clear` between them. One thread at a time may use it.
+
+    Up to `DENSE_MAP_BYTES` the map is *dense*: an array with an entry for every node of the graph. `clear` resets
+    only the entries that were set, so the time of a batch depends on its own nodes alone. In a larger graph the map
+    is a hash table, which grows with the largest batch and is cleared as a whole.
     """
 
     def __init__(self, num_nodes: int, dense: bool | None = None) -> None:
@@ -224,21 +302,27 @@ class IdMap:
         self.size = 0
 
     def add(self, nodes: Tensor) -> Tensor:
-        """Each node's local id [n] int32, new ones numbered on from the last."""
+        """[n] int32: the local id of each node. New nodes get the next free local ids.
+
+        Raises ValueError if a node is outside the graph.
+        """
         new = nodes.numpy()
+        # One more than can be needed: `_add_dense` also writes at position `size`.
         self._reserve(self.size + new.shape[0] + 1)
         idx = np.empty(new.shape[0], dtype=np.int32)
         if self.dense:
             size = _add_dense(self._map, self._ids, self.size, new, idx)
         else:
             size = _add_hashed(self._map, self._ids, self.size, self._num_nodes, new, idx)
+        # Nodes added before a bad one count as well: a dense map must know them, or `clear` would leave their marks.
         self.size = size if size >= 0 else -1 - size
         if size < 0:
             raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
         return torch.from_numpy(idx)
 
     def _reserve(self, size: int) -> None:
-        if size >= 1 << 31:
+        """Allocate for `size` nodes in all. A hash table that could get more than half full is built anew."""
+        if size >= 1 << 31:  # local ids are int32
             raise ValueError("a batch may reach at most 2**31 nodes: make batch_size or the fan-outs smaller")
         if size > self._ids.shape[0]:
             self._ids = np.concatenate([self._ids[: self.size], np.empty(size, dtype=np.int64)])
@@ -248,10 +332,11 @@ class IdMap:
             _add_hashed(self._map, self._ids, 0, self._num_nodes, known, np.empty(known.shape[0], dtype=np.int32))
 
     def ids(self) -> Tensor:
-        """The nodes added since the last clear, by local id: [size] int64."""
+        """[size] int64: the global id of each local id, a copy."""
         return torch.from_numpy(self._ids[: self.size].copy())
 
     def clear(self) -> None:
+        """Forget all nodes, for the next batch."""
         if self.dense:
             _clear_dense(self._map, self._ids, self.size)
         else:
@@ -260,6 +345,11 @@ class IdMap:
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids [num_distinct] int64, idx [num_neighbors] int32): the distinct nodes, and the neighbours' local ids.
+
+    Seeds come first in `ids`, then neighbours by first occurrence.
+    """
+    # An array up to the largest id, where it is not much larger than the input (a factor of 16 is a rule of thumb).
     top = max((int(t.max()) for t in (seeds, neighbors) if t.numel()), default=0)
     id_map = IdMap(top + 1, dense=top < 16 * (seeds.numel() + neighbors.numel()))
     id_map.add(seeds.long())
@@ -269,6 +359,7 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _in_range(ids, size):
+    """Whether all ids are within 0 .. size - 1."""
     inside = True
     for i in range(ids.shape[0]):
         inside &= (ids[i] >= 0) & (ids[i] < size)
@@ -277,6 +368,7 @@ def _in_range(ids, size):
 
 @kernel
 def _gather(rows, ids, out):
+    """out[i] = rows[ids[i]], with all cache lines of a row (64 bytes each) prefetched `ROWS_AHEAD` rows before."""
     num, width = out.shape
     for i in range(num):
         if i + ROWS_AHEAD < num:
@@ -290,6 +382,7 @@ def _gather(rows, ids, out):
 
 @kernel
 def _gather_piece(rows, ids, piece, out):
+    """out[i] = rows[ids[i]] for the positions i in `piece`."""
     for i in piece:
         row, target = rows[ids[i]], out[i]
         for c in range(row.shape[0]):
@@ -297,18 +390,25 @@ def _gather_piece(rows, ids, piece, out):
 
 
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
-    """Rows are copied as machine words, so one kernel serves every dtype."""
+    """rows[ids], for any dtype. ids: [n] int32 or int64.
+
+    Rows are copied as machine words, the widest that divides a row, so one kernel serves every dtype. Rows of a
+    mapped file that are not in memory are read in the order of the file (see `page_cache`). Raises IndexError if an
+    id is out of range.
+    """
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
     if not _in_range(ids.numpy(), rows.size(0)):
         raise IndexError(f"a row id is outside 0 .. {rows.size(0) - 1}")
     if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):
-        return rows.index_select(0, ids.long().to(rows.device))  # in threads, rows[ids] adds up gradients in any order
+        # Not rows[ids]: in threads, its gradient is added up in any order.
+        return rows.index_select(0, ids.long().to(rows.device))
     out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype)
     row_bytes = rows.element_size() * (rows[:1].numel() if rows.size(0) else 0)
     if out.numel() == 0:
         return out
     word = next(w for w in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % w.itemsize == 0)
+    # A tensor may start at an address that is not a multiple of the word.
     if rows.data_ptr() % word.itemsize or out.data_ptr() % word.itemsize:
         word = torch.uint8
     width = row_bytes // word.itemsize
@@ -324,11 +424,16 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor, word: torch.dtype) -> np.ndarray:
+    """The memory of a contiguous tensor as a flat array of words. It is shared, not copied."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(str(word).removeprefix("torch."))
 
 
 @kernel
 def _group(keys, cursor, order):
+    """The second pass of a counting sort: write each edge to the next free position of its group.
+
+    cursor: [num_groups] int64, the start of each group at first, and its end at last.
+    """
     for e in range(keys.shape[0]):
         group = keys[e]
         order[cursor[group]] = e
@@ -337,11 +442,16 @@ def _group(keys, cursor, order):
 
 @kernel
 def _histogram(keys, counts):
+    """counts[g] += the number of keys that are g."""
     for e in range(keys.shape[0]):
         counts[keys[e]] += 1
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """(indptr [num_groups + 1], order [num_edges]), int64: a stable counting sort of edges by their keys.
+
+    Group g has the edges order[indptr[g] : indptr[g + 1]]. Raises IndexError if a key is outside 0 .. num_groups - 1.
+    """
     groups = keys.numpy()
     if not _in_range(groups, num_groups):
         raise IndexError(f"a group is outside 0 .. {num_groups - 1}")
@@ -355,6 +465,7 @@ def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _find_self_loops(indptr, indices, out):
+    """Write the positions of self-loops to `out` as far as they fit; returns how many there are."""
     count = 0
     for node in range(indptr.shape[0] - 1):
         for e in range(indptr[node], indptr[node + 1]):
@@ -366,6 +477,8 @@ def _find_self_loops(indptr, indices, out):
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
+    """[num_loops] int64: the positions of the edges from a node to itself, ascending."""
+    # The first call only counts, so that the second has an array of the right size to write to.
     none = np.empty(0, dtype=np.int64)
     found = np.empty(_find_self_loops(indptr.numpy(), indices.numpy(), none), dtype=np.int64)
     if found.shape[0]:
@@ -375,7 +488,12 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
 
 @kernel
 def _draw(indptr, num_edges, nodes, slots, fanout, key, replace, counts, edge_ids):
-    """Fill `counts` and `edge_ids`; False if a node is not in the graph or its row not in the edge array."""
+    """Fill `counts` and `edge_ids` of `sample_children`; returns whether the input is valid.
+
+    It draws as the kernels for blocks do, but from (key, slot): a node in two slots of a tree has different draws in
+    them. An empty slot, with the node -1, gets no draws. The input is not valid if a node is not in the graph, or if
+    its edge range is not within the `num_edges` edges.
+    """
     num_slots = 4
     while num_slots < 2 * fanout:
         num_slots *= 2
@@ -416,6 +534,7 @@ def _draw(indptr, num_edges, nodes, slots, fanout, key, replace, counts, edge_id
 
 @kernel
 def _take_edges(indices, counts, edge_ids, out):
+    """out[i, j] = the source of edge edge_ids[i, j], or -1 from j = counts[i] on."""
     fanout = edge_ids.shape[1]
     flat = edge_ids.reshape(-1)
     for i in range(counts.shape[0]):
@@ -429,6 +548,7 @@ def _take_edges(indices, counts, edge_ids, out):
 def sample_children(
     indptr: Tensor, indices: Tensor, nodes: Tensor, slots: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Children:
+    """Up to `fanout` in-edges of the node in each slot of a tree; defined in `reference.sample_children`."""
     counts = torch.empty(nodes.numel(), dtype=torch.int32)
     edge_ids = torch.zeros(nodes.numel(), fanout, dtype=torch.int64)
     ids = torch.empty(nodes.numel(), fanout, dtype=indices.dtype)
@@ -451,4 +571,5 @@ def sample_tree(
     replace: bool = False,
     with_edges: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(nodes, counts, edge_ids) of the trees of `seeds`, hop by hop; defined in `reference.sample_tree`."""
     return reference.sample_tree(indptr, indices, seeds, slots, key, replace, with_edges, draw=sample_children)

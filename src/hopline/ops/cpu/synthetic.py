@@ -1,8 +1,23 @@
-"""Kernels of the synthetic graphs: all depends on the seed and the node, so any range can be made alone.
+"""Numba kernels that make synthetic graphs with classes, homophily and a heavy tail of degrees.
 
-A keyed permutation gives each node a rank; the rank decides the class (`rank % num_classes`) and the
-degree (low ranks are popular). The permutation can be inverted, so neighbours are drawn by rank, and no
-list of members is needed.
+Everything about a node depends on the keys and the node alone. So any range of nodes can be made by itself, in any
+thread and in any order. A graph larger than memory is made chunk by chunk:
+
+    node  ->  rank (a keyed permutation)  ->  class = rank % num_classes
+                                          ->  in-degree, larger for low ranks
+                                          ->  sources: ranks are drawn, low ones more often, and turned into nodes
+              class                       ->  features: the mean of the class + noise
+
+The permutation has an inverse, so member k of a class c is found directly: it is the node of rank
+c + k * num_classes. No list of a class's members is needed, and no memory that grows with the graph.
+
+Names of arguments
+    key, rank_key, draw_key   uint64, of `ops.random.derive_key`
+    half                      uint64, half the bits of the numbers that are permuted: 4**half >= num_nodes
+    first                     the first node of the range; the arrays of a call hold one entry for each of its nodes
+    tail, cut, floor          floats, the shape of the degrees (see `_edges_before`)
+
+Arguments are not checked.
 """
 
 from __future__ import annotations
@@ -14,15 +29,22 @@ from hopline.ops.cpu.runtime import GOLDEN, kernel, mix
 _ONE, _TWO, _U11, _U16 = np.uint64(1), np.uint64(2), np.uint64(11), np.uint64(16)
 _LOW_16 = np.uint64(0xFFFF)
 _UNIT = 2.0**-53
+"""The factor that turns the upper 53 bits of a draw into a float64 of 0 <= u < 1."""
 _ROUNDS = 4
-# The sum of four uniform 16-bit numbers has mean 2 * 65535 and this standard deviation.
+"""Rounds of the Feistel network. A rule of thumb."""
 _SUM_MEAN = 131070.0
+"""The mean of a sum of four uniform 16-bit numbers: 2 * 65535."""
 _SUM_DEVIATION = 37837.2272
+"""The standard deviation of a sum of four uniform 16-bit numbers: sqrt(4 * (65536**2 - 1) / 12)."""
 
 
 @kernel
 def _shuffle(value, key, half):
-    """One pass of a Feistel network: a bijection of the numbers below 4**half."""
+    """A keyed permutation of the numbers below 4**half: a Feistel network of `_ROUNDS` rounds.
+
+    Each round maps (left, right) to (right, left ^ f(right)). The inverse of a round needs f, but not the inverse of
+    f, so f may be any hash.
+    """
     mask = (_ONE << half) - _ONE
     left, right = value >> half, value & mask
     for turn in range(_ROUNDS):
@@ -32,6 +54,7 @@ def _shuffle(value, key, half):
 
 @kernel
 def _unshuffle(value, key, half):
+    """The inverse of `_shuffle`: the inverse rounds, from the last to the first."""
     mask = (_ONE << half) - _ONE
     left, right = value >> half, value & mask
     for back in range(_ROUNDS):
@@ -42,16 +65,18 @@ def _unshuffle(value, key, half):
 
 @kernel
 def rank_of(node, key, half, num_nodes):
-    """Where a node comes in the keyed order of all nodes."""
+    """The rank of a node, 0 .. num_nodes - 1, by a keyed permutation of all nodes."""
     value = _shuffle(np.uint64(node), key, half)
-    while value >= np.uint64(num_nodes):  # walk on until the number is a node again: still a bijection
+    # `_shuffle` permutes 4**half numbers, which may be more than num_nodes. Following its cycle until it comes back
+    # to a number below num_nodes gives a permutation of the nodes alone (cycle walking).
+    while value >= np.uint64(num_nodes):
         value = _shuffle(value, key, half)
     return np.int64(value)
 
 
 @kernel
 def node_at(rank, key, half, num_nodes):
-    """The node at a rank: the inverse of `rank_of`."""
+    """The node at a rank: the inverse of `rank_of`, which follows the same cycle backwards."""
     value = _unshuffle(np.uint64(rank), key, half)
     while value >= np.uint64(num_nodes):
         value = _unshuffle(value, key, half)
@@ -60,14 +85,23 @@ def node_at(rank, key, half, num_nodes):
 
 @kernel
 def fill_ranks(first, key, half, num_nodes, ranks):
-    """ranks[i] = rank of node first + i."""
+    """ranks[i] = rank_of(first + i). ranks: [n] int64."""
     for i in range(ranks.shape[0]):
         ranks[i] = rank_of(first + i, key, half, num_nodes)
 
 
 @kernel
 def _edges_before(rank, num_nodes, num_edges, tail, cut, floor):
-    """Edges into all nodes of lower rank: differences of it are degrees, and they add up exactly."""
+    """The number of edges into all nodes of a lower rank: 0 for rank 0, num_edges for rank num_nodes.
+
+    It is the integral of the density of edges at t = rank / num_nodes, rounded down:
+
+        density(t) = (1 - floor) * (t + cut)**(tail - 1) * (1 - t) / norm + floor        0 <= t <= 1
+
+    With tail < 1 low ranks have large degrees, and `cut` keeps the density at 0 finite. `floor` is the fraction of
+    the edges that are spread evenly. A degree is the difference of two neighbouring values, so degrees add up to
+    num_edges exactly, whatever the rounding.
+    """
     if rank >= num_nodes:
         return np.int64(num_edges)
     t = rank / num_nodes
@@ -81,7 +115,7 @@ def _edges_before(rank, num_nodes, num_edges, tail, cut, floor):
 
 @kernel
 def fill_degrees(ranks, num_nodes, num_edges, tail, cut, floor, degrees):
-    """degrees[i] = in-degree of the node with rank ranks[i]."""
+    """degrees[i] = the in-degree of the node with rank ranks[i]. Both: [n] int64."""
     for i in range(ranks.shape[0]):
         r = ranks[i]
         degrees[i] = _edges_before(r + 1, num_nodes, num_edges, tail, cut, floor) - _edges_before(
@@ -91,7 +125,19 @@ def fill_degrees(ranks, num_nodes, num_edges, tail, cut, floor, degrees):
 
 @kernel
 def fill_sources(first, ranks, indptr, rank_key, draw_key, half, num_nodes, num_classes, homophily, sources):
-    """The sources of all in-edges of nodes first .. first + len(ranks) - 1, popular nodes more often."""
+    """Draw the sources of all in-edges of the nodes first .. first + n - 1.
+
+    Reference, for each in-edge of a node with rank `own` and class `home`:
+        coin, u = two uniform draws from (draw_key, node, number of the edge)
+        if coin < homophily: rank = that of member int(num_members * u**2) of the class `home`
+        else:                rank = int(num_nodes * u**2)
+        source = node_at(rank), or of a neighbouring rank of the same class, if that would be a self-loop
+
+    The square makes low ranks more frequent.
+
+    ranks: [n] int64, of the nodes; indptr: [n + 1] int64, their edges, from any start; sources:
+    [indptr[n] - indptr[0]], filled.
+    """
     base = indptr[0]
     for i in range(ranks.shape[0]):
         own = ranks[i]
@@ -113,7 +159,13 @@ def fill_sources(first, ranks, indptr, rank_key, draw_key, half, num_nodes, num_
 
 @kernel
 def fill_features(first, labels, means, noise, key, rows):
-    """rows[i] = mean of the node's class + noise that is nearly normal."""
+    """rows[i] = means[labels[i]] + noise * (nearly normal numbers), for the nodes first .. first + n - 1.
+
+    A nearly normal number is the sum of the four 16-bit lanes of one draw, from (key, node, column). It is shifted
+    and scaled to mean 0 and standard deviation 1.
+
+    labels: [n] int64; means: [num_classes, num_features]; rows: [n, num_features] float32, filled.
+    """
     num_features = rows.shape[1]
     scale = np.float32(noise / _SUM_DEVIATION)
     for i in range(rows.shape[0]):
