@@ -494,8 +494,8 @@ def reduce_edges(
 def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor, own: Tensor | None) -> Tensor:
     """`reduce_edges` of a maximum with weights. The exception in this file: it builds a message per edge.
 
-    Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima often enough
-    to be worth a fused kernel.
+    Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima often
+    enough to be worth a fused kernel.
     """
     exact = _accumulator(rows.dtype)[0]
     scale = weight.to(exact).view(-1, *[1] * (rows.dim() - 1))
