@@ -291,7 +291,8 @@ def backward_kernel(
     before wrote for the same slots as children, and this kernel adds to it. Launches run one after the other, and in
     each one a single program writes a slot's head, so no atomics are needed.
 
-    att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. The host sums them.
+    att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. `_Attend` adds up
+    the tiles.
     """
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
