@@ -9,7 +9,8 @@ For one head, let x_j be the projected row of source j and own_i that of destina
 
 PyG builds scores, weights and messages of all edges. These kernels compute the softmax online: they read the source
 row of each edge once, and update a maximum, a sum of exponentials and a weighted sum of rows. Neither messages nor
-attention weights are stored in the forward pass. It keeps only the log-sum-exp S_i of each destination and head.
+attention weights are stored in the forward pass. For backward it saves, with its inputs and its output, only the
+log-sum-exp S_i of each destination and head.
 
 Gradients. Let g_i be the gradient of out_i. Backward recomputes the weights and applies the chain rule:
 
@@ -21,7 +22,7 @@ The gradient of x_j is a sum over the out-edges of j. It is computed without ato
 - Tree layout: every slot but a seed's has one parent. The program of the parent writes the gradient of the child.
 - Block: a first kernel writes two numbers per edge and head. A second kernel sums over edges grouped by source.
 
-Memory layout (CP is C, the columns of a head, padded to a power of two)
+Memory layout (C is the number of columns of a head; CP is C padded to a power of two, at least MIN_TILE_COLUMNS)
     x           [num_src, HEADS * C]   row-major. The destinations are the first sources
     own_rows    [num_dst, HEADS * C]   x itself if destinations and sources share a projection
     att         [HEADS, C]             att_own as well (V2 false)
@@ -417,7 +418,7 @@ class Edges:
     """The edges over which destinations attend to sources, of a block or of a tree.
 
     Destinations are the first sources. In a block, edges are sorted by destination. In a tree, an edge is numbered by
-    the slot of its source.
+    the slot of its source. Tensors of a tree may be longer than stated: kernels read only their first elements.
     """
 
     num_src: int
@@ -524,8 +525,8 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x, own = x.contiguous(), None if own is None else own.contiguous()
         out = torch.empty(edges.num_dst, x.size(1), dtype=x.dtype, device=x.device)
-        # Backward subtracts <g_i, out_i> from numbers nearly as large. An output rounded to half precision would show
-        # in the differences, so half types keep a float32 copy.
+        # Backward sums differences from <g_i, out_i> that nearly cancel. An output rounded to half precision would
+        # show in these sums, so half types keep a float32 copy of it.
         exact = out if x.dtype == _exact(x) else torch.empty_like(out, dtype=_exact(x))
         sums = torch.empty(edges.num_dst, plan.heads, dtype=_exact(x), device=x.device)
         constants = plan.constants(x)
@@ -613,7 +614,7 @@ def attend(
     own: [num_dst, heads * columns], the projected rows of the destinations. None: the first rows of x.
     att: [heads, columns], the attention vectors; GATConv's att_src or GATv2Conv's att.
     att_own: [heads, columns], GATConv's att_dst. None: scores are those of GATv2Conv.
-    slope: of LeakyReLU.
+    slope: the slope of LeakyReLU for negative numbers.
     loops: replace edges from a node to itself by one self-loop per destination.
     p: dropout probability of the attention weights. Draws are keyed by key, destination, edge and head.
     key: needed if p is above 0.

@@ -495,7 +495,7 @@ def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor,
     """`reduce_edges` of a maximum with weights. The exception in this file: it builds a message per edge.
 
     Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima often
-    enough to be worth a fused kernel.
+    enough to justify a fused kernel.
     """
     exact = _accumulator(rows.dtype)[0]
     scale = weight.to(exact).view(-1, *[1] * (rows.dim() - 1))
@@ -639,7 +639,7 @@ def _apply(x: Tensor, p: float, key: Tensor, ids: Tensor, relu: bool = False) ->
 
 
 def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
-    """`keyed_dropout` of relu(x) in one kernel. Differentiable; keeps its output alone for backward."""
+    """`keyed_dropout` of relu(x) in one kernel. Differentiable. Saves only its output for backward."""
     assert ids.numel() == x.size(0), "one node id per row"
     out = _ReluDropout.apply(x, p, key_on(x.device, key), ids.contiguous())
     assert isinstance(out, Tensor)
