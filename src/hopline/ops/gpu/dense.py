@@ -14,7 +14,7 @@ computed inside the kernel of the weight gradient and never written.
 
 Memory layout
     a, h             row-major in half precision; row r belongs to slot `slots[r]` (see `tree.RowMap`)
-    total_rows       [1] int32 in device memory: the number of rows in use. Rows beyond it hold nothing
+    total_rows       [1] int32 in device memory: the number of rows in use. Later rows hold no meaningful numbers
     slots, parents   int32: each row's slot, and the slot of its parent, -1 if it has none
     counts           int32: the number of children drawn for each slot
     grad             [num_dst, 2 * N]: the gradient of `out`
