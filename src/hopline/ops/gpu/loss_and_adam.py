@@ -16,8 +16,9 @@ are in a table in device memory, with one row per program:
 
     program p:  updates CHUNK elements of one parameter, from its first element on
 
-The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other. Whatever the
-kernel does not support is left to torch's step: see `_OneKernel._tables`.
+The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other. Steps that the
+kernel cannot take are left to torch: see `_OneKernel._tables`. The options `amsgrad` and `maximize` are not
+looked at; hopline's trainer sets neither.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
