@@ -1,14 +1,42 @@
-"""Triton kernels of graph attention (GATConv, GATv2Conv) over a tree's or a block's edges, with their gradients.
+"""Triton kernels of graph attention (GATConv, GATv2Conv) on blocks and on the tree layout, with their gradients.
 
-The softmax over a destination's edges runs while their source rows pass by, so neither the messages nor the attention
-weights of all edges are ever built. Only the log of the softmax's sum is kept, per destination and head: backward
-makes the weights again from it. In a tree each source has one parent, whose program writes the source's gradient; in
-a block gradients are summed over edges grouped by source. No two threads add to the same number, so that every run
-gives the same bits. Half types are summed in float32. Nothing here waits for the device.
+For one head, let x_j be the projected row of source j and own_i that of destination i. The kernels compute
 
-One program holds one head of some destinations, or of some of a block's sources. In a tree an edge is numbered by the
-slot of its source, and `sources` holds the node at each slot; in a block edges are sorted by destination, and
-`sources` holds each one's source.
+    z_ij  = <att, x_j> + <att_own, own_i>        e_ij = leaky_relu(z_ij)               GATConv   (V2 false)
+    z_ij  = x_j + own_i                          e_ij = <att, leaky_relu(z_ij)>        GATv2Conv (V2 true)
+    a_ij  = softmax of e_ij over the in-edges of i
+    out_i = sum over j of kept_ij * a_ij * x_j   kept_ij: the dropout factor, 0 or 1 / (1 - p)
+
+PyG builds scores, weights and messages of all edges. These kernels compute the softmax online: they read the source
+row of each edge once, and update a maximum, a sum of exponentials and a weighted sum of rows. Neither messages nor
+attention weights are stored in the forward pass. For backward it saves, with its inputs and its output, only the
+log-sum-exp S_i of each destination and head.
+
+Gradients. Let g_i be the gradient of out_i. Backward recomputes the weights and applies the chain rule:
+
+    a_ij             = exp(e_ij - S_i)
+    delta_i          = <g_i, out_i>
+    gradient of e_ij = a_ij * (kept_ij * <x_j, g_i> - delta_i)
+
+The gradient of x_j is a sum over the out-edges of j. It is computed without atomics, and so is bitwise reproducible:
+- Tree layout: every slot but a seed's has one parent. The program of the parent writes the gradient of the child.
+- Block: a first kernel writes two numbers per edge and head. A second kernel sums over edges grouped by source.
+
+Memory layout (C is the number of columns of a head; CP is C padded to a power of two, at least MIN_TILE_COLUMNS)
+    x           [num_src, HEADS * C]   row-major. The destinations are the first sources
+    own_rows    [num_dst, HEADS * C]   x itself if destinations and sources share a projection
+    att         [HEADS, C]             att_own as well (V2 false)
+    out         [num_dst, HEADS * C]   exact: the same in float32, for half types
+    sums        [num_dst, HEADS]       S_i in float32 or float64
+    sources     block: [num_edges] each edge's source, edges sorted by destination. Tree: [num_src] the node at each
+                slot, -1 if it is empty. An edge of a tree is numbered by the slot of its source
+
+Division of the work. A program owns one head of R destinations (of R sources in `gather_kernel`), and takes E of
+their edges at a time: tiles of [R, E, CP] numbers. Program p owns head p % HEADS of tile p // HEADS.
+
+Bad input. In a block an index out of range raises a flag (`runtime.report`), and its edge is left out. The indices of
+a tree follow from its shape and are not checked. Half types are summed in float32. Nothing in this file synchronises
+with the device.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -40,12 +68,13 @@ from hopline.ops.tree_slots import Slots
 
 @triton.jit
 def _leaky(z, SLOPE: tl.constexpr):
+    """LeakyReLU with the slope SLOPE for negative numbers."""
     return tl.where(z > 0, z, z * SLOPE)
 
 
 @triton.jit
 def _rows(rows, row, there, head, HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
-    """[..., CP] one head of each row, 0 where there is none; rows: a vector or a matrix of row numbers."""
+    """[..., CP]: one head of rows[row], 0 where `there` is false. row: [R] or [R, E] row numbers."""
     column = tl.arange(0, CP)
     if len(row.shape) == 1:
         at = rows + (row.to(tl.int64) * (HEADS * C) + head * C)[:, None] + column[None, :]
@@ -58,31 +87,36 @@ def _rows(rows, row, there, head, HEADS: tl.constexpr, C: tl.constexpr, CP: tl.c
 
 @triton.jit
 def _att(att, head, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
+    """[CP]: the attention vector of one head, padded with zeros."""
     column = tl.arange(0, CP)
     return tl.load(att + head * C + column, mask=column < C, other=0).to(ACC)
 
 
 @triton.jit
 def _own_score(own, att_own, head, V2: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, ACC: tl.constexpr):
-    """[R] what a destination itself adds to the scores of its edges; nothing in version 2, which adds its row."""
+    """[R]: <att_own, own_i>, the destination's part of z in GATConv. 0 in GATv2Conv, where own_i itself is added."""
     return tl.sum(own, 1) * 0 if V2 else tl.sum(own * _att(att_own, head, C, CP, ACC)[None, :], 1)
 
 
 @triton.jit
 def _before_leaky(x, own, own_score, att, V2: tl.constexpr):
-    """[R, E, CP] in version 2, [R, E] in version 1."""
+    """z_ij, the input of LeakyReLU: [R, E, CP] in GATv2Conv, [R, E] in GATConv."""
     return x + own[:, None, :] if V2 else tl.sum(x * att[None, None, :], 2) + own_score[:, None]
 
 
 @triton.jit
 def _scores(z, att, V2: tl.constexpr, SLOPE: tl.constexpr):
-    """[R, E] what the softmax is of."""
+    """[R, E]: e_ij, the input of the softmax."""
     return tl.sum(_leaky(z, SLOPE) * att[None, None, :], 2) if V2 else _leaky(z, SLOPE)
 
 
 @triton.jit
 def _kept(states, number, head, HEADS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr):
-    """[R, E] the dropout factor of each edge; number: its place among its destination's, 0 being the self-loop."""
+    """[R, E]: the dropout factor of each edge and head, 0 or SCALE.
+
+    number: [R, E] the index of the edge among those of its destination, from 1 on. The added self-loop is number 0.
+    The draw is keyed by (key, destination, number, head), so backward draws the same factors again.
+    """
     if THRESHOLD > 0:
         raw = mix(states[:, None] + (number * HEADS + head + 1).to(tl.uint64) * GOLDEN)
         keep = (raw >> 48).to(tl.int32) >= THRESHOLD
@@ -94,6 +128,7 @@ def _kept(states, number, head, HEADS: tl.constexpr, THRESHOLD: tl.constexpr, SC
 
 @triton.jit
 def _states(key, ids, d, there, THRESHOLD: tl.constexpr):
+    """[R] uint64: the random state of each destination. Without dropout a placeholder, which `_kept` does not use."""
     if THRESHOLD > 0:
         states = first_state(tl.load(key), tl.load(ids + d, mask=there, other=0).to(tl.int64))
     else:
@@ -103,7 +138,11 @@ def _states(key, ids, d, there, THRESHOLD: tl.constexpr):
 
 @triton.jit
 def _range(starts, stops, sources, d, inside, flags, num_edges, TREE: tl.constexpr):
-    """(first edge, number of edges, the destination's node or number, whether it is there) of each destination."""
+    """(first edge, number of edges, node, whether it exists), each [R], for the destinations d.
+
+    node: what `_sources` compares sources with to find self-loops. In a tree the node at slot d, in a block d itself.
+    A destination of a block with a damaged indptr raises a flag and gets no edges.
+    """
     start = tl.load(starts + d, mask=inside, other=0).to(tl.int64)
     if TREE:
         count = tl.load(stops + d, mask=inside, other=0).to(tl.int32)
@@ -119,7 +158,11 @@ def _range(starts, stops, sources, d, inside, flags, num_edges, TREE: tl.constex
 
 @triton.jit
 def _sources(sources, edge, is_edge, node, flags, num_src, LOOPS: tl.constexpr, TREE: tl.constexpr):
-    """(source row, whether the edge counts): with LOOPS, edges from a node to itself give way to the one added."""
+    """(row of the source in x, whether the edge counts), each [R, E].
+
+    Edges do not count if their slot is empty or their source is out of range, which raises a flag. With LOOPS, edges
+    from a node to itself do not count either: one self-loop per destination replaces them, as in PyG.
+    """
     found = tl.load(sources + edge, mask=is_edge, other=0).to(tl.int64)
     if TREE:
         src = edge
@@ -144,7 +187,12 @@ def attend_kernel(
     TREE: tl.constexpr, SLOPE: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
     R: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """One head of R destinations: rows of E edges at a time, what was summed being scaled down to the new maximum."""
+    """The rows of `out` and the log-sum-exp of R destinations, for one head.
+
+    The softmax is online. Over the edges seen so far, `most` is the largest e_ij, `weights` the sum of
+    exp(e_ij - most), and `total` the sum of kept_ij * exp(e_ij - most) * x_j. When a step raises `most`, both sums
+    are multiplied by exp(old most - new most). A destination without edges gets 0.
+    """
     head = tl.program_id(0) % HEADS
     d = tl.program_id(0) // HEADS * R + tl.arange(0, R)
     inside = d < num_dst
@@ -157,6 +205,7 @@ def attend_kernel(
     weights = tl.zeros((R,), ACC)
     total = tl.zeros((R, CP), ACC)
     if LOOPS:
+        # The self-loop comes first: its score is the first maximum, so its exponential is exp(0) = 1.
         loop = _rows(x, d, there, head, HEADS, C, CP, ACC)
         loop_z = _before_leaky(loop[:, None, :], own, own_score, vector, V2)
         most = tl.where(there, tl.sum(_scores(loop_z, vector, V2, SLOPE), 1), most)
@@ -170,7 +219,7 @@ def attend_kernel(
         z = _before_leaky(rows, own, own_score, vector, V2)
         e = tl.where(is_edge, _scores(z, vector, V2, SLOPE), float("-inf"))
         higher = tl.maximum(most, tl.max(e, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # no edge yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # no edge yet: avoids -inf - -inf
         shrink = tl.exp(most - base)
         a = tl.exp(e - base[:, None])
         kept = _kept(states, tl.broadcast_to(number[None, :] + 1, (R, E)), head, HEADS, THRESHOLD, SCALE, ACC)
@@ -196,9 +245,15 @@ def attend_kernel(
 def _edge_gradients(
     x, is_edge, own, own_score, att, grad, log_sum, delta, kept, V2: tl.constexpr, SLOPE: tl.constexpr
 ):  # fmt: skip
-    """Of [R, E] edges: (weight of the gradient that passes, gradients of z, of x, of own [R, CP] and of att).
+    """Gradients through [R, E] edges, by the formulas at the head of this file. Returns a tuple of five:
 
-    The gradient of own is [R, 1] in version 1, for the destination's own score.
+    weight  [R, E]      a_ij * kept_ij, the factor of g_i in the gradient of x_j
+    of_z    [R, E]      GATConv: the gradient of z_ij. GATv2Conv: that of e_ij
+    of_x    [R, E, CP]  the edge's part of the gradient of x_j
+    of_own  [R, CP]     GATv2Conv: the gradient of own_i. GATConv: [R, 1], that of <att_own, own_i>
+    of_att  [R, CP]     the part of these edges in the gradient of att
+
+    Edges that are masked by `is_edge` have a_ij = 0 and add nothing.
     """
     z = _before_leaky(x, own, own_score, att, V2)
     a = tl.exp(tl.where(is_edge, _scores(z, att, V2, SLOPE) - log_sum[:, None], float("-inf")))
@@ -227,9 +282,19 @@ def backward_kernel(
     TREE: tl.constexpr, SLOPE: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
     SHARED: tl.constexpr, ADD: tl.constexpr, FANOUT: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """One head of R destinations from `first_dst` on. In a tree it writes the gradients of all their children's rows,
-    in a block what each edge's source will need. Their own rows' gradients are added to what stands there (ADD), as
-    the hop before has written them."""
+    """Gradients of one head of R destinations, out of `num` destinations from `first_dst` on.
+
+    Tree: writes to grad_x the gradients of all children of its destinations. Block: writes, for `gather_kernel`,
+    `weight` and `of_z` of each edge to `weights` and `of_scores`, both [num_edges, HEADS].
+
+    Both: write the gradient of each destination's row to grad_x, through its self-loop and, if SHARED, as own_i. If
+    not SHARED, the gradient of own_i goes to grad_own. With ADD, grad_x already holds what the launch of the hop
+    before wrote for the same slots as children, and this kernel adds to it. Launches run one after the other, and in
+    each one a single program writes a slot's head, so no atomics are needed.
+
+    att_parts, own_parts: [num_tiles, HEADS, C], the gradients of att and att_own from each tile. `_Attend` adds up
+    the tiles.
+    """
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
     inside = tile * R + tl.arange(0, R) < num
@@ -266,7 +331,8 @@ def backward_kernel(
         )
         of_own += more_own
         of_att += more_att
-        if TREE:  # children that are not there get zeros
+        # The loop of a tree runs over all FANOUT slots, since grad_x is not initialised: empty slots get zeros.
+        if TREE:
             at = grad_x + (edge * (HEADS * C) + head * C)[:, :, None] + column[None, None, :]
             slot = (inside[:, None] & (number < FANOUT)[None, :])[:, :, None] & (column < C)[None, None, :]
             tl.store(at, of_rows.to(grad_x.dtype.element_ty), mask=slot)
@@ -295,7 +361,12 @@ def gather_kernel(
     HEADS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, V2: tl.constexpr, SLOPE: tl.constexpr,
     ACC: tl.constexpr, R: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """One head of R sources of a block: the gradients of their edges summed, in the order of the edges."""
+    """grad_x[s] += the gradients of all out-edges of s, for one head of R sources of a block.
+
+    The edges of source s are order[src_indptr[s] : src_indptr[s + 1]]. Each adds weight * g_i and, through its score,
+    of_z * att (GATConv) or of_z * att * leaky_relu'(z) (GATv2Conv). `backward_kernel` has written the rows of the
+    destinations, which are the first sources. Rows of other sources start from 0.
+    """
     head = tl.program_id(0) % HEADS
     s = tl.program_id(0) // HEADS * R + tl.arange(0, R)
     inside = s < num_src
@@ -329,56 +400,77 @@ def gather_kernel(
 
 
 TILE = 2048
-"""Numbers of source rows that a program has in flight: destinations times edges times columns of one head."""
+"""Numbers per step of a program: destinations x edges x columns of one head. A rule of thumb."""
 EDGES_AT_ONCE = 8
-"""Of one destination; more where destinations of a block have more."""
+"""Edges per destination and step in a tree, and the least in a block. A rule of thumb."""
 MAX_EDGES_AT_ONCE = 32
+"""Most edges per destination and step, for blocks with a large mean degree. A rule of thumb."""
 MIN_TILE_COLUMNS, MAX_TILE_ROWS = 8, 32
-"""Of a tile. With a head of 1 column and 256 rows in a tile, four warps of an H200 summed some rows wrongly (Triton
-3.6; 128 rows, or eight warps, did not), so tiles stay where a thread never holds two of them."""
+"""Least columns and most rows of a tile on a GPU, chosen so that no thread holds two rows of a tile.
+
+With 1 column and 256 rows, four warps of an H200 summed some rows wrongly under Triton 3.6. With 128 rows, or with
+eight warps, they did not.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Which sources each destination attends to; the destinations are the first sources."""
+    """The edges over which destinations attend to sources, of a block or of a tree.
+
+    Destinations are the first sources. In a block, edges are sorted by destination. In a tree, an edge is numbered by
+    the slot of its source. Tensors of a tree may be longer than stated: kernels read only their first elements.
+    """
 
     num_src: int
+    """Number of sources."""
     num_dst: int
+    """Number of destinations."""
     starts: Tensor
-    """[num_dst] each destination's first edge; in a tree an edge is numbered by the source it comes out of."""
+    """[num_dst]: the first edge of each destination."""
     stops: Tensor
-    """[num_dst] where its edges end; in a tree how many there are."""
+    """[num_dst]: in a block, the end of each destination's edges. In a tree, the number of its edges."""
     ids: Tensor
-    """[num_dst] int64: what the draws at each destination are keyed by."""
+    """[num_dst] int64: the ids by which the dropout of each destination's edges is keyed."""
     sources: Tensor
-    """[num_edges] each edge's source; in a tree [num_src] the node at each slot, -1 where it is empty."""
+    """Block: [num_edges], the source of each edge. Tree: [num_src], the node at each slot, -1 if empty."""
     slots: Slots | None = None
-    """How a tree's slots are numbered; None in a block."""
+    """The numbering of a tree's slots. None in a block."""
     hop: int = 0
+    """The last hop of a tree whose slots are destinations. Unused in a block."""
 
 
 def tree_edges(slots: Slots, hop: int, nodes: Tensor, counts: Tensor) -> Edges:
-    """From hop + 1 and the hops before it to the hops 0 .. hop of a tree."""
+    """The edges of a tree whose destinations are the slots of hops 0 .. hop, and whose sources those of 0 .. hop + 1.
+
+    nodes: the node at each slot, -1 if it is empty. counts: the number of children drawn for each slot.
+    """
     num_dst, device = slots.up_to(hop), nodes.device
     first = slots.first_children(device)
     return Edges(slots.up_to(hop + 1), num_dst, first, counts, slots.ids(device), nodes, slots, hop)
 
 
 def block_edges(indptr: Tensor, src_idx: Tensor, num_src: int, ids: Tensor) -> Edges:
+    """The edges of a block in CSC form. ids: what dropout is keyed by, one per destination at least."""
     return Edges(num_src, indptr.numel() - 1, indptr[:-1], indptr[1:], ids, src_idx)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What attention is computed, apart from its tensors."""
+    """The options of one attention layer, which kernels get as compile-time constants."""
 
     heads: int
+    """Number of heads."""
     v2: bool
+    """Whether scores are those of GATv2Conv, else of GATConv."""
     slope: float
+    """Slope of LeakyReLU for negative numbers."""
     loops: bool
+    """Whether one self-loop per destination replaces the edges from a node to itself."""
     p: float
+    """Dropout probability of the attention weights."""
 
     def constants(self, x: Tensor, with_draws: bool = True) -> dict[str, Any]:
+        """The compile-time constants of a launch by name. with_draws: include those of dropout and self-loops."""
         columns = x.size(1) // self.heads
         found = {
             "HEADS": self.heads,
@@ -396,15 +488,18 @@ class _Plan:
 
 
 def _tile(columns: int, edges: int) -> dict[str, int]:
-    """R and E, destinations and edges of a tile, and the warps that share it: wide heads take many registers."""
-    # In the interpreter work costs by the number of steps and not by their size.
+    """R, E and num_warps of a launch: rows and edges of a tile, and the warps that share it.
+
+    Wide heads take many registers, so eight warps share a tile of 256 columns or more.
+    """
+    # The interpreter's time depends on the number of steps, not on their size.
     tile, most = (64 * TILE, 512) if is_interpreted() else (TILE, MAX_TILE_ROWS)
     edges = min(edges, max(1, tile // columns))
     return {"R": max(1, min(most, tile // (columns * edges))), "E": edges, "num_warps": 4 if columns < 256 else 8}
 
 
 def _edges_at_once(edges: Edges, num_rows: int) -> int:
-    """For a kernel over so many of the rows; in a block they may have any number of edges."""
+    """E for a kernel that owns `num_rows` rows: in a block about their mean degree, within the limits above."""
     if edges.slots is not None:
         return EDGES_AT_ONCE
     mean = triton.next_power_of_2(triton.cdiv(edges.sources.numel(), num_rows))
@@ -412,10 +507,17 @@ def _edges_at_once(edges: Edges, num_rows: int) -> int:
 
 
 def _exact(x: Tensor) -> torch.dtype:
+    """The dtype in which x is summed: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 class _Attend(torch.autograd.Function):
+    """`attend` after its checks. Backward is not differentiable again.
+
+    If `own` is None, the first rows of x are the own rows. If `att_own` is None, att takes its place in the launch:
+    a kernel needs some address, and with V2 it never reads this one.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, key: Tensor, edges: Edges,
@@ -423,7 +525,8 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x, own = x.contiguous(), None if own is None else own.contiguous()
         out = torch.empty(edges.num_dst, x.size(1), dtype=x.dtype, device=x.device)
-        # Backward takes sums of differences that nearly cancel: rounded outputs would show in them.
+        # Backward sums differences from <g_i, out_i> that nearly cancel. An output rounded to half precision would
+        # show in these sums, so half types keep a float32 copy of it.
         exact = out if x.dtype == _exact(x) else torch.empty_like(out, dtype=_exact(x))
         sums = torch.empty(edges.num_dst, plan.heads, dtype=_exact(x), device=x.device)
         constants = plan.constants(x)
@@ -469,7 +572,11 @@ class _Attend(torch.autograd.Function):
 
 
 def _launches(edges: Edges, columns: int) -> list[tuple[int, int, int, dict[str, int]]]:
-    """(first destination, how many, fan-out, tile): a tree's hops one after the other, a block at once."""
+    """(first destination, number of destinations, fan-out, tile) of each launch of `backward_kernel`, in order.
+
+    A block takes one launch. A tree takes one per hop, from the seeds on: a hop adds to gradients that the hop before
+    has written.
+    """
     if edges.slots is None:
         return [(0, edges.num_dst, 0, _tile(columns, _edges_at_once(edges, edges.num_dst)))]
     offsets, found = edges.slots.offsets, []
@@ -482,9 +589,10 @@ def _launches(edges: Edges, columns: int) -> list[tuple[int, int, int, dict[str,
 def _gather(
     x: Tensor, own: Tensor, att: Tensor, edges: Edges, plan: _Plan, per_edge: Tensor, grad: Tensor, grad_x: Tensor
 ) -> None:
-    """Add to the gradients of a block's sources, in which the destinations' own are, those of their edges."""
+    """Launch `gather_kernel`: add the gradients of all edges to grad_x, where destinations have their own already."""
     src_indptr, order = group_edges(edges.sources, edges.num_src)
-    # Safe for any indptr, where `repeat_interleave` would have to ask its sum.
+    # `repeat_interleave` would synchronise with the device to learn its output's size. This search does not, and the
+    # clamp keeps its result in range for any indptr.
     positions = torch.arange(edges.sources.numel(), device=x.device)
     dst_idx = torch.searchsorted(edges.stops, positions, right=True, out_int32=True).clamp(max=edges.num_dst - 1)
     constants = plan.constants(x, with_draws=False)
@@ -500,18 +608,24 @@ def attend(
     x: Tensor, own: Tensor | None, att: Tensor, att_own: Tensor | None, edges: Edges,
     *, slope: float = 0.2, loops: bool = True, p: float = 0.0, key: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """[num_dst, heads * columns]: each destination's sources, weighted by the softmax of their scores; differentiable.
+    """[num_dst, heads * columns]: the sum of each destination's sources, weighted by attention. Differentiable.
 
-    x: [num_src, heads * columns] projected rows. own: those of the destinations, where they are not the first of x.
-    att: [heads, columns]. att_own: of the destinations' side (GATConv's att_dst); None for GATv2Conv's scores,
-    att . leaky_relu(x_j + own_i). loops: edges from a node to itself give way to one such edge each. p: dropout of
-    the weights, drawn from (key, destination, place of the edge). Rows of a tree's empty slots are never read; their
-    gradients are 0, and so are their outputs.
+    x: [num_src, heads * columns], the projected rows of the sources.
+    own: [num_dst, heads * columns], the projected rows of the destinations. None: the first rows of x.
+    att: [heads, columns], the attention vectors; GATConv's att_src or GATv2Conv's att.
+    att_own: [heads, columns], GATConv's att_dst. None: scores are those of GATv2Conv.
+    slope: the slope of LeakyReLU for negative numbers.
+    loops: replace edges from a node to itself by one self-loop per destination.
+    p: dropout probability of the attention weights. Draws are keyed by key, destination, edge and head.
+    key: needed if p is above 0.
+
+    In a tree, rows of empty slots are never read. Their outputs and gradients are 0.
     """
     assert x.size(0) == edges.num_src, "one row per source"
     if edges.num_dst == 0 or x.numel() == 0:
-        return x[: edges.num_dst] * 0
+        return x[: edges.num_dst] * 0  # the product keeps x in autograd's graph
     plan = _Plan(att.size(0), att_own is None, slope, loops, p)
+    # Without dropout no key is read, and any tensor will do.
     device_key = edges.ids if not p or key is None else key_on(x.device, key)
     assert not p or key is not None, "dropout needs a key"
     out = _Attend.apply(

@@ -1,9 +1,32 @@
-"""Triton kernels of a hidden layer on a tree, between two aggregations: linear, ReLU, dropout, children's mean.
+"""Triton kernels of a hidden layer in the tree layout: linear, ReLU, dropout, and the next layer's aggregation.
 
-What a layer's aggregation leaves, [reduced | own] rows A, becomes h = dropout(relu(A W' + b)), and h what the next
-aggregation leaves, in one autograd function. The dropout mask is drawn in the product's epilogue and never stored:
-h > 0 says afterwards where a gradient passes. Where A needs no gradient, as in the first layer, the gradient of h is
-made inside the kernel that needs it and never written.
+One autograd function goes from one layer's aggregated rows to the next layer's:
+
+    A [rows, K]           the output of a layer's aggregation: (reduced | own) rows
+      |  h = dropout(relu(A W^T + b))          W = [left | right], [N, K]
+    h [rows, N]
+      |  sum or mean over the children of each slot; the slot's own row of h to the right
+    out [num_dst, 2 * N]  the input of the next layer's linear
+
+Fusing saves memory traffic twice. The dropout mask is drawn in the epilogue of the product and never stored: in
+backward, h > 0 tells where a gradient passes. If A needs no gradient, as in the first layer, the gradient of h is
+computed inside the kernel of the weight gradient and never written.
+
+Memory layout
+    a, h             row-major in half precision; row r belongs to slot `slots[r]` (see `tree.RowMap`)
+    total_rows       [1] int32 in device memory: the number of rows in use. Later rows hold no meaningful numbers
+    slots, parents   int32: each row's slot, and the slot of its parent, -1 if it has none
+    counts           int32: the number of children drawn for each slot
+    grad             [num_dst, 2 * N]: the gradient of `out`
+
+Gradient. The row r of h, at slot s with parent p, is read by its parent's aggregation and as the own row of s:
+
+    grad_h[r] = grad[p, :N] (/ counts[p] for a mean)  +  grad[s, N:] if s is a destination
+    grad_z[r] = scale * grad_h[r] where h[r] > 0, else 0           (z = A W^T + b, scale of the dropout)
+    grad_W    = grad_z^T A          grad_b = sum of grad_z over rows          grad_A = grad_z W
+
+A slot has one parent, so grad_h is a gather and needs no atomics. The kernels sum in float32. They check no indices:
+those of a tree follow from its shape. Nothing in this file synchronises with the device.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
@@ -24,16 +47,22 @@ from hopline.ops.gpu.tree import RowMap, reduce_rows
 from hopline.ops.tree_slots import Slots
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 128, 128, 64
+"""Tile of `_hidden_kernel`: rows and columns of h per program, and terms of the product per step. Rules of thumb."""
 SPLITS = 66
-"""Ranges of rows whose weight gradients are summed apart: a fixed number, so that the sum is the same every time."""
+"""Row ranges whose weight gradients are summed separately by `_weight_kernel`, and then added up.
+
+The number is fixed, so that the order of summation is the same every time. Its value is a rule of thumb.
+"""
 FEW_ROWS, ROWS_SUMMED = 1024, 256
-"""Up to so many rows are summed at once; of more, so many by each program first."""
+"""Limits of `_column_sums`, in rows: up to FEW_ROWS are summed by one kernel. More are first summed by programs of
+ROWS_SUMMED rows each. Rules of thumb."""
 GRADIENT_ROWS = 32
-"""Rows of a program that makes the gradient of h."""
+"""Rows per program of `_gradient_kernel`. A rule of thumb."""
 
 
 @triton.jit
 def _pack_kernel(left, right, out, num, LEFT: tl.constexpr, RIGHT: tl.constexpr, T: tl.constexpr):
+    """out = [left | right], converted to the dtype of `out`. A program writes T of its `num` numbers."""
     i = tl.program_id(0) * T + tl.arange(0, T)
     row, column = i // (LEFT + RIGHT), i % (LEFT + RIGHT)
     inside, is_left = i < num, column < LEFT
@@ -43,7 +72,7 @@ def _pack_kernel(left, right, out, num, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 
 
 def _packed(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """[left | right] in another precision."""
+    """[N, LEFT + RIGHT] of `dtype`: [left | right], concatenated and converted by one kernel."""
     out = torch.empty(left.size(0), left.size(1) + right.size(1), dtype=dtype, device=left.device)
     num = out.numel()
     _pack_kernel[(triton.cdiv(num, 1024),)](left, right, out, num, left.size(1), right.size(1), 1024)
@@ -52,7 +81,11 @@ def _packed(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _kept(states, first_column, threshold, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] whether each element is kept: 16 bits a column, four columns a draw, as `reference.keyed_dropout`."""
+    """[R, C]: whether dropout keeps each element. Draws as `reference.keyed_dropout` does.
+
+    A draw of 64 bits serves four columns with 16 bits each. The two joins split it into halves, and these into
+    quarters. The reshape puts the four quarters, lowest first, into four neighbouring columns.
+    """
     group = (first_column // 4 + tl.arange(0, C // 4) + 1).to(tl.uint64)
     raw = mix(states[:, None] + group[None, :] * GOLDEN)
     halves = tl.join(raw.to(tl.uint32), (raw >> 32).to(tl.uint32))
@@ -62,7 +95,8 @@ def _kept(states, first_column, threshold, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _product(left, right, total, UPCAST: tl.constexpr):
-    if UPCAST:  # the interpreter multiplies the bits of bfloat16
+    """total + left @ right in float32. UPCAST: whether the interpreter runs it."""
+    if UPCAST:  # the interpreter would multiply the bit patterns of bfloat16, not its values
         product = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
     else:
         product = tl.dot(left, right, total)
@@ -75,6 +109,12 @@ def _hidden_kernel(
     N: tl.constexpr, K: tl.constexpr, DROP: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """h = dropout(relu(a weight^T + bias)), written to `out`: [rows, N].
+
+    A program owns R rows x C columns of h and adds up D terms of the product per step. Tiles of the same rows are
+    neighbours in the grid. Dropout is keyed by the id of a row's slot.
+    """
+    # The host does not know the number of rows and launches a program for every possible one: the rest end at once.
     num = tl.load(total_rows)
     tiles: tl.constexpr = (N + C - 1) // C
     if tl.program_id(0) // tiles * R >= num:
@@ -105,7 +145,7 @@ def _hidden_kernel(
 def _hidden_gradient(
     grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N: tl.constexpr, MEAN: tl.constexpr
 ):
-    """The gradient before ReLU and dropout, of rows whose own and reduced gradients stand in `grad`."""
+    """[rows, columns] float32: grad_z, the gradient before ReLU and dropout, as defined at the head of this file."""
     ok = (column < N)[None, :]
     parent = tl.load(parents + row, mask=inside, other=-1).to(tl.int64)
     there = parent >= 0
@@ -113,7 +153,8 @@ def _hidden_gradient(
     total = total.to(tl.float32)
     if MEAN:
         total = total / tl.maximum(tl.load(counts + parent, mask=there, other=1), 1).to(tl.float32)[:, None]
-    # Rows are in the order of their slots: one beyond the destinations' number belongs to none of them.
+    # Rows are in the order of their slots, so slots[r] >= r: a row from num_dst on cannot be a destination's, and its
+    # slot need not be read.
     near = inside & (row < num_dst)
     slot = tl.load(slots + row, mask=near, other=num_dst)
     own = slot.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
@@ -127,12 +168,13 @@ def _gradient_kernel(
     grad, h, slots, parents, counts, total_rows, out, bias_sums, num, num_dst, scale,
     N: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
+    """Write grad_z to `out`, [num, N], and its sum over each program's R rows to `bias_sums`, [programs, N]."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = row < tl.load(total_rows)
     total = _hidden_gradient(grad, h, slots, parents, counts, row, column, inside, num_dst, scale, N, MEAN)
     target = out + row.to(tl.int64)[:, None] * N + column[None, :]
-    # Rows beyond the last are written too, as zeros: products run over all of them.
+    # Rows beyond the last one in use get zeros: torch's products of the caller run over all `num` rows.
     tl.store(target, total.to(out.dtype.element_ty), mask=(row < num)[:, None] & (column < N)[None, :])
     tl.store(bias_sums + tl.program_id(0) * N + column, tl.sum(total, 0), mask=column < N)
 
@@ -143,7 +185,11 @@ def _weight_kernel(
     N: tl.constexpr, K: tl.constexpr, MEAN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One range of rows: a tile of the gradients of weight and bias, that of h being made on the way."""
+    """The gradients of weight and bias from one range of rows, with grad_z computed on the way and never written.
+
+    Program (c, d, s) owns C columns of z x D columns of `a`, and row range s. It writes its tile of sums[s], [N, K].
+    Programs with d = 0 also write bias_sums[s], [N]. Other kernels add up the ranges: `_summed` and `_column_sums`.
+    """
     column = tl.program_id(0) * C + tl.arange(0, C)
     depth = tl.program_id(1) * D + tl.arange(0, D)
     split = tl.program_id(2)
@@ -168,6 +214,7 @@ def _weight_kernel(
 
 @triton.jit(do_not_specialize=["num"])
 def _column_sums_kernel(rows, out, num, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """out = the sums of all columns of rows, [num, N]. A program owns C columns and takes R rows per step."""
     column = tl.program_id(0) * C + tl.arange(0, C)
     total = tl.zeros((R, C), tl.float32)
     for first in range(0, num, R):
@@ -179,7 +226,7 @@ def _column_sums_kernel(rows, out, num, N: tl.constexpr, R: tl.constexpr, C: tl.
 
 @triton.jit(do_not_specialize=["num"])
 def _partial_sums_kernel(rows, out, num, N: tl.constexpr, PER: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """The columns of PER rows summed, by each program."""
+    """out[p] = the column sums of rows p * PER .. (p + 1) * PER - 1. Program (p, c) owns C columns of it."""
     column = tl.program_id(1) * C + tl.arange(0, C)
     begin = tl.program_id(0).to(tl.int64) * PER
     total = tl.zeros((R, C), tl.float32)
@@ -191,7 +238,7 @@ def _partial_sums_kernel(rows, out, num, N: tl.constexpr, PER: tl.constexpr, R: 
 
 
 def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """rows.sum(0), which torch takes its time for."""
+    """[N] of `dtype`: rows.sum(0) in float32 and in a fixed order. Replaces torch's sum, which takes longer."""
     if rows.size(0) > FEW_ROWS:
         programs = triton.cdiv(rows.size(0), ROWS_SUMMED)
         some = torch.empty(programs, rows.size(1), dtype=torch.float32, device=rows.device)
@@ -206,7 +253,10 @@ def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit(do_not_specialize=["splits"])
 def _sum_kernel(sums, left, right, num, splits, LEFT: tl.constexpr, RIGHT: tl.constexpr, T: tl.constexpr):
-    """[splits, num] summed, its columns given to the two weights they belong to."""
+    """Add up sums, [splits, num], and write the matrix of `num` numbers as its left and its right part.
+
+    The matrix has LEFT + RIGHT columns. Ranges are added in order, so the result is the same every time.
+    """
     i = tl.program_id(0) * T + tl.arange(0, T)
     total = tl.zeros((T,), tl.float32)
     place = sums + i
@@ -221,6 +271,7 @@ def _sum_kernel(sums, left, right, num, splits, LEFT: tl.constexpr, RIGHT: tl.co
 
 
 def _summed(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(gradient of left, gradient of right): sums, [splits, N, K], added up, and split into `widths` columns."""
     left, right = (torch.empty(sums.size(1), w, dtype=dtype, device=sums.device) for w in widths)
     num = sums.size(1) * sum(widths)
     block = 1024 if is_interpreted() else 128
@@ -229,6 +280,8 @@ def _summed(sums: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> tuple[
 
 
 class _Hidden(torch.autograd.Function):
+    """`hidden_then_reduce`. Saves a, the packed weight and h. Backward is not differentiable again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -265,6 +318,8 @@ class _Hidden(torch.autograd.Function):
         a, w, h, counts, *rows, total = ctx.saved_tensors
         grad, num, (n, k) = grad.contiguous(), a.size(0), w.shape
         given, num_dst, mean = (*rows, counts, total), slots.up_to(hop), how == "mean"
+        # The gradient of `a` needs grad_z as a matrix, so it is written once, and torch's products
+        # use it for both gradients.
         if ctx.needs_input_grad[0]:
             made, programs = torch.empty_like(h), triton.cdiv(num, GRADIENT_ROWS)
             bias_sums = torch.empty(programs, n, dtype=torch.float32, device=a.device)
@@ -282,6 +337,8 @@ class _Hidden(torch.autograd.Function):
 
 
 class _TwoPartLinear(torch.autograd.Function):
+    """`two_part_linear`. Products are torch's; packing and sums are kernels of this file. Differentiable once."""
+
     @staticmethod
     def forward(ctx: Any, a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
         w = _packed(left, right, a.dtype)
@@ -300,7 +357,11 @@ class _TwoPartLinear(torch.autograd.Function):
 
 
 def two_part_linear(a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
-    """a [left | right]' + bias in the precision of `a`, with few kernels around the products."""
+    """a [left | right]^T + bias in the precision of `a`: a linear layer of rows (reduced | own). Differentiable once.
+
+    a: [rows, K]. left, right: [N, K1] and [N, K2] with K1 + K2 = K. bias: [N]. Concatenating and converting the
+    weights, and splitting their gradients, take one kernel each.
+    """
     out = _TwoPartLinear.apply(a, left, right, bias)
     assert isinstance(out, Tensor)
     return out
@@ -320,9 +381,14 @@ def hidden_then_reduce(
     p: float,
     key: Tensor | None,
 ) -> Tensor:
-    """[reduced | own] rows of dropout(relu(a [left | right]' + b)), for the slots up to `hop`; sum or mean.
+    """[slots of hops 0 .. hop, 2 * N]: (reduced | own) rows of h = dropout(relu(a [left | right]^T + bias)).
 
-    a: rows for the slots up to hop + 1, which `rows` says the places of.
+    a: [rows, K] in half precision, a row for each slot of hops 0 .. hop + 1, or for those that are not empty.
+    left, right: the weights of the reduced and of the own part of `a`. bias: [N].
+    nodes, counts: the node at each slot, -1 if it is empty, and the number of children drawn for it.
+    rows: which slot each row of `a` belongs to.
+    how: "sum" or "mean" over the children of a slot.
+    p, key: dropout of h, keyed by slot. None as the key: no dropout.
     """
     out = _Hidden.apply(a, left, right, bias, slots, hop, nodes, counts, rows, how, p, key)
     assert isinstance(out, Tensor)

@@ -1,7 +1,24 @@
-"""Triton kernels of the end of a step: cross entropy, and Adam over all parameters at once.
+"""Triton kernels for the end of a step: cross entropy, and Adam over all parameters at once.
 
-Cross entropy reads logits of any precision once, in float32. Adam is one kernel, since graph models are small and a
-launch per parameter would take longer than the work. Its state is torch's own, so checkpoints go from one to the other.
+Cross entropy. For n rows of scores s_i with labels y_i, the kernel computes in one pass, in float32,
+
+    loss         = sum over i of (logsumexp(s_i) - s_i[y_i]) / n
+    gradient_i   = (softmax(s_i) - onehot(y_i)) / n
+
+The gradient is kept for backward, which only multiplies it by the gradient of the loss. Scores may have any
+precision up to float32. A program owns R rows with all their columns.
+
+Adam. Graph models are small, and a launch per parameter would take longer than its work. So one launch per parameter
+group updates all parameters of the group. A kernel takes a fixed number of arguments, so the addresses of the tensors
+are in a table in device memory, with one row per program:
+
+    parameter | gradient | exp_avg | exp_avg_sq | step | first element | number of elements        [programs, 7] int64
+
+    program p:  updates CHUNK elements of one parameter, from its first element on
+
+The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other. Steps that the
+kernel cannot take are left to torch: see `_OneKernel._tables`. The options `amsgrad` and `maximize` are not
+looked at; hopline's trainer sets neither.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -19,17 +36,22 @@ from torch.autograd.function import once_differentiable
 from hopline.ops.gpu.runtime import is_interpreted
 
 MAX_CLASSES = 4096
-"""The widest row that one program takes."""
+"""Most classes, in columns, that `ops.cross_entropy` gives to this kernel, as a program holds whole rows. A rule of
+thumb; with more classes the loss is torch's."""
 
 
 @triton.jit(do_not_specialize=["num"])
 def _forward_kernel(scores, labels, losses, grads, num, CLASSES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Each row's loss, and the gradient of the mean, which needs no second look at the scores."""
+    """losses[i], [num]: the part of row i in the mean loss. grads[i], [num, CLASSES]: the gradient of the mean.
+
+    Both come from one read of the scores. C is CLASSES padded to a power of two. Labels are not checked.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, C)
     inside = row < num
     ok = inside[:, None] & (column < CLASSES)[None, :]
     at = row.to(tl.int64)[:, None] * CLASSES + column[None, :]
+    # Padded columns get a score so low that its exponential is 0.
     score = tl.load(scores + at, mask=ok, other=-1e30).to(tl.float32)
     label = tl.load(labels + row, mask=inside, other=0)
     most = tl.max(score, 1)
@@ -43,11 +65,14 @@ def _forward_kernel(scores, labels, losses, grads, num, CLASSES: tl.constexpr, R
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """`cross_entropy`. The gradient is computed in forward, so the scores are not saved. Differentiable once."""
+
     @staticmethod
     def forward(ctx: Any, scores: Tensor, labels: Tensor) -> Tensor:
         num, classes = scores.shape
         losses = torch.empty(num, dtype=torch.float32, device=scores.device)
-        # Kept in float32: the gradient of a mean over many rows is small, and is scaled before it is rounded.
+        # In float32, also for half types: the gradient of a mean over many rows is small. Backward scales it by the
+        # loss's gradient before it rounds it to the precision of the scores.
         grads = torch.empty(num, classes, dtype=torch.float32, device=scores.device)
         columns = triton.next_power_of_2(classes)
         rows = 64 if is_interpreted() else max(1, 1024 // columns)
@@ -64,25 +89,37 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """The mean of `torch.nn.functional.cross_entropy(scores, labels)`; labels must be classes."""
+    """A scalar in float32: `torch.nn.functional.cross_entropy(scores, labels)`, the mean over rows.
+
+    scores: [n, classes], with 0 < classes <= MAX_CLASSES and n > 0. labels: [n] integers in 0 .. classes - 1, which
+    are not checked. There is no `ignore_index`.
+    """
     out = _CrossEntropy.apply(scores.contiguous(), labels)
     assert isinstance(out, Tensor)
     return out
 
 
 CHUNK = 1024
-"""Elements of a program."""
+"""Elements of a parameter that one program of Adam updates. A rule of thumb."""
 MAX_TABLES = 8
-"""Tables kept: gradients are in the same few places, or somewhere else every time."""
+"""Most tables that an optimizer caches. A rule of thumb: either gradients alternate between a few addresses, or they
+have new ones in every step, and then no cache helps."""
 COLUMNS = tl.constexpr(7)
-"""Of the table that says where a program finds its elements."""
+"""Columns of the table of addresses: five addresses, the first element, and the number of elements."""
 
 
 @triton.jit
 def _adam_kernel(table, lr, log2_beta1, log2_beta2, new1, new2, eps, decay, DECOUPLED: tl.constexpr, T: tl.constexpr):
-    """table: by program the addresses of parameter, gradient, both moments and step, the first element, the count.
+    """One step of Adam, or of AdamW if DECOUPLED, on T elements of one parameter. With gradient g and step number t:
 
-    new1, new2: 1 - beta, which float32 would spoil. The moments move by that share of the gradient.
+        g  = g + decay * p                (Adam)        p = p - lr * decay * p          (AdamW)
+        m  = m + new1 * (g - m)                         v = v + new2 * (g * g - v)
+        p  = p - lr / (1 - beta1 ** t) * m / (sqrt(v) / sqrt(1 - beta2 ** t) + eps)
+
+    table: [programs, 7] int64, see the head of this file. All tensors that it points to are float32 and contiguous.
+    lr: one float32 in device memory, so that a captured step sees its changes.
+    log2_beta1, log2_beta2: beta ** t is computed as exp2(t * log2(beta)).
+    new1, new2: 1 - beta1 and 1 - beta2. The host computes them in float64: in float32 the difference loses digits.
     """
     row = table + tl.program_id(0) * COLUMNS
     parameter = tl.load(row).to(tl.pointer_type(tl.float32))
@@ -112,14 +149,25 @@ def _adam_kernel(table, lr, log2_beta1, log2_beta2, new1, new2, eps, decay, DECO
 
 
 class _OneKernel:
-    """What the two optimizers share; both are torch's in everything but `step`."""
+    """Base of `Adam` and `AdamW`: replaces `step`. Everything else is torch's.
+
+    The optimizer owns a cache of address tables, `_known`. It also owns `_captured`, the tables that captured CUDA
+    graphs read. Both are made on first use and live in `__dict__`.
+    """
 
     param_groups: list[dict[str, Any]]
+    """torch's parameter groups, with their settings."""
     state: dict[Tensor, dict[str, Any]]
+    """torch's state by parameter: `exp_avg`, `exp_avg_sq` and `step`."""
     decoupled: bool
+    """Whether weight decay is applied to the parameter (AdamW), not to the gradient (Adam)."""
 
     def _tables(self) -> list[tuple[dict[str, Any], Tensor, list[Tensor]]] | None:
-        """By group where everything is, or None where the kernel cannot be used."""
+        """(group, table of addresses, step counters) of each group, or None if torch must take this step.
+
+        The kernel needs in every group at least one gradient, the state that torch's first step creates, a learning
+        rate in a tensor, and contiguous float32 tensors. While a graph is captured, it also needs tables that exist.
+        """
         found = []
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -140,29 +188,35 @@ class _OneKernel:
         return found
 
     def _table_of(self, rows: list[tuple[Tensor, ...]]) -> Tensor | None:
-        """The table of these addresses; None where a graph is being captured, which would copy a new one every time."""
+        """The table of these addresses, from the cache or new. None if a graph is being captured and has none.
+
+        A table made during a capture would be part of the graph, and every replay would copy it to the device again.
+        The addresses are a sufficient key: the sizes of an optimizer's parameters do not change.
+        """
         known: dict[tuple[int, ...], Tensor] = self.__dict__.setdefault("_known", {})
         captured: list[Tensor] = self.__dict__.setdefault("_captured", [])
         key = tuple(t.data_ptr() for row in rows for t in row)
         if _is_capturing(rows[0][0]):
             if key in known:
-                captured.append(known[key])  # the graph reads it as long as it lives
+                captured.append(known[key])  # replays read it, so it must outlive its place in the cache
             return known.get(key)
         if key not in known:
+            # The oldest table goes first: a dict keeps the order of insertion.
             while len(known) >= MAX_TABLES:
                 del known[next(iter(known))]
             known[key] = _table(rows)
         return known[key]
 
     def prepare(self) -> None:
-        """Before a graph is captured: have the tables of the gradients that are there, which it cannot copy itself.
+        """Make the tables for the gradients at their present addresses. Call it before a graph of `step` is captured.
 
-        Without them its kernel would be torch's, whose results differ in the last bits.
+        A capture cannot make them. Without them it would record torch's step, whose results differ in the last bits.
         """
         self._tables()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Take one step: by one launch per group if possible, else by torch. A closure is always left to torch."""
         groups = self._tables() if closure is None else None
         if groups is None:
             return super().step(closure)  # type: ignore[misc]
@@ -177,23 +231,28 @@ class _OneKernel:
 
 
 class Adam(_OneKernel, torch.optim.Adam):
-    """torch's Adam; its first step, which makes the state, is torch's too."""
+    """torch's Adam with a step of one launch per group. The first step, which creates the state, is torch's."""
 
     decoupled = False
 
 
 class AdamW(_OneKernel, torch.optim.AdamW):
-    """torch's AdamW."""
+    """torch's AdamW with a step of one launch per group. The first step, which creates the state, is torch's."""
 
     decoupled = True
 
 
 def _is_capturing(tensor: Tensor) -> bool:
+    """Whether the current stream captures a CUDA graph; false for tensors on the CPU."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _table(rows: list[tuple[Tensor, ...]]) -> Tensor:
-    """[programs, 7] int64 on the device; the copy waits for nothing."""
+    """[programs, 7] int64 on the device of the parameters: the table that `_adam_kernel` reads.
+
+    rows: (parameter, gradient, exp_avg, exp_avg_sq, step) of each parameter. The copy goes through pinned memory, so
+    the host does not wait for it.
+    """
     entries = [
         [*(t.data_ptr() for t in row), start, row[0].numel()]
         for row in rows

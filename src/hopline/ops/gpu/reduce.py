@@ -1,11 +1,39 @@
-"""Triton kernels for reductions over destination-sorted edges and for keyed dropout, with their gradients.
+"""Triton kernels for aggregation over destination-sorted edges and for keyed dropout, with their gradients.
 
-Definitions are in `reference.py`. No kernel builds a matrix with a row per edge: rows are read straight from their
-table, on the device or in pinned host memory. Gradients run over edges grouped by source, so that no two threads add to
-the same number and every run gives the same bits. Half types are summed in float32. Nothing here waits for the device.
+`ops/reference.py` defines the same functions in plain torch. Aggregation computes, for every destination d,
 
-Dropout draws its mask in the kernel, and again in backward, and never stores it. After a ReLU it need not even be drawn
-again: a gradient passes where the output is above zero.
+    out[d] = sum, mean or max over the in-edges e of d   of   weight[e] * rows[src_idx[e]]        (0 without edges)
+
+PyG gathers a message per edge into a matrix and scatters it. These kernels read each source row straight from its
+table and add it up in registers, so no matrix with a row per edge exists (but see `_weighted_max`).
+
+Memory layout
+    rows      [num_rows, WIDTH]    row-major, in device memory or in pinned host memory (a zero-copy read)
+    indptr    [num_dst + 1] int64  CSC: the edges of d are indptr[d] .. indptr[d + 1] - 1
+    src_idx   [num_edges]          int32 or int64: the row of each edge's source
+    weight    [num_edges]          float32 or float64, or None
+    own       [num_dst]            int32 or int64: the row of each destination, or None
+    out       [num_dst, STRIDE]    STRIDE is WIDTH, or 2 * WIDTH with `own`: (reduced | rows[own])
+
+Division of the work. Program (p, c) of the grid owns a tile of DSTS destinations x COLUMNS columns of `out`:
+
+    for step in range(0, largest in-degree of the tile, EDGES):
+        messages = rows[src_idx[the next EDGES edges of each destination]]     # [DSTS, EDGES, COLUMNS], masked
+        total += messages.sum(axis=1)                                          # [DSTS, COLUMNS]
+
+Gradients. The gradient of a gather is a scatter-add. With atomics its result would vary from run to run. Instead,
+edges are sorted by source, and a kernel of the same form sums over each source's out-edges:
+
+    grad_rows[s]   = sum(weight[e] * grad_out[dst(e)] for e with src_idx[e] == s)
+    grad_weight[e] = dot(rows[src_idx[e]], grad_out[dst(e)])
+
+No two threads add to the same number, so results are bitwise reproducible. Half types are summed in float32.
+
+Bad input. An index out of range is never followed. It raises a flag in device memory (`runtime.report`), and the host
+raises the error when it next reads the flags. Nothing in this file synchronises with the device.
+
+Dropout draws its mask in the kernel, draws it again in backward, and never stores it. After a ReLU the second draw is
+not needed: the gradient passes where the output is above zero.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -35,21 +63,25 @@ from hopline.ops.gpu.runtime import (
 from hopline.ops.gpu.sampling import gather_rows, group_edges
 
 COLUMNS_AT_ONCE = 256
+"""Most columns per program; wider rows are divided among programs. A rule of thumb."""
 TILE = 4096
-"""Numbers a program has in flight: destinations times edges times columns."""
+"""Numbers per step of a program: destinations x edges x columns. A rule of thumb."""
 WARP_COLUMNS = 128
-"""Columns of all rows that one warp sums."""
+"""Numbers of `out` that a program of a single warp owns: destinations x columns. A rule of thumb."""
 
 
 @triton.jit
 def _divide(a, b):
-    """Rounded as IEEE asks, which `/` on float32 is not."""
+    """a / b with IEEE rounding, which Triton's `/` on float32 does not promise."""
     return a / b if a.dtype == tl.float64 else tl.div_rn(a, b)
 
 
 @triton.jit
 def _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS: tl.constexpr):
-    """(destination, first edge, end of its edges) of a program's destinations; a row that does not fit has none."""
+    """(destination, first edge, end of its edges), each [DSTS], for the destinations of this program.
+
+    A destination with a damaged indptr raises a flag and gets an empty range: its edges are not read.
+    """
     d = tl.program_id(0) * DSTS + tl.arange(0, DSTS)
     there = d < num_dst
     start = tl.load(indptr + d, mask=there, other=0)
@@ -61,7 +93,10 @@ def _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS: tl.constexpr):
 
 @triton.jit
 def _sources(src_idx, flags, start, stop, step, num_rows, EDGES: tl.constexpr):
-    """(edge, source, whether there is one) of the next EDGES edges of each destination."""
+    """(edge, source, whether it may be read), each [DSTS, EDGES]: the next EDGES edges of each destination.
+
+    A source out of range raises a flag and is masked, as are edges beyond the destination's last one.
+    """
     edge = start[:, None] + step + tl.arange(0, EDGES)[None, :]
     is_edge = edge < stop[:, None]
     src = tl.load(src_idx + edge, mask=is_edge, other=0).to(tl.int64)
@@ -72,13 +107,14 @@ def _sources(src_idx, flags, start, stop, step, num_rows, EDGES: tl.constexpr):
 
 @triton.jit
 def _read(rows, row, mask, column, WIDTH: tl.constexpr, ACC: tl.constexpr):
-    """rows[row][column] as numbers to add: [DSTS, EDGES, COLUMNS], 0 where there is none."""
+    """rows[row][column] in the precision of the sum: [DSTS, EDGES, COLUMNS], 0 where `mask` is false."""
     mask = mask[:, :, None] & (column < WIDTH)[None, None, :]
     return tl.load(rows + row[:, :, None] * WIDTH + column[None, None, :], mask=mask, other=0).to(ACC)
 
 
 @triton.jit
 def _put_own(rows, own, out, flags, d, there, column, num_rows, WIDTH: tl.constexpr):
+    """out[d, WIDTH:] = rows[own[d]]. An id out of range raises a flag, and its half row stays unwritten."""
     row = tl.load(own + d, mask=there, other=0).to(tl.int64)
     wrong = there & ((row < 0) | (row >= num_rows))
     report(flags, EDGE_ERROR, wrong)
@@ -93,6 +129,11 @@ def _sum_kernel(
     MEAN: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
     DSTS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """out[d, :WIDTH] = sum or mean over the edges e of d of (weight[e] *) rows[src_idx[e]].
+
+    With `own`, rows[own[d]] goes to the right half of out[d]. The mean divides by the number of edges, also if
+    they have weights.
+    """
     d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((DSTS, COLUMNS), ACC)
@@ -117,6 +158,11 @@ def _max_kernel(
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
     DSTS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """out[d, :WIDTH] = maximum over the edges e of d of rows[src_idx[e]], 0 without edges.
+
+    With `own`, rows[own[d]] goes to the right half of out[d]. A NaN among the sources makes the maximum NaN, as in
+    torch.
+    """
     d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     most = tl.full((DSTS, COLUMNS), float("-inf"), ACC)
@@ -124,7 +170,7 @@ def _max_kernel(
     for step in range(0, tl.max(stop - start, axis=0), EDGES):
         _, src, is_edge = _sources(src_idx, flags, start, stop, step, num_rows, EDGES)
         values = _read(rows, src, is_edge, column, WIDTH, ACC)
-        # NaN must come through, as it does in torch; `max` drops it.
+        # `tl.max` drops NaN, where torch returns it. So NaN is noted apart and put back after the loop.
         is_nan = tl.maximum(is_nan, tl.max((values != values).to(tl.int32), axis=1))
         numbers = tl.where(is_edge[:, :, None] & (values == values), values, float("-inf"))
         most = tl.maximum(most, tl.max(numbers, axis=1))
@@ -143,7 +189,11 @@ def _max_shares_kernel(
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
     DSTS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """torch's rule: the edges that reach the maximum share its gradient, with the initial 0 if the maximum is 0."""
+    """shares[d] = grad[d] / ties[d]: the gradient that each edge which reaches the maximum gets.
+
+    ties[d, c] is the number of edges of d whose source equals out[d, c]. As in torch, the 0 from which the maximum
+    starts counts as one more tie if the maximum is 0.
+    """
     d, start, stop = _rows_of_edges(indptr, flags, num_dst, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (d < num_dst)[:, None] & (column < WIDTH)[None, :]
@@ -155,7 +205,8 @@ def _max_shares_kernel(
         values = _read(rows, src, is_edge, column, WIDTH, ACC)
         ties += tl.sum((is_edge[:, :, None] & (values == most[:, None, :])).to(tl.int32), axis=1)
     whole = tl.load(grad + place * STRIDE + column[None, :], mask=mask, other=0).to(ACC)
-    # Nothing equals NaN, so a maximum that is NaN has no ties, and nobody will ask for its share.
+    # Nothing equals NaN, so a maximum that is NaN has 0 ties. The 1 only avoids a division by 0: for the same reason
+    # no source equals that maximum in `_max_backward_kernel`, so its share is never used.
     tl.store(shares + place * WIDTH + column[None, :], _divide(whole, tl.maximum(ties, 1).to(ACC)), mask=mask)
 
 
@@ -165,7 +216,10 @@ def _max_backward_kernel(
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
     DSTS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same loop, over sources: each sums the shares of the destinations whose maximum its row reaches."""
+    """grad_rows[s] = sum over the out-edges (s, d) of shares[d], in the columns where rows[s] equals out[d].
+
+    Edges are sorted by source: src_indptr [num_src + 1], dst_idx [num_edges]. A program owns DSTS sources.
+    """
     s, start, stop = _rows_of_edges(src_indptr, flags, num_src, num_edges, DSTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (s < num_src)[:, None] & (column < WIDTH)[None, :]
@@ -186,7 +240,11 @@ def _dots_kernel(
     rows, grad, src_idx, dst_idx, dots, num_edges, num_rows, num_dst,
     WIDTH: tl.constexpr, ACC: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of weights: of each edge its source's row times its destination's gradient."""
+    """dots[e] = dot(rows[src_idx[e]], grad[dst_idx[e]]), the gradient of the weight of edge e.
+
+    A program owns EDGES edges. An edge with an index out of range gets 0 and raises no flag: the forward pass
+    has checked the same indices.
+    """
     edge = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     is_edge = edge < num_edges
     src = tl.load(src_idx + edge, mask=is_edge, other=0).to(tl.int64)
@@ -202,10 +260,13 @@ def _dots_kernel(
 
 
 def _tile(num_rows: int, num_edges: int, width: int, warp: bool = False) -> tuple[tuple[int, int], dict[str, int]]:
-    """(grid, block sizes) for a loop over the edges of each of so many rows. warp: one does what fits into it."""
+    """(grid, constants of the launch) of a kernel that loops over the edges of each of `num_rows` rows.
+
+    warp: give each program a single warp and WARP_COLUMNS numbers of the output, if a row is narrow enough.
+    """
     columns = min(triton.next_power_of_2(width), COLUMNS_AT_ONCE)
     edges, tile, more = 16 if num_edges > 4 * num_rows else 8, TILE, {}
-    if is_interpreted():  # there, work costs by the number of steps and not by their size
+    if is_interpreted():  # the interpreter's time depends on the number of steps, not on their size
         edges, tile = 64, 64 * TILE
     elif warp and columns <= WARP_COLUMNS:
         edges, tile, more = 16, 16 * WARP_COLUMNS, {"num_warps": 1}
@@ -215,14 +276,14 @@ def _tile(num_rows: int, num_edges: int, width: int, warp: bool = False) -> tupl
 
 
 def _accumulator(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
-    """What numbers of a type are summed in, for torch and for Triton."""
+    """The dtype in which numbers of `dtype` are summed, as torch's and as Triton's name of it."""
     return (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
 
 
 def _run_sum(
     rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor | None, mean: bool, out: Tensor
 ) -> None:
-    """out[:, : width] = the sum or mean over each group's edges of (weight *) rows[src_idx]; rows[own] to the right."""
+    """Launch `_sum_kernel`: write sums or means to out[:, :width], and rows[own] to out[:, width:]."""
     num_dst, width = indptr.numel() - 1, rows.size(1)
     if out.numel() == 0:
         return
@@ -240,6 +301,7 @@ def _run_sum(
 
 
 def _run_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, own: Tensor | None, out: Tensor) -> None:
+    """Launch `_max_kernel`: write maxima to out[:, :width], and rows[own] to out[:, width:]."""
     num_dst, width = indptr.numel() - 1, rows.size(1)
     if out.numel() == 0:
         return
@@ -258,7 +320,10 @@ def _run_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, own: Tensor | None, 
 def _sum_backward(
     grad: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, num_rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """Each source's gradient: the sum of (weight *) grad over its edges' destinations."""
+    """[num_rows, width]: the gradient of each row, the sum of (weight *) grad over its out-edges' destinations.
+
+    grad: [num_dst, width]. dst_idx, src_idx: [num_edges] in any order; they are sorted by source first.
+    """
     src_indptr, order = group_edges(src_idx, num_rows)
     grad_rows = torch.empty(num_rows, grad.size(1), dtype=dtype, device=grad.device)
     scale = None if weight is None else weight[order]
@@ -267,7 +332,10 @@ def _sum_backward(
 
 
 def _max_backward(rows: Tensor, indptr: Tensor, src_idx: Tensor, dst_idx: Tensor, out: Tensor, grad: Tensor) -> Tensor:
-    """`out` and `grad` may be wider than the rows: their own rows stand to the right."""
+    """[num_rows, width]: the gradient of each row through the maximum.
+
+    out, grad: [num_dst, width], or [num_dst, 2 * width] with own rows on the right, which are not read.
+    """
     (num_dst, stride), width, num_edges = out.shape, rows.size(1), src_idx.numel()
     exact, accumulator = _accumulator(rows.dtype)
     shares = torch.empty(num_dst, width, dtype=exact, device=grad.device)
@@ -287,6 +355,7 @@ def _max_backward(rows: Tensor, indptr: Tensor, src_idx: Tensor, dst_idx: Tensor
 
 
 def _dots(rows: Tensor, grad: Tensor, src_idx: Tensor, dst_idx: Tensor, dtype: torch.dtype) -> Tensor:
+    """[num_edges] of `dtype`: the gradient of each edge's weight; see `_dots_kernel`."""
     num_edges, width = src_idx.numel(), rows.size(1)
     dots = torch.empty(num_edges, dtype=dtype, device=grad.device)
     if num_edges and width:
@@ -305,6 +374,12 @@ def _dots(rows: Tensor, grad: Tensor, src_idx: Tensor, dst_idx: Tensor, dtype: t
 
 
 class _ReduceEdges(torch.autograd.Function):
+    """`reduce_edges` after its checks.
+
+    Rows are saved only if backward reads them: for max, and for the gradient of a weight. Backward is not
+    differentiable again.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -338,6 +413,7 @@ class _ReduceEdges(torch.autograd.Function):
         grad = grad.reshape(num_dst, width if own is None else 2 * width).contiguous()
         left, right = grad[:, :width], grad[:, width:]
         if ctx.reduce == "mean":
+            # Divided in the accumulator's precision: half types would round here, before the sum.
             exact = _accumulator(ctx.dtype)[0]
             left, right = left.to(exact) / indptr.diff().clamp(min=1).to(exact)[:, None], right.to(exact)
         dst_idx = _destinations(indptr, src_idx.numel())
@@ -362,19 +438,28 @@ class _ReduceEdges(torch.autograd.Function):
 def _with_own_edges(
     left: Tensor, right: Tensor, dst_idx: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(grad, destinations, sources, weight): own rows are sources of edges too, to the right halves, of weight 1."""
+    """(grad, dst_idx, src_idx, weight) in which the own rows are further edges, so that one sum does both gradients.
+
+    grad becomes [2 * num_dst, width]: the left halves, then the right halves. The own row of destination d is an edge
+    of weight 1 from row own[d] to row num_dst + d of this grad.
+    """
     beside = torch.arange(own.numel(), 2 * own.numel(), device=own.device)
     scale = None if weight is None else torch.cat([weight, weight.new_ones(own.numel())])
     return torch.cat([left, right]), torch.cat([dst_idx, beside]), torch.cat([src_idx.to(own.dtype), own]), scale
 
 
 def _destinations(indptr: Tensor, num_edges: int) -> Tensor:
-    """The destination of each edge; safe for any indptr, where `repeat_interleave` would have to ask its sum."""
+    """[num_edges] int32: the destination of each edge.
+
+    `repeat_interleave` would synchronise with the device to learn its output's size. This search does not. From a
+    damaged indptr it may return numbers out of range, which the kernels check.
+    """
     edges = torch.arange(num_edges, device=indptr.device)
     return torch.searchsorted(indptr, edges, right=True, out_int32=True) - 1
 
 
 def _as_matrix(rows: Tensor) -> Tensor:
+    """[num_rows, product of all other sizes]: the rows as kernels read them, without autograd."""
     return rows.detach().reshape(rows.size(0), math.prod(rows.shape[1:])).contiguous()
 
 
@@ -386,7 +471,11 @@ def reduce_edges(
     weight: Tensor | None = None,
     own: Tensor | None = None,
 ) -> Tensor:
-    """A source, own row or indptr that does not fit raises at the next wait for the device: see `gpu_errors`."""
+    """[num_dst, ...], or [num_dst, 2 * width] with `own`: as defined by `reference.reduce_edges`. Differentiable.
+
+    Wrong shapes raise at once. A source, an own row or an indptr out of range raises when the host next reads the
+    flags: see `runtime.check_device_errors`.
+    """
     check_readable("the table of rows", rows)
     if weight is not None and weight.shape != src_idx.shape:
         raise ValueError(f"there are {weight.numel()} weights for {src_idx.numel()} edges: give one per edge")
@@ -403,7 +492,11 @@ def reduce_edges(
 
 
 def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor, own: Tensor | None) -> Tensor:
-    """Every product is needed for the gradient; no conv asks for weighted maxima often enough to fuse them."""
+    """`reduce_edges` of a maximum with weights. The exception in this file: it builds a message per edge.
+
+    Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima often
+    enough to justify a fused kernel.
+    """
     exact = _accumulator(rows.dtype)[0]
     scale = weight.to(exact).view(-1, *[1] * (rows.dim() - 1))
     messages = gather_rows(rows, src_idx).to(exact) * scale
@@ -413,7 +506,7 @@ def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor,
 
 
 DROPOUT_TILE = 2048
-"""Numbers per program."""
+"""Numbers per program of the dropout kernels. A rule of thumb."""
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -422,32 +515,45 @@ def _dropout_kernel(
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """A draw serves four columns with 16 bits each: [ROWS, DRAWS, 4] numbers."""
+    """out[i, c] = x[i, c] * SCALE where the element is kept, else 0; with RELU, of relu(x).
+
+    x, out: [num, WIDTH]. ids: [num], the node id of each row. key: [1] int64 in device memory. A draw of 64 bits
+    serves four columns with 16 bits each, so that the mask depends on (key, node id, column) alone:
+
+        state = first_state(key, ids[i])
+        bits  = mix(state + (c // 4 + 1) * GOLDEN) >> 16 * (c % 4) & 0xFFFF
+        keep  = bits >= THRESHOLD
+
+    A program owns ROWS rows and DRAWS draws of each: a tile of [ROWS, DRAWS, 4] numbers.
+    """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * DRAWS + tl.arange(0, DRAWS)
     lane = tl.arange(0, 4)
     state = first_state(tl.load(key), tl.load(ids + i, mask=i < num, other=0).to(tl.int64))
     raw = mix(state[:, None] + (word + 1).to(tl.uint64)[None, :] * GOLDEN)
     bits = (raw[:, :, None] >> (16 * lane).to(tl.uint64)[None, None, :]) & 0xFFFF
-    # SCALE is a constant: as a float argument it would be a float32 also where the numbers are not.
+    # SCALE is a compile-time constant: Triton would pass a float argument as float32, too coarse for float64 rows.
     factor = tl.where(bits >= THRESHOLD, tl.full((1, 1, 1), SCALE, ACC), tl.full((1, 1, 1), 0.0, ACC))
     column = word[:, None] * 4 + lane[None, :]
     mask = (i < num)[:, None, None] & (column < WIDTH)[None, :, :]
     place = i.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
     value = tl.load(x + place, mask=mask, other=0).to(ACC)
     if RELU:
-        value = tl.where(value <= 0, 0.0, value)  # so that what is no number stays
+        value = tl.where(value <= 0, 0.0, value)  # NaN stays: where(value > 0, value, 0) would lose it
     tl.store(out + place, value * factor, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num"])
 def _passed_kernel(grad, out, passed, num, SCALE: tl.constexpr, ACC: tl.constexpr, T: tl.constexpr):
+    """passed[i] = grad[i] * SCALE where out[i] is above 0 or NaN, else 0. A program owns T of the `num` numbers."""
     i = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     value = tl.load(grad + i, mask=i < num, other=0).to(ACC) * tl.full((1,), SCALE, ACC)
     tl.store(passed + i, tl.where(tl.load(out + i, mask=i < num, other=0) <= 0, 0.0, value), mask=i < num)
 
 
 class _KeyedDropout(torch.autograd.Function):
+    """Dropout with a drawn mask. Backward is the same dropout of the gradient, so key and ids are all it saves."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
         ctx.p = p
@@ -460,6 +566,8 @@ class _KeyedDropout(torch.autograd.Function):
 
 
 class _ReluDropout(torch.autograd.Function):
+    """ReLU and dropout in one kernel. Backward reads the mask of both off the output, the only tensor it saves."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
         ctx.p, out = p, _apply(x, p, key, ids, relu=True)
@@ -472,7 +580,7 @@ class _ReluDropout(torch.autograd.Function):
 
 
 class _MaskedGradient(torch.autograd.Function):
-    """The gradient where it passes, which is linear in it."""
+    """The backward pass of `_ReluDropout`. A linear function of `grad`, so its own gradient has the same mask."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, out: Tensor, p: float) -> Tensor:
@@ -493,16 +601,22 @@ class _MaskedGradient(torch.autograd.Function):
 
 
 def dropout_numbers(p: float) -> tuple[int, float]:
-    """(threshold, scale): a column is kept where its 16 bits reach the threshold."""
+    """(threshold, scale) for a dropout of probability p, which is rounded to a multiple of 1 / 65536.
+
+    An element is kept where its 16 bits are at least the threshold, and is then multiplied by the scale. With p = 1
+    nothing is kept, and the scale is 0.
+    """
     threshold = round(p * 65536)
     return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
 
 
 def _precision(x: Tensor) -> Any:
+    """Triton's dtype in which elements of x are scaled: float64 for float64, else float32."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 def _apply(x: Tensor, p: float, key: Tensor, ids: Tensor, relu: bool = False) -> Tensor:
+    """Launch `_dropout_kernel` on x, or on relu(x)."""
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     if x.numel() == 0:
@@ -525,6 +639,7 @@ def _apply(x: Tensor, p: float, key: Tensor, ids: Tensor, relu: bool = False) ->
 
 
 def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
+    """`keyed_dropout` of relu(x) in one kernel. Differentiable. Saves only its output for backward."""
     assert ids.numel() == x.size(0), "one node id per row"
     out = _ReluDropout.apply(x, p, key_on(x.device, key), ids.contiguous())
     assert isinstance(out, Tensor)
@@ -532,6 +647,10 @@ def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
 
 
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
+    """x with a mask drawn from (key, node id, column), as defined by `reference.keyed_dropout`. Differentiable.
+
+    ids: one node id per row of x.
+    """
     assert ids.numel() == x.size(0), "one node id per row"
     out = _KeyedDropout.apply(x, p, key_on(x.device, key), ids.contiguous())
     assert isinstance(out, Tensor)
