@@ -15,19 +15,20 @@ Sampling takes three passes, because the size of the result depends on the degre
     _count_kernel            cumsum, one read by the host       _distinct_kernel or _replace_kernel
     degrees of the nodes ->  offsets and number of edges   ->   draws, and writes to its own offsets
 
-The host synchronises once per call, in the second pass, since it must allocate the result. One lane of a program draws
-for one node: O(fanout) registers and O(fanout ** 2) comparisons, whatever the degree.
+The host synchronises once per call, in the second pass, since it must allocate the result. One lane of a program
+draws for one node: O(fanout) registers and O(fanout ** 2) comparisons, whatever the degree.
 
 `DeviceIdMap` maps global ids to local ids without a hash table. One int64 *stamp* per node of the graph holds
 
     bits 32 and up   the step in which the node was last seen
     bits 0 to 30     LATEST - place, where place says how early the node came in that step
 
-`atomic_max` keeps the newest step, and within it the first occurrence. Stamps of older steps lose against any new one,
-so the map is never cleared. The local ids follow the order of the input, whatever the order in which threads run.
+`atomic_max` keeps the newest step, and within it the first occurrence. Stamps of older steps lose against any new
+one, so the map is never cleared. The local ids follow the order of the input, whatever the order in which threads
+run.
 
-Bad input. A kernel never follows an id out of range. It raises an error flag in device memory (see `runtime`), and the
-next call that synchronises raises the Python error.
+Bad input. A kernel never follows an id out of range. It raises an error flag in device memory (see `runtime`), and
+the next call that synchronises raises the Python error.
 
 Nothing in this file is differentiable by a kernel: `gather_rows` falls back to torch where a gradient is needed.
 """
@@ -213,8 +214,8 @@ def sample_neighbors(
 ) -> Neighbors:
     """`reference.sample_neighbors` on the device. Synchronises once, to learn the number of edges.
 
-    nodes: [n] int32 or int64 on the device. indptr and indices: on the device or in pinned host memory. key: a number,
-    or a tensor [1] int64 on the device.
+    nodes: [n] int32 or int64 on the device. indptr and indices: on the device or in pinned host memory. key: a
+    number, or a tensor [1] int64 on the device.
     """
     indptr, indices, nodes = indptr.contiguous(), indices.contiguous(), nodes.contiguous()
     check_readable("the graph", indptr, indices)
@@ -283,8 +284,8 @@ def _gather_kernel(
 ):
     """out[i] = rows[ids[i]], for rows of WIDTH machine words. An id out of range raises ROW_ERROR and reads row 0.
 
-    Program (p, c) copies the columns c * COLUMNS .. (c + 1) * COLUMNS - 1 of ROWS rows at a time. It starts at block p
-    and strides by the number of programs, so any number of programs covers all rows.
+    Program (p, c) copies the columns c * COLUMNS .. (c + 1) * COLUMNS - 1 of ROWS rows at a time. It starts at
+    block p and strides by the number of programs, so any number of programs covers all rows.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for block in range(tl.program_id(0), tl.cdiv(num, ROWS), tl.num_programs(0)):
@@ -301,9 +302,9 @@ def _gather_kernel(
 def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tensor:
     """rows[ids] on the device of the ids, for any dtype: rows are copied as machine words.
 
-    rows: [num_rows, ...] in device memory, or in host memory. The kernel reads pinned host memory directly; other host
-    memory is gathered by the CPU and then moved. ids: [n] int32 or int64 on the device. An id out of range raises at
-    the next call that synchronises.
+    rows: [num_rows, ...] in device memory, or in host memory. The kernel reads pinned host memory directly; other
+    host memory is gathered by the CPU and then moved. ids: [n] int32 or int64 on the device. An id out of range
+    raises at the next call that synchronises.
 
     programs: the most programs to launch per column of tiles. While they wait for host memory, the rest of the GPU is
     free for other kernels. By default one program per tile.
