@@ -203,8 +203,8 @@ def sources(
     out = torch.empty(num_edges, dtype=dtype, device=device)
     if num_edges == 0:
         return out
-    # Triton would round a float argument to float32. A coin is a multiple of 2**-53, so `coin < homophily` is the same
-    # as an integer comparison with homophily * 2**53, rounded up.
+    # Triton would round a float argument to float32. A coin is a multiple of 2**-53, so `coin < homophily` equals
+    # an integer comparison with homophily * 2**53, rounded up.
     num_heads = math.ceil(homophily * 2**53)
     block = _block(num_edges, _WALKS)
     _sources_kernel[(triton.cdiv(num_edges, block),)](
