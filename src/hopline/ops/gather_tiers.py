@@ -9,9 +9,9 @@
     s == -1   cold: cold[id]
     s < -1    staged: hot[-2 - s]. The row was prefetched (`methods.sampled.prefetch_rows`) and leaves again
 
-Two ranges of numbers, so that counts can tell hits from staged rows and `staged=False` can ignore the latter. This
-file holds the definition in plain torch, which runs on the CPU; the kernels are in `ops.gpu.tiers`. None is
-differentiable.
+Hot and staged rows have different codes, so that counts can tell them apart and `staged=False` can ignore staged
+rows. This file holds the definition in plain torch, which runs on the CPU. The kernels are in `ops.gpu.tiers`. No
+function of this file is differentiable.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ Random numbers are those of `hopline.ops.random`, bit for bit. Draw j for id v i
 
 A kernel reads its key from device memory. Passed as a number, it would be compiled into the kernel, once per step.
 
-Errors. A kernel cannot raise, and asking it after every call would stall the host. So a kernel never follows an id
-that is out of range, and sets a flag in device memory instead:
+Errors. A kernel cannot raise, and asking it after every call would stall the host. So a kernel that checks its ids
+does not follow one that is out of range, and sets a flag in device memory instead:
 
     kernel                          host
     report(flags, kind, wrong)  ->  read_with_errors, in calls that synchronise anyway (the size of a sampled block)
                                 ->  check_device_errors, at the ends of epochs and of runs
 
-An error is therefore raised later than the call that caused it. The results of that call are wrong, but no
-memory outside its arrays was touched.
+An error is therefore raised later than the call that caused it. The results of that call are wrong, but no memory
+outside its arrays was touched. Kernels that check no id, such as those of `tree`, say so in their module.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
