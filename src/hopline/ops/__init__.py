@@ -1,10 +1,17 @@
-"""One public function per operation, run where its ids are. Definitions: `hopline.ops.reference`.
+"""Operations on graphs and rows: one public function each, which runs on the device of its ids.
 
-Read `reference` first: every operation in plain torch, the oracle of the tests. `random` is the keyed generator, the
-same in Python, torch, Numba and Triton. `cpu/` and `gpu/` hold the kernels, `tree_slots` numbers the slots of a tree,
-`gather_tiers` reads rows from two tiers. A new kernel is a function here, its definition in `reference`, and a twin
-in `cpu/` or `gpu/`. Kernels may change freely while they equal the reference; draws must stay the same to the bit,
-since checkpoints, tests and users' results rely on them. It stands on nothing else of the library.
+Read `reference` first: every operation in plain torch, which is the definition and the oracle of the tests.
+`random` is the keyed generator, the same in Python, torch, Numba and Triton. `cpu/` and `gpu/` hold the kernels,
+`tree_slots` numbers the slots of the tree layout, `gather_tiers` reads rows from two tiers. It stands on nothing
+else of the library.
+
+    ids on the CPU                  ->  Numba kernels of `cpu/`
+    ids on a GPU, with Triton       ->  Triton kernels of `gpu/`, imported by the first call
+    ids on any other device         ->  `reference`
+
+A new operation is a function here, its definition in `reference`, and a kernel of the same name in `cpu/` or
+`gpu/`. Kernels may change freely while they equal the reference. Draws must stay the same bit for bit, since
+checkpoints, tests and users' results rely on them.
 """
 
 from __future__ import annotations
@@ -70,16 +77,18 @@ __all__ = [
 ]
 
 REDUCTIONS = ("sum", "mean", "max")
+"""Values of `reduce` in `reduce_edges`."""
 AnyIdMap = IdMap | SortedIdMap
-"""A map from node ids to consecutive ones, on some device: `add`, `ids`, `clear`, `size`."""
+"""A map from global ids to local ids, on some device. Both classes have `add`, `ids`, `clear` and `size`."""
 
 
 def sample_neighbors(
     indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, replace: bool = False
 ) -> Neighbors:
-    """Up to `fanout` in-edges of each node, drawn from its keyed sequence; -1 takes all of them in order.
+    """Up to `fanout` in-edges of each node, drawn from its keyed sequence. -1 takes all of them in order.
 
-    For nodes on a GPU the graph may be there too or in pinned host memory, which is read in place.
+    nodes: [n]. indptr: [num_nodes + 1] int64 and indices: [num_edges], the graph in CSC form. If the nodes are on a
+    GPU, the graph is on it too or in pinned host memory, which the GPU reads directly.
     """
     module = _twin(nodes, cpu_sampling, "sampling")
     return module.sample_neighbors(indptr, indices, nodes, fanout, _key(nodes, key), replace)
@@ -94,31 +103,41 @@ def sample_tree(
     replace: bool = False,
     with_edges: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(nodes, counts, edge_ids) of the trees of `seeds`: see `core.batch.Tree`. A seed of -1 has an empty tree."""
+    """(nodes, counts, edge_ids) of the trees of `seeds`, as `reference.sample_tree` defines them.
+
+    seeds: [slots.num_seeds]. A seed of -1 has an empty tree. edge_ids: None unless `with_edges`.
+    """
     module = _twin(seeds, cpu_sampling, "tree")
     return module.sample_tree(indptr, indices, seeds, slots, _key(seeds, key), replace, with_edges)
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """(indptr, positions) of all entries of the given rows of a CSR structure, row after row."""
+    """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row. Both are int64."""
     return _twin(nodes, cpu_sampling, "sampling").row_positions(indptr, nodes)
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids, idx): the distinct nodes, seeds first, then by first occurrence; and each neighbour's place there."""
+    """(ids, idx): global ids by local id, and the local id of each neighbour.
+
+    ids: [num_distinct] int64, the distinct nodes: seeds first, then neighbours by first occurrence.
+    idx: [len(neighbors)] int32, so that ids[idx] equals `neighbors`.
+    """
     return _twin(neighbors, cpu_sampling, "sampling").relabel(seeds, neighbors)
 
 
 def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
-    """rows[ids] for any dtype; for ids on a GPU an id out of range raises later, by `check_device_errors`."""
+    """rows[ids] for rows of any dtype, on the device of the ids.
+
+    An id out of range raises IndexError on the CPU. On a GPU it raises later, at the latest in `check_device_errors`.
+    """
     return _twin(ids, cpu_sampling, "sampling").gather_rows(rows, ids)
 
 
 def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """table[ids] = rows; each id once.
+    """table[ids] = rows. Each id may occur once.
 
     With ids on a GPU and the table in pinned host memory, the GPU writes the rows itself, on its current stream. The
-    host finds them in the table after it has waited for that stream.
+    host must synchronise with that stream before it reads them.
     """
     if _gpu_writes(table, ids):
         gpu_kernels("tiers").put_aside(table, ids, rows)
@@ -127,9 +146,10 @@ def put_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """table[ids] += rows; each id once. The rows are brought to where the table is and to its dtype.
+    """table[ids] += rows. Each id may occur once. The rows are moved to the table's device and dtype.
 
-    With ids on a GPU and the table in pinned host memory, the GPU adds the rows itself, as in `put_rows`.
+    With ids on a GPU and the table in pinned host memory, the GPU adds the rows itself, on its current stream. The
+    host must synchronise with that stream before it reads them.
     """
     if _gpu_writes(table, ids):
         gpu_kernels("tiers").put_aside(table, ids, rows.to(table.dtype), add=True)
@@ -138,7 +158,7 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
 
 
 def new_id_map(num_nodes: int, device: torch.device) -> AnyIdMap:
-    """A map for the node ids of one thread's batches on a device."""
+    """A map from global ids to local ids, for batches on `device`. Only one thread at a time may use it."""
     if device.type == "cpu":
         return IdMap(num_nodes)
     if device.type == "cuda" and _has_triton():
@@ -147,26 +167,31 @@ def new_id_map(num_nodes: int, device: torch.device) -> AnyIdMap:
 
 
 def check_device_errors() -> None:
-    """Raise what GPU kernels found wrong (an id out of range) since somebody looked; waits for the device.
+    """Raise the errors (an id out of range) that GPU kernels have reported since the last check. Synchronises.
 
-    Kernels cannot raise and never follow such an id. Sampling looks too, since it waits for the device anyway.
+    A kernel cannot raise; it sets a flag and never follows such an id. Sampling checks the flags too, since it
+    synchronises anyway. Without GPU kernels in this process there is nothing to check.
     """
     if errors := sys.modules.get("hopline.ops.gpu.runtime"):
         errors.check_device_errors()
 
 
 def is_cold(rows: Tensor, ids: Tensor) -> bool:
-    """Whether rows of `ids` have to come from the disk: `gather_rows` reads them in the order of the file."""
+    """Whether rows of `ids` must come from the disk. `gather_rows` then reads them in the order of the file."""
     return _on_cpu(ids) and rows.is_contiguous() and cpu_page_cache.is_cold(rows, ids.numpy())
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """(indptr, order): a stable grouping of edges by key."""
+    """(indptr, order): the edges grouped by key, in their old order within a group.
+
+    keys: [num_edges] in 0 .. num_groups - 1. indptr: [num_groups + 1] int64, offsets of the groups in `order`.
+    order: [num_edges] int64, edge positions.
+    """
     return _twin(keys, cpu_sampling, "sampling").group_edges(keys, num_groups)
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
-    """Positions, in `indices`, of the edges from a node to itself."""
+    """int64 positions, in `indices`, of the edges from a node to itself."""
     return _twin(indices, cpu_sampling, "sampling").self_loops(indptr, indices)
 
 
@@ -178,10 +203,11 @@ def reduce_edges(
     weight: Tensor | None = None,
     own: Tensor | None = None,
 ) -> Tensor:
-    """Sum, mean or max over each destination's edges of (weight *) rows[src_idx], differentiable.
+    """Sum, mean or max of the messages of each destination's edges: [num_dst, ...]. Differentiable.
 
-    `rows` may be a whole feature table and `src_idx` global ids: the rows are read straight into the reduction.
-    With `own` [num_dst], rows[own] stand to the right of the reduced ones: [num_dst, 2 * width].
+    Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message weight[e] * rows[src_idx[e]].
+    Kernels do not materialise messages: `rows` may be a whole feature table and `src_idx` global ids.
+    own: [num_dst], ids of rows that follow to the right of the result, which is then [num_dst, 2 * width].
     """
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
@@ -189,12 +215,15 @@ def reduce_edges(
 
 
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
-    """Dropout whose mask depends on (key, node id, column) alone, drawn again in backward."""
+    """Dropout whose mask depends on (key, node id, column) alone. ids: [n], one for each row of x [n, ...].
+
+    The mask is not kept for the backward pass, which draws it again.
+    """
     return _twin(x, cpu_reduce, "reduce").keyed_dropout(x, p, _key(x, key), ids)
 
 
 def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
-    """`keyed_dropout` of what a ReLU leaves; on a GPU in one kernel, which keeps one tensor for backward, not two."""
+    """`keyed_dropout` of relu(x). On a GPU one kernel, which keeps one tensor for backward instead of two."""
     if x.is_cuda and _has_triton():
         return gpu_kernels("reduce").relu_dropout(x, p, key, ids)
     return keyed_dropout(torch.relu(x), p, key, ids)
@@ -203,13 +232,19 @@ def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
 def keyed_dropout_stored(
     values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int | Tensor, ids: Tensor
 ) -> Tensor:
-    """What `keyed_dropout` leaves of rows stored in CSR form, of which it is given the values; not differentiable."""
+    """`keyed_dropout` of rows in CSR form: [num_stored], the new values. Not differentiable.
+
+    values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
+    """
     module: Any = cpu_reduce if _on_cpu(values) else reference
     return module.keyed_dropout_stored(values, indptr, columns, p, _key(values, key), ids)
 
 
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy of scores [n, classes] of any precision."""
+    """The mean cross entropy of scores [n, num_classes]. Half types are computed in float32.
+
+    labels: [n] int64. A kernel on a GPU computes it for up to `MAX_CLASSES` classes; otherwise torch does.
+    """
     if scores.device.type == "cuda" and _has_triton() and scores.dtype != torch.float64:
         kernels = gpu_kernels("loss_and_adam")
         if 0 < scores.size(1) <= kernels.MAX_CLASSES and scores.size(0):
@@ -219,7 +254,7 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def optimizer_class(name: str, device: torch.device) -> type[torch.optim.Optimizer]:
-    """torch's optimizer of that name, on a GPU with a step in one kernel."""
+    """torch's optimizer class of that name. On a GPU, Adam and AdamW are subclasses whose step is one kernel."""
     if device.type == "cuda" and _has_triton() and name in ("Adam", "AdamW"):
         return getattr(gpu_kernels("loss_and_adam"), name)
     return getattr(torch.optim, name)
@@ -227,31 +262,36 @@ def optimizer_class(name: str, device: torch.device) -> type[torch.optim.Optimiz
 
 @contextmanager
 def own_threads(threads: int) -> Generator[None, None, None]:
-    """Within, our kernels and every linear layer use `threads` threads of ours; torch's other ops stay in this one.
+    """Run hopline's CPU kernels and every linear layer on `threads` threads of hopline's own inside the block.
 
-    No result depends on the number. For models whose long ops are these; others are better left to torch's threads.
+    torch's other operations stay in the calling thread. No result depends on the number of threads. Meant for models
+    that spend their time in these kernels and linear layers; others are better left to torch's threads.
     """
     with cpu_runtime.own_threads(threads), cpu_linear.SpreadLinear():
         yield
 
 
 def kernel_cache() -> Path:
-    """The folder in which Numba keeps this package's compiled kernels."""
+    """The folder in which Numba caches the compiled kernels of this package."""
     return Path(str(cpu_sampling._take.stats.cache_path))
 
 
+# Whether an earlier process has compiled kernels: "*.nbi" are the files of Numba's cache.
 _had_cache = any(kernel_cache().glob("*.nbi"))  # Python keeps its own files there too
 
 
 def is_first_time() -> bool:
-    """Whether kernels are compiled in this process, since no earlier one has kept them; asked again, no."""
+    """Whether this process must compile the CPU kernels, since no earlier process has cached them.
+
+    True at most once in a process, so that a message about it is shown once.
+    """
     global _had_cache
     first, _had_cache = not _had_cache, True
     return first
 
 
 def gpu_kernels(module: str) -> Any:
-    """A module of `ops/gpu`. Triton is imported by the first call, so that machines without a GPU need none."""
+    """The module of that name in `ops/gpu`. The first call imports Triton: machines without a GPU do not need it."""
     if "tensorflow" in sys.modules and "triton" not in sys.modules:
         raise ValueError(
             "TensorFlow was imported before Triton, whose LLVM would then end this process: write `import "
@@ -261,24 +301,28 @@ def gpu_kernels(module: str) -> Any:
 
 
 def _twin(ids: Tensor, on_cpu: Any, on_gpu: str) -> Any:
-    """The module whose functions work where the ids are."""
+    """The module whose functions run on the device of `ids`: `on_cpu`, `ops.gpu.<on_gpu>`, or `reference`."""
     if _on_cpu(ids):
         return on_cpu
     return gpu_kernels(on_gpu) if ids.is_cuda and _has_triton() else reference
 
 
 def _gpu_writes(table: Tensor, ids: Tensor) -> bool:
-    """Whether a kernel where the ids are writes into a table in host memory."""
+    """Whether a GPU kernel writes into the table: the ids are on a GPU, the table is in pinned host memory."""
     return ids.is_cuda and table.device.type == "cpu" and _has_triton() and table.is_pinned()
 
 
 @lru_cache(maxsize=1)
 def _has_triton() -> bool:
+    """Whether Triton is installed. Does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def _key(ids: Tensor, key: int | Tensor) -> int | Tensor:
-    """Numba takes keys as numbers; asking a GPU for one would wait for it."""
+    """The key as the kernels for `ids` take it: a number for Numba, else unchanged.
+
+    Reading a key from a GPU would synchronise, so kernels there read it from device memory.
+    """
     return int(key) if _on_cpu(ids) else key
 
 

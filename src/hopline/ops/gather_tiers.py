@@ -1,6 +1,17 @@
-"""Rows that lie in two places: copies of the hot ones near the kernels, all of them further away.
+"""Gathering rows from a table in two tiers: copies of the hot rows in fast memory, all rows in slower memory.
 
-Behind the hot rows may stand some that were brought near for the next steps only (`staging`).
+    hot  [num_hot, ...]    device memory: copies of hot rows, then rows staged for the next steps only
+    cold [num_rows, ...]   pinned host memory, which a GPU kernel reads directly
+
+`hot_slot` [num_rows] int32 says where each row is read:
+
+    s >= 0    hot: hot[s]
+    s == -1   cold: cold[id]
+    s < -1    staged: hot[-2 - s]. The row was prefetched (`methods.sampled.prefetch_rows`) and leaves again
+
+Hot and staged rows have different codes, so that counts can tell them apart and `staged=False` can ignore staged
+rows. This file holds the definition in plain torch, which runs on the CPU. The kernels are in `ops.gpu.tiers`. No
+function of this file is differentiable.
 """
 
 from __future__ import annotations
@@ -9,16 +20,19 @@ import torch
 from torch import Tensor
 
 COUNTERS = 64
-"""Rows of a counter tensor [COUNTERS, 3]: programs add to different ones, since one place would be fought over."""
+"""Rows of a tensor of counts [COUNTERS, 3]. A rule of thumb.
+
+Programs of a kernel add to different rows, since atomic additions to one address would wait for each other.
+"""
 
 
 def new_counts(device: torch.device | str) -> Tensor:
-    """[COUNTERS, 3] int64 zeros: hits, misses and reads of staged rows, to be summed over the first dimension."""
+    """[COUNTERS, 3] int64 zeros: reads of hot, cold and staged rows. Sum over the first dimension to read them."""
     return torch.zeros(COUNTERS, 3, dtype=torch.int64, device=device)
 
 
 def slot_of(hot_slot: Tensor) -> Tensor:
-    """Slots in `hot` of rows that are hot or staged; -1 for the others."""
+    """The row of `hot` that holds each hot or staged row, -1 for cold rows. hot_slot: as in the module docstring."""
     return torch.where(hot_slot < -1, -2 - hot_slot, hot_slot)
 
 
@@ -31,26 +45,29 @@ def gather_tiers(
     in_order: bool = False,
     staged: bool = True,
 ) -> Tensor:
-    """The rows of `ids` [n]: hot[place[id]] where that is a slot, else cold[id]; zeros where the id is -1.
+    """[n, ...] on the device of `ids`: the row of each id, zeros where the id is -1.
 
-    hot [num_hot, ...]; cold [num_rows, ...], on a GPU pinned host memory; place [num_rows] int32 with -1 for cold rows
-    and -2 - slot for staged ones, None where every row is hot and stands at its own id. counts: `new_counts()`, to
-    which what was read is added.
-    staged: whether staged rows are read where they stand; else where they are always, since they come and go.
-    in_order: on a GPU, read by ascending id, which the host's memory answers half as fast again (an H200: 45 for 30
+    hot: [num_hot, ...], hot and staged rows.
+    cold: [num_rows, ...], all rows; for ids on a GPU in pinned host memory. None: cold rows give zeros.
+    hot_slot: [num_rows] int32, as in the module docstring. None: every row is hot, and hot[id] is row id.
+    ids: [n]. On the CPU an id beyond the rows raises IndexError; on a GPU it gives zeros.
+    counts: from `new_counts`. The reads of this call are added.
+    in_order: whether a GPU reads by ascending id. Host memory is then half as fast again (an H200: 45 instead of 30
     GB/s at 256 bytes a row). It costs a sort, so it pays where a sixth of the rows or more are cold.
+    staged: whether staged rows are read from `hot`. Staged rows come and go with the steps of training. A reader
+    that runs at other times passes False, and reads them from `cold`.
     """
     if ids.device.type == "cpu":
         return gather_tiers_reference(hot, cold, hot_slot, ids, counts, staged)
-    from hopline.ops.gpu import tiers as gpu_tiers  # Triton is imported by those who use it only
+    from hopline.ops.gpu import tiers as gpu_tiers  # here, so that Triton is imported only where a GPU is used
 
-    narrow = hot_slot is not None and hot_slot.numel() < 1 << 31  # half as many bits to sort by
+    narrow = hot_slot is not None and hot_slot.numel() < 1 << 31  # ids fit into 32 bits: half as many to sort by
     order = (ids.int() if narrow else ids).argsort() if in_order else None
     return gpu_tiers.gather_tiers(hot, cold, hot_slot, ids, counts, order, staged)
 
 
 def count_ids(seen: Tensor, ids: Tensor) -> None:
-    """seen[id] += 1 for every id [n] but -1; seen [num_rows] int32."""
+    """seen[id] += 1 for every id but -1. seen: [num_rows] int32. ids: [n], on the same device."""
     if ids.device.type == "cpu":
         present = ids[ids >= 0].long()
         seen.index_add_(0, present, torch.ones_like(present, dtype=seen.dtype))
@@ -68,7 +85,7 @@ def gather_tiers_reference(
     counts: Tensor | None = None,
     staged: bool = True,
 ) -> Tensor:
-    """`gather_tiers` in plain torch: the definition."""
+    """The definition of `gather_tiers` in plain torch, on any device. Synchronises, to check the ids."""
     num_rows = hot.size(0) if hot_slot is None else hot_slot.numel()
     if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_rows:
         raise IndexError(f"a row id is outside 0 .. {num_rows - 1}")

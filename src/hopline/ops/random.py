@@ -1,7 +1,17 @@
-"""Keyed random numbers: SplitMix64, the same in Python, torch, Numba and Triton.
+"""Keyed (counter-based) random numbers: SplitMix64, with the same bits in Python, torch, Numba and Triton.
 
-A draw depends on a key, a node and a position in that node's sequence, never on a thread, a rank or a call order:
-`s = mix(key ^ node)`, draw `j` is `mix(s + (j + 1) * GOLDEN)`.
+A draw is a hash of a key, a node and a position in that node's sequence:
+
+    s      = mix(key ^ node)
+    draw j = mix(s + (j + 1) * GOLDEN)        # all in unsigned 64-bit arithmetic
+
+There is no generator state. So a draw does not depend on threads, ranks or the order of calls, and any draw can be
+made again, for example in the backward pass. Keys form a tree: a run's seed gives the keys of epochs, these the
+keys of steps, and these the keys of single purposes:
+
+    derive_key(seed, epoch)  ->  derive_key(epoch key, step)  ->  purpose_key, layer_key, another_key
+
+torch has no shifts on uint64, so torch code holds the bits in int64.
 """
 
 from __future__ import annotations
@@ -10,24 +20,32 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
+"""Increment of SplitMix64 from draw to draw: 2**64 divided by the golden ratio, made odd."""
 MIX_1 = 0xBF58476D1CE4E5B9
+"""First multiplier of SplitMix64's finaliser."""
 MIX_2 = 0x94D049BB133111EB
+"""Second multiplier of SplitMix64's finaliser."""
 _MASK = (1 << 64) - 1
+"""Cuts Python's integers to 64 bits."""
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number: torch has no shifts on uint64."""
+    """The int64 that has the bits of an unsigned 64-bit number."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _mix_int(z: int) -> int:
+    """SplitMix64's finaliser on a Python integer of 64 bits, unsigned."""
     z = ((z ^ (z >> 30)) * MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * MIX_2) & _MASK
     return z ^ (z >> 31)
 
 
 def derive_key(seed: int, *parts: int) -> int:
-    """A 64-bit key (as a signed int) for a purpose: derive_key(seed, epoch, step), derive_key(key, layer)."""
+    """A 64-bit key, as a signed int, for a path of numbers below `seed`, which may be a key itself.
+
+    Examples: derive_key(seed, epoch, step), derive_key(key, layer).
+    """
     state = _mix_int(seed & _MASK)
     for part in parts:
         state = _mix_int((state + ((part + 1) * GOLDEN)) & _MASK)
@@ -35,13 +53,15 @@ def derive_key(seed: int, *parts: int) -> int:
 
 
 NUM_PURPOSES = 32
-"""How many places of a step a device's keys are made for: the input, the layers, the encoder."""
+"""Number of purposes for which a step has keys on a device: the input, the layers, the encoder. A rule of thumb."""
 
 
 def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
-    """The key of the draws at one place of a step, -1 being the input.
+    """The key of the draws for one purpose of a step. purpose: -1 .. NUM_PURPOSES - 2, -1 for the input.
 
-    On a device `key` is [1 + PLACES] int64: the step's own, and those of the places from -1 on, made in one kernel.
+    key: a number, or on a device a tensor [1 + NUM_PURPOSES] int64. Its first element is the step's own key; the
+    keys of the purposes from -1 on follow. One kernel makes them all (`ops.gpu.tree.next_step`). The result is a
+    number, or a view [1] of that tensor.
     """
     if isinstance(key, int):
         return derive_key(key, purpose)
@@ -50,29 +70,35 @@ def purpose_key(key: int | Tensor, purpose: int) -> int | Tensor:
 
 
 AGAIN = 1 << 23
-"""Place of further draws of a step among its keys, apart from all others."""
+"""Smallest part of `derive_key` for further draws of a step. Parts of purposes and of neighbours lie below it."""
 
 
 def another_key(key: int | Tensor, number: int) -> int | Tensor:
-    """A key of the same step for further draws, for each number another one."""
+    """A key for further draws of a step, different for each `number`. key: the step's, a number or a tensor.
+
+    A tensor is mapped element by element, so that its keys of purposes are new too. These keys differ from those that
+    `purpose_key` derives from the number.
+    """
     if isinstance(key, int):
         return derive_key(key, AGAIN + number)
     return mix(key + _signed((AGAIN + number + 1) * GOLDEN & _MASK))
 
 
 LAYERS = 1 << 22
-"""Place of the draws of neighbours among the keys of a step, apart from all others."""
+"""Smallest part of `derive_key` for draws of neighbours. Parts of purposes lie below it, those of AGAIN above."""
 
 
 def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
-    """The key by which a layer of a sampled block draws neighbours; layer 0 is the first to be computed.
+    """The key by which a layer of a sampled block draws neighbours. layer: 0 is the first to be computed.
 
-    Two layers next to each other have one key, so that a node which both expand keeps its neighbours: 2.4% more nodes
-    in a batch of products' recipe than with one key for all layers, where a key per layer has 7.6% more
-    (`benchmarks/layer_keys.py`). It is enough for an unbiased sum. A linear GCN adds up products of edge weights along
-    walks, one sampled edge per layer. If no two edges of a walk are from one draw, that is from one node by one key,
-    the mean of the product is the product of the means. A walk that is at one node in two layers with the same key goes
-    from the node to itself in between, by the self-loop, which is exact and not drawn.
+    Layers 2i and 2i + 1 share a key, so a node that both expand has the same neighbours in both. That keeps batches
+    small. Compared with one key for all layers, a batch of the ogbn-products recipe has 2.4% more nodes; with a key
+    per layer it would have 7.6% more (`benchmarks/layer_keys.py`).
+
+    Two layers per key are enough for an unbiased sum. A linear GCN adds up products of edge weights along walks,
+    with one sampled edge per layer. The mean of a product is the product of the means if no two edges of a walk
+    come from one draw, that is from one node by one key. A walk that is at one node in both layers of a pair went
+    from the node to itself in between. It used the self-loop, which is exact and not drawn.
     """
     pair = layer // 2
     if pair == 0:
@@ -83,19 +109,22 @@ def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's `>>` on int64 copies the sign bit."""
+    """x >> bits with zeros from the left. torch's own `>>` on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 bit patterns."""
+    """SplitMix64's finaliser on int64 bit patterns. The overflow of int64 wraps, as that of unsigned numbers does."""
     z = (z ^ _shift_right(z, 30)) * _signed(MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(MIX_2)
     return z ^ _shift_right(z, 31)
 
 
 def draw(key: int, nodes: Tensor, position: Tensor | int) -> Tensor:
-    """Draw number `position` of each node's sequence: int64 bit patterns, broadcast over both."""
+    """Draw number `position`, from 0 on, of each node's sequence: int64 bit patterns.
+
+    nodes and position broadcast against each other.
+    """
     state = mix(nodes.long() ^ key)
     if isinstance(position, int):
         return mix(state + _signed((position + 1) * GOLDEN & _MASK))
@@ -103,16 +132,19 @@ def draw(key: int, nodes: Tensor, position: Tensor | int) -> Tensor:
 
 
 def bounded(raw: Tensor, limit: Tensor) -> Tensor:
-    """`raw` scaled to 0 .. limit - 1 by the high half of a 64-bit product; limit below 2**31."""
+    """raw * limit / 2**64 with `raw` unsigned, rounded down: int64 in 0 .. limit - 1. limit: below 2**31.
+
+    The product has up to 95 bits, so it is added up from the halves of `raw`.
+    """
     high, low = _shift_right(raw, 32), raw & 0xFFFFFFFF
     return _shift_right(high * limit + _shift_right(low * limit, 32), 32)
 
 
 def permutation(key: int, size: int, device: torch.device | str = "cpu") -> Tensor:
-    """A random order of 0 .. size - 1 that depends on the key alone: int64."""
+    """[size] int64: a random order of 0 .. size - 1 that depends on the key alone."""
     return torch.argsort(draw(key, torch.arange(size, device=device), 0), stable=True)
 
 
 def uniform(raw: Tensor, bits: int) -> Tensor:
-    """Numbers from 0 up to 1, of the lowest bits of some draws: float64."""
+    """float64 numbers in [0, 1), from the lowest `bits` bits of draws. Shaped like `raw`."""
     return (raw & ((1 << bits) - 1)).double() / (1 << bits)

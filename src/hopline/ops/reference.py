@@ -1,4 +1,15 @@
-"""Every operation in plain torch: the definition, and the oracle of the tests. Written to be read, not to be fast."""
+"""The definition of every operation in plain torch, and the oracle of the tests. Written to be read, not to be fast.
+
+`hopline.ops.cpu` and `hopline.ops.gpu` hold faster kernels with the same results. Draws are equal bit for bit; sums
+of floating-point numbers may differ by the order of summation. These functions also run where no kernel does, for
+example on a GPU without Triton. Many of them synchronise with the device.
+
+Graphs are in CSC form: node v has the in-edges indptr[v] .. indptr[v + 1] - 1, and indices[e] is the source of edge
+e.
+
+    indptr    [num_nodes + 1] int64
+    indices   [num_edges]            int32 or int64
+"""
 
 from __future__ import annotations
 
@@ -14,18 +25,21 @@ from hopline.ops.tree_slots import Slots
 
 
 class Neighbors(NamedTuple):
-    """In-edges of a list of nodes, grouped by node."""
+    """Sampled in-edges of a list of nodes, grouped by node."""
 
     indptr: Tensor
-    """[num_nodes + 1] int64: node i has edges indptr[i] .. indptr[i + 1]."""
+    """[num_nodes + 1] int64: the edges of the i-th node are indptr[i] .. indptr[i + 1] - 1."""
     ids: Tensor
     """[num_edges], dtype of the graph's indices: the source node of each edge."""
     edge_ids: Tensor
-    """[num_edges] int64: its position in the graph's edge arrays."""
+    """[num_edges] int64: the position of each edge in the graph's edge arrays."""
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """(indptr, positions) of all entries of the given rows of a CSR structure, row after row."""
+    """(indptr, positions) of all entries of the rows `nodes` of a CSR structure, row after row.
+
+    indptr: [n + 1] int64, the offsets of the n rows in `positions`. positions: int64, in the structure's arrays.
+    """
     starts = indptr[nodes]
     counts = indptr[nodes + 1] - starts
     out_indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -36,10 +50,12 @@ def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
 def sample_neighbors(
     indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Neighbors:
-    """Up to `fanout` in-edges of each node: the first of one keyed sequence, so that samples nest; -1 takes all.
+    """Up to `fanout` in-edges of each node, or all of them in order with -1.
 
-    Without replacement the sequence is a Fisher-Yates shuffle of the node's edges, of which only the touched
-    positions are kept; with replacement it is one bounded draw after the other.
+    They are the first ones of a sequence that depends on the key and the node alone. So samples nest: a smaller
+    fan-out takes a prefix of a larger one. Without replacement the sequence is a Fisher-Yates shuffle of the node's
+    edges. With replacement it is one bounded draw after the other, and a node with in-edges gets exactly `fanout`
+    of them.
     """
     if fanout < 0:
         out_indptr, edge_ids = row_positions(indptr, nodes)
@@ -55,22 +71,22 @@ def sample_neighbors(
 
 
 class Children(NamedTuple):
-    """Neighbours drawn for the slots of a tree, each slot by itself."""
+    """Neighbours drawn for the slots of one hop of a tree. Two slots with the same node draw independently."""
 
     ids: Tensor
-    """[num_slots, fanout], dtype of the graph's indices: the source nodes, -1 where a slot has fewer."""
+    """[num_slots, fanout], dtype of the graph's indices: the source nodes, then -1 where a slot has fewer."""
     counts: Tensor
-    """[num_slots] int32: how many there are; they come first."""
+    """[num_slots] int32: the number of neighbours of each slot. They fill its first columns."""
     edge_ids: Tensor
-    """[num_slots, fanout] int64: positions in the graph's edge arrays, 0 where there is none."""
+    """[num_slots, fanout] int64: positions in the graph's edge arrays, 0 where there is no neighbour."""
 
 
 def sample_children(
     indptr: Tensor, indices: Tensor, nodes: Tensor, slots: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Children:
-    """Up to `fanout` in-edges of the node at each slot, drawn as in `sample_neighbors` but by the slot's id.
+    """Up to `fanout` in-edges of the node at each slot, drawn as in `sample_neighbors` but keyed by the slot's id.
 
-    nodes: -1 where a slot is empty; slots: [n] int64.
+    nodes: [n], the node at each slot, -1 where a slot is empty. slots: [n] int64, the ids of the slots (`Slots.ids`).
     """
     there = nodes >= 0
     at = nodes.long().clamp(min=0)
@@ -94,7 +110,14 @@ def sample_tree(
     with_edges: bool = False,
     draw: Callable[..., Children] = sample_children,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(nodes, counts, edge_ids) of the trees of `seeds`, hop by hop."""
+    """(nodes, counts, edge_ids) of the trees of `seeds`, hop by hop.
+
+    nodes: [num_slots], dtype of the graph's indices, -1 where a slot is empty.
+    counts: [slots of all hops but the last] int32, the number of draws of each slot.
+    edge_ids: [num_slots - num_seeds] int64, the edge of each slot to its parent, 0 for an empty slot; None unless
+    `with_edges`.
+    draw: the function that draws one hop. A kernel may take the place of `sample_children`.
+    """
     nodes, counts, edge_ids = [seeds.to(indices.dtype)], [], []
     for hop, fanout in enumerate(slots.fanouts):
         here = slots.ids(seeds.device)[slots.offsets[hop] : slots.offsets[hop + 1]]
@@ -106,7 +129,11 @@ def sample_tree(
 
 
 def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: bool) -> Tensor:
-    """[n, width] int64: for each id the first `width` of its keyed sequence of positions below its degree."""
+    """[n, width] int64: the first `width` numbers of each id's keyed sequence of numbers below its degree.
+
+    Without replacement this is a Fisher-Yates shuffle, of which only the swaps are kept: swap i moved the value
+    swapped_in[:, i] to the position swapped_from[:, i]. Picks from number `degree` on are meaningless.
+    """
     picks = torch.zeros(draw_ids.numel(), width, dtype=torch.int64, device=draw_ids.device)
     swapped_from, swapped_in = torch.full_like(picks, -1), torch.full_like(picks, -1)
     for j in range(width):
@@ -124,7 +151,11 @@ def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: boo
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids, idx): the distinct nodes, seeds first, then by first occurrence; and each neighbour's place there."""
+    """(ids, idx): global ids by local id, and the local id of each neighbour.
+
+    ids: [num_distinct] int64, the distinct nodes: seeds first, then neighbours by first occurrence.
+    idx: [len(neighbors)] int32, so that ids[idx] equals `neighbors`.
+    """
     both = torch.cat([seeds.long(), neighbors.long()])
     unique, inverse = torch.unique(both, return_inverse=True)
     first = torch.full_like(unique, both.numel())
@@ -141,14 +172,17 @@ def gather_rows(rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """(indptr, order): a stable sort of edges by key, as the start of each group and the edges in their new order."""
+    """(indptr, order): the edges grouped by key, in their old order within a group.
+
+    indptr: [num_groups + 1] int64, the offsets of the groups in `order`. order: [num_edges] int64, edge positions.
+    """
     counts = torch.bincount(keys.long(), minlength=num_groups)
     indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return indptr, torch.argsort(keys, stable=True)
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
-    """Positions of the edges from a node to itself: int64."""
+    """int64 positions, in `indices`, of the edges from a node to itself."""
     dst = _destinations(indptr)
     return (indices == dst).nonzero().view(-1)
 
@@ -161,9 +195,10 @@ def reduce_edges(
     weight: Tensor | None = None,
     own: Tensor | None = None,
 ) -> Tensor:
-    """Sum, mean or max over each destination's edges of (weight *) rows[src_idx]; 0 where there are none.
+    """Sum, mean or max of the messages of each destination's edges, 0 for a destination without edges.
 
-    With `own`, [num_dst, 2 * width]: rows[own] stand to the right of the reduced ones.
+    Edge e of destination d, with indptr[d] <= e < indptr[d + 1], has the message weight[e] * rows[src_idx[e]]. The
+    result is [num_dst, ...]. With `own` [num_dst] it is [num_dst, 2 * width]: rows[own] follow to the right.
 
     The gradient of max is torch's: shared evenly by the edges that reach it, and by the initial 0 if it is 0.
     """
@@ -185,7 +220,11 @@ def reduce_edges(
 
 
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
-    """Dropout whose mask is drawn from (key, node id, column): 16 bits a column, four columns a draw."""
+    """Dropout whose mask depends on (key, node id, column) alone. ids: [n], one for each row of x [n, ...].
+
+    A draw of 64 bits serves four columns, 16 bits each. A column is kept if its number is at least p * 65536, so
+    `p` is rounded to a multiple of 1 / 65536.
+    """
     threshold = round(p * 65536)
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()  # half types are scaled in float32
     flat = exact.reshape(x.size(0), math.prod(x.shape[1:]))
@@ -193,13 +232,16 @@ def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     raw = draw(key, ids[:, None], column // 4)
     lane = (raw >> (16 * (column % 4))) & 0xFFFF
     keep = (lane >= threshold).to(exact.dtype)
-    # p = 1 keeps nothing: there is nothing to scale up.
+    # With p = 1 nothing is kept, and the scale would be a division by zero.
     scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
     return (flat * (keep * scale)).view_as(x).to(x.dtype)
 
 
 def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
-    """The same for rows of which only some columns are stored: their values, row after row."""
+    """`keyed_dropout` of rows in CSR form, of which only some columns are stored: [num_stored], the new values.
+
+    values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
+    """
     threshold, column = round(p * 65536), columns.long()
     raw = draw(key, ids[_destinations(indptr)], column // 4)
     keep = ((raw >> (16 * (column % 4))) & 0xFFFF) >= threshold
@@ -207,12 +249,15 @@ def keyed_dropout_stored(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
 
 
 def _destinations(indptr: Tensor) -> Tensor:
-    """The destination of each edge, from the start of each destination's edges."""
+    """[num_edges] int64: the destination of each edge."""
     return torch.repeat_interleave(torch.arange(indptr.numel() - 1, device=indptr.device), indptr.diff())
 
 
 class SortedIdMap:
-    """Global node ids to consecutive local ones, in order of first occurrence; reused batch after batch."""
+    """Map from global ids to local ids, in order of first occurrence. Reused batch after batch.
+
+    This one sorts, so it needs no memory per node of the graph. One thread at a time may use it.
+    """
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:
         self.num_nodes = num_nodes
@@ -221,7 +266,7 @@ class SortedIdMap:
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
 
     def add(self, nodes: Tensor) -> Tensor:
-        """Each node's local id [n] int32, new ones numbered on from the last. Waits for the device."""
+        """[n] int32: the local id of each node. New nodes get the next free ids. Synchronises with the device."""
         if bool(((nodes < 0) | (nodes >= self.num_nodes)).any()):
             raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
         self._ids, idx = relabel(self.ids(), nodes)
@@ -229,8 +274,9 @@ class SortedIdMap:
         return idx
 
     def ids(self) -> Tensor:
-        """The nodes added since the last clear, by local id: [size] int64."""
+        """[size] int64: the nodes added since the last `clear`, by local id."""
         return self._ids[: self.size]
 
     def clear(self) -> None:
+        """Forget all nodes."""
         self.size = 0

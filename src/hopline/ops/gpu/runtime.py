@@ -1,10 +1,20 @@
-"""What the Triton kernels share: the generator, keys on the device, the shape of a launch, and errors that they find.
+"""Parts that all Triton kernels share: random numbers, keys on the device, launches, and error flags.
 
-A key is always read from device memory: passed as a number it would be compiled into the kernel, once per step.
+Random numbers are those of `hopline.ops.random`, bit for bit. Draw j for id v is
 
-A kernel cannot raise, and asking it after every call would stall the host. Kernels never follow an id that is out of
-range: they raise a flag in device memory instead. The calls that wait for the device anyway (the sizes of a sampled
-block) look at the flags, and so does `check_device_errors`, for the ends of epochs and of runs.
+    mix(mix(key ^ v) + (j + 1) * GOLDEN)
+
+A kernel reads its key from device memory. Passed as a number, it would be compiled into the kernel, once per step.
+
+Errors. A kernel cannot raise, and asking it after every call would stall the host. So a kernel that checks its ids
+does not follow one that is out of range, and sets a flag in device memory instead:
+
+    kernel                          host
+    report(flags, kind, wrong)  ->  read_with_errors, in calls that synchronise anyway (the size of a sampled block)
+                                ->  check_device_errors, at the ends of epochs and of runs
+
+An error is therefore raised later than the call that caused it. The results of that call are wrong, but no memory
+outside its arrays was touched. Kernels that check no id, such as those of `tree`, say so in their module.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -26,7 +36,7 @@ _MIX_1, _MIX_2 = tl.constexpr(random.MIX_1), tl.constexpr(random.MIX_2)
 
 @triton.jit
 def mix(z):
-    """SplitMix64's finaliser on uint64."""
+    """SplitMix64's finaliser on uint64: `random.mix`."""
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2
     return z ^ (z >> 31)
@@ -34,13 +44,16 @@ def mix(z):
 
 @triton.jit
 def first_state(key, ids):
-    """Where the sequence of each id begins: add GOLDEN before every draw, and `mix` the sum."""
+    """The first state of each id's sequence, uint64. For every draw add GOLDEN to the state and `mix` the sum."""
     return mix(key.to(tl.uint64) ^ ids.to(tl.uint64))
 
 
 @triton.jit
 def bounded(raw, limit):
-    """`raw` scaled to 0 .. limit - 1 (int64), by the high half of a 64-bit product; limit below 2**31."""
+    """raw * limit / 2**64, rounded down: int64 in 0 .. limit - 1. raw: uint64. limit: below 2**31.
+
+    The product has up to 95 bits, so it is added up from the halves of `raw`.
+    """
     n = limit.to(tl.uint64)
     high = raw >> 32
     low = raw & 0xFFFFFFFF
@@ -48,7 +61,7 @@ def bounded(raw, limit):
 
 
 def key_on(device: torch.device, key: int | Tensor) -> Tensor:
-    """A key where kernels can read it: [1] int64."""
+    """A key in device memory: [1] int64. A tensor must be on the device already, with one element."""
     if isinstance(key, Tensor):
         return key.view(1)
     return torch.full((1,), key, dtype=torch.int64, device=device)
@@ -64,10 +77,12 @@ def is_interpreted() -> bool:
 
 @triton.jit
 def shuffled(state, degree, FANOUT: tl.constexpr):
-    """The first FANOUT of each row's keyed shuffle of 0 .. degree - 1: a tuple of int32, in registers.
+    """The first FANOUT numbers of each lane's keyed shuffle of 0 .. degree - 1: a tuple of FANOUT int32 blocks.
 
-    Of the shuffle only the touched positions are kept: swap i took what stood at i to `targets[i]`. The picks of a row
-    beyond its degree mean nothing.
+    Fisher-Yates draws a target in j .. degree - 1 and swaps positions j and target, for j = 0, 1, ... An array of all
+    positions would need `degree` registers. Only the swapped positions differ from the identity, so only these are
+    kept: swap i moved the value `moved[i]` to the position `targets[i]`. That is O(FANOUT) registers for any degree.
+    Picks from number `degree` on are meaningless; the caller masks them.
     """
     picks, targets, moved = (), (), ()
     for j in tl.static_range(FANOUT):
@@ -86,17 +101,18 @@ def shuffled(state, degree, FANOUT: tl.constexpr):
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether kernels can read it where it is: device memory, or host memory that is pinned."""
+    """Whether kernels can read a tensor: it is in device memory, or in pinned host memory."""
     return tensor.is_cuda or is_interpreted() or tensor.is_pinned()
 
 
 def check_readable(what: str, *tensors: Tensor) -> None:
+    """Raise ValueError if kernels cannot read one of the tensors. what: their name in the message."""
     if not all(map(readable, tensors)):
         raise ValueError(f"{what} is in host memory that the GPU cannot read: move it there, or pin it (pin_memory())")
 
 
 def launching(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device: within, that is the one of the tensors."""
+    """Make `device` the current one inside the block. Triton launches on the current device, not on the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -108,22 +124,31 @@ _ERRORS: tuple[tuple[type[Exception], str], ...] = (
     (IndexError, "an edge's source is outside the rows, or indptr does not fit the edges"),
     (IndexError, "a group is outside the number of groups"),
 )
+# Positions in `_ERRORS` and in the flags of a device.
 NODE_ERROR, INDEX_ERROR, ROW_ERROR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 EDGE_ERROR, GROUP_ERROR = tl.constexpr(3), tl.constexpr(4)
 
 _flags: dict[torch.device, Tensor] = {}
-"""By device: the flags that its kernels raise, some bytes. Owned by this module: captured graphs have their address, so
-they stay for as long as the process lives, and `setdefault` lets the first of two threads win."""
+"""The error flags of each device: [number of kinds] int32. Owned by this module, for the life of the process.
+
+Captured CUDA graphs have the address of the flags, so a tensor is never replaced. If two threads make the flags of
+one device at the same time, `setdefault` keeps the first.
+"""
 
 
 @triton.jit
 def report(flags, kind: tl.constexpr, wrong):
-    """Raise flag number `kind` where anything is wrong."""
+    """Set flag number `kind` if any lane is wrong. wrong: a block of booleans.
+
+    The term `* 0` only gives the address the shape of `wrong`, as a masked store needs it. All lanes store 1, so
+    their order does not matter.
+    """
     tl.store(flags + kind + wrong.to(tl.int32) * 0, 1, mask=wrong)
 
 
 def error_flags(device: torch.device) -> Tensor:
-    """[number of kinds] int32: what kernels on this device found wrong since somebody looked."""
+    """[number of kinds] int32 on the device: nonzero for each kind of error since the last check."""
+    # "cuda" and "cuda:0" may be one device, which must not get two tensors of flags.
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device not in _flags:
@@ -132,20 +157,24 @@ def error_flags(device: torch.device) -> Tensor:
 
 
 def read_with_errors(number: Tensor) -> int:
-    """A number [1] from the device, waiting for it once; raises what kernels there found wrong until then."""
+    """The value of a tensor [1] on the device. Raises the errors that kernels on this device have reported so far.
+
+    Number and flags come in one transfer, so the host synchronises once.
+    """
     value, *flags = torch.cat([number.long(), error_flags(number.device)]).tolist()
     _raise(number.device, flags)
     return value
 
 
 def check_device_errors() -> None:
-    """Raise what kernels on any device found wrong since somebody looked: waits for the devices."""
+    """Raise the errors that kernels have reported since the last check. Synchronises with all devices in use."""
     for device, flags in list(_flags.items()):
         _raise(device, flags.tolist())
 
 
 def _raise(device: torch.device, flags: Sequence[int]) -> None:
+    """Raise the first error of `flags`, and clear all flags of the device."""
     for raised, (error, message) in zip(flags, _ERRORS, strict=True):
         if raised:
-            error_flags(device).zero_()  # reported: what comes next may be right
+            error_flags(device).zero_()  # once reported, later calls may be right
             raise error(message)

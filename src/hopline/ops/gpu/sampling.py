@@ -1,11 +1,36 @@
-"""Triton kernels for sampling, gathering and relabelling, and torch's own for grouping; definitions in `reference.py`.
+"""Triton kernels that sample neighbours, gather rows and map global ids to local ids.
 
-Graphs and rows may lie in device memory or in pinned host memory, which kernels read in place. Sizes are the host's:
-sampling waits for the device once, to learn how many edges there are.
+`hopline.ops.reference` defines every function of this file in plain torch. Edges are grouped by torch's own sort.
 
-`DeviceIdMap` maps node ids to consecutive ones without a hash table. One int64 per node of the graph holds the step in
-which it was last seen and, below, how early: `atomic_max` keeps the newest step, and within it the first occurrence. So
-nothing is ever cleared, and the order is that of the ids whatever the order in which threads run.
+Memory layout
+    indptr    [num_nodes + 1] int64  CSC: node v has the in-edges indptr[v] .. indptr[v + 1] - 1
+    indices   [num_edges]            int32 or int64, the source node of each edge
+    rows      [num_rows, ...]        any dtype, row-major
+
+These arrays are in device memory, or in pinned host memory, which kernels read directly (zero-copy). Ids and results
+are always in device memory.
+
+Sampling takes three passes, because the size of the result depends on the degrees:
+
+    _count_kernel            cumsum, one read by the host       _distinct_kernel or _replace_kernel
+    degrees of the nodes ->  offsets and number of edges   ->   draws, and writes to its own offsets
+
+The host synchronises once per call, in the second pass, since it must allocate the result. One lane of a program
+draws for one node: O(fanout) registers and O(fanout ** 2) comparisons, whatever the degree.
+
+`DeviceIdMap` maps global ids to local ids without a hash table. One int64 *stamp* per node of the graph holds
+
+    bits 32 and up   the step in which the node was last seen
+    bits 0 to 30     LATEST - place, where place says how early the node came in that step
+
+`atomic_max` keeps the newest step, and within it the first occurrence. Stamps of older steps lose against any new
+one, so the map is never cleared. The local ids follow the order of the input, whatever the order in which threads
+run.
+
+Bad input. A kernel never follows an id out of range. It raises an error flag in device memory (see `runtime`), and
+the next call that synchronises raises the Python error.
+
+Nothing in this file is differentiable by a kernel: `gather_rows` falls back to torch where a gradient is needed.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -39,16 +64,19 @@ from hopline.ops.gpu.runtime import (
 from hopline.ops.reference import Neighbors, SortedIdMap
 
 NODES_AT_ONCE = 128
-"""Nodes per program: one per thread."""
+"""Nodes per program of the sampling kernels: one per thread, with Triton's default of four warps."""
 
 UNROLLED_FANOUT = 25
-"""Up to here a shuffle is unrolled, a register per swap; beyond, a row of registers holds the swaps of a node."""
+"""Largest fan-out whose shuffle is unrolled, with one register per swap. A rule of thumb.
+
+Larger fan-outs use `_distinct_many_kernel`, which has a loop and keeps the swaps of a node in a row of a 2-D block.
+"""
 
 GATHER_WORDS, GATHER_COLUMNS = 2048, 512
-"""Words a program of `gather_rows` has in flight, and the most of them in one row."""
+"""Machine words that a program of `gather_rows` loads at once, and the most of them from one row. Rules of thumb."""
 
 SELF_LOOP_EDGES = 1 << 24
-"""Edges that are looked at together: their destinations are spelt out."""
+"""Edges per round of `self_loops`, which needs an int64 destination for each of them. A rule of thumb."""
 
 
 @triton.jit(do_not_specialize=["num", "num_nodes", "num_edges", "fanout"])
@@ -56,6 +84,10 @@ def _count_kernel(
     indptr, nodes, starts, degrees, out_indptr, flags, num, num_nodes, num_edges, fanout,
     REPLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """First edge, degree and number of draws of BLOCK nodes per program; the draws go to out_indptr[1:].
+
+    A node outside the graph, or with a damaged indptr, raises NODE_ERROR and counts as a node without edges.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < num
     node = tl.load(nodes + i, mask=there, other=0).to(tl.int64)
@@ -75,7 +107,11 @@ def _count_kernel(
 def _count(
     indptr: Tensor, nodes: Tensor, num_edges: int, fanout: int, replace: bool
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(where each node's edges start, how many there are, indptr of those to take, how many these are)."""
+    """(starts, degrees, out_indptr, total) for n nodes. Synchronises with the device, to read `total`.
+
+    starts: [n] int64, the first in-edge of each node. degrees: [n] int32, its number of in-edges. out_indptr: [n + 1]
+    int64, the offsets of the draws of each node. total: the number of draws of all nodes.
+    """
     num, device = nodes.numel(), nodes.device
     starts = torch.empty(num, dtype=torch.int64, device=device)
     degrees = torch.empty(num, dtype=torch.int32, device=device)
@@ -95,7 +131,10 @@ def _count(
 
 @triton.jit
 def _node(nodes, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
-    """What drawing for a block of nodes begins with: first edge, degree (0 beyond the end), place, state."""
+    """(first edge, degree, offset in the result, state of the generator) of each node of this program.
+
+    Lanes beyond the last node have degree 0, so that every mask by degree leaves them out.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < num
     start = tl.load(starts + i, mask=there, other=0)
@@ -109,6 +148,7 @@ def _node(nodes, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
 def _distinct_kernel(
     indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, FANOUT: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Draws without replacement, unrolled over FANOUT. Program p draws for nodes p * BLOCK .. (p + 1) * BLOCK - 1."""
     start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
     picks = shuffled(state, degree, FANOUT)
     # All loads before the first store, so that they are in flight together.
@@ -122,7 +162,11 @@ def _distinct_kernel(
 
 @triton.jit
 def _latest(targets, moved, columns, position, otherwise):
-    """What stands at a position after the swaps so far: that of the latest one into it."""
+    """The value at a position of the shuffle after the swaps so far: [BLOCK] int32.
+
+    targets, moved: [BLOCK, COLUMNS] int32. Swap j moved the value `moved[:, j]` to the position `targets[:, j]`. The
+    latest swap into a position decides; without one the position still holds `otherwise`, its first value.
+    """
     swap = tl.max(tl.where(targets == position[:, None], columns[None, :], -1), axis=1)
     value = tl.sum(tl.where(columns[None, :] == swap[:, None], moved, 0), axis=1)
     return tl.where(swap >= 0, value, otherwise)
@@ -133,7 +177,10 @@ def _distinct_many_kernel(
     indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_distinct_kernel`, for fan-outs too large to unroll; a node's swaps are a row of COLUMNS registers."""
+    """Draws without replacement, for fan-outs too large to unroll. COLUMNS is a power of two, at least the fan-out.
+
+    The swaps of a node are one row of two [BLOCK, COLUMNS] blocks. The picks equal those of `_distinct_kernel`.
+    """
     start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
     columns = tl.arange(0, COLUMNS)
     targets = tl.full((BLOCK, COLUMNS), -1, tl.int32)
@@ -153,6 +200,7 @@ def _distinct_many_kernel(
 
 @triton.jit(do_not_specialize=["num", "fanout"])
 def _replace_kernel(indices, nodes, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout, BLOCK: tl.constexpr):
+    """Draws with replacement: draw j of a node is one bounded number of its keyed sequence."""
     start, degree, place, state = _node(nodes, starts, degrees, out_indptr, key, num, BLOCK)
     for j in range(fanout):
         state += GOLDEN
@@ -164,6 +212,11 @@ def _replace_kernel(indices, nodes, starts, degrees, out_indptr, key, ids, edge_
 def sample_neighbors(
     indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, replace: bool = False
 ) -> Neighbors:
+    """`reference.sample_neighbors` on the device. Synchronises once, to learn the number of edges.
+
+    nodes: [n] int32 or int64 on the device. indptr and indices: on the device or in pinned host memory. key: a
+    number, or a tensor [1] int64 on the device.
+    """
     indptr, indices, nodes = indptr.contiguous(), indices.contiguous(), nodes.contiguous()
     check_readable("the graph", indptr, indices)
     if fanout < 0:
@@ -182,6 +235,7 @@ def sample_neighbors(
         elif fanout <= UNROLLED_FANOUT:
             _distinct_kernel[(triton.cdiv(num, NODES_AT_ONCE),)](*arguments, FANOUT=fanout, BLOCK=NODES_AT_ONCE)
         else:
+            # Fewer nodes per program as rows get wider, so that the two blocks of swaps stay at 2048 numbers each.
             columns = triton.next_power_of_2(fanout)
             block = max(1, 2048 // columns)
             _distinct_many_kernel[(triton.cdiv(num, block),)](*arguments, fanout, COLUMNS=columns, BLOCK=block)
@@ -189,25 +243,31 @@ def sample_neighbors(
 
 
 def row_positions(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.row_positions` on the device. Synchronises once, to learn the number of entries."""
     indptr, nodes = indptr.contiguous(), nodes.contiguous()
     check_readable("the graph", indptr)
-    # Positions are not followed here: any row that does not fall fits.
+    # No array is read at these positions, so there is no number of edges to check against. A row still raises an
+    # error if its end lies before its start.
     return _row_positions(indptr, nodes, (1 << 63) - 1)
 
 
 def _row_positions(indptr: Tensor, nodes: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
+    """(out_indptr, positions) of all entries of these rows. A row that ends beyond `num_edges` is an error."""
     starts, _, out_indptr, total = _count(indptr, nodes, num_edges, -1, False)
     shift = torch.repeat_interleave(starts - out_indptr[:-1], out_indptr.diff(), output_size=total)
     return out_indptr, shift + torch.arange(total, device=nodes.device)
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.relabel` on the device. Synchronises twice: for the range of the ids, and for their number."""
     both = torch.cat([seeds.long(), neighbors.long()])
     if both.numel() == 0:
         return both, both.int()
     low, top = torch.stack(torch.aminmax(both)).tolist()
     if low < 0:
         raise ValueError("an edge index is out of range: node ids are not negative")
+    # Few ids from a wide range are sorted: a dense map would allocate and clear 8 bytes for every number up to `top`.
+    # The factor is a rule of thumb.
     if top >= 16 * both.numel():
         return reference.relabel(seeds, neighbors)
     id_map = DeviceIdMap(top + 1, both.device, dense=True)
@@ -222,6 +282,11 @@ def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:
 def _gather_kernel(
     rows, ids, out, flags, num, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    """out[i] = rows[ids[i]], for rows of WIDTH machine words. An id out of range raises ROW_ERROR and reads row 0.
+
+    Program (p, c) copies the columns c * COLUMNS .. (c + 1) * COLUMNS - 1 of ROWS rows at a time. It starts at
+    block p and strides by the number of programs, so any number of programs covers all rows.
+    """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for block in range(tl.program_id(0), tl.cdiv(num, ROWS), tl.num_programs(0)):
         i = block * ROWS + tl.arange(0, ROWS)
@@ -235,9 +300,14 @@ def _gather_kernel(
 
 
 def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tensor:
-    """Rows are copied as machine words, so one kernel serves every dtype. An id out of range raises at the next wait.
+    """rows[ids] on the device of the ids, for any dtype: rows are copied as machine words.
 
-    programs: at most so many work at a time, and leave the rest of the GPU to others while they wait for host memory.
+    rows: [num_rows, ...] in device memory, or in host memory. The kernel reads pinned host memory directly; other
+    host memory is gathered by the CPU and then moved. ids: [n] int32 or int64 on the device. An id out of range
+    raises at the next call that synchronises.
+
+    programs: the most programs to launch per column of tiles. While they wait for host memory, the rest of the GPU is
+    free for other kernels. By default one program per tile.
     """
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
@@ -245,6 +315,7 @@ def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tenso
         return cpu_sampling.gather_rows(rows, ids.cpu()).to(ids.device)
     if ids.numel() and rows.size(0) == 0:
         raise IndexError("a row id is outside its table, which is empty")
+    # torch's indexing handles strides, and records the gradient that the kernel does not have.
     if not rows.is_contiguous() or (rows.requires_grad and torch.is_grad_enabled()):
         return rows[ids.long()]
     ids = ids.contiguous()
@@ -267,13 +338,14 @@ def gather_rows(rows: Tensor, ids: Tensor, programs: int | None = None) -> Tenso
 
 
 def _widest_word(rows: Tensor, out: Tensor) -> torch.dtype:
-    """Of the integer types the widest that divides a row and where the rows begin."""
+    """The widest integer type that divides the bytes of a row and the addresses of both tensors."""
     sizes = (rows[0].numel() * rows.element_size(), rows.data_ptr(), out.data_ptr())
     words = (torch.int64, torch.int32, torch.int16, torch.uint8)
     return next(word for word in words if all(size % word.itemsize == 0 for size in sizes))
 
 
 def _words(tensor: Tensor, word: torch.dtype) -> Tensor:
+    """The memory of a contiguous tensor as a 1-D tensor of words."""
     return tensor.detach().view(-1).view(torch.uint8).view(word)
 
 
@@ -281,6 +353,7 @@ def _words(tensor: Tensor, word: torch.dtype) -> Tensor:
 
 
 def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """`reference.group_edges` on the device, without synchronising. A key out of range raises GROUP_ERROR later."""
     wrong = error_flags(keys.device)[GROUP_ERROR.value]
     wrong.logical_or_(((keys < 0) | (keys >= num_groups)).any())
     narrow = keys.int() if num_groups < 1 << 31 else keys.long()  # half the bits to sort
@@ -290,6 +363,7 @@ def group_edges(keys: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
+    """`reference.self_loops` on the device, in rounds of SELF_LOOP_EDGES edges. Synchronises in each round."""
     found = [torch.empty(0, dtype=torch.int64, device=indices.device)]
     for first in range(0, indices.numel(), SELF_LOOP_EDGES):
         part = indices[first : first + SELF_LOOP_EDGES]
@@ -300,18 +374,25 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 DENSE_MAP_BYTES = 1 << 31
-"""Up to this size a map has a stamp for every node; beyond, ids are sorted."""
+"""Bytes that the stamps of a map may take (2 GiB). A map of a larger graph sorts ids instead. A rule of thumb."""
 
 LAST_STEP = (1 << 31) - 1
+"""The largest step that fits into a stamp without touching its sign. Also the limit of a batch's nodes."""
 LATEST = tl.constexpr((1 << 31) - 1)
-"""The last place there can be. A stamp holds LATEST - place, so that the earliest place is the largest."""
+"""The largest place. A stamp holds LATEST - place, so that `atomic_max` keeps the earliest place."""
 
 BLOCK = 1024
+"""Ids per program of the three kernels below. A rule of thumb."""
 
 
 @triton.jit(do_not_specialize=["num", "num_nodes", "size", "step"])
 def _stamp_kernel(stamps, nodes, flags, num, num_nodes, size, step, BLOCK: tl.constexpr):
-    """Every node gets this step and the earliest of: its local id, or `size` + its place among `nodes`."""
+    """Pass 1 of 3: stamp every node with this step and its earliest place.
+
+    The place of a node that already has a local id in this step is that id, which is below `size`. The place of a new
+    node is `size` + the position of its first occurrence in `nodes`. So one maximum serves both cases. A node outside
+    the graph raises INDEX_ERROR and is not stamped.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     node = tl.load(nodes + i, mask=i < num, other=0).to(tl.int64)
     inside = (node >= 0) & (node < num_nodes)
@@ -322,7 +403,10 @@ def _stamp_kernel(stamps, nodes, flags, num, num_nodes, size, step, BLOCK: tl.co
 
 @triton.jit(do_not_specialize=["num", "num_nodes", "size"])
 def _first_kernel(stamps, nodes, places, is_first, num, num_nodes, size, BLOCK: tl.constexpr):
-    """Where each node was first seen, and whether that is here."""
+    """Pass 2 of 3: read the place of each node, and flag (0 or 1) whether this position is its first occurrence.
+
+    A pass of its own, because a stamp is final only when all programs of pass 1 have ended.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     node = tl.load(nodes + i, mask=i < num, other=0).to(tl.int64)
     known = (i < num) & (node >= 0) & (node < num_nodes)
@@ -333,11 +417,14 @@ def _first_kernel(stamps, nodes, places, is_first, num, num_nodes, size, BLOCK: 
 
 @triton.jit(do_not_specialize=["num", "size", "step"])
 def _number_kernel(stamps, nodes, places, firsts, ids, idx, num, size, step, BLOCK: tl.constexpr):
-    """Local ids: known ones stay, new ones follow in the order of first occurrence and go into their stamps."""
+    """Pass 3 of 3: write the local ids. Known nodes keep theirs; new ones are numbered by first occurrence.
+
+    firsts: [num] int32, the number of first occurrences up to and including each position. Only the lane of a first
+    occurrence writes the id and the stamp of its node, so no two lanes write to one address.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + i, mask=i < num, other=0)
     is_new = (i < num) & (place >= size)
-    # firsts: how many first occurrences there are up to each place.
     local = tl.where(is_new, size - 1 + tl.load(firsts + place - size, mask=is_new, other=0), place)
     tl.store(idx + i, local, mask=i < num)
     is_first = is_new & (place == size + i)
@@ -348,9 +435,12 @@ def _number_kernel(stamps, nodes, places, firsts, ids, idx, num, size, step, BLO
 
 
 class DeviceIdMap(SortedIdMap):
-    """The twin of `cpu.IdMap` for node ids on a GPU. One thread at a time may use it, on one stream.
+    """Map from global ids to local ids on a GPU, as `cpu.sampling.IdMap` is on the CPU. Reused batch after batch.
 
-    dense: whether every node has a stamp (8 bytes each); by default if that fits into DENSE_MAP_BYTES.
+    The map owns its stamps and the list of its ids. One thread at a time may use it, on one stream.
+
+    dense: whether every node of the graph has a stamp of 8 bytes. By default, if they fit into DENSE_MAP_BYTES. A map
+    without stamps sorts, as `SortedIdMap` does.
     """
 
     def __init__(self, num_nodes: int, device: torch.device, dense: bool | None = None) -> None:
@@ -360,6 +450,7 @@ class DeviceIdMap(SortedIdMap):
         self._step = 1
 
     def add(self, nodes: Tensor) -> Tensor:
+        """[n] int32: the local id of each node. New nodes get the next free ids. Synchronises with the device."""
         if self.size + nodes.numel() >= LAST_STEP:
             raise ValueError("a batch may reach at most 2**31 nodes: make batch_size or the fan-outs smaller")
         if not self.dense:
@@ -368,6 +459,7 @@ class DeviceIdMap(SortedIdMap):
         idx = torch.empty(num, dtype=torch.int32, device=self.device)
         if num == 0:
             return idx
+        # Room for the case that all nodes are new: their number is known only after the kernels.
         places, is_first = torch.empty_like(idx), torch.empty_like(idx)
         self._reserve(self.size + num)
         grid = (triton.cdiv(num, BLOCK),)
@@ -386,16 +478,20 @@ class DeviceIdMap(SortedIdMap):
         return idx
 
     def ids(self) -> Tensor:
+        """[size] int64: the nodes added since the last `clear`, by local id. A copy: the next batch reuses `_ids`."""
         return super().ids().clone()
 
     def clear(self) -> None:
+        """Forget all nodes. Costs nothing: stamps of an earlier step count as unseen."""
         super().clear()
         self._step += 1
-        if self._step > LAST_STEP:  # the steps begin again, and so must the stamps
+        # Steps start again at 1, which would lose against the stamps of all earlier steps.
+        if self._step > LAST_STEP:
             self._stamps.zero_()
             self._step = 1
 
     def _reserve(self, size: int) -> None:
+        """Grow `_ids` to hold at least `size` ids, by powers of two, so that few batches need to copy."""
         if size > self._ids.numel():
             larger = torch.empty(1 << size.bit_length(), dtype=torch.int64, device=self.device)
             larger[: self.size] = self._ids[: self.size]

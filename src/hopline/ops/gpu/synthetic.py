@@ -1,11 +1,27 @@
-"""The Triton twins of `cpu_synthetic`, which says what the numbers mean: the same graph, made in device memory.
+"""Triton kernels that make a synthetic graph in device memory: ranks of nodes, sources of edges, features.
 
-Every result is that of the CPU to the last bit: integers and IEEE operations only, and no product is fused with a sum.
-Degrees have no kernel here: they come from float64 powers, whose last bit may differ between the two libraries, and
-one edge more at a node would shift all that follow.
+`ops.cpu.synthetic` is the definition, and both make the same graph, bit for bit. Kernels use only integers and IEEE
+operations, and are compiled without fusing a product with a sum. Degrees have no kernel here: they come from float64
+powers, whose last bit may differ between the two libraries. One edge more at a node would shift all later edges.
+
+    node  --rank-->  rank   a keyed permutation of the nodes; rank % num_classes is the class, low ranks are popular
+    source of an edge       with probability `homophily` a node of the destination's class, else any node
+    features                mean of the class + noise
+
+The permutation is a Feistel network on the numbers below 4**half, of which there are at least num_nodes. A result
+that is not a node is permuted again until it is one, which is still a bijection (cycle walking). It is inverted the
+same way, so a source is drawn as a rank and turned into a node without a list of the members of a class.
+
+Memory layout
+    indptr   [num_nodes + 1] int64    CSC
+    ranks    [num_nodes] int64
+    sources  [num_edges]              int32 or int64
+    labels   [num_nodes] int64, means [num_classes, num_features] float32, features [num_nodes, num_features]
+
+Each program makes BLOCK nodes, BLOCK edges, or ROWS rows of features. There are no gradients. Input is not checked.
 """
 
-# Triton compiles what stands in kernels and takes launch options beside their arguments; its stubs know neither.
+# Triton compiles the bodies of kernels, and a launch takes options among the arguments; its type stubs know neither.
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -20,14 +36,20 @@ from torch import Tensor
 from hopline.ops.gpu.runtime import GOLDEN, first_state, is_interpreted, key_on, mix
 
 _ROUNDS = tl.constexpr(4)
+"""Rounds of the Feistel network, as in `ops.cpu.synthetic`."""
 _LAST_TURN = tl.constexpr(3 * GOLDEN.value % 2**64)
+"""Distance of the last round's key from the first one's: (_ROUNDS - 1) * GOLDEN."""
 _UNIT = tl.constexpr(2.0**-53)
+"""Scale of a draw of 53 bits to 0 .. 1."""
 _SUM_MEAN = tl.constexpr(131070.0)
+"""Mean of the sum of four uniform 16-bit numbers: 2 * 65535."""
 _SUM_DEVIATION = 37837.2272
+"""Standard deviation of the sum of four uniform 16-bit numbers."""
 
 
 @triton.jit
 def _shuffle(value, key, half, mask):
+    """One pass of a Feistel network: a bijection of the numbers below 4**half, uint64. mask: 2**half - 1."""
     left, right = value >> half, value & mask
     for _ in tl.static_range(_ROUNDS):
         left, right = right, left ^ (mix(right ^ key) & mask)
@@ -37,6 +59,7 @@ def _shuffle(value, key, half, mask):
 
 @triton.jit
 def _unshuffle(value, key, half, mask):
+    """The inverse of `_shuffle`: its rounds in reverse order."""
     left, right = value >> half, value & mask
     key += _LAST_TURN
     for _ in tl.static_range(_ROUNDS):
@@ -47,7 +70,11 @@ def _unshuffle(value, key, half, mask):
 
 @triton.jit
 def _walk(value, key, half, num_nodes, INVERSE: tl.constexpr):
-    """Ranks of nodes (or nodes at ranks, INVERSE): uint64. All values must be below num_nodes, or it may never end."""
+    """The ranks of nodes, or with INVERSE the nodes at ranks: uint64.
+
+    All values must be below num_nodes, else the loop may never end. Lanes that are done keep their value while the
+    others of the program continue.
+    """
     half = half.to(tl.uint64)
     num_nodes = num_nodes.to(tl.uint64)
     mask = (tl.full((), 1, tl.uint64) << half) - 1
@@ -61,6 +88,7 @@ def _walk(value, key, half, num_nodes, INVERSE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "count", "num_nodes", "half"])
 def _ranks_kernel(key_ptr, out_ptr, first, count, num_nodes, half, BLOCK: tl.constexpr):
+    """out[i] = the rank of node first + i. Lanes beyond the end walk from node 0, since a walk needs a valid node."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     node = tl.where(inside, first + i, 0).to(tl.uint64)
@@ -70,7 +98,7 @@ def _ranks_kernel(key_ptr, out_ptr, first, count, num_nodes, half, BLOCK: tl.con
 
 @triton.jit
 def _node_of(edge, indptr_ptr, num_nodes, num_halvings):
-    """The node that each edge leads to, by halving the range in which indptr[low] <= edge < indptr[high]."""
+    """The destination of each edge, by bisection. Invariant: indptr[low] <= edge < indptr[high]."""
     low = tl.zeros_like(edge)
     high = low + num_nodes
     for _ in range(num_halvings):
@@ -86,6 +114,11 @@ def _sources_kernel(
     indptr_ptr, ranks_ptr, rank_key_ptr, draw_key_ptr, out_ptr,
     num_nodes, num_edges, num_classes, half, num_heads, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """out[e] = the source of edge e: a rank by two draws of its destination's sequence, turned into a node.
+
+    coin < num_heads: a rank of the destination's own class, else of all nodes. The square of u prefers low ranks. A
+    self-loop is moved to the next rank of the class, or to the one before at the end.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_edges
     edge = tl.where(inside, at, 0)
@@ -114,6 +147,10 @@ def _features_kernel(
     labels_ptr, means_ptr, scale_ptr, key_ptr, out_ptr, num_rows, num_features,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """out[node, column] = means[label, column] + scale * (sum of four 16-bit numbers of one draw - its mean).
+
+    The sum of four uniform numbers approximates a normal one with integers alone.
+    """
     node = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (node < num_rows)[:, None] & (column < num_features)[None, :]
@@ -128,18 +165,18 @@ def _features_kernel(
 
 
 _WALKS, _WARPS = 128, 1
-"""Numbers per program, and its warps: a walk lasts until the slowest of them has ended, so they are few."""
+"""Nodes or edges per program, and its warps. Few, since a walk lasts until the slowest lane has ended."""
 _CELLS = 1024
-"""Features per program."""
+"""Features (rows x columns) per program. A rule of thumb."""
 
 
 def _block(size: int, block: int) -> int:
-    """What one program does of `size`: the interpreter has a cost per program, not per number."""
+    """Numbers per program out of `size`: `block`, or up to 65536 in the interpreter, whose cost is per program."""
     return min(triton.next_power_of_2(size), 1 << 16) if is_interpreted() else block
 
 
 def ranks(first: int, count: int, key: int, half: int, num_nodes: int, device: torch.device) -> Tensor:
-    """[count] int64: the ranks of the nodes from `first` on; the keyed order shuffles the numbers below 4**half."""
+    """[count] int64: the ranks of the nodes first .. first + count - 1. half: num_nodes is at most 4**half."""
     out = torch.empty(count, dtype=torch.int64, device=device)
     block = _block(count, _WALKS)
     grid = (triton.cdiv(count, block),)
@@ -157,12 +194,17 @@ def sources(
     homophily: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[num_edges]: the source of every in-edge. `indptr` and `ranks` are those of all nodes."""
+    """[num_edges]: the source of every in-edge. Synchronises with the device, to read the number of edges.
+
+    indptr: [num_nodes + 1] int64 and ranks: [num_nodes] int64, both of all nodes of the graph. homophily: the
+    probability that a source is drawn from the class of its destination. dtype: that of the result.
+    """
     num_nodes, num_edges, device = ranks.numel(), int(indptr[-1]), indptr.device
     out = torch.empty(num_edges, dtype=dtype, device=device)
     if num_edges == 0:
         return out
-    # Triton would round a float argument to float32. A coin is a whole number of 2**-53, so this one is exact.
+    # Triton would round a float argument to float32. A coin is a multiple of 2**-53, so `coin < homophily` equals
+    # an integer comparison with homophily * 2**53, rounded up.
     num_heads = math.ceil(homophily * 2**53)
     block = _block(num_edges, _WALKS)
     _sources_kernel[(triton.cdiv(num_edges, block),)](
@@ -174,7 +216,10 @@ def sources(
 
 
 def features(labels: Tensor, means: Tensor, key: int, dtype: torch.dtype) -> Tensor:
-    """[num_nodes, num_features]: each node's class mean with noise of deviation 1. `means` is float32."""
+    """[num_nodes, num_features] of `dtype`: the mean of each node's class plus noise of standard deviation 1.
+
+    labels: [num_nodes] int64. means: [num_classes, num_features] float32.
+    """
     num_nodes, num_features = labels.numel(), means.size(1)
     out = torch.empty(num_nodes, num_features, dtype=dtype, device=labels.device)
     scale = torch.full((1,), 1 / _SUM_DEVIATION, dtype=torch.float32, device=labels.device)

@@ -1,7 +1,30 @@
-"""Triton kernels of tiered rows: one gather that takes each row from where it is, counts per row, and cold rows ahead.
+"""Triton kernels of tables in two tiers: gathering, counting reads, and prefetching (staging) cold rows.
 
-Host memory answers rows that lie close together six times as fast as rows all over a large table, since each page that
-is touched must be looked up. So the cold rows of many steps are read at once, by ascending id, each one once.
+A table keeps copies of its hot rows in device memory and all rows in pinned host memory, which kernels read directly
+(zero-copy). Between the two are staged rows: cold rows that were copied to the device for the next steps only.
+
+    pinned host memory                      device memory
+    cold [num_rows, ...]                    hot [num_hot + 2 * capacity, ...]
+        all rows            --stage-->          staged rows, two regions from num_hot on
+                            --copies-->         hot rows, 0 .. num_hot - 1
+
+Memory layout
+    hot_slot  [num_rows] int32   s >= 0: the row is hot, in hot[s]. -1: cold. s < -1: staged, in hot[-2 - s]
+    counts    [COUNTERS, 3] int64  reads of hot, cold and staged rows; sum over the first dimension
+    stamp     [num_rows] int32   the last window (group of steps) that claimed each row
+    found     [capacity]         ids of the rows that a window claimed
+    count     [1] int32          the number of claims of a window, which may exceed the capacity
+
+Staging a window has three kernels. `claim` collects the cold rows that its steps will read, each once. `stage` copies
+them to a region that no step reads. `point` then publishes the region in `hot_slot`, or withdraws it. A row that did
+not fit is read from the host by the step itself, so no result depends on staging.
+
+Host memory answers rows that lie close together six times as fast as rows all over a large table, since each page
+that is touched must be looked up. So the cold rows of many steps are read at once, by ascending id, each one once.
+
+Rows are copied as machine words, so one kernel serves every dtype. Nothing is differentiable, and nothing
+synchronises. Bad input: `gather_tiers` returns zeros for an id out of range and `count_ids` leaves it out; the
+other functions do not check ids.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -17,17 +40,22 @@ from torch import Tensor
 from hopline.ops.gpu.runtime import is_interpreted, launching
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""What rows are copied as: the widest that divides a row, so one kernel serves every dtype."""
+"""Types that rows are copied as, widest first. `row_words` chooses the widest that fits."""
 MAX_COLUMNS = 256
-"""Words of a row that a program takes at a time."""
+"""The most words of a row that a program of `_gather_tiers` copies at a time. A rule of thumb."""
 BLOCK_WORDS, NUM_WARPS = 1024, 2
-"""Words a program has under way, and its warps: as good as any other choice on an H200, for both tiers."""
+"""Words that a program of `_gather_tiers` loads at once, and its warps.
+
+These numbers were as good as any other choice on an H200, for hot and for cold rows. NUM_WARPS is assigned again
+below, with the constants of staging. That later value is the one in use.
+"""
 COUNT_BLOCK = 1024
+"""Ids per program of `_count_ids`. A rule of thumb."""
 
 
 @triton.jit
 def slot_of(hot_slot):
-    """As `tiers.slot_of`."""
+    """The row of `hot` of a hot or staged row, -1 for a cold one. The inverse of the code for staged rows, -2 - s."""
     return tl.where(hot_slot < -1, -2 - hot_slot, hot_slot)
 
 
@@ -52,6 +80,12 @@ def _gather_tiers(
     ORDERED: tl.constexpr,
     STAGED: tl.constexpr,
 ):
+    """out[i] = the row ids[i], from `hot` or `cold`. Each program copies ROWS rows of WIDTH words.
+
+    ALL_HOT: no row is cold, and `hot` is read by id. HAS_COLD: whether `cold` is given; else cold rows give zeros.
+    ORDERED: process the positions of `ids` in the order of `order_ptr`. STAGED: whether staged rows are read from
+    `hot`; else they count as cold.
+    """
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = at < num_ids
     if ORDERED:
@@ -84,6 +118,7 @@ def _gather_tiers(
 
 @triton.jit(do_not_specialize=["num_ids", "num_rows"])
 def _count_ids(seen_ptr, ids_ptr, num_ids, num_rows, BLOCK: tl.constexpr):
+    """seen[id] += 1. Integer atomics, so the result does not depend on the order of threads."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + at, mask=at < num_ids, other=-1).to(tl.int64)
     one = tl.full([BLOCK], 1, tl.int32)
@@ -99,9 +134,10 @@ def gather_tiers(
     order: Tensor | None = None,
     staged: bool = True,
 ) -> Tensor:
-    """As `ops.tiers.gather_tiers`, in one launch that waits for nothing; ids beyond the rows give zeros too.
+    """`ops.gather_tiers.gather_tiers` on the device, in one launch. Unlike there, any id out of range gives zeros.
 
-    order: a permutation of the positions in `ids`, in which they are read.
+    order: [n], a permutation of the positions of `ids`: the order in which rows are read. The result does not
+    depend on it. By default the order of `ids`.
     """
     assert hot_slot is None or hot_slot.dtype == torch.int32
     out = torch.empty((ids.numel(), *hot.shape[1:]), dtype=hot.dtype, device=ids.device)
@@ -141,7 +177,7 @@ def gather_tiers(
 
 
 def count_ids(seen: Tensor, ids: Tensor) -> None:
-    """As `ops.tiers.count_ids`."""
+    """seen[id] += 1 for every id in range, as `ops.gather_tiers.count_ids`. seen: [num_rows] int32."""
     if ids.numel():
         with launching(ids.device):
             grid = (triton.cdiv(ids.numel(), COUNT_BLOCK),)
@@ -149,7 +185,10 @@ def count_ids(seen: Tensor, ids: Tensor) -> None:
 
 
 def row_words(*tensors: Tensor | None) -> tuple[int, torch.dtype]:
-    """(words of a row, what they are): the widest that divides rows and where the tensors start."""
+    """(words per row, type of a word): the widest type that divides the bytes of a row and all addresses.
+
+    All tensors have rows of the shape and dtype of the first one. Empty and missing tensors are left out.
+    """
     first = tensors[0]
     assert first is not None
     row_bytes = first.element_size() * prod(first.shape[1:])
@@ -159,18 +198,30 @@ def row_words(*tensors: Tensor | None) -> tuple[int, torch.dtype]:
 
 
 def words_of(rows: Tensor, word: torch.dtype) -> Tensor:
-    """The same memory as one line of words."""
+    """The memory of contiguous rows as a 1-D tensor of words. An empty tensor is returned as it is."""
     return rows.reshape(-1).view(torch.uint8).view(word) if rows.numel() else rows
 
 
+# ---- staging, and other access to host memory while training runs
+
 CLAIM_BLOCK = 1024
+"""Ids per program of `claim` and `point`. A rule of thumb."""
 PROGRAMS, ROWS, NUM_WARPS = 64, 32, 4
-"""Of the kernel that reads from the host: enough to keep the bus busy, and few, since training runs beside it."""
+"""Programs of a kernel that accesses host memory, rows per program at a time, and warps per program.
+
+Enough programs to keep the bus busy, and few, since training runs on the same GPU at the same time.
+"""
 STAGED_COLUMNS = 64
+"""The most words of a row that such a program copies at a time. A rule of thumb."""
 
 
 @triton.jit(do_not_specialize=["num", "window", "capacity"])
 def _claim_kernel(nodes, hot_slot, stamp, found, count, num, window, capacity, T: tl.constexpr):
+    """Append the cold nodes that are new in this window to `found`, in any order: the caller sorts them.
+
+    The first lane that exchanges the stamp of a row gets an older window back; any other lane gets this window. So
+    exactly one lane claims each row. A program reserves its part of `found` by one atomic add for all its lanes.
+    """
     at = tl.program_id(0) * T + tl.arange(0, T)
     node = tl.load(nodes + at, mask=at < num, other=-1).to(tl.int64)
     cold = node >= 0
@@ -187,7 +238,11 @@ def _stage_kernel(
     hot, cold, hot_slot, found, count, fetched, capacity, first_slot,
     WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Few programs that go over all rows; those staged already are copied from where they stand."""
+    """Copy row found[i] to hot[first_slot + i]. PROGRAMS programs stride over all rows, R at a time.
+
+    A row that the window before has staged is copied within the device. Only rows read from the host are added to
+    `fetched`, [1] int64.
+    """
     total = tl.minimum(tl.load(count), capacity)
     num_fetched = tl.zeros((), tl.int64)
     for start in range(tl.program_id(0) * R, total, tl.num_programs(0) * R):
@@ -207,6 +262,7 @@ def _stage_kernel(
 
 @triton.jit(do_not_specialize=["num"])
 def _gather_kernel(rows, ids, order, out, num, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """out[i] = rows[ids[i]], read in the order of `order`. PROGRAMS programs stride over the ids, R at a time."""
     for start in range(tl.program_id(0) * R, num, tl.num_programs(0) * R):
         inside = start + tl.arange(0, R) < num
         at = tl.load(order + start + tl.arange(0, R), mask=inside, other=0).to(tl.int64)
@@ -220,6 +276,10 @@ def _gather_kernel(rows, ids, order, out, num, WIDTH: tl.constexpr, R: tl.conste
 
 @triton.jit(do_not_specialize=["num"])
 def _put_kernel(table, ids, order, rows, num, ADD: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """table[ids[i]] = rows[i], or += with ADD, in the order of `order`. No atomics: each id must occur once.
+
+    Numbers and not machine words, since ADD computes with them.
+    """
     for start in range(tl.program_id(0) * R, num, tl.num_programs(0) * R):
         inside = start + tl.arange(0, R) < num
         at = tl.load(order + start + tl.arange(0, R), mask=inside, other=0).to(tl.int64)
@@ -236,6 +296,7 @@ def _put_kernel(table, ids, order, rows, num, ADD: tl.constexpr, WIDTH: tl.const
 
 @triton.jit(do_not_specialize=["capacity", "first_slot"])
 def _point_kernel(hot_slot, found, count, capacity, first_slot, STANDS: tl.constexpr, T: tl.constexpr):
+    """hot_slot[found[i]] = the code of the staged row first_slot + i (STANDS), or -1, the code of a cold row."""
     at = tl.program_id(0) * T + tl.arange(0, T)
     inside = at < tl.minimum(tl.load(count), capacity)
     node = tl.load(found + at, mask=inside, other=0).to(tl.int64)
@@ -246,10 +307,11 @@ def _point_kernel(hot_slot, found, count, capacity, first_slot, STANDS: tl.const
 
 
 def claim(nodes: Tensor, hot_slot: Tensor, stamp: Tensor, window: int, found: Tensor, count: Tensor) -> None:
-    """Add the nodes [n] that are not hot and that nobody has claimed in this window to `found`, -1 being none.
+    """Append those of `nodes` that are not hot and were not claimed before in this window to `found`.
 
-    stamp: [num_rows] int32, the last window that claimed each row. count: [1] int32, how many were claimed; only the
-    first of them fit into `found`.
+    nodes: [n], -1 for an empty slot. stamp: [num_rows] int32, the last window that claimed each row.
+    found: [capacity], filled with `unclaimed` at the start of a window. count: [1] int32, the number of claims; those
+    beyond the capacity are counted but not written.
     """
     block = nodes.numel() if is_interpreted() else CLAIM_BLOCK
     block = triton.next_power_of_2(max(1, block))
@@ -260,7 +322,11 @@ def claim(nodes: Tensor, hot_slot: Tensor, stamp: Tensor, window: int, found: Te
 
 
 def stage(hot: Tensor, cold: Tensor, hot_slot: Tensor, found: Tensor, count: Tensor, first_slot: int, fetched: Tensor):
-    """Copy the rows `found` [capacity], of which `count` are there, to hot[first_slot:]; `fetched` += from the host."""
+    """Copy the rows of the first `count` ids of `found` to hot[first_slot:].
+
+    found: [capacity], sorted, so that host memory is read by ascending id. fetched: [1] int64, to which the number of
+    rows read from the host is added. `hot_slot` is read to find rows that are staged already; `point` changes it.
+    """
     width, word = row_words(hot, cold)
     columns = min(STAGED_COLUMNS, triton.next_power_of_2(width))
     rows = triton.next_power_of_2(found.numel()) if is_interpreted() else ROWS
@@ -272,7 +338,7 @@ def stage(hot: Tensor, cold: Tensor, hot_slot: Tensor, found: Tensor, count: Ten
 
 
 def point(hot_slot: Tensor, found: Tensor, count: Tensor, first_slot: int | None) -> None:
-    """Let the places of these rows be the slots from `first_slot` on, or nowhere."""
+    """Declare the rows of the first `count` ids of `found` staged in hot[first_slot:], or cold with None."""
     block = triton.next_power_of_2(found.numel()) if is_interpreted() else CLAIM_BLOCK
     with launching(hot_slot.device):
         _point_kernel[(triton.cdiv(found.numel(), block),)](
@@ -281,7 +347,10 @@ def point(hot_slot: Tensor, found: Tensor, count: Tensor, first_slot: int | None
 
 
 def gather_aside(rows: Tensor, ids: Tensor) -> Tensor:
-    """rows[ids] of pinned host memory, by few programs and in ascending order; all ids must be in range."""
+    """rows[ids] from pinned host memory, for use while training runs: few programs, which read by ascending id.
+
+    All ids must be in range.
+    """
     out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype, device=ids.device)
     width, word = row_words(rows, out)
     size = triton.next_power_of_2(max(1, ids.numel())) if is_interpreted() else ROWS
@@ -294,7 +363,10 @@ def gather_aside(rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def put_aside(table: Tensor, ids: Tensor, rows: Tensor, *, add: bool = False) -> None:
-    """table[ids] = rows, or += rows, in pinned host memory; ids must be in range, and each there once."""
+    """table[ids] = rows, or += rows with `add`, in pinned host memory, by few programs.
+
+    All ids must be in range, and each may occur once. The host must synchronise before it reads the rows.
+    """
     width, rows = rows[:1].numel(), rows.contiguous()
     if rows.numel() == 0:
         return
@@ -307,5 +379,5 @@ def put_aside(table: Tensor, ids: Tensor, rows: Tensor, *, add: bool = False) ->
 
 
 def unclaimed(dtype: torch.dtype) -> int:
-    """What fills the rest of `found`, to come last when it is sorted."""
+    """The largest number of a dtype. It fills the unused end of `found`, and comes last when `found` is sorted."""
     return torch.iinfo(dtype).max

@@ -1,7 +1,40 @@
-"""Triton kernels of the tree layout: keys and seeds of a step, drawing children, and reducing their rows to parents.
+"""Triton kernels of the tree layout: seeds and keys of a step, sampling, and aggregation from children to parents.
 
-Shapes follow from the batch size and the fan-outs alone, and nothing is asked of the host, so that a whole step can be
-captured in one CUDA graph.
+In the tree layout (`ops.tree_slots`) every possible draw has a slot. Shapes follow from the batch size and the
+fan-outs alone, and no function of this file synchronises. So a whole step can be captured in one CUDA graph. The
+price is that a node drawn twice is computed twice, and that slots without a node stay empty.
+
+    order, state  --next_step-->  seeds, keys  --sample_tree-->  nodes, counts  --reduce_rows, reduce_tree-->  rows
+
+Memory layout
+    state      [3] int64              the epoch's key, the step's number, the position of its first seed in `order`
+    order      [num_epoch_seeds]      node ids in the order of the epoch
+    nodes      [num_slots]            dtype of the graph's indices: the node at each slot, -1 where the slot is empty
+    counts     [num_parents] int32    the number of draws of each slot that has children; they fill the first of them
+    weight     [num_slots]            the weight of the edge from each slot to its parent, optional
+    x          a table [num_rows, WIDTH] read by node id, or [slots up to hop + 1, WIDTH] with one row per slot
+    out        [slots up to hop, WIDTH], or [slots up to hop, 2 * WIDTH] with own rows: (reduced | own)
+
+Slots of one hop are contiguous, and so are the children of one slot. Aggregation needs no index of edges:
+
+    first = offset of hop h + 1
+    for i, slot in enumerate(slots of hop h):
+        children  = range(first + i * FANOUT, first + (i + 1) * FANOUT)
+        out[slot] = reduce(weight[c] * x[c] for c in children if nodes[c] >= 0)     # 0 without children
+
+How the work is divided. Program (p, c) of a kernel on rows owns a tile of R slots x C columns. `_reduce_kernel` is
+launched once per hop, because FANOUT is a compile-time constant.
+
+Gradients. Every slot has at most one parent. So the gradient of a gather, in general a scatter-add, is here a gather:
+
+    grad_x[c] = weight[c] * grad_out[parent(c)]                  sum
+    grad_x[c] = weight[c] * grad_out[parent(c)] / count          mean
+    grad_x[c] = weight[c] * grad_out[parent(c)] / ties           max, where c reaches the maximum, else 0
+
+plus the own part of grad_out[c] with own rows. Weights get no gradient. There are no atomics on rows, so every run
+gives the same bits. Half types are summed in float32.
+
+Bad input. These kernels check no id: a seed must be -1 or a node of the graph, and indptr and indices must be valid.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -23,14 +56,16 @@ from hopline.ops.gpu.tiers import slot_of
 from hopline.ops.tree_slots import Slots
 
 SLOTS_PER_PROGRAM = 128
+"""Slots per program of the sampling kernel: one per thread, with Triton's default of four warps."""
 _NUM_KEYS = tl.constexpr(triton.next_power_of_2(random.NUM_PURPOSES + 1))
+"""Lanes that derive the keys of a step: a block of Triton has a power of two of them."""
 
 # ---- the order of an epoch, and keys and seeds of a step
 
 
 @triton.jit(do_not_specialize=["key", "step", "position", "num"])
 def _epoch_kernel(state, ahead, draws, key, step, position, num, T: tl.constexpr):
-    """Both states at a place of an epoch; a draw for each of its seeds, as `random.permutation` makes it."""
+    """draws[i] = the first draw of number i by `key`, as in `random.permutation`. Program 0 also sets both states."""
     i = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     tl.store(draws + i, mix(first_state(key.to(tl.int64), i) + GOLDEN).to(tl.int64), mask=i < num)
     if tl.program_id(0) == 0:
@@ -41,7 +76,12 @@ def _epoch_kernel(state, ahead, draws, key, step, position, num, T: tl.constexpr
 
 
 def start_epoch(state: Tensor, ahead: Tensor, num_seeds: int, key: int, step: int, position: int) -> Tensor:
-    """Both states at a place of the epoch with that key, and a draw for each seed: sorted by it they are in its order.
+    """Set both states to one position of an epoch, and return a draw for each of its seeds.
+
+    Returns [num_seeds] int64 on the device. The seeds, stably sorted by these draws, are in the order of the epoch.
+
+    state, ahead: [3] int64 on the device, see the module docstring. Training advances `state`; prefetching advances
+    `ahead`. key: the key of the epoch. step: the number of steps done. position: the number of seeds done.
 
     One kernel, where torch would need forty: in a short epoch their launches take longer than a step.
     """
@@ -54,12 +94,17 @@ def start_epoch(state: Tensor, ahead: Tensor, num_seeds: int, key: int, step: in
 
 @triton.jit
 def _derive(state, part):
+    """One round of `random.derive_key`, on uint64."""
     return mix(state + (part + 1).to(tl.uint64) * GOLDEN)
 
 
 @triton.jit
 def _step_kernel(state, order, size, seeds, keys, first, BATCH: tl.constexpr, NUM_KEYS: tl.constexpr, T: tl.constexpr):
-    """state: [epoch key, step, position]; seeds from the position on, and the keys of the step."""
+    """The BATCH seeds from order[position + first] on, with -1 beyond the end. Program 0 also writes the keys.
+
+    keys[0] is the step's key, derive_key(epoch key, step). keys[i], from 1 on, is derive_key(step's key, i - 2), as
+    `random.purpose_key` expects it.
+    """
     epoch_key = tl.load(state)
     step = tl.load(state + 1)
     position = tl.load(state + 2)
@@ -77,15 +122,19 @@ def _step_kernel(state, order, size, seeds, keys, first, BATCH: tl.constexpr, NU
 
 @triton.jit
 def _advance_kernel(state, seeds_per_step):
+    """Move `state` to the next step. A launch of its own: all programs of `_step_kernel` must have read it before."""
     tl.store(state + 1, tl.load(state + 1) + 1)
     tl.store(state + 2, tl.load(state + 2) + seeds_per_step)
 
 
 def next_step(state: Tensor, order: Tensor, batch_size: int, first: int, seeds_per_step: int) -> tuple[Tensor, Tensor]:
-    """(seeds, keys) of the step that `state` stands at, and `state` moved on to the next one.
+    """(seeds, keys) of the current step of `state`. Advances `state` to the next step.
 
-    state: [3] int64, the epoch's key, the step's number, and where its seeds begin in `order`. first: where this
-    rank's share begins among the step's `seeds_per_step`. Keys are as `random.purpose_key` reads them.
+    seeds: [batch_size], dtype of `order`: node ids, -1 beyond the end of the epoch.
+    keys: [1 + NUM_PURPOSES] int64, as `random.purpose_key` reads them.
+
+    state: [3] int64: the epoch's key, the step's number, and the position of the step's first seed in `order`.
+    first: the position of this rank's first seed among the step's `seeds_per_step` seeds.
     """
     seeds = torch.empty(batch_size, dtype=order.dtype, device=order.device)
     keys = torch.empty(random.NUM_PURPOSES + 1, dtype=torch.int64, device=order.device)
@@ -103,7 +152,11 @@ def _children_kernel(
     indptr, indices, nodes, slots, key, ids, counts, edge_ids, num,
     FANOUT: tl.constexpr, REPLACE: tl.constexpr, EDGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """One slot a lane. The shuffle's touched positions are kept in registers: O(fan-out) for any degree."""
+    """FANOUT children of each slot of one hop: `reference.sample_children`. One lane draws for one slot.
+
+    Without replacement this is a Fisher-Yates shuffle of which only the positions that were swapped are kept, in
+    registers: O(FANOUT) of them for any degree. An empty slot has degree 0, and its children are empty slots.
+    """
     i = tl.program_id(0) * T + tl.arange(0, T)
     inside = i < num
     node = tl.load(nodes + i, mask=inside, other=-1).to(tl.int64)
@@ -147,6 +200,11 @@ def sample_tree(
     replace: bool = False,
     with_edges: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(nodes, counts, edge_ids) of the trees of `seeds`, as `reference.sample_tree`: one launch per hop.
+
+    key: a number, or a tensor on the device whose first element is the step's key.
+    edge_ids: None unless `with_edges`.
+    """
     device, offsets = seeds.device, slots.offsets
     nodes = torch.empty(offsets[-1], dtype=indices.dtype, device=device)
     counts = torch.empty(slots.up_to(slots.num_hops - 1), dtype=torch.int32, device=device)
@@ -165,24 +223,30 @@ def sample_tree(
     return nodes, counts, edge_ids if with_edges else None
 
 
-# ---- the slots that are there
+# ---- rows for the slots that hold a node
 
 
 class RowMap(NamedTuple):
-    """Which slots the rows of a matrix belong to: all of them in order, or only those that are not empty."""
+    """The relation between slots and the rows of a matrix.
+
+    The matrix has a row for every slot (`rows_by_slot`), or only for slots that hold a node (`dense_rows`). Its shape
+    is the same in both cases, since the host does not know how many slots are empty.
+    """
 
     row_of_slot: Tensor
-    """[num_slots] int32: each slot's row; any where it has none."""
+    """[num_slots] int32: the row of each slot. Undefined where a slot has no row."""
     slots: Tensor
-    """[num_slots] int32: each row's slot, any beyond the last row."""
+    """[num_slots] int32: the slot of each row. Undefined beyond the last row."""
     parents: Tensor
-    """[num_slots] int32: the slot that each row's slot is a child of; -1 at seeds and empty slots."""
+    """[num_slots] int32: the parent slot of each row's slot, -1 for seeds and empty slots. Undefined beyond the last
+    row."""
     total: Tensor
-    """[1] int32: how many rows there are; only the device knows."""
+    """[1] int32 on the device: the number of rows."""
 
 
 @triton.jit(do_not_specialize=["num"])
 def _dense_kernel(nodes, upto, all_parents, place, slots, parents, num, T: tl.constexpr):
+    """Fill a `RowMap` for slots that hold a node. upto: [num] int32, the number of such slots up to each slot."""
     slot = tl.program_id(0) * T + tl.arange(0, T)
     there = tl.load(nodes + slot, mask=slot < num, other=-1) >= 0
     row = tl.load(upto + slot, mask=there, other=1) - 1
@@ -193,13 +257,17 @@ def _dense_kernel(nodes, upto, all_parents, place, slots, parents, num, T: tl.co
 
 @triton.jit(do_not_specialize=["num"])
 def _present_kernel(nodes, all_parents, parents, num, T: tl.constexpr):
+    """parents[slot] = all_parents[slot] where the slot holds a node, else -1."""
     slot = tl.program_id(0) * T + tl.arange(0, T)
     there = tl.load(nodes + slot, mask=slot < num, other=-1) >= 0
     tl.store(parents + slot, tl.load(all_parents + slot, mask=there, other=-1), mask=slot < num)
 
 
 def dense_rows(nodes: Tensor, all_parents: Tensor) -> RowMap:
-    """A row for each slot that holds a node, in their order. nodes: of a tree's first hops."""
+    """The map of a matrix with rows only for slots that hold a node, in the order of the slots.
+
+    nodes: [num_slots], the nodes of the first hops of a tree. all_parents: `Slots.parents`, of these slots at least.
+    """
     num = nodes.numel()
     upto = torch.cumsum(nodes >= 0, 0, dtype=torch.int32)
     place, slots, parents = torch.empty(3, num, dtype=torch.int32, device=nodes.device)
@@ -208,7 +276,7 @@ def dense_rows(nodes: Tensor, all_parents: Tensor) -> RowMap:
 
 
 def rows_by_slot(nodes: Tensor, all_parents: Tensor) -> RowMap:
-    """A row for each slot, empty ones included."""
+    """The map of a matrix with a row for each slot, empty ones included. Arguments as in `dense_rows`."""
     num = nodes.numel()
     same, total = _counted(num, nodes.device)
     parents = torch.empty_like(same)
@@ -218,16 +286,20 @@ def rows_by_slot(nodes: Tensor, all_parents: Tensor) -> RowMap:
 
 @lru_cache(maxsize=64)  # of captured graphs, which do not hold what they read
 def _counted(num: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """([num] int32: 0 .. num - 1, [1] int32: num) on the device.
+
+    Cached to keep the tensors alive: a captured CUDA graph has their addresses but holds no reference to them.
+    """
     return torch.arange(num, dtype=torch.int32, device=device), torch.full((1,), num, dtype=torch.int32, device=device)
 
 
 TILE = 1024
-"""Elements of a tile of rows and columns."""
+"""Numbers in a tile of slots x columns, for rows of up to 256 columns. A rule of thumb."""
 
 
 @triton.jit
 def _source(node, slot, in_place, there, TABLE: tl.constexpr, DENSE_IN: tl.constexpr):
-    """The row that a slot's values stand in."""
+    """The row of `x` that belongs to a slot: by node id (TABLE), by `RowMap.row_of_slot` (DENSE_IN), or the slot."""
     if TABLE:
         row = node
     elif DENSE_IN:
@@ -239,7 +311,7 @@ def _source(node, slot, in_place, there, TABLE: tl.constexpr, DENSE_IN: tl.const
 
 @triton.jit
 def _row_pointers(x, cold, tier, row, there, width, TIERED: tl.constexpr):
-    """Where each row begins: in the one array of rows, or in the hot or the cold one."""
+    """The address of each row: in `x`, or if TIERED in the hot rows `x` or the cold rows `cold`, as `tier` says."""
     if TIERED:
         place = tl.load(tier + row, mask=there, other=-1).to(tl.int64)
         pointer = tl.where(place == -1, cold + row * width, x + slot_of(place) * width)
@@ -255,7 +327,13 @@ def _reduce_kernel(
     DENSE_IN: tl.constexpr, DENSE_OUT: tl.constexpr, OWN: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one hop: `x` is a table read by node (in two tiers, if TIERED), or has a row per slot (or dense)."""
+    """Aggregate the children of the slots of one hop. Program (p, c): R slots from p * R on, C columns from c * C on.
+
+    x: with TABLE a table read by node id, which with TIERED is split into hot rows `x` and cold rows `cold`.
+    Otherwise one row per slot, or with DENSE_IN only rows of slots that hold a node.
+    hits: [COUNTERS, 3] int64, the counts of reads of hot, cold and staged rows, added to if TIERED.
+    first_dst, first_child: the offsets of this hop and of the next one.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = row < num
@@ -309,6 +387,7 @@ def _reduce_kernel(
             hot += (place >= 0).to(tl.int32)
             staged += (place < -1).to(tl.int32)
     if TIERED:
+        # Programs of further columns read the same rows: only the first column of programs counts them.
         if tl.program_id(1) == 0:
             mine = hits + 3 * (tl.program_id(0) % COUNTERS)
             tl.atomic_add(mine, tl.sum(hot).to(tl.int64), sem="relaxed")
@@ -318,7 +397,10 @@ def _reduce_kernel(
 
 @triton.jit
 def _product(value, factor, most, ACC: tl.constexpr):
-    """A weighted value as the maximum was taken of, and stored: equal to it where it is the largest."""
+    """value * factor, rounded exactly as the forward pass rounded it before it stored the maximum.
+
+    Only so does `==` find the edges that reach the maximum.
+    """
     return (value.to(ACC) * factor.to(ACC)).to(most.dtype)
 
 
@@ -328,7 +410,11 @@ def _ties_kernel(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """torch's rule: the edges that reach the maximum share its gradient, with the initial 0 if the maximum is 0."""
+    """Gradient of max, first half: shares[d] = grad[d] / (number of edges that reach the maximum at d), per column.
+
+    This is torch's rule for ties. As in torch, the initial 0 counts as one more edge if the maximum is 0.
+    shares: [num_dst, WIDTH]. out and grad: [num_dst, COLUMNS], of which the first WIDTH columns are reduced ones.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = row < num_dst
@@ -356,7 +442,11 @@ def _spread_kernel(
     WIDTH: tl.constexpr, HOW: tl.constexpr, OWN: tl.constexpr, WEIGHTED: tl.constexpr, ACC: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Each source has one parent at most: its gradient is read, not summed up."""
+    """Gradient of the rows of all slots: out [num_src, WIDTH], by the formulas of the module docstring.
+
+    Each slot has at most one parent, so its gradient is read from the parent's and not summed over edges. With OWN
+    the second half of the slot's own row of `grad` is added.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = row < num_src
@@ -387,12 +477,13 @@ def _spread_kernel(
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """(rows, columns) of a tile."""
+    """(slots, columns) of a tile for rows of `width` numbers: at most 32 slots and 256 columns."""
     columns = min(256, triton.next_power_of_2(width))
     return max(1, min(32, TILE // columns)), columns
 
 
 def _accumulator(dtype: torch.dtype) -> Any:
+    """The type of sums: float64 for float64, else float32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -410,11 +501,13 @@ def reduce_rows(
     dense_in: Tensor | None = None,
     dense_out: Tensor | None = None,
 ) -> Tensor:
-    """[slots up to `hop`, ...]: each slot's children reduced, its own row to their right if asked for.
+    """[slots up to `hop`, width]: the aggregated children of each slot. Not differentiable; see `reduce_tree`.
 
-    x: rows of a table, read by the slots' nodes, or of all slots. tiers: (cold rows, place of each row as in
-    `ops.tiers.gather_tiers`, counters as `ops.tiers.new_counts`), where `x` holds a table's hot rows only. dense_in,
-    dense_out: `RowMap.row_of_slot`, where rows are kept only for slots that are there.
+    x: with `table` the rows of a table, read by the slots' nodes. Otherwise one row per slot of hops 0 .. hop + 1.
+    own: whether the slot's own row follows to the right, which makes the result [slots up to `hop`, 2 * width].
+    tiers: (cold rows, hot slot of each row, counters), if `x` holds only the hot rows of a table. They are as in
+    `ops.gather_tiers.gather_tiers`.
+    dense_in, dense_out: `RowMap.row_of_slot`, if `x` or the result has rows only for slots that hold a node.
     """
     width = prod(x.shape[1:])
     out = torch.empty(slots.up_to(hop), 2 * width if own else width, dtype=dtype, device=nodes.device)
@@ -435,6 +528,8 @@ def reduce_rows(
 
 
 class _ReduceTree(torch.autograd.Function):
+    """`reduce_rows` on rows of slots, with the gradient for them. Keeps rows and result for backward only for max."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, slots: Slots, hop: int, nodes: Tensor, counts: Tensor, how: str, weight: Any, own: bool
@@ -482,7 +577,11 @@ def reduce_tree(
     weight: Tensor | None = None,
     own: bool = False,
 ) -> Tensor:
-    """Rows of all slots up to hop + 1 reduced to those of their parents, differentiable; definition in reference."""
+    """Aggregate the rows of all slots up to hop + 1 to their parents. Differentiable in `x`, not in `weight`.
+
+    x: [slots up to hop + 1, ...]. Returns [slots up to hop, ...]; with `own` [slots up to hop, 2 * width], where the
+    slot's own row follows to the right. The result equals `reference.reduce_edges` on the edges of the tree.
+    """
     assert x.size(0) == slots.up_to(hop + 1), "one row per slot"
     weight = None if weight is None else weight.contiguous()
     out = _ReduceTree.apply(x, slots, hop, nodes, counts, how, weight, own)
