@@ -135,16 +135,37 @@ def test_own_threads_leave_torch_one_thread_and_give_it_back() -> None:
 
 
 def test_threads_do_not_wait_for_one_that_never_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Busy:
-        def __init__(self, count: int) -> None: ...
+    def never_run(task: object, count: int) -> list[concurrent.futures.Future[None]]:
+        return [concurrent.futures.Future() for _ in range(count)]
 
-        def submit(self, function):
-            return concurrent.futures.Future()  # never runs
-
-    monkeypatch.setattr(cpu_runtime._kernel_threads, "at_least", Busy)
+    monkeypatch.setattr(cpu_runtime._kernel_threads, "submit", never_run)
     seen: list[int] = []
     cpu_runtime.in_threads(seen.append, 5, threads=3)
     assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_pool_that_is_replaced_has_taken_its_tasks_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads ask for pools of different sizes at once: neither is given one that takes no task any more."""
+    threads = cpu_runtime._KernelThreads()
+    monkeypatch.setattr(cpu_runtime, "_kernel_threads", threads)
+    errors: list[BaseException] = []
+
+    def call(sizes: range) -> None:
+        try:
+            for size in sizes:
+                cpu_runtime.in_threads(lambda number: None, 100, threads=size)
+        except BaseException as error:
+            errors.append(error)
+
+    callers = [threading.Thread(target=call, args=(sizes,)) for sizes in (range(2, 40, 2), range(3, 41, 2))]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    threads.submit(lambda: None, 1)
+    assert not errors
+    assert threads._pool is not None
+    threads._pool.shutdown()
 
 
 def test_threads_that_work_alone_leave_other_threads_their_number() -> None:

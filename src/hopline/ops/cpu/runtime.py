@@ -25,7 +25,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numba
@@ -168,14 +168,17 @@ class _KernelThreads:
         self._size = 0
         self._lock = threading.Lock()
 
-    def at_least(self, count: int) -> ThreadPoolExecutor:
-        """A pool of `count` threads or more. A smaller one is replaced."""
-        with self._lock:  # or two threads could each start a pool
+    def submit(self, task: Callable[[], None], count: int) -> list[Future[None]]:
+        """Give the pool a task `count` times. A pool of fewer than `count` threads is replaced by a larger one."""
+        # Held until the pool has the tasks: another thread that needs a larger pool shuts this one down, and a pool
+        # that is shut down takes no task. The lock also keeps two threads from starting a pool each.
+        with self._lock:
             if self._pool is None or self._size < count:
                 if self._pool is not None:
                     self._pool.shutdown(wait=False)  # tasks that it was given still run
-                self._pool, self._size = start_threads(count, "hopline-ops"), count
-            return self._pool
+                self._pool = start_threads(count, "hopline-ops")
+                self._size = count
+            return [self._pool.submit(task) for _ in range(count)]
 
 
 _kernel_threads = _KernelThreads()
@@ -217,8 +220,7 @@ def in_threads(run: Callable[[int], object], count: int, threads: int | None = N
             work[0](number)
 
     num_helpers = min(threads or _allowed(), count) - 1
-    pool = _kernel_threads.at_least(num_helpers) if num_helpers > 0 else None
-    helpers = [] if pool is None else [pool.submit(take) for _ in range(num_helpers)]
+    helpers = _kernel_threads.submit(take, num_helpers) if num_helpers > 0 else []
     try:
         take()
     finally:
