@@ -1,7 +1,7 @@
 """`Layers`: a model computed layer by layer, forward and backward, over pieces of a graph.
 
-A *piece* is a set of nodes with all their in-edges. All pieces go through layer l before any goes through layer l +
-1. The rows between two layers are kept in tables, so only one piece at a time needs device memory for a layer:
+A *piece* is a set of nodes with all their in-edges. All pieces go through a layer before any goes through the next.
+The rows between two layers are kept in tables, so only one piece at a time needs device memory for a layer:
 
     forward     for each layer l, for each piece:
                     rows after l - 1, from the table --> model.layer(l) --> rows after l, into the table
