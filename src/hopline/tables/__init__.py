@@ -1,11 +1,12 @@
-"""Tables: rows by node id, wherever they live.
+"""Tables: rows by node id, in any place: device, pinned or other host memory, disk, another host.
 
-Read `base` for the contract (`read`, `write`, `tiers`), then `memory`, `sparse`, `cache` and `tiered` (device over
-pinned or host memory over disk), `build` the one call that stacks them, `hot_rows` which rows are hot. `layers` has
-the tables that are written, one per layer, and `allocators` where they lie. `history` adds the age of every row and
-rows that are prefetched for a GPU, `history_ranks` tables that ranks share. A table owns no thread and no stream: rows
-of histories move by a `device.RowMover` that the work owns. A table of one's own implements `base.Table`. It stands on
-`pipeline` and below.
+Read `base` first: the contract of a table (`read`, `write`, `tiers`). Tables of features are `memory` (a dense
+tensor), `sparse` (CSR), `cache` (copies in RAM over a slower table) and `tiered` (copies on the device over a slower
+table). `build` has the one call that stacks them, and `hot_rows` decides which rows are hot. Tables that are written,
+one per layer, are in `layers`, and `allocators` decides in which memory they lie. `history` adds the age of every row
+and rows that are prefetched for a GPU; `history_ranks` has histories that ranks share. `shareable` sends tables to
+other processes as handles. A table owns no thread and no stream: rows of histories are moved by a `device.RowMover`,
+which the work owns. A table of your own implements `base.Table`. It stands on `pipeline` and below.
 """
 
 from hopline.tables.base import Table, Tiers
