@@ -130,8 +130,7 @@ class Boundaries:
         dtype: Element type of the model's parameters.
         reads: (layer) -> [n] int64, ascending: the positions that this rank's pieces read. None: all positions.
         keep_gradients: Called with (layer, gradients at all rows of the layer). None: nobody wants them.
-        collect: Sums gradients over ranks. Returns the sums at this rank's rows, and the position of the first of
-        them.
+        collect: Sums gradients over ranks. Returns the sums at this rank's rows, and the position of the first row.
             None: there is one rank.
     """
 

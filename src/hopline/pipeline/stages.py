@@ -45,7 +45,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How busy a run of a pipeline was.
+    """Times of one run of a pipeline, which show how busy it was.
 
     The wait for the first result is left out: no number of threads can shorten it.
     """
@@ -79,8 +79,7 @@ class StageMemoryError(StageError, torch.OutOfMemoryError):
 class Pipeline:
     """Takes requests through stages in threads, and yields the results in the order of the requests.
 
-    The threads belong to one call of `run`, and end with it. The iterator of the requests runs in the caller's
-    thread.
+    The threads belong to one call of `run`, and end with it. The requests are iterated in the caller's thread.
 
     Args:
         stages: Functions that each request goes through, one after the other.
@@ -128,8 +127,8 @@ class Pipeline:
             while len(pending) < self.look_ahead and (request := next(source, _END)) is not _END:
                 pending.append(pool.submit(self._through_stages, request, spent))
 
-        # If the iterator is closed early, waiting requests are dropped. Not `in_step`: other ranks wait for their
-        # stages.
+        # If the iterator is closed early, pending requests are dropped. With `in_step` they are finished, because
+        # stages of other ranks wait for theirs.
         cancel = not self.in_step
         try:
             fill()

@@ -4,8 +4,8 @@
     batch on the host --memcpy--> pinned buffer --copy stream--> the GPU ...  the current stream waits for the copies
 
 A copy from ordinary host memory blocks the host, so each tensor first goes into a pinned buffer. Copies run on a
-stream of their own, and an event marks their end. The host waits only for a free buffer, for earlier copies
-from a buffer that it is about to overwrite, and for a tensor that does not fit into the buffer.
+stream of their own, and an event marks their end. The host waits in three cases: if no buffer is
+free, if earlier copies from its buffer are not done, and for a tensor that does not fit into the buffer.
 
 The price is a `memcpy` of every batch on the host, and `look_ahead` pinned buffers, each as large as a batch.
 """

@@ -1,8 +1,8 @@
 """Tables: rows by node id, in any place: device, pinned or other host memory, disk, another host.
 
-Read `base` first: the contract of a table (`read`, `write`, `tiers`). Tables of features are `memory` (a dense
-tensor), `sparse` (CSR), `cache` (copies in RAM over a slower table) and `tiered` (copies on the device over a slower
-table). `build` has the one call that stacks them, and `hot_rows` decides which rows are hot. Tables that are written,
+Read `base` first: the contract of a table (`read`, `write`, `tiers`). Features are in a `memory` table (a dense
+tensor) or a `sparse` one (CSR). Over a slower table, `cache` has copies in RAM and `tiered` has copies on the device.
+`build` has the one call that stacks them, and `hot_rows` decides which rows are hot. Tables that are written,
 one per layer, are in `layers`, and `allocators` decides in which memory they lie. `history` adds the age of every row
 and rows that are prefetched for a GPU; `history_ranks` has histories that ranks share. `shareable` sends tables to
 other processes as handles. A table owns no thread and no stream: rows of histories are moved by a `device.RowMover`,

@@ -88,7 +88,7 @@ class Histories(LayerTables, RowReader):
     """Embeddings of earlier steps: a table per layer, and the step that wrote each row.
 
     Histories own their tables. The mover belongs to the work that trains, and only the thread that trains may call
-    it; so with a mover, only that thread may read and write.
+    it. So with a mover, only that thread may read and write.
 
     Args:
         num_rows: Rows of every table.
