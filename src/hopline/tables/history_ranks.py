@@ -57,8 +57,7 @@ class Owners:
         return [found[rank] for rank in range(self.world.size)]
 
     def collect(self, positions: Tensor, rows: Tensor) -> Tensor:
-        """Sum the rows of all ranks by position, and return the sums at the positions that this rank owns.
-        Collective.
+        """The sums of all ranks' rows, by position, at the positions that this rank owns. Collective.
 
         positions: [n] int64, ascending, each once.
         rows: [n, ...]: what this rank adds at each of them.

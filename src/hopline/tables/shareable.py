@@ -32,7 +32,7 @@ class Shareable:
     def share_arrays(self, *names: str) -> dict[str, SharedArray]:
         """Handles of the attributes `names`, which are tensors. From now on the table uses the shared memory too."""
         # A tensor is shared once, however often the table is sent. If the attribute was replaced since, it is shared
-        # anew.
+        # again.
         sent: dict[str, SharedArray] = self.__dict__.setdefault("_sent", {})
         for name in names:
             tensor = getattr(self, name)
