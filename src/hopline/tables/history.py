@@ -7,7 +7,7 @@ batch pulls the rows of its halo, and after its step pushes the rows of its own 
     after the step     the model's rows of own nodes --`write` (push)--> tables; `stamp` notes the step
 
 With a GPU, a `RowMover` pulls and pushes on a stream of its own, while the GPU computes. Without one, rows are read
-and written directly. In training the commit of a batch (`HistoricalWork.commit`) is what writes and stamps. A table
+and written directly. In a training step, the commit of the batch writes and stamps (`HistoricalWork.commit`). A table
 that nobody has written yet reads as zeros.
 
 The cost is one row per node and layer in the memory that the allocator chooses, and 8 bytes per node for the steps.

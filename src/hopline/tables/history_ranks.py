@@ -3,7 +3,7 @@
 Positions follow the order of the partition, and each rank owns a run of parts. The runs of a host's ranks follow each
 other, so a host holds one range of positions:
 
-    positions   0 ......................................... num_nodes
+    positions   0 ......................... num_nodes
     ranks       | rank 0 | rank 1 | rank 2 | rank 3 |
     memory      |     host 0      |     host 1      |    one table per layer and host, mapped by all ranks of the host
 
