@@ -1,7 +1,25 @@
-"""One loop forward and one back: every piece of a graph goes through a layer before any goes through the next.
+"""`Layers`: a model computed layer by layer, forward and backward, over pieces of a graph.
 
-Going forward keeps the rows between layers in tables. Going back computes each layer again, piece by piece, and adds up
-the gradients at these rows. That gives what one backward pass over the whole graph gives, in the memory of a piece.
+A *piece* is a set of nodes with all their in-edges. All pieces go through a layer before any goes through the next.
+The rows between two layers are kept in tables, so only one piece at a time needs device memory for a layer:
+
+    forward     for each layer l, for each piece:
+                    rows after l - 1, from the table --> model.layer(l) --> rows after l, into the table
+
+    backward    for each layer l from the last, for each piece:
+                    rows after l - 1, from the table --> model.layer(l) again, now with autograd
+                    gradient at rows after l --> backward() --> parameters' .grad, and added at rows after l - 1
+
+Adding up the gradients of all pieces gives what one backward pass over the whole graph gives, up to the order of
+summation. It is gradient checkpointing with the layer boundaries as checkpoints. The price is that layers are
+computed twice, and memory for a table of rows per layer and for the gradients at these rows. The tables may lie in
+any place.
+
+Random draws must be the same both times. Dropout is drawn by node key; `Layers.same_draws` seeds torch's generator
+for convs that draw by themselves.
+
+In a forward pass two host threads may help. One prepares pieces that come next, the other writes rows of pieces that
+are done (`LayerPlan.ahead`, `LayerPlan.behind`).
 """
 
 from __future__ import annotations
@@ -30,72 +48,90 @@ C = TypeVar("C")
 
 @dataclass(eq=False)
 class Piece:
-    """Nodes that a layer is computed at together, with all their in-edges."""
+    """Nodes that a layer is computed at together, with all their in-edges. Plans make pieces."""
 
     block: Block
+    """Destinations: the nodes of the piece. Sources: all their in-neighbours, and the nodes themselves."""
     src: Any
-    """Positions of the sources' rows, as `Boundaries` understand them; the engine only passes them on."""
+    """Table positions of the sources' rows, in a form that the `Boundaries` understand: the engine passes it on."""
     dst: Any
-    """Those of the destinations' rows."""
+    """Table positions of the destinations' rows, in a form that the `Boundaries` understand."""
     number: int = 0
-    """Keys the random draws of the convs themselves, such as attention dropout, together with the layer."""
+    """Together with the layer, the key of what convs draw by themselves, such as attention dropout."""
     batch: Batch | None = None
-    """Seeds and labels, where the loss is computed at the piece."""
+    """Seeds and labels of the piece. None if no loss is computed at it."""
     chunk: Any = None
-    """What the plan made it of."""
+    """The chunk of the plan that the piece was made of."""
     ahead: Any = None
-    """What a thread has read for it."""
+    """Rows that `LayerPlan.read_ahead` has read for the piece, for `LayerPlan.state`."""
 
 
 class LayerPlan(ABC, Generic[C]):
-    """Which nodes each layer is computed at, and in which pieces. `C` is what a plan lists, before edges are made."""
+    """Decides at which nodes each layer is computed, and in which pieces.
+
+    `C` is the type of a chunk: what a plan lists, before the edges of a piece are made. `piece` and `read_ahead` may
+    run in a thread of the engine; all other methods run in the thread that computes.
+    """
 
     span: str | None = None
-    """Name of a piece's computation in the trace."""
+    """Name of a piece's computation in the trace. None: it is not traced."""
     ahead, behind = 0, 0
-    """Pieces that a thread prepares before their turn, and pieces that a thread writes after it; 0: no thread."""
+    """(pieces that a thread prepares before their turn, pieces that a thread writes after it). 0: no such thread."""
     encodes_once = False
-    """Whether a piece number has the same nodes at every layer, and there is room to keep their encoded rows."""
+    """Whether encoded rows are kept from layer to layer, by piece number.
+
+    A plan may set it if a piece number has the same nodes at every layer, and if there is memory for the rows.
+    """
 
     @abstractmethod
     def chunks_of(self, l: int) -> Sequence[C]:
-        """What layer `l` is cut into."""
+        """The chunks of layer `l`, in the order in which they are computed."""
 
     @abstractmethod
     def piece(self, l: int, chunk: C) -> Piece:
-        """A chunk with its edges. May run in a thread."""
+        """The piece of a chunk, with its edges. May run in a thread."""
 
     @abstractmethod
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
-        """Features of some nodes, for the model."""
+        """The features of the nodes `ids`, for the model's encoder."""
 
     def read_ahead(self, l: int, piece: Piece, rows: Boundaries) -> None:
-        """Read what can be read before the piece's turn, into `piece.ahead`. May run in a thread."""
+        """Read rows that the layer needs into `piece.ahead`, before the piece's turn. May run in a thread."""
 
     def state(self, l: int, piece: Piece) -> State | None:
-        """What was read ahead, on the device, where the piece's block is from now on. None: the engine reads."""
+        """The input of layer `l`, made of `piece.ahead`, on the device. None: the engine reads it from the tables.
+
+        A plan that returns a state also moves `piece.block` to the device.
+        """
         return None
 
     def written(self, l: int, piece: Piece) -> None:
-        """Forward: the rows of a piece are computed and written."""
+        """Called in the forward pass when the rows of a piece are written."""
 
     def completed(self, l: int) -> None:
-        """Forward: layer `l` is computed at all pieces of this rank. Rows that other ranks computed may be fetched."""
+        """Called in the forward pass when this rank has computed layer `l` at all its pieces.
+
+        A plan may fetch rows that other ranks computed.
+        """
 
     def backward_done(self, l: int, piece: Piece) -> None:
-        """Backward: layer `l` is done with at a piece."""
+        """Called in the backward pass when a piece is done with layer `l`."""
 
 
 class Boundaries:
-    """Rows after every layer and gradients at them, by position in tables.
+    """Rows after every layer, and the gradients at them, by position in tables.
+
+    The tables belong to the caller. The sums of gradients belong to the boundaries, for one backward pass. At most
+    one layer's gradient is complete at a time; `gradients_complete` replaces it by that of the next layer.
 
     Args:
-        tables: Where the rows are.
-        device: Where the model is.
-        dtype: Of its parameters.
-        reads: (layer) -> positions that have a row, ascending; None where all have.
-        keep_gradients: Is given the gradients at all rows of a layer, where these are wanted.
-        collect: Sums gradients over ranks. Returns this rank's rows and the position of the first of them.
+        tables: The tables that rows are read from and written to.
+        device: The device of the model.
+        dtype: Element type of the model's parameters.
+        reads: (layer) -> [n] int64, ascending: the positions that this rank's pieces read. None: all positions.
+        keep_gradients: Called with (layer, gradients at all rows of the layer). None: nobody wants them.
+        collect: Sums gradients over ranks. Returns the sums at this rank's rows, and the position of the first row.
+            None: there is one rank.
     """
 
     def __init__(
@@ -112,60 +148,58 @@ class Boundaries:
         self.keep_gradients, self.collect = keep_gradients, collect
         self._source: RowSource = tables
         self._sums: dict[int, Tensor] = {}
-        """By layer, the gradients at its rows, as far as pieces have added to them."""
+        """The gradient at the rows after each layer, by layer, as far as pieces have added to it."""
         self._gradient: Tensor | None = None
-        """The gradient after one layer, complete."""
+        """The gradient at the rows after one layer, complete."""
         self._first = 0
-        """The position of its first row."""
+        """The position of the first row of `_gradient`, if `collect` made it."""
 
     # ---- rows
 
     def begin(self, layers: Sequence[int]) -> None:
-        """The rows after these layers are about to be read. Collective."""
+        """Prepare to read the rows after these layers. Collective: rows of other hosts are fetched."""
         self._source = self.tables.begin_reading(layers, self.reads(layers[-1])) if layers else self.tables
 
     def handle(self, l: int, piece: Piece) -> Rows | Tensor:
-        """The sources' rows after layer `l`: a handle where a conv can read them in place, else a copy."""
+        """The sources' rows after layer `l`: a handle if a conv can read them from the table itself, else a copy."""
         table = self.tables.in_place(l, self.device, self.dtype)
         return self.read(l, piece.src) if table is None else Rows(table, as_positions(piece.src))
 
     def read(self, l: int, at: Any) -> Tensor:
-        """Rows after layer `l`: new memory, where the model is."""
+        """A copy of the rows at `at` after layer `l`, on the device and in the dtype of the model."""
         return self._source.rows(l, as_positions(at)).to(self.device, self.dtype)
 
     def write(self, l: int, piece: Piece, rows: Tensor) -> None:
-        """The destinations' rows after layer `l`."""
+        """Write the rows of a piece's destinations after layer `l`."""
         self.tables.write(l, piece.dst, rows)
 
     def complete(self, l: int) -> None:
-        """All rows after layer `l` are written. Collective."""
+        """Note that all rows after layer `l` are written, so that the next layer may read them. Collective."""
         self.tables.complete(l)
 
     # ---- gradients
 
     @property
     def wants_last(self) -> bool:
-        """Whether gradients after the last layer are wanted."""
+        """Whether somebody wants the gradient at the rows after the last layer. The engine itself does not."""
         return self.keep_gradients is not None
 
     def add(self, l: int, at: Any, rows: Tensor | None) -> None:
-        """Add to the gradient after layer `l`, at each position once."""
+        """Add `rows` to the gradient at the rows after layer `l`. No position may occur twice in one call."""
         if rows is not None:
             sums = self._sum(l, rows)
             ops.add_rows(sums, self._near(sums, self._among(l, as_positions(at))), rows)
 
     def gradients_complete(self, l: int) -> None:
-        """Every piece has added to the gradient after layer `l`. Collective.
-
-        A rank whose pieces added nothing has zeros, since the others wait for its part of the sum.
-        """
+        """Make the gradient at the rows after layer `l` readable: every piece has added to it. Collective."""
+        # A rank whose pieces added nothing contributes zeros, because the others wait for its part of the sum.
         if l not in self._sums and l in self.tables.tables:
             self._sum(l, self.tables.tables[l])
         self._gradient = self._sums.pop(l, None)
         if self._gradient is None:
             return
         if self.device.type == "cuda" and not self._gradient.is_cuda and (self.collect or self.keep_gradients):
-            # The host is about to read them: what the GPU added to pinned memory must be there.
+            # The host is about to read the sums in pinned memory, and kernels of the GPU may still add to them.
             torch.cuda.current_stream(self.device).synchronize()
         if self.collect is not None:
             self._gradient, self._first = self.collect(self._gradient)
@@ -173,13 +207,14 @@ class Boundaries:
             self.keep_gradients(l, self._gradient)
 
     def gradient(self, l: int, at: Any) -> Tensor:
-        """The complete gradient after layer `l` at some rows."""
+        """The complete gradient at the rows `at` after layer `l`."""
         assert self._gradient is not None
         at = as_positions(at)
         at = self._among(l, at) if self.collect is None else at - self._first
         return ops.gather_rows(self._gradient, self._near(self._gradient, at))
 
     def _sum(self, l: int, like: Tensor) -> Tensor:
+        """The sum of gradients after layer `l`, zeros at first. It has a row only for positions that are read."""
         if l not in self._sums:
             read = self.reads(l)
             count = self.tables.num_rows if read is None else read.numel()
@@ -187,18 +222,20 @@ class Boundaries:
         return self._sums[l]
 
     def _near(self, sums: Tensor, at: Tensor) -> Tensor:
-        """Positions on the device that adds to these sums and reads them: pinned memory is the GPU's to use."""
+        """Positions on the device whose kernels use these sums: the GPU's also for sums in pinned host memory."""
         return at.to(self.device if sums.is_cuda or pinned.is_registered(sums) else sums.device)
 
     def _among(self, l: int, at: Tensor) -> Tensor:
+        """The rows of the sum after layer `l` that belong to some positions."""
         read = self.reads(l)
         return at if read is None else torch.searchsorted(read, at)
 
 
 class Recorder(LayerHooks):
-    """Keeps the rows that layers give at their destinations, before dropout.
+    """Keeps the rows that layers compute at their destinations, before dropout.
 
-    keeps_gradients: autograd keeps the gradients of these rows. measures: also how far noise moves each layer.
+    keeps_gradients: whether autograd keeps the gradients of these rows.
+    measures: whether to measure how far noise on a layer's input moves its output, into `spreads`.
     """
 
     def __init__(self, *, keeps_gradients: bool = False, measures: bool = False) -> None:
@@ -213,8 +250,8 @@ class Recorder(LayerHooks):
 
     def after_layer(self, l: int, h: Tensor) -> Tensor:
         self.record(l, h)
-        # What comes next, such as a head with ReLU(inplace=True), may change its input in place. The gradient of
-        # the recorded rows would then be that of the changed ones.
+        # The next module, such as a head with ReLU(inplace=True), may change its input in place. Without the clone,
+        # the gradient of the recorded rows would be that of the changed ones.
         return h.clone() if self.keeps_gradients else h
 
     def record(self, l: int, h: Tensor) -> None:
@@ -228,23 +265,29 @@ class Objective(Protocol):
     """The loss of a model whose outputs come piece by piece."""
 
     def begin(self, layers: Layers[Any]) -> None:
-        """All rows before the last layer can be read."""
+        """Called before the backward pass, when all rows that the last layer reads can be read."""
         ...
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
-        """A scalar whose gradient is the share of a piece: its batch, and the outputs at its seeds."""
+        """A scalar whose gradient is that of a piece's share of the loss.
+
+        outputs: the model's outputs at the seeds of `batch`.
+        """
         ...
 
 
 class Layers(Generic[C]):
     """A model, computed layer by layer over the pieces of a plan.
 
+    Model, plan and tables belong to the caller. The threads that the plan wants start with each layer of `forward`
+    and end with it. All methods are for the one thread that computes.
+
     Args:
-        model: The layers.
-        plan: Which nodes, in which pieces.
-        rows: From which table a layer reads, and into which it writes.
-        key: Of the random draws, so that going back draws the same again; None in evaluation.
-        keep: Is also given the rows of every layer but the last: (layer, piece, rows of its destinations).
+        model: The model whose layers are computed.
+        plan: Decides at which nodes each layer is computed, and in which pieces.
+        rows: Reads and writes the rows between layers, and adds up the gradients at them.
+        key: Key of the random draws, so that the backward pass draws as the forward pass did. None in evaluation.
+        keep: Called with (layer, piece, rows of its destinations) for every layer but the last.
 
     Example:
         >>> from torch_geometric.nn import SimpleConv
@@ -284,8 +327,9 @@ class Layers(Generic[C]):
     # ---- forward
 
     def forward(self, layers: Iterable[int]) -> None:
-        """Write the rows after these layers, of which each reads what the one before it wrote."""
+        """Compute these layers at all pieces, and write their rows. Each layer reads the rows of the one before."""
         for l in layers:
+            # The rows after the layer before; for jumping knowledge in the last layer, those after all layers before.
             self.rows.begin(range(l) if l == self.last and self.model.keeps_jk else range(l)[-1:])
             chunks = self.plan.chunks_of(l)
             with closing(self._computed(l, chunks)) as computed, closing(self._written(computed, len(chunks))) as done:
@@ -296,7 +340,7 @@ class Layers(Generic[C]):
             self.plan.completed(l)
 
     def _computed(self, l: int, chunks: Sequence[C]) -> Generator[tuple[int, Piece, Tensor], None, None]:
-        """(layer, piece, the rows of its destinations), piece after piece."""
+        """(layer, piece, the rows of its destinations) for each piece, in order."""
 
         def prepare(chunk: C) -> Piece:
             piece = self.plan.piece(l, chunk)
@@ -312,24 +356,27 @@ class Layers(Generic[C]):
                 if self.keep is not None and l < self.last:
                     self.keep(l, piece, rows)
                 yield l, piece, rows
-                del piece, rows  # a plan without threads is promised one piece at a time
+                del piece, rows  # without threads only one piece may be in memory: this frame must not hold it
 
     def _prepared(self, prepare: Callable[[C], Piece], chunks: Sequence[C]) -> Generator[Piece, None, None]:
+        """The pieces of the chunks, prepared by a thread if the plan wants one."""
         if not self.plan.ahead or len(chunks) < 2:
-            # A pipeline would keep its last request while the caller computes.
+            # No pipeline: it would hold its last request while the caller computes.
             for chunk in chunks:
                 yield prepare(chunk)
             return
-        idle = self.device.type != "cpu"  # the host, but for what it prepares
+        idle = self.device.type != "cpu"  # with a GPU the host has nothing else to compute
         stage = Stage("infer.prepare", prepare)
         yield from Pipeline([stage], workers=1, look_ahead=self.plan.ahead, all_cores=idle).run(chunks)
 
     def _written(self, computed: Iterator[tuple[int, Piece, Tensor]], count: int) -> Generator[Piece, None, None]:
+        """The pieces whose rows are written, by a thread if the plan wants one."""
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def write(one: tuple[int, Piece, Tensor]) -> Piece:
             l, piece, rows = one
-            with torch.cuda.stream(stream):  # that of who computes, whichever thread writes
+            # The stream that computes, also in another thread: there the write comes after the computation.
+            with torch.cuda.stream(stream):
                 self.rows.write(l, piece, rows)
             return piece
 
@@ -338,12 +385,13 @@ class Layers(Generic[C]):
             return
         for one in computed:
             yield write(one)
-            del one  # or the next piece would come on top of it
+            del one  # else this piece would still be in memory while the next one is computed
 
     def _span(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.plan.span is None else trace.span(self.plan.span, self.device)
 
     def _outputs(self, state: State, piece: Piece) -> Tensor:
+        """The model's outputs at a piece: the last layer and the decoder."""
         return self.model.decode(self.model.layer(self.last, state, piece.block))
 
     # ---- what a layer reads
@@ -351,10 +399,12 @@ class Layers(Generic[C]):
     def state(
         self, l: int, piece: Piece, inputs: Tensor | None = None, jumped: Sequence[Tensor] | None = None
     ) -> State:
-        """What layer `l` reads at a piece.
+        """The input of layer `l` at a piece.
 
-        inputs, jumped: the sources' rows after the layer before, and the destinations' rows after all layers before, in
-        place of those in the tables. Gradients are asked of them.
+        The backward pass gives rows of its own in place of those in the tables, because it needs their gradients.
+
+        inputs: the sources' rows after layer l - 1. None: read from the tables.
+        jumped: the destinations' rows after all layers before, for jumping knowledge. None: read from the tables.
         """
         if inputs is None and jumped is None and (found := self.plan.state(l, piece)) is not None:
             return found
@@ -369,11 +419,12 @@ class Layers(Generic[C]):
         return State(h, self._initial(piece), jk)
 
     def _initial(self, piece: Piece) -> Tensor | None:
-        """The destinations' encoded rows, where a layer uses them again."""
+        """The destinations' encoded rows, for layers that use them again. None if no layer does."""
         if not self.model.encodes:
             return None
         block = piece.block
-        keeps = self.plan.encodes_once and not torch.is_grad_enabled()  # weights do not change while it goes forward
+        # Kept in the forward pass only: the weights do not change in it, and no gradient goes through these rows.
+        keeps = self.plan.encodes_once and not torch.is_grad_enabled()
         if keeps and piece.number in self._encoded:
             return self._encoded[piece.number]
         keys = block.src_keys[: block.num_dst]
@@ -383,7 +434,10 @@ class Layers(Generic[C]):
         return x0
 
     def _jumped(self, piece: Piece, given: Sequence[Tensor] | None) -> Tensor | None:
-        """What jumping knowledge has of the destinations before the last layer."""
+        """The destinations' rows after all layers before the last, side by side, for jumping knowledge.
+
+        given: the rows by layer. None: read from the tables.
+        """
         model, block = self.model, piece.block
         if not model.keeps_jk:
             return None
@@ -398,7 +452,10 @@ class Layers(Generic[C]):
 
     @contextmanager
     def same_draws(self, l: int, piece: Piece) -> Iterator[None]:
-        """Within, what convs draw from torch's generator is the same each time for a layer and a piece."""
+        """Seed torch's generator for a layer and a piece, so that convs draw the same in both passes.
+
+        The state of the generator is restored at the end. In evaluation (`key` is None) nothing is changed.
+        """
         if self.key is None:
             yield
             return
@@ -409,9 +466,10 @@ class Layers(Generic[C]):
     # ---- backward
 
     def backward(self, objective: Objective, penalty: float = 0.0) -> None:
-        """Add the gradient of an objective to the parameters' gradients, by the rows that `forward` wrote.
+        """Add the gradient of an objective to the parameters' `.grad`, from the rows that `forward` wrote.
 
-        penalty: weight of how far noise on a layer's input moves its output, per node and layer.
+        penalty: weight of the smoothness penalty, per node and layer: how far noise on a layer's input moves its
+            output.
         """
         self.rows.begin(range(self.last))
         objective.begin(self)
@@ -434,7 +492,7 @@ class Layers(Generic[C]):
             yield self.plan.piece(l, chunk)
 
     def outputs_at_seeds(self) -> Iterator[tuple[Batch, Tensor]]:
-        """(batch, the model's outputs at its seeds) of each piece that has seeds, without gradients."""
+        """(batch, the model's outputs at its seeds) for each piece that has seeds, without gradients."""
         for piece in self._pieces(self.last):
             batch = piece.batch
             assert batch is not None
@@ -446,11 +504,15 @@ class Layers(Generic[C]):
             del piece
 
     def through_layer(self, l: int, piece: Piece, penalty: float = 0.0) -> None:
-        """Compute layer `l` at a piece again and go back: gradients are added to the parameters' and at its inputs."""
+        """Compute layer `l` at a piece again, with autograd, and run its backward pass.
+
+        Gradients are added to the parameters' `.grad`, and at the rows after layer l - 1.
+        """
         inputs = self.rows.read(l - 1, piece.src).requires_grad_() if l else None
         recorder = Recorder(measures=penalty > 0)
         out = layer_rows(self.model, l, self.state(l, piece, inputs), piece, recorder)
         given = self.rows.gradient(l, piece.dst).to(out.device, out.dtype)
+        # The penalty enters as a gradient at the spreads, so one backward pass does both.
         moved = [torch.full_like(spread, penalty * piece.block.num_dst) for spread in recorder.spreads]
         if out.requires_grad:
             torch.autograd.backward([out, *recorder.spreads], [given, *moved])
@@ -458,9 +520,11 @@ class Layers(Generic[C]):
             self.rows.add(l - 1, piece.src, inputs.grad)
 
     def from_loss(self, piece: Piece, objective: Objective, penalty: float = 0.0) -> None:
-        """Compute the last layer at a piece again, and go back from the loss.
+        """Compute the last layer and the loss at a piece, with autograd, and run the backward pass.
 
-        Gradients are added to the parameters', at the last layer's rows, at its inputs, and at rows that jump ahead.
+        Gradients are added to the parameters' `.grad` and at the last layer's inputs. With jumping knowledge they are
+        also added at the destinations' rows after every layer before. If somebody wants them, they are added at the
+        last layer's own rows too.
         """
         model, block, batch, last = self.model, piece.block, piece.batch, self.last
         assert batch is not None
@@ -477,6 +541,7 @@ class Layers(Generic[C]):
             loss.backward()
         if self.rows.wants_last:
             out = recorder.rows[last]
+            # Zeros where no gradient came, as at a piece without seeds.
             self.rows.add(last, piece.dst, torch.zeros_like(out) if out.grad is None else out.grad)
         if inputs is not None:
             self.rows.add(last - 1, piece.src, inputs.grad)
@@ -488,5 +553,5 @@ def layer_rows(model: GNN, l: int, state: State, piece: Piece, recorder: Recorde
     """The destinations' rows after layer `l`, before dropout."""
     recorder = recorder or Recorder()
     after = model.layer(l, state, replace(piece.block, layer_hooks=recorder))
-    # A layer whose rows are put off gives a handle and records nothing.
+    # A layer whose rows are computed later gives a handle, and has recorded nothing.
     return recorder.rows[l] if l in recorder.rows else as_tensor(after.h)

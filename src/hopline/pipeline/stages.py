@@ -1,4 +1,15 @@
-"""Work prepared ahead of its use: plain functions run in threads, bounded, in request order."""
+"""`Pipeline`: batches, or other results, prepared by threads before they are needed, and delivered in order.
+
+    requests --> thread 1: stage a, stage b, ... --+
+             --> thread 2: stage a, stage b, ... --+--> at most `look_ahead` results --> the caller, in request order
+             --> ...                             --+
+
+One thread takes one request through all stages, so that threads share nothing.
+
+Threads compete with training for cores. So they run at a lower priority (`give_way`), and their kernels run in the
+thread alone unless the caller leaves the cores idle. `Load` reports how busy a run was; `tuning` chooses the number
+of threads by it.
+"""
 
 from __future__ import annotations
 
@@ -24,47 +35,62 @@ from hopline.util.host import queued_s
 
 @dataclass(frozen=True)
 class Stage:
-    """A named step of the preparation: its span in the trace, and the name in an error."""
+    """One step of the preparation."""
 
     name: str
+    """Name of the stage's span in the trace, and in error messages."""
     run: Callable[[Any], Any]
+    """(result of the stage before, or the request) -> result. Runs in several threads at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How busy a run of a pipeline was. The wait for the first result, which nothing can shorten, is left out."""
+    """Times of one run of a pipeline, which show how busy it was.
+
+    The wait for the first result is left out: no number of threads can shorten it.
+    """
 
     workers: int
+    """Threads of the run."""
     look_ahead: int
+    """Results that could be prepared before they were asked for."""
     num_results: int
+    """Results that the caller took."""
     wall_s: float
-    """From the first result to the end."""
+    """Seconds from the first result to the end of the run."""
     waited_s: float
-    """How long of that the caller waited."""
+    """Seconds of `wall_s` in which the caller waited for a result."""
     stages: dict[str, float]
-    """Seconds that the threads spent in each stage, without those in which they were ready and had no core."""
+    """Seconds of all threads in each stage, by name. Time in which a thread was ready but had no core is left out."""
 
 
 NICER = 10
-"""How much lower the priority of a preparing thread is: it runs when training leaves a core idle or waits for it."""
+"""Niceness of a preparing thread beyond that of the process, so that training gets a core first. A rule of thumb."""
 
 
 class StageValueError(StageError, ValueError):
-    """The same where the user can mend it."""
+    """A `ValueError` inside a stage: the user can mend it."""
 
 
 class StageMemoryError(StageError, torch.OutOfMemoryError):
-    """The same where memory ran out."""
+    """An out-of-memory error inside a stage."""
 
 
 class Pipeline:
-    """Requests in, results out, in the same order.
+    """Takes requests through stages in threads, and yields the results in the order of the requests.
 
-    One thread takes one request through all stages, so threads share nothing. At most `look_ahead` results exist
-    before they are asked for: a slow consumer makes the threads wait. `workers=0` runs everything in the caller.
-    in_step: stages wait for those of other ranks, so one thread takes the requests in order, and what was begun before
-    the iterator is closed is brought to its end: with equal numbers of results taken, that is the same on all ranks.
-    all_cores: a thread's kernels run on all of them, where the caller leaves them idle; else in the thread alone.
+    The threads belong to one call of `run`, and end with it. The requests are iterated in the caller's thread.
+
+    Args:
+        stages: Functions that each request goes through, one after the other.
+        workers: Number of threads. 0: everything runs in the caller's thread.
+        look_ahead: Most results that exist, or are being made, before they are asked for. With a slow caller the
+            threads wait.
+        in_step: Whether stages wait for those of other ranks. Then one thread takes the requests in order. Requests
+            that were begun before the iterator is closed are finished. Ranks that took equally many results have
+            begun equally many requests, so no rank waits for one that stopped.
+        all_cores: Whether a thread's kernels may run on all cores, because the caller leaves them idle. Else they run
+            in the thread alone.
     """
 
     def __init__(
@@ -81,10 +107,10 @@ class Pipeline:
         self.workers = min(1, workers) if in_step else workers
         self.look_ahead = max(1, look_ahead)
         self.load: Load | None = None
-        """Of the last run that came to its end, if threads worked on it."""
+        """Load of the last run that came to its end. None if there was none, or if it had no threads."""
 
     def run(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
-        """Yield each request's result. Closing the iterator stops the threads and drops what they prepared."""
+        """Yield each request's result, in order. Closing the iterator ends the threads and drops their results."""
         if self.workers == 0:
             for request in requests:
                 yield self._through_stages(request, [])
@@ -96,10 +122,13 @@ class Pipeline:
         pending: deque[Future[Any]] = deque()
         waited, spent = list[float](), list[tuple[str, float]]()
 
+        # Requests are submitted by the caller's thread alone, so `pending` needs no lock.
         def fill() -> None:
             while len(pending) < self.look_ahead and (request := next(source, _END)) is not _END:
                 pending.append(pool.submit(self._through_stages, request, spent))
 
+        # If the iterator is closed early, pending requests are dropped. With `in_step` they are finished, because
+        # stages of other ranks wait for theirs.
         cancel = not self.in_step
         try:
             fill()
@@ -109,7 +138,7 @@ class Pipeline:
                 with trace.span("wait"):
                     result = pending.popleft().result()
                 waited.append(time.perf_counter() - asked_s)
-                fill()
+                fill()  # before the caller gets the result, so that threads work while it uses it
                 yield result
             if waited:
                 wall_s, (first_s, *rest_s) = time.perf_counter() - began_s, waited
@@ -122,19 +151,21 @@ class Pipeline:
                     waited_s=sum(rest_s),
                     stages=stages,
                 )
-        except Exception:
+        except Exception:  # a stage or the requests failed: what is still pending is of no use
             cancel = True
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=cancel)
 
     def _through_stages(self, value: Any, spent: list[tuple[str, float]]) -> Any:
+        """The result of a request. Adds (stage, seconds) to `spent`, to which several threads may append."""
         for stage in self.stages:
             began_s = _alone_s()
             try:
                 with trace.span(stage.name):
                     value = stage.run(value)
             except Exception as error:
+                # The kind is kept, so that `except ValueError` and `except torch.OutOfMemoryError` still catch it.
                 kinds = {ValueError: StageValueError, torch.OutOfMemoryError: StageMemoryError}
                 kind = next((kind for cause, kind in kinds.items() if isinstance(error, cause)), StageError)
                 raise kind(f"stage {stage.name!r} failed: {error}") from error
@@ -143,23 +174,27 @@ class Pipeline:
 
 
 def _alone_s() -> float:
-    """A clock that stands still while this thread is ready to run and has no core."""
+    """Seconds of a clock that stands still while this thread is ready to run but has no core."""
     return time.perf_counter() - queued_s()
 
 
 def _begin(threads: int) -> None:
-    """What every preparing thread does first: it gives way to training where cores are few, and mostly works alone."""
+    """Set up a preparing thread: the number of threads of its kernels, and its priority."""
     if threads == 1:
         ops.serial_here()
     else:
-        torch.get_num_threads()  # the first call in a thread sets its number, so it must not come after
+        # The first call in a thread sets its number to the default, so it must come before ours.
+        torch.get_num_threads()
         torch.set_num_threads(threads)  # of this thread only
     give_way()
 
 
 def give_way() -> None:
-    """This thread runs when training leaves a core idle, or waits for it."""
-    if sys.platform.startswith("linux"):  # elsewhere priorities belong to whole processes
+    """Lower the priority of this thread, so that it runs when training leaves a core idle or waits for it.
+
+    Only on Linux: elsewhere a priority belongs to a whole process. If the system refuses, the priority stays.
+    """
+    if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError):
             nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

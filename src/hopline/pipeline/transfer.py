@@ -1,4 +1,14 @@
-"""Batches to a GPU, under the computation: through pinned buffers, on a stream of their own."""
+"""`Mover`: copies batches to a GPU while the GPU computes.
+
+    thread of the pipeline, `Mover.move`                                      thread that computes, `Mover.ready`
+    batch on the host --memcpy--> pinned buffer --copy stream--> the GPU ...  the current stream waits for the copies
+
+A copy from ordinary host memory blocks the host, so each tensor first goes into a pinned buffer. Copies run on a
+stream of their own, and an event marks their end. The host waits in three cases: if no buffer is
+free, if earlier copies from its buffer are not done, and for a tensor that does not fit into the buffer.
+
+The price is a `memcpy` of every batch on the host, and `look_ahead` pinned buffers, each as large as a batch.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +27,13 @@ from hopline.device.streams import stream_for
 from hopline.util import trace
 
 ALIGNED = 256
-"""Tensors begin at multiples of that many bytes in a buffer."""
+"""Bytes: tensors begin at multiples of this in a buffer. A rule of thumb."""
 ROOM = 1 << 16
-"""Bytes of a buffer beyond those of the batch's tensors, for what lies between them."""
+"""Bytes of a buffer beyond those of the batch's tensors, for the gaps that `ALIGNED` leaves. A rule of thumb."""
 
 
 class Movable(Protocol):
-    """What can be moved: a `hopline.core.batch.Batch`, for example."""
+    """Something that can be moved, such as a `hopline.core.batch.Batch`."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -34,26 +44,29 @@ B = TypeVar("B", bound=Movable)
 
 
 class Copies(Protocol):
-    """How bytes get to the device; a GPU's are `CudaCopies`."""
+    """The way in which bytes get to a device. `CudaCopies` is that of a GPU; tests have their own."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 on the host, from which copies can be under way while the host goes on."""
+        """[num_bytes] uint8 on the host, from which the device copies while the host does other work."""
         ...
 
     def within(self) -> AbstractContextManager[object]:
-        """Within, work given to the device goes where the copies go."""
+        """A context in which work given to the device goes to the stream of the copies."""
         ...
 
     def copy(self, staged: Tensor) -> Tensor:
-        """Begin to copy; the result is whole once a mark made later is done."""
+        """Begin to copy a tensor to the device. The result is complete when a mark that is made later is done."""
         ...
 
     def mark(self) -> Any:
-        """An event that is done when all copies begun so far are; `synchronize()` waits for it on the host."""
+        """An event that is done when all copies begun so far are done. Its `synchronize()` makes the host wait."""
         ...
 
     def wait(self, event: Any, tensors: list[Tensor]) -> None:
-        """Work given to the device from now on comes after the event, and the memory of the tensors outlives it."""
+        """Let work that is given to the device from now on wait for the event; the host does not wait.
+
+        The memory of `tensors` is not used for anything else before that work is done.
+        """
         ...
 
 
@@ -81,32 +94,40 @@ class CudaCopies:
     def wait(self, event: torch.cuda.Event, tensors: list[Tensor]) -> None:
         compute = torch.cuda.current_stream(self.device)
         compute.wait_event(event)
+        # They were allocated on the copy stream. Without this, the allocator would give their memory to the next copy
+        # as soon as Python drops them, while the computation still reads it.
         for tensor in tensors:
             tensor.record_stream(compute)
 
 
 @dataclass
 class _Slot:
-    """A staging buffer, and when it may be written again."""
+    """A staging buffer, and the event after which it may be written again."""
 
     buffer: Tensor | None = None
+    """[n] uint8 in pinned host memory. None before its first use."""
     event: Any = None
+    """A mark behind the last copies from this buffer. None before its first use."""
 
 
 @dataclass(frozen=True, eq=False)
 class PendingBatch(Generic[B]):
-    """A batch whose tensors are still on their way: `Mover.ready` gives the batch."""
+    """A batch whose tensors are still on their way. Nothing may use it before `Mover.ready` returns the batch."""
 
     batch: B
+    """The batch on the device."""
     tensors: list[Tensor]
+    """All tensors on the device that copies write to."""
     event: Any
+    """The mark behind these copies."""
 
 
 class Mover:
-    """Moves batches from the host to a device, in any thread, without waiting for the copies to end.
+    """Moves batches from the host to a device, without waiting for the copies to end.
 
-    `move` is a stage of the pipeline; `ready` is called by whoever computes, right before it does. There are
-    `look_ahead` staging buffers: with all of them in use, `move` waits for the oldest copy. On the CPU batches stay.
+    `move` is a stage of the pipeline, and may run in any thread. `ready` is for the thread that computes, right
+    before it uses the batch. A mover owns `look_ahead` staging buffers. If copies from all of them are under way,
+    `move` waits for the oldest. On the CPU a batch stays where it is.
     """
 
     def __init__(self, device: torch.device | str, look_ahead: int = 2, copies: Copies | None = None) -> None:
@@ -117,9 +138,13 @@ class Mover:
             self._slots.put(_Slot())
 
     def move(self, batch: B) -> B | PendingBatch[B]:
-        """Begin to move a batch; without room on the device it stays, until the steps before it are done."""
+        """Begin to move a batch. If the device has no memory for it, the batch is returned as it is, on the host.
+
+        `ready` then moves it, when the steps before it are done and have freed their memory.
+        """
         if self.copies is None:
             return batch.to(self.device)
+        # Taken out of the queue, a slot belongs to this thread. The queue returns the one used the longest time ago.
         slot = self._slots.get()
         try:
             return self._move(batch, slot, self.copies)
@@ -131,22 +156,23 @@ class Mover:
 
     def _move(self, batch: B, slot: _Slot, copies: Copies) -> PendingBatch[B]:
         if slot.event is not None:
-            slot.event.synchronize()  # or else the bytes of an earlier batch would change on their way
+            slot.event.synchronize()  # else the bytes of an earlier batch would be overwritten on their way
         needed = batch.num_bytes + ROOM
         if slot.buffer is None or slot.buffer.numel() < needed:
+            # A quarter more, so that a slightly larger batch does not pin memory again. A rule of thumb.
             slot.buffer = copies.buffer(needed + needed // 4)
         try:
             with copies.within(), _CopyThroughBuffer(self.device, slot.buffer, copies) as staged:
                 moved = batch.to(self.device, non_blocking=True)
         finally:
-            slot.event = copies.mark()  # also where only some were begun
+            slot.event = copies.mark()  # also after a failure: some copies may have begun
         trace.count("bytes.h2d", sum(t.nbytes for t in staged.tensors))
         return PendingBatch(moved, staged.tensors, slot.event)
 
     def ready(self, moved: B | PendingBatch[B]) -> B:
-        """The batch, for the stream that is current: its work waits for the copies, the host does not."""
+        """The batch, on the device. Work on the current stream waits for its copies; the host does not."""
         if not isinstance(moved, PendingBatch):
-            if self.copies is not None:
+            if self.copies is not None:  # there was no memory for the batch before: free what can be freed
                 free_memory(self.device)
             return moved.to(self.device)
         assert self.copies is not None
@@ -156,16 +182,21 @@ class Mover:
 
 @dataclass(eq=False)
 class _CopyThroughBuffer(TorchFunctionMode):
-    """Within, `tensor.to(device)` of a tensor on the host goes through the buffer.
+    """A context in which `tensor.to(device)` of a tensor on the host goes through a buffer.
 
-    So a batch is moved by its own `to`, whatever it consists of.
+    So the mover calls the batch's own `to`, and need not know which tensors a batch has.
     """
 
     device: torch.device
+    """The device to which tensors are moved. Calls of `to` for any other device are left alone."""
     buffer: Tensor
+    """[n] uint8 in pinned host memory."""
     copies: Copies
+    """Allocates on the device, and copies."""
     used: int = 0
+    """Bytes of the buffer that are taken, a multiple of `ALIGNED`."""
     tensors: list[Tensor] = field(default_factory=list)
+    """Tensors on the device that were made so far."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -173,15 +204,16 @@ class _CopyThroughBuffer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.to or args[0].device.type != "cpu" or args[1:2] != (self.device,):
             return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # what the copy calls must not come here again
             return self._through_buffer(args[0])
 
     def _through_buffer(self, tensor: Tensor) -> Tensor:
         start, stop = self.used, self.used + tensor.nbytes
-        if pinned.is_readable(tensor):
+        if pinned.is_readable(tensor):  # pinned already: it needs no buffer
             moved = self.copies.copy(tensor)
         elif stop > self.buffer.numel():
-            moved = tensor.to(self.device)  # waits; the batch has more tensors than it counts
+            # The buffer is full, because the batch has tensors that `num_bytes` does not count. The host waits.
+            moved = tensor.to(self.device)
         else:
             self.used = (stop + ALIGNED - 1) // ALIGNED * ALIGNED
             staged = self.buffer[start:stop].view(tensor.dtype).view(tensor.shape)

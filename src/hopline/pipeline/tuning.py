@@ -1,4 +1,13 @@
-"""How many threads prepare batches and how far ahead, from epoch to epoch; no batch depends on it."""
+"""The number of threads that prepare batches, and of batches that they prepare ahead, chosen from epoch to epoch.
+
+After each epoch the `Load` of the pipeline says how long training waited for batches, and how busy the threads were:
+
+    training waited much, threads were busy   --> twice the threads, as long as batches come faster for it
+    training hardly waited, threads were idle --> fewer threads and fewer prefetched batches
+
+A change is judged after the next epoch. One that does not pay is undone, and then the numbers stay. Only speed and
+memory depend on them: every batch is the same with any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +17,58 @@ from typing import Literal
 from hopline.pipeline.stages import Load
 
 MAX_FIRST_WORKERS = 8
-"""Threads that prepare batches, until epochs show that training waits for more."""
+"""Most threads that a loader starts with, if `workers` is "auto". Tuning may add more. A rule of thumb."""
 NEVER, OFTEN = 0.01, 0.1
-"""Training that waits for batches less than this part of an epoch has threads to spare, more than that too few."""
+"""Shares of an epoch that training waits for batches. Rules of thumb.
+
+Below NEVER there are threads to spare, above OFTEN there are too few.
+"""
 WORTH = 0.03
-"""What a change must gain, or may cost, in time; less is noise."""
+"""Share of the time per batch that more threads must save, and that fewer threads may cost. Less is noise.
+
+A rule of thumb.
+"""
 TELLING = 4
-"""An epoch of fewer batches than so many times those ahead is all beginning and end, and tells nothing."""
+"""Least number of batches of an epoch that is judged, as a multiple of `look_ahead`. A rule of thumb.
+
+A shorter epoch is mostly filling and emptying of the pipeline, and tells nothing.
+"""
 
 
 @dataclass
 class Tuning:
-    """What is set now, and what was learnt of it.
+    """The numbers for the next epoch, and what earlier epochs have shown.
 
-    Training that waits gets more threads, as long as epochs become shorter. Where it never waits, twice the threads
-    that the work would fill are enough, and fewer batches are kept. A change that does not hold what it should is taken
-    back, and then all stays as it is.
+    If training waits, the threads are doubled, as long as that makes batches faster. If it hardly waits, the threads
+    are reduced to twice the number that the work keeps busy. A change that does not pay is undone, and ends the
+    tuning.
     """
 
     workers: int
+    """Threads that prepare batches."""
     look_ahead: int
+    """Batches that the threads may be ahead of training."""
     max_workers: int
-    """Threads that can run at once: cores,"""
+    """Most threads: the cores of this process, since more could not run at once."""
     max_look_ahead: int
-    """and batches that may be kept."""
+    """Most batches that may be prefetched."""
     settled: bool = False
-    """Whether nothing is changed any more."""
+    """Whether the tuning has ended."""
     _epochs: int = field(default=0, init=False)
+    """Number of epochs seen, those that were not judged included."""
     _before: tuple[int, int, float] | None = field(default=None, init=False)
-    """The last change: what was set, and the seconds of a batch that the new setting has to keep to."""
+    """(workers, look_ahead) before the last change, and the most seconds per batch with which the change stays.
+
+    None if there is no change to judge.
+    """
 
     @property
     def threads(self) -> tuple[int, int]:
+        """(workers, look_ahead) for the next epoch."""
         return self.workers, self.look_ahead
 
     def learn(self, load: Load) -> None:
-        """Set what the next epoch should have, after one like this; the first one warms up and is passed over."""
+        """Choose the numbers for the next epoch by the load of the last. The first epoch, a warm-up, is ignored."""
         self._epochs += 1
         if self.settled or self._epochs == 1 or load.num_results < TELLING * self.look_ahead or load.wall_s <= 0:
             return
@@ -51,9 +76,10 @@ class Tuning:
         if self._before is not None:
             workers, look_ahead, allowed_s = self._before
             self._before = None
-            if batch_s > allowed_s:
+            if batch_s > allowed_s:  # the change does not pay: undo it, and change nothing again
                 self.workers, self.look_ahead, self.settled = workers, look_ahead, True
                 return
+        # busy: threads at work, on average. Twice as many, rounded up, are taken to be enough: a rule of thumb.
         busy, waited = sum(load.stages.values()) / load.wall_s, load.waited_s / load.wall_s
         enough = max(1, -int(-2 * busy // 1))
         if waited < NEVER and enough < self.workers:
@@ -62,6 +88,7 @@ class Tuning:
             self._set(min(self._most(), 2 * self.workers), batch_s * (1 - WORTH))
 
     def _most(self) -> int:
+        """Most threads: with fewer prefetched batches than threads, some threads would have nothing to do."""
         return min(self.max_workers, self.max_look_ahead)
 
     def _set(self, workers: int, allowed_s: float) -> None:
@@ -70,15 +97,17 @@ class Tuning:
 
 
 class Threads:
-    """The threads that prepare the batches of one loader. Numbers that are left open follow the epochs by a `Tuning`.
+    """The number of threads of one loader, and of batches that they prepare ahead.
 
-    It belongs to the thread that takes the batches.
+    If both are "auto", a `Tuning` changes them between epochs. Only the thread that takes the batches may call it.
 
     Args:
-        workers: How many threads; "auto" is one per core, up to `MAX_FIRST_WORKERS`, since they give way to training.
-        look_ahead: How many batches they may be ahead; "auto" is two per thread.
+        workers: Number of threads. "auto": at first one per core, up to `MAX_FIRST_WORKERS`. They may take all cores,
+            because they give way to training.
+        look_ahead: Number of batches that they may be ahead. "auto": two per thread.
         num_cores: Cores of this process.
-        by_gpu: Whether a GPU prepares batches, in its own order: threads would only take turns, so there are none.
+        by_gpu: Whether a GPU prepares the batches. It works in order, and threads would only take turns; so there are
+            none.
     """
 
     def __init__(
@@ -97,10 +126,10 @@ class Threads:
 
     @property
     def now(self) -> tuple[int, int]:
-        """(threads that prepare the next epoch, how many batches they may be ahead)."""
+        """(workers, look_ahead) for the next epoch."""
         return self._fixed if self._tuning is None else self._tuning.threads
 
     def learn(self, load: Load | None) -> None:
-        """After an epoch that was taken to its end. load: None where no thread prepared it."""
+        """Tune the numbers after an epoch that ran to its end. load: None if no thread prepared its batches."""
         if self._tuning is not None and load is not None:
             self._tuning.learn(load)

@@ -1,4 +1,15 @@
-"""Where new tables lie: memory of a device, pinned memory, mapped files, memory that the ranks of a host share."""
+"""Allocators: where the memory of a new table comes from.
+
+    DeviceMemory           a device, by default the CPU
+    PinnedMemory           host memory that a GPU reads and writes by zero-copy
+    DeviceOrPinnedMemory   the device for small tables, pinned memory for large ones; not cleared
+    MappedFiles            files of a folder
+    SharedMemory           memory that all ranks of a host map
+    SharedFiles            files that all ranks of a host map
+
+`choose_where` picks a place for the setting "auto" by the bytes that are free, and `allocator_at` gives its
+allocator.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +29,7 @@ from hopline.distributed.world import World
 
 CPU = torch.device("cpu")
 Where = Literal["device", "pinned", "host"]
-"""Where tables of a GPU lie: on it, in host memory that it reads itself, or in any other host memory."""
+"""A place for the tables of a GPU: its own memory, pinned host memory, or other host memory, also mapped files."""
 DEVICE_SHARE = 0.5
 """Share of the free device memory that tables may take. A rule of thumb."""
 HOST_SHARE = 0.7
@@ -26,26 +37,29 @@ HOST_SHARE = 0.7
 
 
 class Allocator(ABC):
-    """Makes memory for tables."""
+    """Allocates the memory of tables. The tables belong to the caller."""
 
     @abstractmethod
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for the table of a layer, filled with zeros. Ranks that share tables must ask together."""
+        """Allocate the table of a layer, filled with zeros. Collective if ranks share tables.
+
+        name: Name of the table; with `layer` it names a file.
+        """
 
     def adopts(self, rows: Tensor) -> bool:
-        """Whether computed rows of all nodes can become the table without a copy."""
+        """Whether `rows`, the computed rows of all nodes, can become the table itself, without a copy."""
         return False
 
     def sums(self, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros to add the gradients of a layer to, in host memory by default.
+        """Zeros to which the gradients of a layer are added. Default: new host memory.
 
-        Those of an earlier call for this layer may be the same memory.
+        They may reuse the memory of an earlier call for the same layer.
         """
         return torch.zeros(shape, dtype=dtype)
 
 
 class DeviceMemory(Allocator):
-    """Memory of a device."""
+    """Allocates tables in the memory of a device, by default the CPU."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
@@ -61,11 +75,12 @@ class DeviceMemory(Allocator):
 
 
 class PinnedMemory(Allocator):
-    """Host memory that a GPU reads and writes itself."""
+    """Allocates tables in pinned host memory, which a GPU reads and writes by zero-copy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._sums: dict[int, Tensor] = {}
+        """Pinned memory for sums of gradients, by layer. It is kept from call to call."""
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return pinned.zeros(shape, dtype)
@@ -75,26 +90,32 @@ class PinnedMemory(Allocator):
         if sums is None or sums.shape != tuple(shape) or sums.dtype != dtype:
             sums = self._sums[layer] = pinned.zeros(shape, dtype)
         else:
-            # To clear it takes less than to pin new memory. The GPU may still add to it or read it.
+            # Clearing old memory takes less time than pinning new. The host clears it, and the GPU may still be
+            # reading it or adding to it, so the host waits first.
             torch.cuda.synchronize(self.device)
             sums.zero_()
         return sums
 
 
 class DeviceOrPinnedMemory(Allocator):
-    """On a GPU while a table takes less than `max_device_bytes`, else in host memory that the GPU reads and writes
-    itself."""
+    """Allocates a table on the device if it takes less than `max_device_bytes`, else in pinned host memory.
+
+    If the device is a CPU, all tables are in host memory.
+    """
 
     def __init__(self, device: torch.device, max_device_bytes: int) -> None:
         self.device, self.max_device_bytes = device, max_device_bytes
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Not filled: inference reads no row that it has not written, and a GPU would take time to clear them."""
+        """Allocate the table of a layer, without clearing it.
+
+        Inference reads no row that it has not written, and clearing would take a GPU time.
+        """
         if self._fits(torch.Size(shape).numel() * dtype.itemsize):
             return torch.empty(shape, dtype=dtype, device=self.device)
         table = torch.empty(shape, dtype=dtype)
         if self.device.type == "cuda":
-            pinned.register(table)  # where the system refuses it, the host reads and writes the table
+            pinned.register(table)  # if the system refuses, the host reads and writes the table
         return table
 
     def _fits(self, num_bytes: int) -> bool:
@@ -105,7 +126,7 @@ class DeviceOrPinnedMemory(Allocator):
 
 
 class MappedFiles(Allocator):
-    """Files of a folder, mapped."""
+    """Allocates tables as mapped files of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,16 +134,16 @@ class MappedFiles(Allocator):
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         path = self.path(name, layer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # a file of an earlier run would not read as zeros
         return map_tensor(path, shape, dtype)  # a new file reads as zeros
 
     def path(self, name: str, layer: int) -> Path:
-        """The file of a table."""
+        """The file of the table of a layer."""
         return self.folder / f"{name}.{layer}.bin"
 
 
 class SharedMemory(Allocator):
-    """Memory that all ranks of a host map."""
+    """Allocates tables in memory that all ranks of a host map. Collective."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -132,9 +153,9 @@ class SharedMemory(Allocator):
 
 
 class SharedFiles(MappedFiles):
-    """Files that one rank of a host creates and all its ranks map.
+    """Allocates tables as files that one rank of a host creates and all its ranks map. Collective.
 
-    several_hosts: hosts may have the folder in common, so each has files of its own in it.
+    several_hosts: whether ranks run on several hosts. The hosts may share the folder, so each gets files of its own.
     """
 
     def __init__(self, folder: Path, world: World, several_hosts: bool) -> None:
@@ -144,7 +165,7 @@ class SharedFiles(MappedFiles):
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.world.local_rank == 0:
             super().new(name, layer, shape, dtype)
-        self.world.barrier()
+        self.world.barrier()  # the file must exist before the other ranks map it
         return map_tensor(self.path(name, layer), shape, dtype)
 
     def path(self, name: str, layer: int) -> Path:
@@ -153,7 +174,12 @@ class SharedFiles(MappedFiles):
 
 
 def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path | None) -> Where:
-    """Where tables of `num_bytes` in all go. "auto": on the device if they fit there, else pinned, else on the host."""
+    """The place for tables of `num_bytes` in all.
+
+    "auto" is the device if they take at most `DEVICE_SHARE` of its free memory. Else it is pinned memory if they take
+    at most `HOST_SHARE` of what is free on the host, else other host memory. With a folder, or without a GPU, it is
+    the host.
+    """
     if wanted != "auto":
         return wanted  # type: ignore[return-value]
     if folder is not None or device.type != "cuda":
@@ -164,7 +190,7 @@ def choose_where(num_bytes: int, device: torch.device, wanted: str, folder: Path
 
 
 def allocator_at(where: Where, device: torch.device, folder: Path | None) -> Allocator:
-    """The allocator of a GPU's tables."""
+    """The allocator for a place. With a folder, tables on the host are mapped files."""
     if where == "device":
         return DeviceMemory(device)
     if where == "pinned" and device.type == "cuda":
@@ -173,5 +199,5 @@ def allocator_at(where: Where, device: torch.device, folder: Path | None) -> All
 
 
 def map_tensor(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A file as a tensor. All who map it see what any of them writes."""
+    """A mapped file as a tensor: every process that maps it sees the writes of the others. Creates a missing file."""
     return torch.from_file(str(path), shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)

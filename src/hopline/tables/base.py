@@ -1,4 +1,8 @@
-"""What every table offers."""
+"""`Table`, the contract of all tables, and `Tiers`, the form in which kernels read one.
+
+A table maps node ids to rows. `read` is the one method that every table has. All others tell faster paths about the
+table, and have a default that says "not this way": `storage` and `tiers` return None, and rows are read first.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,23 @@ from torch import Tensor
 
 
 class Tiers(NamedTuple):
-    """Where a kernel finds rows: hot[place[id]] where that is a slot, else cold[id]."""
+    """The memory in which a kernel finds rows: hot[hot_slot[id]] if that is a slot, else cold[id]."""
 
     hot: Tensor
-    """[num_hot, ...] near the kernel; where `hot_slot` is None, all rows by their ids."""
+    """[num_hot, ...] in memory that is fast for the kernel. If `hot_slot` is None, it holds all rows, by id."""
     cold: Tensor | None
-    """[num_rows, ...] further away, but readable by the kernel; None where there is none such."""
+    """[num_rows, ...] in slower memory that the kernel can read, such as pinned host memory. None: no such memory."""
     hot_slot: Tensor | None
-    """[num_rows] int32: each row's slot in `hot`, -1 for the others; None where every row is hot."""
+    """[num_rows] int32: the slot of each row in `hot`, -1 for a cold row. None if all rows are hot.
+
+    A value of -2 - slot is the slot of a staged row (`tables/tiered.py`).
+    """
 
 
 class Table(ABC):
-    """Rows addressed by node id. A table may wrap another one; it never owns a thread or a stream.
+    """Rows addressed by node id.
+
+    A table may wrap another table. It never owns a thread or a stream.
 
     A table of your own needs `shape`, `dtype` and `read`. The rest makes it faster, or writable.
 
@@ -49,7 +58,7 @@ class Table(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """(num_rows, *row_shape)."""
+        """Shape of all rows: (num_rows, *row_shape)."""
 
     @property
     @abstractmethod
@@ -57,39 +66,46 @@ class Table(ABC):
 
     @abstractmethod
     def read(self, ids: Tensor) -> Tensor:
-        """The rows of `ids` [n] int64, as a dense tensor [n, *row_shape]."""
+        """[n, *row_shape]: the rows of `ids` [n] int64, as a dense tensor."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.shape)} {str(self.dtype).removeprefix('torch.')})"
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Replace the rows of `ids` [n] int64 by `rows` [n, *row_shape]. Default: refuse with a `TypeError`."""
         raise TypeError(f"{type(self).__name__} is read-only: copy it with TensorTable(table.read(ids)) first")
 
     def storage(self) -> Tensor | None:
-        """The dense tensor [num_rows, ...] that holds every row, where there is one.
+        """[num_rows, ...]: the dense tensor that holds every row. None if there is none.
 
-        Kernels that read rows straight into a reduction use it; without it the rows are read first.
+        Kernels that reduce rows without copying them first read it. Without it the rows are copied by `read`.
         """
         return None
 
     @property
     def version(self) -> int | None:
-        """A number that changes with the rows, if torch or this table changes them; None if they may change unseen."""
+        """A number that changes whenever torch or this table changes a row; caches compare it.
+
+        None if rows may change without notice.
+        """
         return None
 
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
-        """Memory from which kernels on `device` (by default the table's own) read all rows; None if there is none."""
+        """The memory from which kernels on `device` can read all rows. None if they cannot.
+
+        device: Default: the device of the table.
+        """
         return None
 
     def concurrent_view(self) -> Table:
-        """The same rows for somebody who reads them while others train."""
+        """A table with these rows that may be read while others train."""
         return self
 
     def end_epoch(self) -> None:  # noqa: B027 - most tables have nothing to say
-        """Called after every epoch: counters are reported, and what was observed in it is put to use."""
+        """Called after every epoch, to report counters and to use what was observed in it."""
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The rows of `ids` as (indptr [n + 1], columns, values), where they are stored that way."""
+        """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]). None if stored dense."""
         return None
 
     def __getitem__(self, ids: Tensor) -> Tensor:
@@ -100,7 +116,7 @@ class Table(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this table itself keeps, without those of a table below it."""
+        """Bytes of the memory that this table itself holds, without those of a table that it wraps."""
         count = 1
         for size in self.shape:
             count *= size

@@ -1,4 +1,12 @@
-"""`table`: one call that puts rows where they are read fastest."""
+"""`table`: one call that builds a table in tiers.
+
+    device_cache    hottest rows, on the device         TieredTable
+    host_cache      next hottest rows, in RAM           CachedTable, only for rows in a file
+    all rows        in memory, or a mapped file         TensorTable
+
+For a GPU without a RAM cache, all rows are pinned where they lie, and the GPU reads cold rows by zero-copy. Behind a
+RAM cache the host reads them.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +30,7 @@ from hopline.tables.tiered import TieredTable
 from hopline.util.config import parse_size
 
 ORDERS = ("degree", "access", "observed")
+"""Names that `order` may have."""
 
 
 def table(
@@ -37,24 +46,26 @@ def table(
     train_ids: Tensor | None = None,
     batch_size: int = 1024,
 ) -> TieredTable:
-    """Make a table of rows in tiers: the hottest rows on the device, the rest where they are.
+    """Make a table in tiers: copies of the hottest rows on the device, all rows where they are.
 
     Rows in memory are pinned where they lie, not copied.
 
     Args:
-        x: [num_nodes, ...] rows: a tensor, an array (which may be a memory map), the path of an .npy file, or a table.
-        device_cache: How much of them the device keeps: "0.1G", "200M", bytes, "20%" or "all".
-        host_cache: For rows in a file. "2G" keeps as many of the next hottest in RAM, "all" copies the file into RAM.
-        order: Which rows are hot. "degree": those that are the source of most edges; needs graph. "access": those that
-            a batch most probably reads; needs graph, fanouts and train_ids. "observed": those that were read most in
-            the first epoch (until then by degree, if there is a graph). Or ids, the hottest first.
-        device: Where the cache is. Default: a GPU if there is one.
-        devices: GPUs of several processes, such as [0, 1], to each of which the table will be sent. The rows are put
-            into memory that they share, and each fills a cache of its own.
-        graph: Of `order`.
-        fanouts: In-edges drawn per node and layer, the seeds' own first; of order="access".
-        train_ids: [n] int64 training nodes; of order="access".
-        batch_size: Seeds per batch; of order="access".
+        x: [num_nodes, ...]: the rows, as a tensor, an array (which may be a memory map), the path of an .npy file, or
+            a table.
+        device_cache: Size of the copies on the device: "0.1G", "200M", bytes, "20%" or "all".
+        host_cache: Size of a cache in RAM for rows in a file, such as "2G". It holds the rows that are hottest after
+            those of the device. "all" copies the whole file into RAM.
+        order: Which rows are hot. "degree": those that are the source of most edges; needs graph. "access": those
+            that a batch most probably reads; needs graph, fanouts and train_ids. "observed": those that were read
+            most in the first epoch (until then by degree, if there is a graph). Or ids, the hottest first.
+        device: The device of the copies. Default: a GPU if there is one.
+        devices: GPUs of several processes, such as [0, 1], if the table will be sent to each process. The rows
+            are put into memory that the processes share, and each process fills copies of its own.
+        graph: The graph, for `order`.
+        fanouts: In-edges drawn per node and layer, the seeds' layer first. For order="access".
+        train_ids: [n] int64: the training nodes. For order="access".
+        batch_size: Seeds per batch. For order="access".
 
     Returns:
         A table of the shape and dtype of `x`, to be used as tables={"x": ...} of a dataset.
@@ -74,7 +85,7 @@ def table(
     if host_cache == "all":
         below = TensorTable(_in_memory(below))
     if devices is not None and len(devices) > 1 and isinstance(below, TensorTable):
-        below.share_arrays("rows")  # now: pinned memory cannot move
+        below.share_arrays("rows")  # before they are pinned, since pinned memory cannot move
     num_rows, row_bytes = len(below), _row_bytes(below)
     num_device = _num_rows("device_cache", device_cache, num_rows, row_bytes)
     num_host = 0 if host_cache in (None, "all") else _num_rows("host_cache", host_cache, num_rows, row_bytes)
@@ -86,16 +97,17 @@ def table(
         below = CachedTable(below, ids[num_device:], counter="rows.host")
     storage = below.storage()
     if target.type == "cuda" and storage is not None:
-        pinned.pin(storage)  # now, so that one hears of it here if it cannot be
+        pinned.pin(storage)  # at once, so that a failure shows here and not at the first read
     return TieredTable(below, ids[:num_device].clone(), target, observe=order_is(order, "observed"))
 
 
 def order_is(order: str | Tensor, name: str) -> bool:
+    """Whether `order` is this name. A tensor of ids must not be compared with a string."""
     return isinstance(order, str) and order == name
 
 
 def check_cuda(device: torch.device) -> None:
-    """Refuse a GPU that is not there."""
+    """Raise a `ValueError` if `device` is a GPU that this machine does not have."""
     if device.type != "cuda":
         return
     if not torch.cuda.is_available():
@@ -106,6 +118,7 @@ def check_cuda(device: torch.device) -> None:
 
 
 def _device(device: Any, devices: Sequence[Any] | None) -> torch.device:
+    """The device of the table's copies, from the arguments `device` and `devices` of `table`."""
     if devices is not None and not devices:
         raise ValueError("devices is empty: name the GPUs, for example devices=[0, 1]")
     if device is not None and devices is not None:
@@ -118,21 +131,24 @@ def _device(device: Any, devices: Sequence[Any] | None) -> torch.device:
     if len(named) == 1:
         return named[0]
     if named:
-        return torch.device(named[0].type)  # of several, the one on which rows are first asked for
+        return torch.device(named[0].type)  # without an index: each process reads on its own GPU
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _one_device(device: Any) -> torch.device:
+    """The device that a user named. An int is the index of a GPU."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def _as_table(x: Any) -> Table:
+    """The rows `x` as a table, without a copy. A file is mapped."""
     if isinstance(x, Table):
         return x
     if isinstance(x, str | os.PathLike):
         if not Path(x).is_file():
             raise ValueError(f"there is no file {x}: give the path of an .npy file, or the rows themselves")
         x = np.load(x, mmap_mode="r", allow_pickle=False)
+    # torch cannot mark a tensor as read-only and warns instead. The table refuses writes itself.
     read_only = isinstance(x, np.ndarray) and not x.flags.writeable
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -145,16 +161,18 @@ def _as_table(x: Any) -> Table:
 
 
 def _in_memory(below: Table) -> Tensor:
+    """[num_rows, ...]: a copy of all rows in memory."""
     storage = below.storage()
     return below.read(torch.arange(len(below))) if storage is None else storage.clone()
 
 
 def _row_bytes(below: Table) -> int:
+    """Bytes of a row; at least 1, so that it can be divided by."""
     return max(1, int(np.prod(below.shape[1:])) * below.dtype.itemsize)
 
 
 def _num_rows(name: str, size: str | int | None, num_rows: int, row_bytes: int) -> int:
-    """How many rows a size has room for."""
+    """The number of rows that fit into a size. name: the argument, for the error message."""
     text = str(size).strip().lower()
     try:
         if text == "all":
@@ -177,7 +195,7 @@ def _hottest(
     train_ids: Tensor | None,
     batch_size: int,
 ) -> Tensor:
-    """[count] int64 on the host: the rows to keep near, the hottest first."""
+    """[count] int64 on the host: ids of the hottest rows, the hottest first. Fewer if `order` names fewer."""
     if not isinstance(order, str):
         ids = torch.as_tensor(order).cpu().long()
         if ids.unique().numel() != ids.numel() or (
@@ -187,6 +205,7 @@ def _hottest(
         return ids[:count]
     if order not in ORDERS:
         raise ValueError(f"order={order!r}: choose one of {', '.join(ORDERS)}, or give ids, the hottest first")
+    # Nothing is known before the first epoch without a graph, so any rows will do.
     if not count or (order == "observed" and graph is None):
         return torch.arange(count)
     if graph is None:

@@ -1,4 +1,10 @@
-"""A fast tier over a slower one."""
+"""`CachedTable`: copies of chosen rows in host memory, in front of a slower table such as a mapped file.
+
+    ids --> slot[id] --+-- slot >= 0 --> hot[slot], in memory
+                       +-- slot = -1 --> below.read(id)
+
+The chosen rows do not change: nothing is evicted. The cost is a copy of these rows, and 4 bytes per row of the table.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,12 @@ from hopline.util import trace
 
 
 class CachedTable(Shareable, Table):
-    """Copies of chosen rows of `below`, read in its place; all other rows come from `below`.
+    """Copies of chosen rows of `below`, from which these rows are read. All other rows come from `below`.
 
     Args:
         below: The table that has all rows.
-        hot_ids: [n] int64 rows to copy.
-        counter: Under what name, with "_hit" and "_miss" added, reads are counted.
+        hot_ids: [n] int64: the rows to copy.
+        counter: Name of the counters of `trace` for reads, to which "_hit" and "_miss" are added.
 
     Example:
         >>> table = hl.extend.CachedTable(hl.extend.TensorTable(torch.eye(4)), torch.tensor([2, 3]))
@@ -29,7 +35,9 @@ class CachedTable(Shareable, Table):
         self.below = below
         self.counter = counter
         self.hot = below.read(hot_ids)
+        """[n, *row_shape]: the copies, in the order of `hot_ids`."""
         self.slot = torch.full((len(below),), -1, dtype=torch.int32)
+        """[num_rows] int32: the slot of each row in `hot`, -1 for a row that is not copied."""
         self.slot[hot_ids] = torch.arange(hot_ids.numel(), dtype=torch.int32)
 
     @property
@@ -45,7 +53,7 @@ class CachedTable(Shareable, Table):
         return self.hot.numel() * self.hot.element_size() + self.slot.numel() * self.slot.element_size()
 
     def read(self, ids: Tensor) -> Tensor:
-        slot = ops.gather_rows(self.slot, ids).long()  # refuses ids that are not there
+        slot = ops.gather_rows(self.slot, ids).long()  # raises on ids outside the table
         hit = slot >= 0
         rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
         rows[hit] = self.hot[slot[hit]]
@@ -66,6 +74,6 @@ class CachedTable(Shareable, Table):
         self.hot[slot[hit]] = rows[hit].to(self.dtype)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """To other processes goes a handle: they read the same cache, and the same rows below."""
+        """Pickle a handle: another process reads the same copies and the same rows below, in shared memory."""
         others = {"below": self.below, "counter": self.counter}
         return CachedTable.from_shared, (self.share_arrays("hot", "slot"), others)

@@ -1,7 +1,16 @@
-"""Histories: hidden rows of all nodes as earlier steps wrote them, and how old they are.
+"""Histories: embeddings of all nodes as earlier steps wrote them, and the step that wrote each.
 
-A table holds one layer's rows in the order of a partition, so that a part's rows are one slab. Training writes tables
-by `commit` alone. A table that nobody has written yet reads as zeros.
+There is a table per layer. Its rows are in the order of a partition, so that the rows of a part are one row range. A
+batch pulls the rows of its halo, and after its step pushes the rows of its own nodes:
+
+    before the step    tables --`prefetch` (pull)--> PrefetchedRows --`read`, layer by layer--> the model
+    after the step     the model's rows of own nodes --`write` (push)--> tables; `stamp` notes the step
+
+With a GPU, a `RowMover` pulls and pushes on a stream of its own, while the GPU computes. Without one, rows are read
+and written directly. In a training step, the commit of the batch writes and stamps (`HistoricalWork.commit`). A table
+that nobody has written yet reads as zeros.
+
+The cost is one row per node and layer in the memory that the allocator chooses, and 8 bytes per node for the steps.
 """
 
 from __future__ import annotations
@@ -21,41 +30,51 @@ from hopline.tables.memory import TensorTable
 from hopline.util import trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "model": None}
-"""Element types of stored rows by the value of `storage=`; None is that of the rows."""
+"""Element type of stored rows by the value of the setting `storage`. None: the type of the rows that are written."""
 AGES = (1, 2, 4, 8, 16, 32, 64)
-"""Upper ends of the bins of the staleness histogram, in steps; older rows and those never written have bins too."""
+"""Upper ends of the bins of the staleness histogram, in steps. Older rows have one more bin. A rule of thumb.
+
+Rows that were never written are counted apart.
+"""
 
 
 class RowReader(ABC):
-    """Where rows of all nodes, or of some, are read by their places."""
+    """Reads historical embeddings by position: from the tables themselves, or from rows prefetched for a batch."""
 
     step: int
-    """The steps that were committed so far."""
+    """Number of steps that were committed when this reader was made, or so far if it reads the tables themselves."""
 
     @abstractmethod
     def rows(self, l: int, positions: Tensor) -> Tensor:
-        """The rows at some places of layer `l`, as they are stored."""
+        """The rows at `positions` [n] after layer `l`, in the place and dtype in which they are stored."""
 
     @abstractmethod
     def stamps(self, positions: Tensor) -> Tensor:
-        """The step whose commit wrote these rows; -1 if none did."""
+        """[n] int64: the step whose commit wrote each of these rows; -1 if none did."""
 
     def ages(self, positions: Tensor) -> Tensor:
-        """How many steps ago these rows were written; -1 if never."""
+        """[n] int64: the staleness of each of these rows, in steps; -1 if it was never written."""
         stamps = self.stamps(positions)
         return torch.where(stamps < 0, -1, self.step - stamps)
 
     def read(self, l: int, positions: Tensor, like: Tensor) -> Tensor:
-        """The rows at some places of layer `l`, where `like` is and in its precision."""
+        """The rows at `positions` [n] after layer `l`, on the device and in the dtype of `like`."""
         return self.rows(l, positions).to(like.device, like.dtype)
 
     def read_subset(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
-        """The rows at `positions[idx]`, of places that a batch reads; idx is on the host."""
+        """The rows at `positions[idx]` after layer `l`, on the device and in the dtype of `like`.
+
+        positions: all positions that a batch reads: the tensor itself, by which prefetched rows are found.
+        idx: [k] int64 on the host.
+        """
         return self.read(l, positions[idx], like)
 
 
 def report_ages(ages: Tensor) -> None:
-    """Count how many steps ago rows that are about to be read were written."""
+    """Add the staleness of rows that are about to be read to the counters of `trace`.
+
+    ages: [n] int64 on the host, in steps; -1 for a row that was never written.
+    """
     known = ages[ages >= 0]
     trace.count("history.rows", ages.numel())
     trace.count("history.never_written", ages.numel() - known.numel())
@@ -68,12 +87,15 @@ def report_ages(ages: Tensor) -> None:
 class Histories(LayerTables, RowReader):
     """Embeddings of earlier steps: a table per layer, and the step that wrote each row.
 
+    Histories own their tables. The mover belongs to the work that trains, and only the thread that trains may call
+    it. So with a mover, only that thread may read and write.
+
     Args:
-        num_rows: Of every table.
-        allocator: Where tables lie; host memory by default.
-        name: Of the tables, for those that are files.
-        dtype: Of the stored rows, by default that of the first rows that are written.
-        mover: Brings rows to a GPU and back; it belongs to the work. None where tables and model are on a CPU.
+        num_rows: Rows of every table.
+        allocator: Decides where tables lie. Default: host memory.
+        name: Name of the tables, for those that are files.
+        dtype: Element type of the stored rows. Default: that of the first rows that are written.
+        mover: Moves rows to a GPU and back. None if tables and model are on a CPU.
     """
 
     def __init__(
@@ -94,31 +116,35 @@ class Histories(LayerTables, RowReader):
         return self
 
     def prefetch(self, layers: Sequence[int], positions: Tensor) -> RowReader:
-        """Where a batch reads the rows at some places, as they are now. They may be on their way from now on."""
+        """A reader of the rows at `positions`. Rows of tables in host memory are pulled from now on, as they are now.
+
+        positions: [n] int64 on the host. The reader knows prefetched rows by this tensor itself, not by its values.
+        """
         if self.mover is None or not positions.numel():
             return self
         tables = {l: self.tables[l] for l in layers if l in self.tables}
         pulled = self.mover.pull(tables, positions)
-        # A batch reads at the same places after every layer: they are copied to the device once.
+        # Tables on the device are not pulled: the batch reads them itself, at the same positions after every layer.
+        # So the positions are copied to the device once.
         as_positions = self.mover.to_device(positions) if len(pulled) < len(tables) else positions
         return PrefetchedRows(self, positions, as_positions, pulled)
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
-        """None where a mover writes the tables: their rows may still be on their way."""
+        """The table of layer `l` if a conv may read it directly; None with a mover: pushes may be on their way."""
         return super().in_place(l, device, dtype) if self.mover is None else None
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
         return super().rows(l, positions) if self.mover is None else self.mover.read(self.tables[l], positions)
 
     def read(self, l: int, positions: Tensor, like: Tensor) -> Tensor:
-        self.table(l, like)
+        self.table(l, like)  # creates it if nothing was written yet: it reads as zeros
         return super().read(l, positions, like)
 
     def stamps(self, positions: Tensor) -> Tensor:
         return self.written[positions]
 
     def now(self) -> Any:
-        """This moment of the computation, for `write`; None where computation is done when it returns."""
+        """A CUDA event of this moment of the computation, for `write`. None on a CPU, which computes at once."""
         return None if self.mover is None else self.mover.now()
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
@@ -128,7 +154,7 @@ class Histories(LayerTables, RowReader):
             self.mover.push(self.table(l, rows), at, rows, computed)
 
     def stamp(self, row_ranges: Sequence[slice], step: int) -> None:
-        """These rows are as of a step."""
+        """Note that a step wrote these row ranges."""
         for slab in row_ranges:
             self.written[slab] = step
 
@@ -137,13 +163,15 @@ class Histories(LayerTables, RowReader):
         return super().num_bytes + self.written.nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        if self.mover is not None:
+        """Copies of all rows and steps on the host, for a checkpoint. Synchronises with a GPU."""
+        if self.mover is not None:  # pushes must be in the tables before they are copied
             self.mover.flush()
         tables = {str(l): table.to("cpu", copy=True) for l, table in self.tables.items()}
         return {"tables": tables, "written": self.written.clone(), "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.mover is not None:
+        """Replace all rows and steps by those of a checkpoint."""
+        if self.mover is not None:  # a push that is still on its way must not overwrite the loaded rows
             self.mover.flush()
         self.tables = {}
         for l, rows in state["tables"].items():
@@ -153,7 +181,11 @@ class Histories(LayerTables, RowReader):
 
 
 class PrefetchedRows(RowReader):
-    """Rows of one batch that are on their way, or that its device reads when they are needed."""
+    """The rows that one batch reads. Those of tables in host memory are on their way to the device.
+
+    Rows of tables on the device are read when they are needed. Positions other than the batch's are read from the
+    tables, as they are then.
+    """
 
     def __init__(
         self, histories: Histories, positions: Tensor, as_positions: Tensor, pulled: dict[int, PulledRows]
@@ -164,8 +196,9 @@ class PrefetchedRows(RowReader):
         self.positions = as_positions
         """[n] int64: the same, on the device if tables are on it."""
         self.pulled = pulled
-        """By layer. Rows of tables on the device are not among them."""
+        """Rows on their way to the device, by layer. Layers whose tables are on the device are left out."""
         self.step = histories.step
+        # A copy, taken when the rows are: later commits stamp rows that this batch does not see.
         self._stamps = histories.stamps(positions).clone()
 
     def stamps(self, positions: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
-"""Which rows will be read most: the ones to keep near.
+"""Scores by which hot rows are chosen: how often batches will read the row of each node.
 
-Sampling walks against the edges: a node is drawn as the source of an in-edge. So what predicts how often its row is
-read is how often it stands in the graph's `indices` (its out-degree), and not how many in-edges it has itself.
+Sampling walks against the edges: a node is drawn as the source of an in-edge. So its out-degree, the number of times
+that it occurs in the graph's `indices`, predicts how often its row is read. Its in-degree does not.
+
+There are two scores. `out_degrees` needs the graph alone, and one pass over its edges. `access_probability` also
+knows the fan-outs and the training nodes, and takes one pass over the edges per layer. `hottest` picks the best rows
+of any score.
 """
 
 from __future__ import annotations
@@ -15,21 +19,25 @@ from hopline.core.graph import Graph
 from hopline.ops.cpu import partition as cpu_partition
 
 LARGEST_TERM = 16.0
-"""A node that is missed with probability exp(-16) counts as always read."""
+"""Largest value of -log(1 - p), where p is the probability of a draw: p is never taken to be above 1 - exp(-16).
+
+It keeps the logarithm finite, and bounds the sums of `access_probability`. A rule of thumb.
+"""
 CHUNK_EDGES = 1 << 26
-"""Edges handled at a time on a GPU."""
+"""Edges handled at once on a GPU, which limits the temporary memory. A rule of thumb."""
 
 
 def out_degrees(graph: Graph) -> Tensor:
-    """[num_nodes] int64: of how many edges each node is the source."""
+    """[num_nodes] int64: the number of edges of which each node is the source."""
     return add_to_sources(graph, torch.ones(graph.num_nodes, dtype=torch.int64, device=graph.indices.device))
 
 
 def hottest(score: Tensor, count: int) -> Tensor:
-    """[count] int64: the positions of the highest scores, in descending order; of equal ones the first."""
+    """[count] int64: the indices of the highest scores, the highest first. Of equal scores the first index wins."""
     if not 0 < count < score.numel():
         return score.argsort(descending=True, stable=True)[:count]
-    # Only what is kept is sorted, and what is kept does not depend on how topk breaks ties.
+    # No sort of all scores: only the chosen ones are sorted. topk gives nothing but the lowest chosen score, because
+    # which of several equal scores it takes is not defined.
     least = score.topk(count, sorted=False).values.min()
     above = (score > least).nonzero().view(-1)
     level = (score == least).nonzero().view(-1)[: count - above.numel()]
@@ -40,19 +48,28 @@ def hottest(score: Tensor, count: int) -> Tensor:
 def access_probability(
     graph: Graph, fanouts: Sequence[int], train_ids: Tensor, batch_size: int = 1024, replace: bool = False
 ) -> Tensor:
-    """[num_nodes] float32: how probable it is that a batch reads each node's row, had every draw been independent.
+    """[num_nodes] float32: the probability that a batch reads each node's row, if all draws were independent.
 
-    The analysis of SALIENT++ (Kaler et al., 2023), for samples that nest within two layers next to each other: a node
-    that joined a batch at hop j draws once for each such pair from there on, as many as the wider of its fan-outs, and
-    the node at the other end of one of its in-edges is drawn with probability min(1, fan-out / in-degree). A node is
-    missed if all its out-edges miss it.
+    This is the analysis of SALIENT++ (Kaler et al., 2023), changed for samples that nest within pairs of adjacent
+    layers: a node draws once for both layers of a pair, as many in-edges as the wider of the two fan-outs.
+
+    Let p_h(v) be the probability that v is in the batch after hop h, and s(v) = p_0(v) that v is a seed. Then
+
+        n_j(u)  =  p_j(u) - p_{j-1}(u), and n_0 = s                    u joins the batch at hop j
+        q_P(u)  =  min(1, max(fan-outs of the pair P) / in-degree(u))  a given in-edge of u is drawn for the pair P
+        d_h(u)  =  sum over j < h of  n_j(u) (1 - product over pairs P from j to h of (1 - q_P(u)))
+        p_h(v)  =  1 - (1 - s(v)) * product over out-edges (v, u) of (1 - d_h(u))
+
+    In words: v is missed if it is no seed and all its out-edges miss it. The product over edges is computed as a sum
+    of logarithms. With `replace`, q is that of draws with replacement.
     """
     device = graph.indices.device
     degrees = graph.in_degrees().to(device).clamp(min=1).float()
     seeds = torch.zeros(graph.num_nodes, device=device)
     seeds[train_ids.to(device)] = min(1.0, batch_size / max(1, train_ids.numel()))
     reached, joined = seeds, [seeds]
-    # In whole numbers, so that the sums do not depend on their order; no sum can overflow.
+    # Logarithms are added as integers, so that the sum does not depend on its order. It cannot overflow: a sum
+    # has at most num_edges terms of at most LARGEST_TERM * scale, which together stay below 2**63.
     scale = 2.0 ** (58 - graph.num_edges.bit_length())
     for hop in range(1, len(fanouts) + 1):
         used = torch.zeros_like(seeds)
@@ -70,7 +87,10 @@ def access_probability(
 
 
 def _pairs_of_layers(fanouts: Sequence[int], first: int, last: int) -> list[list[int]]:
-    """The fan-outs of the hops from `first` up to `last`, those together for which a node draws once."""
+    """The fan-outs of the hops `first` .. `last` - 1, grouped by pairs of layers for which a node draws once.
+
+    Pairs are counted from the last hop, so the first group may be a single fan-out.
+    """
     pairs: dict[int, list[int]] = {}
     for hop in range(first, last):
         pairs.setdefault((len(fanouts) - 1 - hop) // 2, []).append(fanouts[hop])
@@ -78,7 +98,10 @@ def _pairs_of_layers(fanouts: Sequence[int], first: int, last: int) -> list[list
 
 
 def _share(degrees: Tensor, fanouts: Sequence[int], replace: bool) -> Tensor:
-    """How probable it is that one given in-edge of a node is among those drawn."""
+    """[num_nodes] float32: the probability that a given in-edge of a node is among those drawn.
+
+    A fan-out of -1 takes all in-edges.
+    """
     if min(fanouts) < 0:
         return torch.ones_like(degrees)
     if replace:
@@ -87,7 +110,10 @@ def _share(degrees: Tensor, fanouts: Sequence[int], replace: bool) -> Tensor:
 
 
 def add_to_sources(graph: Graph, values: Tensor) -> Tensor:
-    """[num_nodes] int64: at each node the sum of `values` over the nodes that its out-edges reach."""
+    """[num_nodes] int64: at each node, the sum of `values` over the nodes that its out-edges lead to.
+
+    values: [num_nodes] int64 on the graph's device.
+    """
     indptr = graph.indptr.to(graph.indices.device)
     if indptr.device.type == "cpu":
         return cpu_partition.add_to_sources(indptr, graph.indices, values)
@@ -95,7 +121,7 @@ def add_to_sources(graph: Graph, values: Tensor) -> Tensor:
 
 
 def add_in_chunks(indptr: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """The same by torch, on any device."""
+    """[num_nodes] int64: `add_to_sources` in plain torch, for any device."""
     out = torch.zeros_like(values)
     for first in range(0, indices.numel(), CHUNK_EDGES):
         sources = indices[first : first + CHUNK_EDGES]

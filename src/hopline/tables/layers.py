@@ -1,7 +1,11 @@
-"""Tables that are written: the rows of all nodes after each layer.
+"""`LayerTables`: writable tables that hold the rows of all nodes after each layer.
 
-An `Allocator` says where a table lies. The code that reads and writes is the same for all of them. Tables know
-positions only: node ids, or places in the order of a partition, are the caller's matter.
+The layer-wise engine writes layer l into one table and reads it from there for layer l + 1. An `Allocator` decides in
+which memory a table lies: on the device, in pinned or other host memory, or in mapped files. Reading and writing is
+the same code for all of them.
+
+Tables know positions only. Whether a position is a node id, or a node's rank in the order of a partition, is up to
+the caller. The cost is `num_rows` rows per layer, from the first write of the layer until `drop`.
 """
 
 from __future__ import annotations
@@ -17,30 +21,32 @@ from hopline.tables.allocators import Allocator, DeviceMemory
 from hopline.tables.memory import TensorTable
 
 At = Tensor | Sequence[slice]
-"""Positions of rows in a table: one by one, or as slabs that are copied whole."""
+"""Positions of rows in a table: [n] int64, or row ranges, each of which is copied at once."""
 
 
 def as_positions(at: At) -> Tensor:
-    """[n] int64: the positions one by one."""
+    """[n] int64: the positions as a tensor."""
     return at if isinstance(at, Tensor) else torch.cat([torch.arange(slab.start, slab.stop) for slab in at])
 
 
 class RowSource(Protocol):
-    """Where rows after some layers are read."""
+    """Something that rows after some layers can be read from: the tables, or a snapshot of some of their rows."""
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
-        """Copies of the rows at some positions of layer `l`, as they are stored."""
+        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype in which they are stored."""
         ...
 
 
 class LayerTables:
     """Rows of all nodes after each layer: one table per layer, created when the first rows tell its width.
 
+    It owns the tables, starts no thread and takes no lock.
+
     Args:
-        num_rows: Of every table.
-        allocator: Where tables lie; memory of the host by default.
-        name: Of the tables, for those that are files.
-        dtype: Of the stored rows, by default that of the first rows that are written.
+        num_rows: Rows of every table.
+        allocator: Decides where tables lie. Default: host memory.
+        name: Name of the tables, for those that are files.
+        dtype: Element type of the stored rows. Default: that of the first rows that are written.
 
     Example:
         >>> tables = hl.extend.LayerTables(4)
@@ -54,9 +60,10 @@ class LayerTables:
     ) -> None:
         self.num_rows, self.allocator, self.name, self.dtype = num_rows, allocator or DeviceMemory(), name, dtype
         self.tables: dict[int, Tensor] = {}
+        """The tables by layer, each [num_rows, *row_shape]."""
 
     def table(self, l: int, like: Tensor) -> Tensor:
-        """The table of layer `l`: [num_rows, *row_shape], for rows like these."""
+        """[num_rows, *row_shape]: the table of layer `l`, created at the first call, for rows like `like`."""
         shape = (self.num_rows, *like.shape[1:])
         if l not in self.tables:
             self.tables[l] = self.allocator.new(self.name, l, shape, self.dtype or like.dtype)
@@ -65,21 +72,24 @@ class LayerTables:
         return table
 
     def of(self, l: int) -> TensorTable:
-        """The table of layer `l` as a `Table`, for handles."""
+        """The table of layer `l` as a `Table`, for handles of rows (`core.row_handles.Rows`)."""
         return TensorTable(self.tables[l])
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
-        """The table of layer `l`, if a conv on that device may read rows of that type straight out of it."""
+        """The table of layer `l` if a conv on `device` may read rows of `dtype` straight from it, else None."""
         table = self.tables[l]
         return TensorTable(table) if (table.device, table.dtype) == (device, dtype) else None
 
     def rows(self, l: int, positions: Tensor) -> Tensor:
-        """Copies of the rows at some positions of layer `l`, as they are stored."""
+        """Copies of the rows at `positions` [n] after layer `l`, in the place and dtype in which they are stored."""
         table = self.tables[l]
         return ops.gather_rows(table, positions.to(table.device))
 
     def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
-        """Write rows after layer `l`. computed: when they were computed, where a GPU writes later; by default now."""
+        """Write rows after layer `l`, in the order of `at`.
+
+        computed: the moment at which the rows were computed, for tables that a GPU writes later. Default: now.
+        """
         if isinstance(at, Tensor):
             self._write_at(l, at, rows)
             return
@@ -90,25 +100,31 @@ class LayerTables:
             start += count
 
     def _write_at(self, l: int, positions: Tensor, rows: Tensor) -> None:
+        """Write rows at single positions."""
         table = self.table(l, rows)
         table[positions.to(table.device)] = rows.to(table.device, table.dtype)
 
     def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros to add the gradients after layer `l` to, near the tables. Those of an earlier call become invalid."""
+        """Zeros to which gradients at the rows after layer `l` are added, in the place of the tables.
+
+        They may reuse the memory of an earlier call for the layer, which must not be used any more.
+        """
         return self.allocator.sums(l, shape, dtype)
 
     def begin_reading(self, layers: Sequence[int], positions: Tensor | None) -> RowSource:
-        """Where rows after these layers are read: here, or in a copy of what is on other hosts. Collective.
+        """A source of the rows after these layers. Collective.
 
-        positions: the positions that will be read, ascending; None for all.
+        The source is these tables, or a snapshot if rows are on other hosts.
+
+        positions: [n] int64, ascending: the positions that will be read. None: all.
         """
         return self
 
     def complete(self, l: int) -> None:
-        """All rows after layer `l` are written: let whoever computes the next layer read them. Collective."""
+        """Let the next layer read the rows after layer `l`: all of them are written. Collective."""
 
     def drop(self, l: int) -> None:
-        """The rows after layer `l` are not needed any more."""
+        """Forget the table of layer `l`: its rows are not needed any more."""
         self.tables.pop(l, None)
 
     @property

@@ -1,4 +1,4 @@
-"""Rows in one dense tensor: in memory, or a memory map of a file."""
+"""`TensorTable`: rows in one dense tensor, in memory or mapped from a file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hopline.tables.shareable import Shareable
 
 
 class TensorTable(Shareable, Table):
-    """Rows of a dense tensor [num_rows, ...]; a memory-mapped one is read page by page as it is touched.
+    """Rows of a dense tensor. If it is mapped from a file, the system reads a page when it is first touched.
 
     Args:
-        rows: Not copied.
-        read_only: Refuse `write`, as of a file that is mapped for reading.
+        rows: [num_rows, ...], on any device. It is not copied.
+        read_only: Whether to refuse `write`, for example because the file is mapped for reading only.
 
     Raises:
         TypeError: `write` is called on a table that is read-only.
@@ -48,8 +48,9 @@ class TensorTable(Shareable, Table):
         if self.read_only:
             super().write(ids, rows)
         ops.put_rows(self.rows, ids, rows.to(self.rows.dtype))
+        # Our own kernels write without torch's knowledge, and `version` must change. Inference tensors lack one.
         if not self.rows.is_inference():
-            torch.autograd.graph.increment_version(self.rows)  # a kernel of ours may have written
+            torch.autograd.graph.increment_version(self.rows)
 
     @property
     def version(self) -> int | None:
@@ -60,14 +61,14 @@ class TensorTable(Shareable, Table):
 
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
         target = self.rows.device if device is None else torch.device(device)
-        # A kernel reads pinned memory of the host as it reads its own.
+        # A GPU's kernel reads pinned host memory as it reads its own.
         readable = self.rows.device.type == target.type or (
             self.rows.device.type == "cpu" and pinned.is_readable(self.rows)
         )
         return Tiers(self.rows, None, None) if readable and self.rows.is_contiguous() else None
 
     def __reduce__(self) -> tuple[object, ...]:
-        """To other processes goes a handle: they read the same memory."""
+        """Pickle a handle: another process reads the same memory. A tensor on a GPU is pickled by torch."""
         if self.rows.device.type != "cpu":
             return TensorTable, (self.rows,), {"read_only": self.read_only}
         return type(self).from_shared, (self.share_arrays("rows"), {"read_only": self.read_only})

@@ -1,4 +1,8 @@
-"""Tables seen from another process of the host: a pickled table is a handle to shared memory, not a copy."""
+"""`Shareable`: tables that are sent to another process of the host as a handle to shared memory, not as a copy.
+
+Pickling a table calls its `__reduce__`, which moves its tensors into shared memory once (`share_arrays`) and sends
+handles. `from_shared` opens them in the other process. From then on both processes read the same memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from hopline.distributed.shared_memory import SharedArray, mapped_file
 
 
 def share(tensor: Tensor) -> SharedArray:
-    """The tensor in memory that others can open, copied there unless it is a mapped file already."""
+    """A handle of shared memory with the tensor's values: a copy, unless the tensor is a mapped file already."""
     if is_registered(tensor) and mapped_file(tensor) is None:
         raise ValueError(
             "these rows are pinned in memory of this process alone and cannot move any more: "
@@ -23,10 +27,12 @@ def share(tensor: Tensor) -> SharedArray:
 
 
 class Shareable:
-    """A table whose tensors other processes of the host read in shared memory."""
+    """Base of tables whose tensors other processes of the host read in shared memory."""
 
     def share_arrays(self, *names: str) -> dict[str, SharedArray]:
-        """Handles of its tensors of these names. From now on it reads them from the shared memory itself."""
+        """Handles of the attributes `names`, which are tensors. From now on the table uses the shared memory too."""
+        # A tensor is shared once, however often the table is sent. If the attribute was replaced since, it is shared
+        # again.
         sent: dict[str, SharedArray] = self.__dict__.setdefault("_sent", {})
         for name in names:
             tensor = getattr(self, name)
@@ -37,11 +43,12 @@ class Shareable:
 
     @classmethod
     def from_shared(cls, arrays: Mapping[str, SharedArray], others: Mapping[str, Any]) -> Self:
-        """A table with the tensors behind these handles, and other attributes as they were."""
+        """A table with the tensors behind these handles. others: its other attributes, by name."""
         table = cls.__new__(cls)
         table._receive(arrays, others)
         return table
 
     def _receive(self, arrays: Mapping[str, SharedArray], others: Mapping[str, Any]) -> None:
+        """Set the attributes of a table that `from_shared` opens."""
         tensors = {name: array.tensor for name, array in arrays.items()}
         self.__dict__.update(others, **tensors, _sent=dict(arrays))

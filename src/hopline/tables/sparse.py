@@ -1,4 +1,8 @@
-"""Rows in CSR form: bag-of-words features that would be mostly zeros if stored dense."""
+"""`SparseTable`: rows in CSR form, for features that are mostly zeros, such as bags of words.
+
+Row i has the entries indptr[i] .. indptr[i + 1]: entry e has the value values[e] in the column columns[e]. `read_csr`
+gives rows in this form to kernels that multiply by them; `read` makes them dense.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from hopline.tables.shareable import Shareable
 
 
 class SparseTable(Shareable, Table):
-    """Rows [num_rows, num_columns] of which only the non-zero entries are kept.
+    """Rows [num_rows, num_columns] of which only the non-zero entries are stored.
 
     Args:
         indptr: [num_rows + 1] int64: row i has the entries indptr[i] .. indptr[i + 1].
-        columns: [nnz] int32 or int64.
-        values: [nnz].
-        num_columns: The width of a row.
+        columns: [nnz] int32 or int64: the column of each entry.
+        values: [nnz]: the value of each entry.
+        num_columns: Width of a row.
 
     Example:
         >>> table = hl.extend.SparseTable.from_dense(torch.eye(3))
@@ -34,6 +38,7 @@ class SparseTable(Shareable, Table):
 
     @classmethod
     def from_dense(cls, rows: Tensor) -> SparseTable:
+        """The non-zero entries of `rows` [num_rows, num_columns] as a table."""
         row, column = rows.nonzero(as_tuple=True)
         indptr = torch.zeros(rows.size(0) + 1, dtype=torch.int64)
         indptr[1:] = torch.bincount(row, minlength=rows.size(0)).cumsum(0)
@@ -56,14 +61,14 @@ class SparseTable(Shareable, Table):
         return version_of(self.values)
 
     def to(self, device: torch.device | str) -> SparseTable:
-        """The same rows on a device."""
+        """A table with these rows on a device."""
         indptr, columns, values = (a.to(device) for a in (self.indptr, self.columns, self.values))
         return SparseTable(indptr, columns, values, self.num_columns)
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of `ids` as (indptr [n + 1], columns, values), without ever making them dense.
+        """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]).
 
-        They are where the table is, wherever the ids were: no kernel reads these arrays from another device.
+        The result is on the device of the table, not of the ids: no kernel reads these arrays from another device.
         """
         indptr, as_positions = ops.row_positions(self.indptr, ids.to(self.indptr.device))
         return indptr, self.columns[as_positions], self.values[as_positions]
@@ -72,12 +77,12 @@ class SparseTable(Shareable, Table):
         indptr, columns, values = self.read_csr(ids)
         row = torch.repeat_interleave(torch.arange(ids.numel(), device=indptr.device), indptr.diff())
         dense = torch.zeros(ids.numel(), self.num_columns, dtype=self.dtype, device=indptr.device)
-        # Repeated entries of one column add up, as they do in every CSR library, and in their order: index_put adds in
-        # any order where torch has several threads.
+        # Entries of a row that repeat a column add up, as in every CSR library. Not by index_put, which adds in any
+        # order if torch has several threads: index_add_ adds in the order of the entries.
         dense.view(-1).index_add_(0, row * self.num_columns + columns, values)
         return dense
 
     def __reduce__(self) -> tuple[object, ...]:
-        """To other processes goes a handle: they read the same memory."""
+        """Pickle a handle: another process reads the same memory."""
         arrays = self.share_arrays("indptr", "columns", "values")
         return SparseTable.from_shared, (arrays, {"num_columns": self.num_columns})

@@ -1,4 +1,18 @@
-"""Hot rows on the device, the rest in memory that its kernels read in place, or below that."""
+"""`TieredTable`: copies of the hot rows on the device, all rows in a slower table below.
+
+Sampling reads some rows far more often than others. Copies of these hot rows on the device save traffic from the
+host. They cost device memory for `num_hot` rows, plus an int32 slot per row of the table. A read looks
+every id up in `hot_slot`:
+
+    ids --> hot_slot[id] --+-- slot >= 0 --> hot[slot], on the device
+                           +-- slot < -1 --> hot[-2 - slot], a staged row (see below)
+                           +-- slot = -1 --> cold[id]: zero-copy read of pinned host memory by the GPU's kernel,
+                                             or `below.read` by the host where the kernel cannot read the rows
+
+A *staged* row is a cold row that was brought to the device for the next steps only. Staged rows stand behind the hot
+ones in the same tensor. `methods/sampled/prefetch_rows.py` brings them and takes them away; this file makes the room
+(`TieredTable.reserve`) and counts them.
+"""
 
 from __future__ import annotations
 
@@ -21,52 +35,64 @@ from hopline.tables.shareable import Shareable
 from hopline.util import trace
 
 BYTES_AT_ONCE = 1 << 26
-"""Rows are brought to the device that many bytes at a time."""
+"""Bytes of rows that are read from below at once while the hot rows are filled. A rule of thumb."""
 SORTED_FROM = 1 << 14
-"""So many ids are read from the host in ascending order; fewer are not worth a sort."""
+"""Least number of ids for which a read is sorted by id. Fewer ids are not worth the sort. A rule of thumb."""
 
 
 class Counts(TypedDict):
-    """How reads went since a table was made. A row that was staged for the next steps is a miss, read from there."""
+    """Reads of a table by one process since the table was made."""
 
     hits: int
+    """Reads of hot rows."""
     misses: int
+    """Reads of all other rows. The read of a staged row is a miss."""
     hit_bytes: int
+    """Bytes that were read from the hot rows."""
     miss_bytes: int
-    """That came from below: a staged row came once, however often it was read."""
+    """Bytes that came from below. A staged row counts once, however often it was read."""
 
 
 @dataclass
 class _DeviceTiers:
-    """The tiers as one device has them. Their tensors are never replaced: a captured graph knows their addresses."""
+    """The tiers and counters of one device.
+
+    Once a CUDA graph is captured, no tensor here may be replaced, because the graph holds their addresses. `reserve`,
+    which replaces `tiers`, comes before the capture.
+    """
 
     tiers: Tiers
+    """Hot and cold rows, as kernels on this device read them."""
     counts: Tensor
+    """[COUNTERS, 3] int64 on the device: hits, misses and reads of staged rows, to be summed over the first axis."""
     seen: Tensor | None
-    """[num_rows] int32: how often each row was read, where that is observed."""
+    """[num_rows] int32 on the device: how often each row was read. None if the table does not observe reads."""
     fetched: Tensor
-    """[1] int64: rows that were brought from below ahead of their step."""
+    """[1] int64 on the device: number of rows that were staged so far."""
     reported: tuple[int, int, int] = (0, 0, 0)
-    """Hits, misses and rows from below that were reported already."""
+    """(hits, misses, rows from below) at the last report."""
 
     def now(self) -> tuple[int, int, int]:
-        """(hits, misses, rows from below) so far; on a GPU this waits for the device."""
+        """(hits, misses, rows from below) so far. Synchronises with a GPU."""
         hits, direct, staged = self.counts.sum(0).tolist()
         return hits, direct + staged, direct + int(self.fetched)
 
 
 class TieredTable(Shareable, Table):
-    """Copies of the rows `hot_ids` of `below` on the device that asks; the rest are read below. `hl.table` makes one.
+    """Copies of the rows `hot_ids` of `below` on a device; other rows are read from `below`. `hl.table` makes one.
 
-    Each device of each process gets its copies at its first read. On CUDA the rows below are pinned where they lie and
-    the kernel reads them itself; rows that cannot be, such as those behind a RAM cache of a file, are read by the host.
-    With ids on another kind of device than the table's, rows come from below and nothing is counted.
+    Each device of each process gets its own copies, at its first read. On CUDA the rows below are pinned where they
+    lie, and the kernel reads them by zero-copy. Rows that cannot be pinned, such as those behind a RAM cache of a
+    file, are read by the host. If the ids are on another kind of device than the table's, all rows come from `below`
+    and nothing is counted.
+
+    `read` may be called by several threads. `rebalance` and `reserve` may not run while any thread reads.
 
     Args:
         below: The table that has all rows.
         hot_ids: [n] int64 rows to copy; None copies all.
         device: Where the copies are.
-        observe: Count how often each row is read in the first epoch, and then keep those read most.
+        observe: Count how often each row is read in the first epoch, and then keep the rows that were read most.
 
     Raises:
         ValueError: `read` is given ids that are not 1-D int32 or int64.
@@ -110,27 +136,33 @@ class TieredTable(Shareable, Table):
         return self.num_hot * self.row_bytes + hot_slots
 
     def read(self, ids: Tensor, *, staged: bool = True) -> Tensor:
-        """staged: whether rows may be read where they stand for a step (`staging`), which training alone can do."""
+        """The rows of `ids` [n], on the device of the ids.
+
+        staged: whether staged rows may be read from their slots. Only the training loop may: it alone knows when
+            staging replaces them.
+        """
         if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"row ids must be a 1-D int64 tensor, not {list(ids.shape)} {ids.dtype}")
         if ids.device.type != self.device.type:
             return self.below.read(ids)
-        # On a GPU -1 is an empty slot of a tree; on the CPU, where there is none, it is a mistake.
+        # On a GPU an id of -1 is an empty slot of the tree layout, and reads as zeros. The CPU has no tree layout, so
+        # a negative id is a mistake of the caller.
         if ids.device.type == "cpu" and ids.numel() and int(ids.min()) < 0:
             raise IndexError(f"a row id is outside 0 .. {len(self) - 1}")
         device_tiers = self._on(ids.device)
         tiers = device_tiers.tiers
         if device_tiers.seen is not None and self.observing:
-            with self._lock:
+            with self._lock:  # several threads may add to the same counters
                 count_ids(device_tiers.seen, ids)
         if ids.device.type != "cpu" and (tiers.hot_slot is None or tiers.cold is not None):
-            # With half of the rows here, hardly any read goes to the host.
+            # Host memory answers ascending ids faster (docs/features.md: 45 instead of 30 GB/s on an H200). With half
+            # of the rows hot, hardly any read goes to the host, and the sort is not worth its time.
             in_order = tiers.cold is not None and 2 * self.num_hot < len(self) and ids.numel() >= SORTED_FROM
             return gather_tiers(tiers.hot, tiers.cold, tiers.hot_slot, ids, device_tiers.counts, in_order, staged)
         return self._read_by_host(device_tiers, ids)
 
     def _read_by_host(self, device_tiers: _DeviceTiers, ids: Tensor) -> Tensor:
-        """Misses are read below, by the host. On a GPU this waits for the device."""
+        """The rows of `ids`, where the host reads the misses from `below`. Synchronises with a GPU."""
         hot, _, hot_slot = device_tiers.tiers
         rows, present = gather_tiers(hot, None, hot_slot, ids), ids >= 0
         num_present, num_missed = int(present.sum()), 0
@@ -139,7 +171,7 @@ class TieredTable(Shareable, Table):
             num_missed = missed.numel()
             if num_missed:
                 rows[missed] = self.below.read(ids[missed].cpu()).to(ids.device)
-        with self._lock:  # on the CPU several threads would add to the same counter
+        with self._lock:  # several threads may add to the same counter
             device_tiers.counts[0] += torch.tensor([num_present - num_missed, num_missed, 0], device=ids.device)
         return rows
 
@@ -150,6 +182,7 @@ class TieredTable(Shareable, Table):
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids.cpu(), rows.cpu())
         for device, device_tiers in self._placed.items():
+            # The copies must change with `below`, the staged ones included: `slot_of` finds both kinds.
             hot, _, hot_slot = device_tiers.tiers
             new, slots = rows.to(device, self.dtype), ids.to(device).long()
             if hot_slot is not None:
@@ -170,26 +203,30 @@ class TieredTable(Shareable, Table):
         return tiers if tiers.hot_slot is None or tiers.cold is not None else None
 
     def concurrent_view(self) -> Table:
+        """A view that never reads staged rows, for a thread that reads while others train."""
         return _ConcurrentView(self)
 
     def counts(self, device: torch.device | str | None = None) -> Tensor:
-        """The counter of a device, for kernels that read the tiers themselves: see `ops.tiers.gather_tiers`."""
+        """[COUNTERS, 3] int64: the counter of a device, for kernels that read the tiers themselves.
+
+        `ops.gather_tiers.new_counts` says what its columns count.
+        """
         return self._on(self.device if device is None else torch.device(device)).counts
 
     def observe(self, ids: Tensor) -> None:
-        """Count reads that a kernel did by itself, for `rebalance`."""
+        """Count the reads of `ids` by a kernel that did not call `read`, for `rebalance`."""
         device_tiers = self._on(ids.device)
         if device_tiers.seen is not None and self.observing:
             count_ids(device_tiers.seen, ids)
 
     def counters(self) -> Counts:
-        """Hits and misses so far, in this process. On a GPU this waits for the device."""
+        """Hits and misses of this process so far, over all its devices. Synchronises with a GPU."""
         found = [device_tiers.now() for device_tiers in self._placed.values()]
         hits, misses, below = (sum(three[i] for three in found) for i in range(3))
         return Counts(hits=hits, misses=misses, hit_bytes=hits * self.row_bytes, miss_bytes=below * self.row_bytes)
 
     def report(self) -> None:
-        """Tell who listens (`trace`) of the reads since the last report."""
+        """Add the reads since the last report to the counters of `trace`. Synchronises with a GPU."""
         for device_tiers in self._placed.values():
             now = device_tiers.now()
             hits, misses, below = (new - old for new, old in zip(now, device_tiers.reported, strict=True))
@@ -206,15 +243,16 @@ class TieredTable(Shareable, Table):
             self.rebalance()
 
     def rebalance(self) -> None:
-        """Keep the rows that were read most since the table was made, and observe no more.
+        """Make the rows hot that were read most since the table was made, and stop observing.
 
-        Nothing may be reading meanwhile: call it between epochs. Each device keeps what it read most itself.
+        Each device keeps the rows that it read most itself. Call it between epochs: nothing may read the table
+        meanwhile, because the hot rows are overwritten in place.
         """
         for device_tiers in self._placed.values():
             hot, _, hot_slot = device_tiers.tiers
             if device_tiers.seen is None or hot_slot is None:
                 continue
-            # Of rows that were read equally often those that are here already stay.
+            # Rows that are hot already win ties: the factor of two leaves the last bit to break them.
             chosen = hottest(2 * device_tiers.seen.long() + (hot_slot >= 0).long(), self.num_hot)
             self._fill(hot, hot_slot, chosen.cpu())
             device_tiers.seen.zero_()
@@ -222,15 +260,19 @@ class TieredTable(Shareable, Table):
         self.observing = False
 
     def _on(self, device: torch.device) -> _DeviceTiers:
+        """The tiers of a device, filled at the first call."""
         device = with_index(device)
         found = self._placed.get(device)
         if found is None:
+            # Looked up again under the lock: another thread may have filled them meanwhile, and a second copy of the
+            # hot rows would take the memory twice.
             with self._lock:
                 found = self._placed.get(device) or self._place(device)
                 self._placed[device] = found
         return found
 
     def _place(self, device: torch.device) -> _DeviceTiers:
+        """New tiers on a device, with the hot rows copied."""
         hot = torch.empty((self.num_hot, *self.shape[1:]), dtype=self.dtype, device=device)
         if self.hot_ids is None:
             self._fill(hot, None, torch.arange(len(self)))
@@ -241,14 +283,19 @@ class TieredTable(Shareable, Table):
         return _DeviceTiers(Tiers(hot, self._readable(device), hot_slot), new_counts(device), seen, _zero(device))
 
     def reserve(self, device: torch.device, num_rows: int) -> _DeviceTiers:
-        """Room for so many rows behind the hot ones, for `staging`: call it before a graph knows where they are."""
+        """Allocate slots for `num_rows` staged rows behind the hot ones, and return the device's tiers.
+
+        The hot rows get a new address, so call it before a CUDA graph that reads them is captured.
+        """
         device_tiers = self._on(device)
         hot, cold, hot_slot = device_tiers.tiers
         shape = (self.num_hot + num_rows, *self.shape[1:])
         if device.type != "cuda" or torch.Size(shape).numel() * self.dtype.itemsize <= free_bytes(device):
             grown = hot.new_empty(shape)
             grown[: self.num_hot] = hot[: self.num_hot]
-        else:  # there is no room for both: they come from below once more
+        else:
+            # Old and new tensor do not fit together. The old one is dropped first, and the hot rows are read from
+            # below once more.
             device_tiers.tiers, hot = Tiers(hot[:0].clone(), cold, hot_slot), None
             grown = torch.empty(shape, dtype=self.dtype, device=device)
             assert self.hot_ids is not None
@@ -257,6 +304,7 @@ class TieredTable(Shareable, Table):
         return device_tiers
 
     def _fill(self, hot: Tensor, hot_slot: Tensor | None, hot_ids: Tensor) -> None:
+        """Copy the rows `hot_ids` from below into `hot`, in their order, and enter their slots."""
         for start, ids in _pieces(hot_ids, self.row_bytes):
             hot[start : start + ids.numel()] = self.below.read(ids).to(hot.device)
         if hot_slot is not None:
@@ -265,21 +313,22 @@ class TieredTable(Shareable, Table):
             hot_slot[hot_ids.to(hot_slot.device)] = slots
 
     def _readable(self, device: torch.device) -> Tensor | None:
-        """The rows below as a kernel on the device reads them."""
+        """[num_rows, ...]: the rows below, pinned if a GPU will read them. None if `below` has no dense tensor."""
         rows = self.below.storage()
         if rows is None or device.type == "cpu" or rows.device.type != "cpu":
             return rows
         return pinned.pin(rows)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """To other processes goes a handle: the rows below are the same memory, and each fills a cache of its own."""
+        """Pickle a handle: another process reads the same rows below, and fills hot rows of its own."""
         hot_ids = None if self.hot_ids is None else self.share_arrays("hot_ids")["hot_ids"]
+        # "cuda" without an index: the other process reads on a GPU of its own.
         kind = self.device.type if self.device.type == "cuda" else str(self.device)
         return _open, (self.below, hot_ids, kind, self.observing)
 
 
 class _ConcurrentView(Table):
-    """A tiered table whose rows are read where they always are: those that are staged come and go meanwhile."""
+    """A tiered table without its staged rows, which training replaces while another thread reads."""
 
     def __init__(self, tiered: TieredTable) -> None:
         self.tiered = tiered
@@ -303,11 +352,13 @@ class _ConcurrentView(Table):
         return self.tiered.storage()
 
     def tiers(self, device: torch.device | str | None = None) -> Tiers | None:
+        # All rows from `cold`: kernels that are given `hot_slot` would follow it to staged rows.
         tiers = self.tiered.tiers(device)
         return tiers if tiers is None or tiers.cold is None else Tiers(tiers.cold, None, None)
 
 
 def _open(below: Table, hot_ids: SharedArray | None, device: str, observe: bool) -> TieredTable:
+    """The table behind a pickled handle."""
     return TieredTable(below, None if hot_ids is None else hot_ids.tensor, device, observe=observe)
 
 
@@ -316,6 +367,7 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def _pieces(ids: Tensor, row_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    """(first index, ids) of consecutive runs whose rows take at most `BYTES_AT_ONCE`, or of single ids."""
     step = max(1, BYTES_AT_ONCE // max(1, row_bytes))
     for start in range(0, ids.numel(), step):
         yield start, ids[start : start + step]
