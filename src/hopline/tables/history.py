@@ -126,8 +126,8 @@ class Histories(LayerTables, RowReader):
         pulled = self.mover.pull(tables, positions)
         # Tables on the device are not pulled: the batch reads them itself, at the same positions after every layer.
         # So the positions are copied to the device once.
-        as_positions = self.mover.to_device(positions) if len(pulled) < len(tables) else positions
-        return PrefetchedRows(self, positions, as_positions, pulled)
+        device_positions = self.mover.to_device(positions) if len(pulled) < len(tables) else positions
+        return PrefetchedRows(self, positions, device_positions, pulled)
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
         """The table of layer `l` if a conv may read it directly; None with a mover: pushes may be on their way."""
@@ -188,13 +188,13 @@ class PrefetchedRows(RowReader):
     """
 
     def __init__(
-        self, histories: Histories, positions: Tensor, as_positions: Tensor, pulled: dict[int, PulledRows]
+        self, histories: Histories, positions: Tensor, device_positions: Tensor, pulled: dict[int, PulledRows]
     ) -> None:
         self.histories = histories
         self.positions = positions
-        """[n] int64 on the host."""
-        self.positions = as_positions
-        """[n] int64: the same, on the device if tables are on it."""
+        """[n] int64 on the host: the positions of the rows. Prefetched rows are found by this tensor itself."""
+        self.device_positions = device_positions
+        """[n] int64: a copy of `positions` on the device if tables are on it, else the same tensor."""
         self.pulled = pulled
         """Rows on their way to the device, by layer. Layers whose tables are on the device are left out."""
         self.step = histories.step
@@ -207,7 +207,7 @@ class PrefetchedRows(RowReader):
     def rows(self, l: int, positions: Tensor) -> Tensor:
         if positions is not self.positions:
             return self.histories.rows(l, positions)
-        return self.pulled[l].wait() if l in self.pulled else self.histories.rows(l, self.positions)
+        return self.pulled[l].wait() if l in self.pulled else self.histories.rows(l, self.device_positions)
 
     def read(self, l: int, positions: Tensor, like: Tensor) -> Tensor:
         if l not in self.pulled:
