@@ -177,9 +177,9 @@ class Graph:
 class PartialGraph(Graph):
     """Degrees and sums of edge weights in a graph that is not whole in this process, for some of its nodes.
 
-    Convs that normalise by degree ask `Block.graph` for the full degrees, and get them from here. A partial graph from
-    `of`, for a batch, has no edges: those are in the blocks. Inference over shards makes one with the in-edges of this
-    rank's own nodes.
+    Convs that normalise by degree ask `Block.graph` for the full degrees, and get them from here. A partial graph
+    from `of`, for a batch, has no edges: those are in the blocks. Inference over shards makes one with the in-edges
+    of this rank's own nodes.
     """
 
     ids: Tensor
