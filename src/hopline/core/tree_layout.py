@@ -70,8 +70,8 @@ def _when_asked(compute: Callable[[Any], Any]) -> Any:
 class TreeBlock(Block):
     """The edges of one layer in the tree layout.
 
-    Destinations are the slots of hops 0 .. hop, and sources are those of hops 0 .. hop + 1. Every source but the seeds
-    is the child of one destination. No edge leads out of an empty slot.
+    Destinations are the slots of hops 0 .. hop, and sources are those of hops 0 .. hop + 1. Every source but the
+    seeds is the child of one destination. No edge leads out of an empty slot.
 
     Ids and edges are computed at the first access, and not by the sampler. A step on a GPU needs few of them, and to
     count edges it would have to synchronise.
