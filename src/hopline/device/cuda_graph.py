@@ -87,7 +87,7 @@ class CapturedCall(Generic[R]):
 
     @property
     def result(self) -> R:
-        """The return value of the captured call. Its tensors are in the graph's memory, and replays overwrite them."""
+        """The return value of the captured call. Its tensors are in the graph's memory: replays overwrite them."""
         assert self.graph is not None
         return self._result  # type: ignore[return-value]
 
