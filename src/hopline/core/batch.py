@@ -185,7 +185,7 @@ class Block:
     num_dst: int
     """Number of destinations."""
     parts: tuple[Part, ...]
-    """The edges. Empty in a block that stands for seeds whose outputs are computed already."""
+    """The edges. Empty in the tree layout, and in a block that stands for seeds whose outputs are computed already."""
     graph: Graph | None = None
     """The graph that the edges are from. A conv that normalises by degree reads the full degrees from it."""
     key: int | Tensor | None = None
@@ -449,6 +449,7 @@ def each_once(blocks: Iterable[Block], changed: Callable[[Block], Block]) -> tup
 
     Layers that have one block in common have one new block in common.
     """
+    # A tuple holds the blocks while their ids are keys: no other object can get the same id meanwhile.
     blocks = tuple(blocks)
     found = {id(block): changed(block) for block in _distinct(blocks)}
     return tuple(found[id(block)] for block in blocks)
@@ -460,7 +461,7 @@ def _distinct(blocks: Iterable[Block]) -> Iterable[Block]:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """All tensors that a batch holds, each once."""
+    """The tensors that a batch holds, each once, but for those of `key`, `output_idx` and `groups`."""
     found = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
     for block in _distinct(batch.blocks):
         found += block.tensors()

@@ -39,8 +39,8 @@ class Graph:
     This is the CSC form of the adjacency matrix, with `indptr` for PyG's `colptr` and `indices` for its `row`.
 
     Raises:
-        ValueError: `indptr` or `indices` has the wrong dtype or shape, or does not run from 0 to the number of edges;
-            or an edge array has not one row per edge.
+        ValueError: `indptr` or `indices` has the wrong dtype or shape, `indptr` does not run from 0 to the number of
+            edges, or an edge array does not have one row per edge.
 
     Example:
         >>> graph = hl.Graph(indptr=torch.tensor([0, 0, 2, 3]), indices=torch.tensor([0, 2, 1]))
@@ -161,6 +161,7 @@ class Graph:
     @property
     def self_loops(self) -> Tensor:
         """[num_self_loops] int64: positions in `indices` of the edges from a node to itself; usually empty."""
+        # The version leaves edge arrays out: self-loops do not depend on them.
         version = version_of(self.indptr), version_of(self.indices)
         if self._loops.get("version") != version:
             found = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
@@ -189,8 +190,8 @@ class PartialGraph(Graph):
     has_loops: bool = False
     """Whether some node of the whole graph has an edge to itself."""
     weights: Tensor | None = None
-    """[n, 3] float64: for each node, the sum of the weights of its in-edges, that sum without self-loops, and the
-    weight of its self-loop or NaN. None if the whole graph has neither weights nor self-loops."""
+    """[n, 3] float64, or None if the whole graph has neither weights nor self-loops. Column 0: the sum of the weights
+    of a node's in-edges. Column 1: that sum without its self-loop. Column 2: the weight of the self-loop, or NaN."""
 
     @classmethod
     def of(
@@ -220,6 +221,7 @@ class PartialGraph(Graph):
         return order[at]
 
     def in_degrees(self, ids: Tensor | None = None) -> Tensor:
+        """[n] int64: the number of in-edges in the whole graph of each node in `ids`, by default in `self.ids`."""
         return self.degrees if ids is None else self.degrees[self._positions(ids)].to(ids.device)
 
     def weight_sums(self, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:

@@ -116,6 +116,7 @@ def by_labels(labels: Tensor, num_parts: int) -> Tensor:
     values, compact = torch.unique(labels, return_inverse=True)
     if values.numel() == num_parts:
         return compact.int()
+    # Part p ends before position cuts[p] of the nodes sorted by label. Equal sizes first, then each cut moves.
     num_nodes = labels.numel()
     ends = torch.bincount(compact).cumsum(0)
     cuts = torch.arange(1, num_parts) * num_nodes // num_parts

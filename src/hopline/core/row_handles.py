@@ -135,12 +135,14 @@ class DroppedRows(Rows):
     """[n] int64: the number of each row that, together with `key`, decides its draws."""
 
     def read(self) -> Tensor:
+        """The rows with dropout, as a dense tensor."""
         return ops.keyed_dropout(super().read(), self.p, self.key, self.keys)
 
     def head(self, count: int) -> Rows:
         return DroppedRows(self.table, self.ids[:count], self.p, self.key, self.keys[:count])
 
     def read_csr(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows with dropout as (indptr [n + 1], columns, values). The table must store sparse rows."""
         found = self.table.read_csr(self.ids)
         assert found is not None
         indptr, columns, values = found

@@ -46,8 +46,8 @@ class Tree:
     counts: Tensor
     """[slots with children] int32: the number of children of each slot that are not empty. They come first."""
     edge_ids: Tensor | None = None
-    """[num_slots - num_seeds] int64: for each slot after the seeds, the position in the graph's edge arrays of the
-    edge to its parent; 0 for an empty slot. None if no edge array is needed."""
+    """[num_slots - num_seeds] int64: the edge from each slot after the seeds to its parent, as a position in the
+    graph's edge arrays; 0 for an empty slot. None if no edge array is needed."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Tree:
         """The tree on a device."""
@@ -80,8 +80,11 @@ class TreeBlock(Block):
     src_ids: Tensor = field(init=False, default=_when_asked(lambda block: block._node_ids()))
     """[num_src] int64: global node ids. Empty slots have 0, a valid id, so that rows can be read for all slots."""
     num_dst: int = field(init=False, default=_when_asked(lambda block: block.tree.slots.up_to(block.hop)))
+    """Number of destination slots, empty ones included."""
     parts: tuple[Part, ...] = field(init=False, default=())
+    """Always empty. `part` computes the edges when they are needed."""
     in_graph_order: bool = field(init=False, default=False)
+    """Always false: the edges are sampled."""
     tree: Tree = field(kw_only=True)
     """The tree of the whole batch, which all its blocks share."""
     hop: int = field(kw_only=True)
@@ -93,6 +96,7 @@ class TreeBlock(Block):
     def to(
         self, device: torch.device, non_blocking: bool = False, moved_parts: dict[int, Any] | None = None
     ) -> TreeBlock:
+        """The block on a device. Its graph stays on the device where it is."""
         moved_parts = {} if moved_parts is None else moved_parts
         # The blocks of a batch share one tree: it is copied once, by the first of them.
         if id(self.tree) not in moved_parts:
@@ -105,10 +109,12 @@ class TreeBlock(Block):
         return TreeRows(table, self)
 
     def _node_ids(self) -> Tensor:
+        """The value of `src_ids`."""
         return self.tree.nodes[: self.num_src].long().clamp(min=0)
 
     @property
     def num_src(self) -> int:
+        """Number of source slots, empty ones included."""
         return self.tree.slots.up_to(self.hop + 1)
 
     @property
@@ -132,6 +138,7 @@ class TreeBlock(Block):
         return int(self.counts.sum())
 
     def tensors(self) -> list[Tensor | None]:
+        """The tensors of the whole tree, which the blocks of a batch share."""
         return [self.tree.nodes, self.tree.counts, self.tree.edge_ids]
 
     @property

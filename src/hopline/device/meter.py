@@ -77,8 +77,8 @@ def with_index(device: torch.device | str) -> torch.device:
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate on a GPU.
 
-    They are the bytes free on the GPU, or left of this process's memory fraction if that is less, and those that
-    torch's allocator has reserved and not handed out.
+    They are the bytes free on the GPU, or those left of this process's memory fraction if that is less. Added are the
+    bytes that torch's allocator has reserved and not handed out.
     """
     device = with_index(device)
     allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
@@ -111,8 +111,8 @@ def _first_product(device: torch.device, stream: torch.cuda.Stream) -> int:
 class TensorMeter(TorchDispatchMode):
     """A meter that counts the storages which torch operations return, on any device.
 
-    A storage counts from the operation that returns it until it is freed, whoever holds it: the autograd graph, a
-    view, a NumPy array over it.
+    A storage counts from the operation that returns it until it is freed. It does not matter who holds it: the
+    autograd graph, a view, or a NumPy array over it.
 
     Counted are operations of the thread that entered the meter, and those of autograd for it, in any thread. Threads
     that prefetch other batches do not count. The meter does not see scratch memory that an operation frees before it
