@@ -4,7 +4,7 @@
       blocks[0]              one block per layer, in the order of computation; blocks[0] reads the input rows
         parts[0]             the block's edges in CSC form
       ...
-      blocks[-1]             its destinations are the seeds
+      blocks[-1]             its destinations are the seeds, or with `output_idx` contain them
 
 The sources of a block are the destinations of the one before it, and rows that `LayerHooks` may append. A block's
 destinations come first among its sources, so a layer finds their own rows without a lookup. Input rows are usually
@@ -185,7 +185,7 @@ class Block:
     num_dst: int
     """Number of destinations."""
     parts: tuple[Part, ...]
-    """The edges. Empty in the tree layout, and in a block that stands for seeds whose outputs are computed already."""
+    """The edges. Empty in the tree layout, and in a block that stands for seeds whose outputs are known already."""
     graph: Graph | None = None
     """The graph that the edges are from. A conv that normalises by degree reads the full degrees from it."""
     key: int | Tensor | None = None
