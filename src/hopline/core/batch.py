@@ -1,4 +1,21 @@
-"""`Block`, `Part`, `Rows` and `Batch`: what a training step consumes. All are immutable."""
+"""`Batch`, `Block` and `Part`: the input of a training step. All are immutable.
+
+    Batch                    seeds, labels, input rows
+      blocks[0]              one block per layer, in the order of computation; blocks[0] reads the input rows
+        parts[0]             the block's edges in CSC form
+      ...
+      blocks[-1]             its destinations are the seeds, or with `output_idx` contain them
+
+The sources of a block are the destinations of the one before it, and rows that `LayerHooks` may append. A block's
+destinations come first among its sources, so a layer finds their own rows without a lookup. Input rows are usually
+handles (`row_handles`), which are read where a layer needs them.
+
+Layers of one batch may have one `Block` object in common, as on a whole graph. Functions here that move, change or
+count blocks do so once per object (`each_once`).
+
+Two objects that others subclass may hang on a block. `LayerHooks` adds or records rows between layers. `ConvRunner`
+runs convs whose source rows are partly in other shards.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +37,20 @@ if TYPE_CHECKING:
 
 
 PYG_NAMES = ("edge_index", "edge_attr", "batch_size", "n_id", "e_id", "input_id", "num_sampled_nodes", "num_nodes")
-"""What a batch of PyG's NeighborLoader has, and a `Batch` has not."""
+"""Attributes of PyG's NeighborLoader batches that a `Batch` lacks. Their AttributeError says what to use instead."""
 NO_EDGES = (
     "train_step asked for the edges of its batch, and here the outputs are computed part by part before the loss: use "
     "the batch's seeds, labels and tables, or with hl.FullBatch set aggregation=sequential, with other methods leave "
     "out budget="
 )
-"""What a block without parts answers: it stands for seeds whose outputs are known."""
+"""The error of a block without parts. Such a block stands for seeds whose outputs are computed already."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Edges of a block whose source rows live in one place, sorted by destination.
+    """Edges of a block in CSC form, sorted by destination.
+
+    A block has one part, or over shards one for each shard that holds some of its source rows.
 
     Example:
         >>> part = hl.extend.Part(indptr=torch.tensor([0, 2, 3]), src_idx=torch.tensor([1, 2, 0], dtype=torch.int32))
@@ -44,16 +63,16 @@ class Part:
     src_idx: Tensor
     """[num_edges] int32: each edge's source, as a position among the block's source rows."""
     edge: Mapping[str, Tensor] = field(default_factory=dict)
-    """Rows of the graph's edge arrays for these edges: "weight", "attr", "time", "type"."""
+    """[num_edges, ...] each: the graph's edge arrays at these edges, by name: "weight", "attr", "time", "type"."""
     edge_ids: Tensor | None = None
-    """[num_edges] int64: each edge's position in the graph's edge arrays, where it was asked for."""
+    """[num_edges] int64: each edge's position in the graph's edge arrays; None unless the sampler is asked for it."""
 
     def __repr__(self) -> str:
         return f"Part({self.indptr.numel() - 1:,} destinations, {self.num_edges:,} edges)"
 
     @cached_property
     def cache(self) -> dict[Hashable, Any]:
-        """What layers have computed from these edges and need again, by name; it goes with them."""
+        """Values that layers computed from these edges and need again, by name. It lives as long as the part."""
         return {}
 
     @property
@@ -65,17 +84,19 @@ class Part:
         """[2, num_edges] int64, sources first: PyG computes wrong gradients with int32."""
         counts = self.indptr.diff()
         nodes = torch.arange(counts.numel(), device=counts.device)
-        dst = torch.repeat_interleave(nodes, counts, output_size=self.num_edges)  # else a GPU would be asked
+        # Without `output_size`, torch would synchronise with a GPU to learn the sum of the counts.
+        dst = torch.repeat_interleave(nodes, counts, output_size=self.num_edges)
         return torch.stack([self.src_idx.long(), dst])
 
     def rows_from(self, first: int) -> Part:
-        """The edges of the destinations from `first` on."""
+        """The part of destinations `first`, `first + 1`, ... with their edges. Synchronises on a GPU."""
         start = int(self.indptr[first])
         edge = {name: rows[start:] for name, rows in self.edge.items()}
         edge_ids = None if self.edge_ids is None else self.edge_ids[start:]
         return Part(self.indptr[first:] - start, self.src_idx[start:], edge, edge_ids)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Part:
+        """A copy on a device, with an empty `cache`."""
         edge_ids = None if self.edge_ids is None else self.edge_ids.to(device, non_blocking=non_blocking)
         return Part(
             self.indptr.to(device, non_blocking=non_blocking),
@@ -86,7 +107,11 @@ class Part:
 
 
 def edges_where(part: Part, kept: Tensor) -> Part:
-    """The edges of a part at which a mask is true."""
+    """A part with only some of the edges, and with all destinations.
+
+    kept: [num_edges] bool, true at the edges to take.
+    """
+    # upto[e] is the number of edges taken among the first e. Looked up at the old bounds, it gives the new ones.
     upto = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.long().cumsum(0)])
     edge = {name: rows[kept] for name, rows in part.edge.items()}
     edge_ids = None if part.edge_ids is None else part.edge_ids[kept]
@@ -94,46 +119,52 @@ def edges_where(part: Part, kept: Tensor) -> Part:
 
 
 class LayerHooks:
-    """Takes part in a layer of whoever made the block: a training step is given a batch, and no other way leads there.
+    """Callbacks before and after each layer, for whoever made the block. This base class does nothing.
 
-    A block refers to it, and many blocks may refer to one. This one does nothing.
+    They hang on the block because a batch is all that hopline hands to a user's training step. Many blocks may refer
+    to one object.
     """
 
     def before_layer(self, l: int, model: Any, state: Any, block: Block) -> None:
-        """Layer `l` of a `GNN` is about to be computed from a `State`."""
+        """Called before layer `l` of a `GNN` is computed, with the `State` of the block's sources."""
 
     def after_layer(self, l: int, h: Tensor) -> Tensor:
-        """The destinations' rows after layer `l`, before dropout, to the rows that the next layer reads.
+        """Called with the rows [num_dst, width] after layer `l`, before dropout. Returns the rows for the next layer.
 
-        Rows of sources that the batch does not own come behind those of the destinations.
+        It may append rows of sources that the batch does not compute, such as historical embeddings of the halo. They
+        come after those of the destinations.
         """
         return h
 
 
 class ConvRunner(ABC):
-    """Runs convs on blocks whose source rows are not all here.
+    """Runs convs on a block in place of `nn.conv_adapter`, for example if some source rows are in other shards.
 
-    A block refers to it, and many blocks may refer to one. It keeps what it has found out about the edges, so copies of
-    a block share that.
+    Many blocks may refer to one runner. A runner caches what it has computed from the edges, so copies of a block
+    share that cache.
     """
 
     over_ranks: bool = False
-    """Whether some of the rows are in other processes, each of which must run the same convs."""
+    """Whether some of the rows are in other processes. Then every process must run the same convs."""
 
     def norms(self) -> AbstractContextManager[Any]:
-        """Within, batch norms in training take their statistics from the rows of all ranks."""
+        """A context in which batch norms in training take their statistics from the rows of all ranks.
+
+        Here it does nothing: all rows are in this process.
+        """
         return nullcontext()
 
     @abstractmethod
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
-        """The conv's output for the block's destinations.
+        """The conv's output [num_dst, width] for the block's destinations.
 
-        h: the rows that are here; x0: initial rows, whose first num_dst are the destinations'.
+        h: the source rows that this process holds.
+        x0: initial rows, for convs that take them; the first `num_dst` are the destinations'.
         """
 
     @abstractmethod
     def block_to(self, block: Block, device: torch.device) -> Block:
-        """The block on a device, with all that convs need there."""
+        """The block on a device, with everything on that device that the convs read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,22 +181,24 @@ class Block:
     """
 
     src_ids: Tensor
-    """[num_src] int64 global node ids."""
+    """[num_src] int64: global node ids of the sources, the destinations first."""
     num_dst: int
+    """Number of destinations."""
     parts: tuple[Part, ...]
-    """Empty where the block stands for seeds whose outputs are known."""
+    """The edges. Empty in the tree layout, and in a block that stands for seeds whose outputs are known already."""
     graph: Graph | None = None
-    """The graph the edges are from: a conv that normalises by degree takes the degrees from there."""
+    """The graph that the edges are from. A conv that normalises by degree reads the full degrees from it."""
     key: int | Tensor | None = None
-    """Key of this step's random draws, on the device [1] where a captured step changes it; None in evaluation."""
+    """Key of this step's random draws; None in evaluation. In a captured step it is a tensor [1] on the device, which
+    every replay changes."""
     scale_sums: bool = False
-    """Whether sums over sampled edges are scaled up to the expectation of the full sum."""
+    """Whether sums over sampled edges are scaled up, so that their expectation is the sum over all in-edges."""
     in_graph_order: bool = True
-    """Whether a destination's edges come in the graph's order; sampled ones do not."""
+    """Whether the edges of a destination are in the graph's order. Sampled edges are not."""
     layer_hooks: LayerHooks | None = None
-    """Adds rows of other nodes between two layers, or records rows; None in a block that owns all its sources."""
+    """Callbacks that add rows of other nodes between two layers, or record rows; None if there are none."""
     convs: ConvRunner | None = None
-    """Runs convs on this block, where source rows are on other shards; None: `nn.conv_adapter` does."""
+    """Runs the convs of this block, for example if source rows are in other shards; None: `nn.conv_adapter` does."""
 
     def __repr__(self) -> str:
         if not self.parts:
@@ -173,30 +206,31 @@ class Block:
         return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
 
     def to(self, device: torch.device, non_blocking: bool = False, moved_parts: dict[int, Any] | None = None) -> Block:
-        """The same block on a device; its graph stays where it is.
+        """The block on a device. Its graph stays on the device where it is.
 
-        moved_parts: by `id`, what was moved with other blocks of a batch and is shared with them.
+        moved_parts: copies of objects that several blocks of a batch share, by the `id` of the original. Only blocks
+        in the tree layout use it.
         """
         if all(tensor is None or _lies_on(tensor, device) for tensor in self.tensors()):
-            return self  # with what was found out about its edges
+            return self  # not a copy, whose parts would have empty caches
         if self.convs is not None:
             return self.convs.block_to(self, device)
         parts = tuple(part.to(device, non_blocking) for part in self.parts)
         return replace(self, src_ids=self.src_ids.to(device, non_blocking=non_blocking), parts=parts)
 
     def tensors(self) -> list[Tensor | None]:
-        """What it holds."""
+        """All tensors of the block; None for those that it does not have."""
         found: list[Tensor | None] = [self.src_ids]
         for part in self.parts:
             found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
         return found
 
     def scaling_sums(self, wanted: bool) -> Block:
-        """The same block, with or without sums scaled up."""
+        """The block with `scale_sums` set to `wanted`."""
         return self if self.scale_sums == wanted else replace(self, scale_sums=wanted)
 
     def handle(self, table: Readable) -> Rows:
-        """A handle to the rows of its sources."""
+        """A handle to the table's rows of the block's sources."""
         return Rows(table, self.src_ids)
 
     @property
@@ -205,16 +239,17 @@ class Block:
 
     @property
     def dst_ids(self) -> Tensor:
+        """[num_dst] int64: global node ids of the destinations."""
         return self.src_ids[: self.num_dst]
 
     @property
     def src_keys(self) -> Tensor:
-        """[num_src] int64: what the random draws at each source are keyed by, beside `key`."""
+        """[num_src] int64: the number of each source that, together with `key`, decides its random draws."""
         return self.src_ids
 
     @property
     def present(self) -> Tensor | None:
-        """[num_src] bool: which sources are nodes, where some are empty slots of a tree; None where all are."""
+        """[num_src] bool: which sources are nodes and not empty slots of a tree; None if all are nodes."""
         return None
 
     @property
@@ -229,7 +264,7 @@ class Block:
 
     @property
     def part(self) -> Part:
-        """The one part of a block whose source rows are all the batch's own."""
+        """The only part of the block. Raises ValueError if the block has none."""
         if not self.parts:
             raise ValueError(NO_EDGES)
         (part,) = self.parts
@@ -237,29 +272,30 @@ class Block:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether some of its destinations, with their edges and sources, make a block of their own."""
+        """Whether the block can be split by destinations into blocks of their own."""
         return len(self.parts) == 1 and self.convs is None
 
     @property
     def edge_index(self) -> Tensor:
-        """[2, num_edges] int64 local indices, sorted by destination."""
+        """[2, num_edges] int64: local ids, sources first, sorted by destination."""
         return self.part.edge_index
 
     @property
     def sampling_factor(self) -> Tensor:
-        """[num_dst] float64: in-edges in the graph over in-edges here, 1 where there are none."""
+        """[num_dst] float64: in-edges in the graph divided by in-edges in the block; 1 for nodes without any."""
         assert self.graph is not None
         sampled = self.part.indptr.diff()
         return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / sampled.clamp(min=1)
 
     @property
     def edge(self) -> Mapping[str, Tensor]:
+        """[num_edges, ...] each: the graph's edge arrays at the block's edges, by name."""
         return self.part.edge
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Seeds, the blocks that lead to them, and handles to the rows they need.
+    """Seeds, the blocks that compute their outputs, and handles to the input rows of these blocks.
 
     A `GNN` is called with one: `model(batch)` gives [num_seeds, num_outputs]. Any other model is called by
     `hl.nn.as_walkable(model)(batch)`. Batches are immutable; `to(device)` makes another one.
@@ -276,23 +312,25 @@ class Batch:
     """
 
     seeds: Tensor
-    """[num_seeds] int64 global node ids."""
+    """[num_seeds] int64: global node ids."""
     blocks: tuple[Block, ...]
-    """One per layer, in the order of computation: the first reads the input, the last leads to the seeds."""
+    """One block per layer, in the order of computation: the first reads the input, the last gives the seeds' rows."""
     x: Rows | Tensor | None
-    """Input rows [num_input, num_features] of `input_ids`, or the handle to them."""
+    """[num_input, num_features]: the input rows of `input_ids`, or a handle to them; None without features."""
     y: Tensor | None
-    """Labels of the seeds."""
+    """[num_seeds, ...]: labels of the seeds; None without labels."""
     tables: Mapping[str, Rows | Tensor] = field(default_factory=dict)
-    """Rows of the dataset's other named tables for `input_ids`."""
+    """[num_input, ...] each: rows of the dataset's other tables for `input_ids`, by name, or handles to them."""
     key: int | Tensor | None = None
-    """Key of this step's random draws: (seed, epoch, global step)."""
+    """Key of this step's random draws, derived from (seed, epoch, global step)."""
     total_seeds: int | None = None
-    """Seeds of this step over all ranks; None where this rank does not know."""
+    """Number of seeds of this step over all ranks; None if this rank does not know it."""
     output_idx: Tensor | None = None
-    """[num_seeds] int64: the seeds among the last block's destinations; None where they are all of them, in order."""
+    """[num_seeds] int64: each seed's position among the last block's destinations; None if they are the seeds, in
+    order."""
     groups: tuple[Tensor, ...] = ()
-    """Positions of seeds, on the host, that a budget lets run together; none where the batch runs whole."""
+    """The micro-batches into which a budget splits the batch: [n] int64 each, on the host, positions among the seeds.
+    Empty if the batch runs whole."""
 
     def __repr__(self) -> str:
         arrays = [f"{name}={_shown(rows)}" for name, rows in {"x": self.x, "y": self.y, **self.tables}.items()]
@@ -300,7 +338,7 @@ class Batch:
         return f"Batch({self.num_seeds:,} seeds, {', '.join(arrays)}, blocks=({blocks}\n))"
 
     def __getattr__(self, name: str) -> Any:
-        """Of a name that there is not: one that PyG's batches have gets an answer that helps."""
+        """Raise AttributeError. For an attribute of PyG's batches, the error says what to use instead."""
         if name in PYG_NAMES:
             raise AttributeError(
                 f"a hopline Batch has no {name!r}, since each layer has edges of its own (batch.blocks): call "
@@ -310,25 +348,29 @@ class Batch:
 
     @property
     def labels(self) -> Tensor:
-        """`y`, where there must be one."""
+        """`y`; raises ValueError if the dataset has no labels."""
         if self.y is None:
             raise ValueError("this dataset has no labels to train on: give it y, or pass train_step=")
         return self.y
 
     @property
     def input_rows(self) -> Rows | Tensor:
-        """`x`, where there must be one."""
+        """`x`; raises ValueError if the dataset has no features."""
         if self.x is None:
             raise ValueError("this dataset has no features: give it a table named 'x'")
         return self.x
 
     @property
     def input_ids(self) -> Tensor:
+        """[num_input] int64: global ids of the nodes whose input rows the first block reads."""
         return self.blocks[0].src_ids
 
     @property
     def input_keys(self) -> Tensor:
-        """What random draws at the input rows are keyed by: their ids, or their slots in a tree."""
+        """[num_input] int64: the numbers that, with `key`, decide random draws at the input rows.
+
+        They are the node ids, or in the tree layout the ids of the slots.
+        """
         return self.blocks[0].src_keys
 
     @property
@@ -337,11 +379,11 @@ class Batch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors this batch holds; handles that were not read count nothing."""
+        """Bytes of the tensors that this batch holds. Handles do not count: their rows are not read yet."""
         return sum(t.numel() * t.element_size() for t in _tensors(self))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on a device; handles that were not read stay where their table is."""
+        """The batch on a device. Handles are not read by that, and still refer to their tables."""
         target = torch.device(device)
         if all(t.device == target for t in _tensors(self)):
             return self
@@ -361,10 +403,10 @@ class Batch:
         )
 
     def with_other_dropout(self, number: int = 1) -> Batch:
-        """The same seeds and edges with another dropout, for each number another one.
+        """The batch with other dropout masks; each `number` gives other ones. Seeds and edges stay.
 
-        Dropout is drawn by step and node, so that it can be drawn again: two calls of a model with one batch have the
-        same. A loss that compares two calls, as R-Drop's does, makes the second one with a redrawn batch.
+        Dropout depends on step and node alone, so two calls of a model with one batch drop the same values. A loss
+        that compares two calls with different dropout, such as R-Drop's, makes the second call with this batch.
         """
         if self.key is None:
             return self
@@ -376,6 +418,8 @@ class Batch:
 
         Each node keeps the edges of the layer nearest to the seeds, as in PyG's NeighborLoader.
         """
+        # From the seeds outwards. The first `known` destinations of a block were destinations of the block after it,
+        # and have their edges already. Only the edges of the others are new.
         known, tails = 0, []
         for block in reversed(self.blocks):
             tails.append(block.part.rows_from(known))
@@ -392,7 +436,7 @@ class Batch:
 
 
 def _shown(rows: Handle | Tensor | None) -> str:
-    """Shape and kind of an array, whose values nobody reads."""
+    """Shape, dtype and device of an array for `repr`; a handle is not read for it."""
     if rows is None:
         return "None"
     kind = str(rows.dtype).removeprefix("torch.") if isinstance(rows, Tensor) else "not read yet"
@@ -401,21 +445,26 @@ def _shown(rows: Handle | Tensor | None) -> str:
 
 
 def each_once(blocks: Iterable[Block], changed: Callable[[Block], Block]) -> tuple[Block, ...]:
-    """All blocks changed, each once: layers that have one block in common have one afterwards."""
+    """The blocks after `changed`, which is called once per object.
+
+    Layers that have one block in common have one new block in common.
+    """
+    # A tuple holds the blocks while their ids are keys: no other object can get the same id meanwhile.
     blocks = tuple(blocks)
     found = {id(block): changed(block) for block in _distinct(blocks)}
     return tuple(found[id(block)] for block in blocks)
 
 
 def _distinct(blocks: Iterable[Block]) -> Iterable[Block]:
-    """Each block once: the layers of a batch may have one block in common."""
+    """The blocks without repetition: layers of a batch may have one block in common."""
     return {id(block): block for block in blocks}.values()
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
+    """The tensors that a batch holds, each once, but for those of `key`, `output_idx` and `groups`."""
     found = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
     for block in _distinct(batch.blocks):
         found += block.tensors()
     if isinstance(batch.x, ReducedRows):
         found.append(batch.x.reduced_and_own)
-    return list({id(t): t for t in found if isinstance(t, Tensor)}.values())  # blocks may be one and the same
+    return list({id(t): t for t in found if isinstance(t, Tensor)}.values())  # blocks may share tensors

@@ -1,4 +1,15 @@
-"""`Graph`: in-edges by destination, with named edge arrays; `PartialGraph`: what a batch knows of a remote graph."""
+"""`Graph`: the in-edges of every node, with named edge arrays. `PartialGraph`: the degrees of some nodes of a graph.
+
+The arrays of a graph are in one of three memories:
+
+    on the host       all in host memory
+    on a GPU          all in GPU memory
+    pinned            indptr on the GPU; indices and edge arrays in pinned host memory, for zero-copy reads
+
+A graph also owns a cache of values computed from its edges (`Graph.get_cached`). Graphs are frozen, but a user may
+change their tensors in place. So each cached value is stored with the version counters of the tensors, and is
+computed again after a change.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +28,7 @@ T = TypeVar("T")
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
+    """The version counter of a tensor: how often it was changed in place. Inference tensors have none, so 0."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -28,8 +39,8 @@ class Graph:
     This is the CSC form of the adjacency matrix, with `indptr` for PyG's `colptr` and `indices` for its `row`.
 
     Raises:
-        ValueError: `indptr` or `indices` has the wrong dtype or shape, or does not run from 0 to the number of edges;
-            or an edge array has not one row per edge.
+        ValueError: `indptr` or `indices` has the wrong dtype or shape, `indptr` does not run from 0 to the number of
+            edges, or an edge array does not have one row per edge.
 
     Example:
         >>> graph = hl.Graph(indptr=torch.tensor([0, 0, 2, 3]), indices=torch.tensor([0, 2, 1]))
@@ -78,34 +89,36 @@ class Graph:
 
     @property
     def device(self) -> torch.device:
-        """Where its kernels run: the edges of a pinned graph are read from there, and lie on the host."""
+        """The device whose kernels read the graph. The edges of a pinned graph are in host memory nevertheless."""
         return self.indptr.device
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a GPU reads the edges in the host's memory."""
+        """Whether the edges are in pinned host memory and `indptr` is on a GPU."""
         return self.indptr.device.type == "cuda" and self.indices.device.type == "cpu"
 
     def to(self, device: torch.device | str) -> Graph:
-        """The same graph on a device, with its edge arrays."""
+        """The graph with its edge arrays on a device."""
         target = torch.device(device)
         return Graph(self.indptr.to(target), self.indices.to(target), {n: a.to(target) for n, a in self.edge.items()})
 
     def pinned(self, device: torch.device | str, *, copy: bool = False) -> Graph:
-        """The same graph for a GPU that reads its edges where they lie on the host; only `indptr` is copied there.
+        """The graph for zero-copy reads by a GPU: edges and edge arrays are pinned on the host, `indptr` is copied.
 
-        copy: edges in memory that cannot be pinned, such as a mapped file, are copied into RAM first.
+        copy: whether to copy arrays that cannot be pinned, such as a memory-mapped file, into pinned RAM. Otherwise
+        they are an error.
         """
         edge = {name: pinned.pin(array, copy=copy) for name, array in self.edge.items()}
         return Graph(self.indptr.to(device), pinned.pin(self.indices, copy=copy), edge)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of `indptr`, `indices` and the edge arrays."""
         arrays = [self.indptr, self.indices, *self.edge.values()]
         return sum(a.numel() * a.element_size() for a in arrays)
 
     def in_degrees(self, ids: Tensor | None = None) -> Tensor:
-        """Number of in-edges of each node, or of the nodes in `ids`: int64."""
+        """[num_nodes] or [len(ids)] int64: the number of in-edges of each node, or of each node in `ids`."""
         if ids is None:
             return self.indptr[1:] - self.indptr[:-1]
         at = ids.to(self.indptr.device)
@@ -118,16 +131,18 @@ class Graph:
 
     @property
     def versions(self) -> dict[str, int]:
-        """By the names of its arrays, how often each was changed in place: what is made of them is not kept longer."""
+        """The version counter of each array, by its name. A cached value is valid as long as none of them changes."""
         arrays = {"indptr": self.indptr, "indices": self.indices}
         arrays |= {f"edge array {name!r}": array for name, array in self.edge.items()}
         return {name: version_of(array) for name, array in arrays.items()}
 
     def get_cached(self, name: Hashable, compute: Callable[[], T]) -> T:
-        """The result of `compute()`, kept with the graph until one of its arrays is changed in place.
+        """The result of `compute()`, cached in the graph until one of its arrays is changed in place.
 
-        name: tells the result from others. Threads that ask at the same time may each compute it, and get equal ones.
+        name: the key in the cache. Any thread may call this. There is no lock: threads that call at the same time may
+        each compute the value, and get equal ones.
         """
+        # Read before `compute`: if an array changes while it runs, the value is stored as one of the old versions.
         versions = self.versions
         known = self._cache.get(name)
         if known is None or known[0] != versions:
@@ -136,16 +151,17 @@ class Graph:
 
     @cached_property
     def _cache(self) -> dict[Hashable, tuple[dict[str, int], Any]]:
-        """By name: the versions of the arrays, and what was computed from them."""
+        """(versions of the arrays, the value computed from them) by name."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was derived: who gets a copy computes it again where it is needed."""
+        """The state for pickling and copying, without the cache: a copy computes its values again when needed."""
         return {name: value for name, value in self.__dict__.items() if name != "_cache"}
 
     @property
     def self_loops(self) -> Tensor:
-        """Positions, in `indices`, of the edges from a node to itself: int64, usually none."""
+        """[num_self_loops] int64: positions in `indices` of the edges from a node to itself; usually empty."""
+        # The version leaves edge arrays out: self-loops do not depend on them.
         version = version_of(self.indptr), version_of(self.indices)
         if self._loops.get("version") != version:
             found = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
@@ -154,29 +170,37 @@ class Graph:
 
     @cached_property
     def _loops(self) -> dict[str, Any]:
-        """The positions, and the version of the edges that they are of."""
+        """The cache of `self_loops`: "positions", and the "version" of `indptr` and `indices` that they belong to."""
         return {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PartialGraph(Graph):
-    """Degrees and weights of the nodes of one batch; it has no edges, since those of the batch are in its blocks."""
+    """Degrees and sums of edge weights in a graph that is not whole in this process, for some of its nodes.
+
+    Convs that normalise by degree ask `Block.graph` for the full degrees, and get them from here. A partial graph
+    from `of`, for a batch, has no edges: those are in the blocks. Inference over shards makes one with the in-edges
+    of this rank's own nodes.
+    """
 
     ids: Tensor
-    """[n] int64: the batch's nodes, in any order."""
+    """[n] int64: the nodes whose degrees are known, in any order."""
     degrees: Tensor
-    """[n] int64: their in-edges in the whole graph."""
+    """[n] int64: the number of in-edges in the whole graph of each node in `ids`."""
     has_loops: bool = False
     """Whether some node of the whole graph has an edge to itself."""
     weights: Tensor | None = None
-    """[n, 3] float64, of a graph with weights or loops: the weight of all in-edges; the same without loops; the loop's
-    own, NaN where there is none."""
+    """[n, 3] float64, or None if the whole graph has neither weights nor self-loops. Column 0: the sum of the weights
+    of a node's in-edges. Column 1: that sum without its self-loop. Column 2: the weight of the self-loop, or NaN."""
 
     @classmethod
     def of(
         cls, names: Mapping[str, Tensor], ids: Tensor, degrees: Tensor, has_loops: bool, weights: Tensor | None
     ) -> PartialGraph:
-        """names: an array of each kind that the edges have, of which only the type is looked at."""
+        """A partial graph without edges.
+
+        names: an array for each edge array of the whole graph, by name. Only dtype and row shape matter.
+        """
         nothing = torch.zeros(0, dtype=torch.int64)
         edge = {name: array[:0] for name, array in names.items()}
         known = {"ids": ids, "degrees": degrees, "has_loops": has_loops, "weights": weights}
@@ -184,20 +208,29 @@ class PartialGraph(Graph):
 
     @cached_property
     def _sorted(self) -> tuple[Tensor, Tensor]:
+        """(ids in ascending order, their positions in `ids`), for lookups by binary search."""
         found = self.ids.sort()
         return found.values, found.indices
 
     def _positions(self, ids: Tensor) -> Tensor:
+        """[n] int64 on the host: the position in `self.ids` of each given node, which must be one of them."""
         known, order = self._sorted
+        # The clamp keeps an id beyond the largest inside the array; the assertion below then refuses it.
         at = torch.searchsorted(known, ids.cpu()).clamp(max=max(0, known.numel() - 1))
         assert torch.equal(known[at], ids.cpu()), "a node is not of this batch"
         return order[at]
 
     def in_degrees(self, ids: Tensor | None = None) -> Tensor:
+        """[n] int64: the number of in-edges in the whole graph of each node in `ids`, by default in `self.ids`."""
         return self.degrees if ids is None else self.degrees[self._positions(ids)].to(ids.device)
 
     def weight_sums(self, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:
-        """(weight of the in-edges, weight of the loop that is added) of some nodes: float64."""
+        """([n], [n]) float64: the sum of each node's in-edge weights, and the weight of the self-loop that is added.
+
+        add_loops: whether the conv adds a self-loop to every node. Then the sum leaves existing ones out, and each
+        keeps its weight.
+        fill: the weight of an added self-loop, for nodes that have none.
+        """
         assert self.weights is not None
         total, without_loops, loop = self.weights[self._positions(ids)].to(ids.device).unbind(1)
         if not add_loops:
@@ -206,5 +239,5 @@ class PartialGraph(Graph):
 
     @property
     def self_loops(self) -> Tensor:
-        """Not where they are, only whether there are any: one entry, or none."""
+        """[1] or [0] int64: one entry if the whole graph has a self-loop. The positions are not known here."""
         return torch.zeros(int(self.has_loops), dtype=torch.int64)

@@ -1,4 +1,9 @@
-"""All nodes and edges within some hops of a few seeds, as one block: what a module without layers is run on."""
+"""The full neighbourhood of a few seeds as one square block, for modules that cannot be run layer by layer.
+
+Such a module computes all its layers on one graph. If it passes messages over `num_hops` hops, its outputs at the
+seeds need no other edge. The block grows fast with the hops, so its size can be limited. The degrees tell before each
+hop whether the limit would be exceeded.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +22,13 @@ def neighborhood(
     max_nodes_and_edges: int | None = None,
     id_map: ops.AnyIdMap | None = None,
 ) -> Block | None:
-    """The square block of all in-edges of the nodes less than `num_hops` hops from distinct seeds.
+    """The square block of all in-edges of the nodes less than `num_hops` hops away from the seeds.
 
-    Seeds come first. The nodes `num_hops` away have no in-edges in it. max_nodes_and_edges: where the block would have
-    more nodes and
-    edges than that together, it is not made, and None is returned. id_map: an empty one of the graph's, to use again.
+    The seeds come first among its nodes. The nodes `num_hops` away have no in-edges in the block.
+
+    seeds: [n] int64, distinct.
+    max_nodes_and_edges: the most nodes and edges together. Returns None if the block would have more.
+    id_map: an empty id map for the graph, which is empty again afterwards. By default a new one is made.
     """
     seeds = seeds if graph.device.type == "cpu" else seeds.to(graph.device)
     id_map = ops.new_id_map(graph.num_nodes, seeds.device) if id_map is None else id_map
@@ -34,7 +41,7 @@ def neighborhood(
         for _ in range(num_hops):
             new_ids = id_map.ids()[num_done:]
             num_done += new_ids.numel()
-            # Degrees tell how many edges a hop will bring before they are read.
+            # The degrees give the number of edges of this hop before any of them is read.
             num_edges += int(graph.in_degrees(new_ids).sum())
             if max_nodes_and_edges is not None and num_done + num_edges > max_nodes_and_edges:
                 return None
@@ -47,8 +54,9 @@ def neighborhood(
         id_map.clear()
     if max_nodes_and_edges is not None and node_ids.numel() + num_edges > max_nodes_and_edges:
         return None
-    # A node's edges are read at the hop after the one that reached it, so they are sorted by destination.
+    # The edges are sorted by destination already: hops read the in-edges of nodes in the order of their local ids.
     indptr = torch.zeros(node_ids.numel() + 1, dtype=torch.int64, device=seeds.device)
+    # The nodes after the first `num_done` were reached by the last hop, and have no edges.
     if counts:
         indptr[1 : num_done + 1] = torch.cat(counts).cumsum(0)
         indptr[num_done + 1 :] = indptr[num_done]

@@ -1,4 +1,13 @@
-"""Partitions of a graph: METIS, streaming, labels; the order in which each part is one slab; and what the parts cut."""
+"""Partitions of a graph: how they are made, cached on disk, and described.
+
+    make_partition(graph, num_parts, how)   ->   Partition
+        divide: part_of [N], by METIS, streaming, labels, at random or by node id
+        with `cache`: read from or written to a folder, under a hash of the edges and the settings
+
+A `Partition` also defines an order of the nodes, part after part, in which every part is one row range. Tables and
+shards store rows in that order. `cut_fraction`, `halo_sizes`, `edge_counts` and `describe` tell how good a partition
+is. All of it runs on the host. Only METIS and streaming read the edges, but the cache hashes them in any case.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +34,16 @@ from hopline.util.log import logger
 from hopline.util.progress import progress
 
 HOW = ("metis", "streaming", "random", "range")
-"""The ways to divide a graph, besides given labels."""
+"""The values of `how` in `make_partition`. Labels are given by an argument of their own."""
 METIS_BYTES = 110
-"""Memory that METIS takes per direction of an edge, as measured."""
+"""Bytes of memory that METIS needs per direction of an edge, as measured (docs/shards.md)."""
 SNAP = 0.05
-"""Share of a part's size by which its ends move to where a label ends."""
+"""The most by which `by_labels` moves the end of a part to the end of a label, as a share of the mean part size. A
+rule of thumb."""
 
 
 def check_edges(graph: Graph) -> None:
-    """Refuse edges that lead out of the graph: kernels follow them."""
+    """Raise ValueError if an edge leads out of the graph or `indptr` decreases. Kernels follow edges unchecked."""
     low, high = (int(v) for v in torch.aminmax(graph.indices)) if graph.num_edges else (0, 0)
     if low < 0 or high >= graph.num_nodes or bool((graph.indptr[1:] < graph.indptr[:-1]).any()):
         raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
@@ -42,7 +52,10 @@ def check_edges(graph: Graph) -> None:
 def divide(
     graph: Graph, num_parts: int, how: str, labels: Tensor | None, seed: int, slack: float, passes: int, show: bool
 ) -> Tensor:
-    """[N] int32: the part of each node of a graph on the host; none is empty."""
+    """[N] int32: the part of each node. No part is empty.
+
+    graph: on the host. The other arguments are those of `make_partition`; labels go before `how`.
+    """
     num_nodes = graph.num_nodes
     if labels is not None:
         return by_labels(labels.cpu(), num_parts)
@@ -64,6 +77,7 @@ def divide(
 
 
 def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
+    """[N] int32: the part of each node by METIS, on the graph with every edge in both directions."""
     try:
         import pymetis
     except ImportError as error:
@@ -71,6 +85,7 @@ def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
     dtype = pymetis.zero_copy_dtype()
     if 2 * graph.num_edges > np.iinfo(dtype).max:
         raise ValueError(f"this METIS counts edges by {dtype} and there are too many: use how='streaming'")
+    # Checked twice: for the undirected copy before it is made, then for METIS itself by the exact number of edges.
     _check_memory(2 * graph.num_edges * dtype.itemsize)
     with progress("Partitioning by METIS", None, "nodes", enabled=show) as shown:
         starts, neighbors = cpu_partition.undirected(graph.indptr.numpy(), graph.indices.numpy(), dtype)
@@ -84,7 +99,7 @@ def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
 
 
 def _check_memory(num_bytes: int) -> None:
-    """Refuse in time: a process that takes too much is killed without a word."""
+    """Raise ValueError if fewer bytes are free on the host. Otherwise the system would kill the process silently."""
     free = psutil.virtual_memory().available
     if num_bytes > free:
         raise ValueError(
@@ -93,9 +108,15 @@ def _check_memory(num_bytes: int) -> None:
 
 
 def by_labels(labels: Tensor, num_parts: int) -> Tensor:
+    """[N] int32: the part of each node by its label.
+
+    If there are `num_parts` labels, each label is a part. Otherwise the nodes, sorted by label, are divided into
+    ranges of equal size. The end of a range moves to the nearest end of a label, if that is within `SNAP`.
+    """
     values, compact = torch.unique(labels, return_inverse=True)
     if values.numel() == num_parts:
         return compact.int()
+    # Part p ends before position cuts[p] of the nodes sorted by label. Equal sizes first, then each cut moves.
     num_nodes = labels.numel()
     ends = torch.bincount(compact).cumsum(0)
     cuts = torch.arange(1, num_parts) * num_nodes // num_parts
@@ -109,7 +130,10 @@ def by_labels(labels: Tensor, num_parts: int) -> Tensor:
 
 
 def without_empty(part_of: Tensor, num_parts: int) -> Tensor:
-    """METIS may leave parts empty, of small graphs: each gets a node of the part that is largest then."""
+    """Fill empty parts in place: each gets a node of the part that is the largest at that moment.
+
+    METIS may leave parts of small graphs empty.
+    """
     sizes = torch.bincount(part_of, minlength=num_parts)
     for part in (sizes == 0).nonzero().view(-1).tolist():
         largest = int(sizes.argmax())
@@ -120,25 +144,29 @@ def without_empty(part_of: Tensor, num_parts: int) -> Tensor:
 
 
 VERSION = 1
-"""Kept partitions of another version are not used."""
+"""Version of the cached files. It is part of their key, so partitions of another version are not found."""
 HASH_BYTES = 1 << 24
+"""Bytes that one task hashes. It is part of what a hash means: another value gives other hashes. A rule of thumb."""
 CHUNK_EDGES = 1 << 22
 LARGEST_SHOWN = 16
-"""Parts up to which `describe` shows the matrix of edge counts."""
+"""The most parts for which `describe` shows the matrix of edge counts. A rule of thumb."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
-    """Every node in one of `num_parts` parts, none of them empty."""
+    """A division of all nodes into `num_parts` parts, none of them empty.
+
+    It also orders the nodes part after part. A node's index in that order is its *position*.
+    """
 
     part_of: Tensor
-    """[N] int32: the part of each node."""
+    """[N] int32 on the host: the part of each node."""
     num_parts: int
-    """How many parts there are."""
+    """Number of parts."""
     how: str = "given"
-    """How they were found."""
+    """The way in which the parts were made: one of `HOW`, "labels", or "given"."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What else decided it: seed, slack, passes, or a hash of the labels."""
+    """The settings that decided the result, by name: seed, slack, passes, or a hash of the labels."""
 
     def __post_init__(self) -> None:
         if self.part_of.dtype != torch.int32 or self.part_of.dim() != 1 or self.part_of.device.type != "cpu":
@@ -157,7 +185,7 @@ class Partition:
 
     @cached_property
     def sizes(self) -> Tensor:
-        """[P] int64: nodes of each part."""
+        """[P] int64: the number of nodes of each part."""
         return torch.bincount(self.part_of, minlength=self.num_parts)
 
     @cached_property
@@ -172,7 +200,7 @@ class Partition:
 
     @cached_property
     def position(self) -> Tensor:
-        """[N] int64: where each node stands in `order`."""
+        """[N] int64: the position of each node, the inverse of `order`."""
         position = torch.empty_like(self.order)
         position[self.order] = torch.arange(self.num_nodes)
         return position
@@ -183,6 +211,7 @@ class Partition:
 
 
 def check_num_parts(num_parts: int, num_nodes: int) -> None:
+    """Raise ValueError unless every part can have a node."""
     if not isinstance(num_parts, int) or not 1 <= num_parts <= num_nodes:
         raise ValueError(f"num_parts is {num_parts}: {num_nodes} nodes make from 1 to {num_nodes} parts")
 
@@ -201,13 +230,18 @@ def make_partition(
 ) -> Partition:
     """Divide a graph into parts.
 
-    how: "metis" cuts fewest edges, in about 110 bytes of memory per direction of an edge. "streaming" reads the edges
-    some ten times where they are, in 32 bytes per node. "random" and "range" (by node id) do not look at the edges.
-    labels: a community per node instead: each is a part where there are num_parts of them. Otherwise nodes in the
-    order of their labels are cut into parts of nearly equal size, where a label ends if possible.
-    cache: a folder in which the result is kept, to be found again for the same edges and settings.
-    show: progress on standard error. slack, passes: of "streaming"; how far sizes may be from their mean (as a share),
-    and at most how often the edges are read for the clusters and half as often again for the parts.
+    how: "metis" leaves fewest edges between parts, and needs about 110 bytes of memory per direction of an edge.
+        "streaming" needs 32 bytes per node, and reads the edges from where they are some ten times. "random" and
+        "range" (by node id) do not read the edges.
+    labels: [N] integers, a community per node, used in place of `how`. If there are num_parts labels, each is a part.
+        Otherwise the nodes, sorted by label, are divided into parts of nearly equal size, which end where a label
+        ends if possible.
+    seed: of the random draws of "metis", "streaming" and "random".
+    cache: a folder for the result. A later call with the same edges and settings reads it from there.
+    show: whether to show progress on standard error.
+    slack: for "streaming", the most by which the size of a part may differ from the mean, as a share of the mean.
+    passes: for "streaming", the most times that the edges are read to find clusters. Moving nodes between the parts
+        reads them at most half as often again, or twice if that is more.
     """
     check_num_parts(num_parts, graph.num_nodes)
     if labels is None and how not in HOW:
@@ -216,6 +250,7 @@ def make_partition(
         raise ValueError(f"labels must be whole numbers, one for each of the {graph.num_nodes} nodes")
     if not 0 <= slack < 1 or passes < 1:
         raise ValueError(f"slack={slack}, passes={passes}: give a share below 1, and at least one pass")
+    # Only the settings that the result depends on: they are in the cache key, and others would miss a valid entry.
     if labels is not None:
         how, settings = "labels", {"labels": _hash([labels.cpu().numpy()])}
     else:
@@ -235,16 +270,20 @@ def make_partition(
 
 
 def _on_host(graph: Graph) -> Graph:
+    """The graph in contiguous host memory, without edge arrays."""
     return Graph(graph.indptr.cpu().contiguous(), graph.indices.cpu().contiguous())
 
 
 def graph_hash(graph: Graph) -> str:
-    """A hash of every edge, without the edge arrays."""
+    """A hash of all edges. The edge arrays are not part of it."""
     return _hash([a.cpu().contiguous().numpy() for a in (graph.indptr, graph.indices)])
 
 
 def _hash(arrays: Sequence[np.ndarray]) -> str:
-    """A hash of types, shapes and all bytes, over pieces in threads."""
+    """A hash of dtypes, shapes and all bytes.
+
+    Threads hash runs of HASH_BYTES each. The result is the hash of their hashes.
+    """
     total = hashlib.blake2b(digest_size=16)
     for array in arrays:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -259,7 +298,10 @@ def _hash(arrays: Sequence[np.ndarray]) -> str:
 
 
 def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition]) -> Partition:
-    """The partition in the folder's files of that key; found and written where there are none, or damaged ones."""
+    """The cached partition of that key. If its files are missing or damaged, it is made by `find` and written.
+
+    A folder that cannot be written to is a warning and no error.
+    """
     about, parts = folder / f"partition-{key}.json", folder / f"partition-{key}.npy"
     if about.exists():
         try:
@@ -276,7 +318,7 @@ def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition])
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(parts) as file:
             np.lib.format.write_array(file, found.part_of.numpy(), allow_pickle=False)
-        with replacing(about) as file:  # last: without it the array is not looked at
+        with replacing(about) as file:  # last, because a reader opens the array only if this file exists
             file.write(json.dumps({**known, "checksum": _hash([found.part_of.numpy()])}, indent=1).encode())
     except OSError as error:
         logger.warning(f"the partition could not be kept in {folder} ({error.strerror}): it will be made again")
@@ -284,17 +326,20 @@ def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition])
 
 
 def edge_counts(graph: Graph, partition: Partition) -> Tensor:
-    """[P, P] int64: edges into the part of the row from the part of the column."""
+    """[P, P] int64: entry (p, q) is the number of edges into part p from part q."""
     return torch.from_numpy(cpu_partition.edge_counts(*_arrays(graph, partition)))
 
 
 def cut_fraction(graph: Graph, partition: Partition) -> float:
-    """The share of the edges that lead from one part to another."""
+    """The share of the edges that lead from one part to another, from 0 to 1."""
     return cpu_partition.cut_edges(*_arrays(graph, partition)[:3]) / max(1, graph.num_edges)
 
 
 def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> Tensor:
-    """[P] int64: how many nodes outside of a part have an edge into it. With groups of parts, of each group as one."""
+    """[P] int64: the number of nodes in the halo of each part, that is outside it with an edge into it.
+
+    groups: part numbers that count as one part together. The result then has an entry per group.
+    """
     chosen = [
         torch.as_tensor(g).long() for g in ([[p] for p in range(partition.num_parts)] if groups is None else groups)
     ]
@@ -306,7 +351,7 @@ def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int
 
 
 def _arrays(graph: Graph, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What the kernels read, checked."""
+    """(indptr, indices, part_of, order, ptr) for the kernels. Raises ValueError if partition and graph do not fit."""
     if partition.num_nodes != graph.num_nodes:
         raise ValueError(f"the partition is of {partition.num_nodes} nodes, the graph has {graph.num_nodes}")
     graph = _on_host(graph)
@@ -316,7 +361,7 @@ def _arrays(graph: Graph, partition: Partition) -> tuple[np.ndarray, np.ndarray,
 
 
 def describe(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> str:
-    """Sizes, cut and halos in a few lines; for few parts the edges between them as well."""
+    """A text of a few lines: part sizes, share of edges between parts, halos, and for few parts the edge counts."""
     sizes = partition.sizes
     inside = sizes if groups is None else torch.stack([sizes[torch.as_tensor(g).long()].sum() for g in groups])
     halos = halo_sizes(graph, partition, groups)

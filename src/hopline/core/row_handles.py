@@ -1,4 +1,13 @@
-"""Handles to rows that are read where they are used: of a table, reduced, or with dropout."""
+"""Handles to rows: a table and row ids in place of the rows, which are read where a computation needs them.
+
+A batch holds handles and not feature rows, because many computations never need the rows as a tensor. A fused conv
+reads them from the table straight into its reduction, and a product with sparse features reads the stored columns
+only. What cannot use a handle calls `as_tensor`.
+
+    Rows           rows of a table
+    ReducedRows    rows of a table, with the first layer's reduction over them computed already
+    DroppedRows    rows of a table with keyed dropout
+"""
 
 from __future__ import annotations
 
@@ -13,7 +22,7 @@ from hopline import ops
 
 
 class Readable(Protocol):
-    """What a handle needs of a table; every `hopline.tables.Table` is one."""
+    """The methods of a table that handles call. Every `hopline.tables.Table` has them, and documents them."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -26,19 +35,23 @@ class Readable(Protocol):
 
 
 class Handle(ABC):
-    """Rows that are not there yet: made or read only where a computation has no way to do without them."""
+    """Rows that are not computed or read yet. `read` does that, for computations that need them as a tensor."""
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the tensor of `read` has."""
+        ...
 
     @abstractmethod
-    def read(self) -> Tensor: ...
+    def read(self) -> Tensor:
+        """The rows as a tensor."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Handle):
-    """A handle to rows of a table, which are read only where a computation has no way to do without them.
+    """A handle to rows of a table. They are read only if a computation needs them as a tensor.
 
     Example:
         >>> rows = hl.extend.Rows(hl.extend.TensorTable(torch.eye(3)), torch.tensor([2, 0]))
@@ -49,8 +62,9 @@ class Rows(Handle):
     """
 
     table: Readable
+    """The table that holds the rows."""
     ids: Tensor
-    """[n] int64 row ids."""
+    """[n] int64: row ids in the table."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.shape)} of {self.table!r})"
@@ -63,12 +77,12 @@ class Rows(Handle):
         return self.table.read(self.ids)
 
     def is_near(self, device: torch.device) -> bool:
-        """Whether the device reads the table itself: in its own memory, or in pinned memory of the host."""
+        """Whether the device can read the table itself, in its own memory or by zero-copy reads."""
         storage = self.table.storage()
         return (storage is not None and storage.device.type != "cpu") or self.table.tiers(device) is not None
 
     def read_on(self, device: torch.device) -> Tensor:
-        """The rows on a device. It reads them itself if it can, else the host reads them for it."""
+        """The rows on a device. The device reads them itself if it can; otherwise the host reads and copies them."""
         storage = self.table.storage()
         if storage is not None and storage.device.type != "cpu":
             return self.table.read(self.ids.to(storage.device)).to(device)
@@ -77,47 +91,58 @@ class Rows(Handle):
         return self.table.read(self.ids.cpu()).to(device)
 
     def read_csr(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(indptr, columns, values), where they are stored that way."""
+        """The rows as (indptr [n + 1], columns, values) if the table stores them as sparse rows; None otherwise."""
         return self.table.read_csr(self.ids)
 
     def head(self, count: int) -> Rows:
+        """A handle to the first `count` rows."""
         return Rows(self.table, self.ids[:count])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReducedRows(Rows):
-    """Input rows with all of them that a first layer needs, read ahead: the reduced ones, and its destinations' own."""
+    """Input rows whose reduction over the edges of the first layer is computed already.
+
+    The reduction of raw features needs no weight, so it can be prefetched. A first layer that reduces before it
+    multiplies takes `reduced` and `own`, and reads no other row.
+    """
 
     reduced_and_own: Tensor
-    """[num_dst, 2 * width] the sources' rows, reduced, and to their right the destinations' own."""
+    """[num_dst, 2 * width]: on the left the reduced rows of each destination's sources, on the right its own row."""
     how: str
-    """"sum", "mean" or "max"."""
+    """The reduction: "sum", "mean" or "max"."""
 
     @property
     def reduced(self) -> Tensor:
+        """[num_dst, width]: the sum, mean or max over the rows of each destination's sources."""
         return self.reduced_and_own[:, : self.table.shape[1]]
 
     @property
     def own(self) -> Tensor:
+        """[num_dst, width]: the destinations' own rows."""
         return self.reduced_and_own[:, self.table.shape[1] :]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DroppedRows(Rows):
-    """Input rows with keyed dropout, which a product takes of the stored columns alone."""
+    """Input rows with keyed dropout. Of sparse rows, `read_csr` draws it at the stored values alone."""
 
     p: float
+    """The probability that a value is dropped."""
     key: int | Tensor
+    """Key of this step's draws."""
     keys: Tensor
-    """[n] what each row's draws are keyed by."""
+    """[n] int64: the number of each row that, together with `key`, decides its draws."""
 
     def read(self) -> Tensor:
+        """The rows with dropout, as a dense tensor."""
         return ops.keyed_dropout(super().read(), self.p, self.key, self.keys)
 
     def head(self, count: int) -> Rows:
         return DroppedRows(self.table, self.ids[:count], self.p, self.key, self.keys[:count])
 
     def read_csr(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows with dropout as (indptr [n + 1], columns, values). The table must store sparse rows."""
         found = self.table.read_csr(self.ids)
         assert found is not None
         indptr, columns, values = found
@@ -125,18 +150,19 @@ class DroppedRows(Rows):
 
 
 def _lies_on(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on a device. A device without an index stands for any of its type."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def as_tensor(rows: Handle | Tensor) -> Tensor:
-    """The rows themselves, read now if they were not yet."""
+    """The rows as a tensor; a handle is read now."""
     return rows.read() if isinstance(rows, Handle) else rows
 
 
 def as_dtype(rows: Handle | Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows themselves; stored features are brought to the model's precision, whole numbers are left alone.
+    """The rows as a tensor in the model's precision. Integer rows keep their dtype.
 
-    Under autocast hidden rows come in half precision on purpose: what has a gradient is left as it is.
+    Rows with a gradient keep it too: under autocast, embeddings are in half precision on purpose.
     """
     rows = as_tensor(rows)
     same = rows.requires_grad or rows.dtype == dtype or not rows.is_floating_point()

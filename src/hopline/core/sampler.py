@@ -1,4 +1,13 @@
-"""Which seeds come when, and which neighbours they get. Pure functions of their key."""
+"""Neighbour sampling into blocks, and the blocks of exact inference, which take all edges.
+
+    seeds --hop: draw in-edges of all known nodes--> block of the last layer --hop--> ... --hop--> block of the first
+
+`NeighborSampler.sample` works from the seeds outwards. The sources of one hop are the destinations of the next, and
+the blocks are returned in reverse, in the order of computation. An id map gives every node its local id when it is
+first reached. So the destinations of a block come first among its sources, as `Block` requires.
+
+All draws are functions of a key and the node: a batch can be drawn again, in any thread, with the same result.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +25,39 @@ from hopline.core.graph import Graph
 from hopline.util.config import check_fanouts
 
 WRONG_EDGE = "an edge index is out of range: check the dataset by `hopline verify FOLDER`"
+"""The error for an edge whose source is not a node of the graph."""
 
 
 class Subgraph(NamedTuple):
-    """Seeds and the sample around them as one graph: every node once, in the order in which it was reached."""
+    """A sample of the neighbourhood of some seeds as one graph. Every node is in it once, in the order reached."""
 
     node_ids: Tensor
-    """[num_nodes] int64 global ids, the seeds first."""
+    """[num_nodes] int64: global ids, the seeds first."""
     edge_index: Tensor
-    """[2, num_edges] int64 local ids, sources first, hop after hop; within a hop sorted by destination."""
+    """[2, num_edges] int64: local ids, sources first; hop after hop, and sorted by destination in each hop."""
     edge_ids: Tensor
     """[num_edges] int64: each edge's position in the graph's `indices`."""
     num_nodes: list[int]
-    """Nodes that each hop reached first; the seeds are hop 0."""
+    """The number of nodes that each hop was the first to reach. Hop 0 is the seeds."""
     num_edges: list[int]
-    """Edges that each hop drew."""
+    """The number of edges that each hop drew."""
 
 
 class NeighborSampler:
-    """Seeds to blocks: each layer's destinations get up to `fanout` in-edges each; usable from many threads.
+    """Samples blocks: every destination of a layer gets up to `fanout` of its in-edges.
 
-    Blocks are made where the graph is, and on the seeds' GPU if it is in pinned host memory.
-    `fanouts[0]` is at the seeds. A node's sample depends on (key, pair of layers, node) alone, and its sample at a
-    smaller fan-out is part of the one at a larger: `ops.layer_key` says why layers come in pairs.
+    Any number of threads may use one sampler. Blocks are on the graph's device; if the graph is in host memory, they
+    are on the device of the seeds.
+
+    The sample of a node depends on the key, the pair of layers and the node alone. `ops.layer_key` says why layers
+    come in pairs. The sample at a smaller fan-out is part of the sample at a larger one.
 
     Args:
-        graph: In-edges.
-        fanouts: In-edges drawn per node and layer, the seeds' own first; -1 takes all.
-        replace: Draw neighbours with replacement.
+        graph: The graph to sample from.
+        fanouts: In-edges to draw per node, one number per layer, that of the seeds first; -1 takes all.
+        replace: Whether to draw neighbours with replacement.
         edge_ids: Whether parts have `edge_ids`.
-        one_list: A node has one neighbour list in all layers, for models that run on the union of the blocks.
+        one_list: Whether a node draws the same neighbours in all layers. For models on the union of the blocks.
 
     Raises:
         ValueError: A fan-out is not allowed. From `sample`: seeds are not distinct nodes, [n] int64.
@@ -74,7 +86,10 @@ class NeighborSampler:
         self._local = threading.local()
 
     def sample(self, seeds: Tensor, key: int | Tensor) -> tuple[Block, ...]:
-        """One block per layer in the order of computation: the last one's destinations are the seeds."""
+        """One block per layer, in the order of computation: the destinations of the last one are the seeds.
+
+        seeds: [n] int64, distinct.
+        """
         seeds = _on_graph_device(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
         id_map = self._id_map(seeds.device)
@@ -90,15 +105,17 @@ class NeighborSampler:
         return tuple(reversed(hops))
 
     def sample_subgraph(self, seeds: Tensor, key: int | Tensor) -> Subgraph:
-        """One graph for all layers, as PyG's NeighborLoader samples: a node's in-edges are drawn once, at the hop
-        after the one that reached it."""
+        """One graph for all layers, as PyG's NeighborLoader samples it.
+
+        The in-edges of a node are drawn once, at the hop after the one that reached it.
+        """
         seeds = _on_graph_device(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
         graph, id_map = self.graph, self._id_map(seeds.device)
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         edge_ids: list[Tensor] = []
-        num_known = [0]  # nodes that were known when each hop began
+        num_known = [0]  # entry h + 1: the number of nodes reached before hop h draws
         try:
             _add_seeds(id_map, seeds)
             for fanout in self.fanouts:
@@ -107,6 +124,7 @@ class NeighborSampler:
                 new_ids = id_map.ids()[first:]
                 found = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, fanout, key, self.replace)
                 local_ids = torch.arange(first, stop, device=seeds.device)
+                # With `output_size`, torch need not synchronise with a GPU to learn the number of edges.
                 num_found = found.edge_ids.numel()
                 targets.append(torch.repeat_interleave(local_ids, found.indptr.diff(), output_size=num_found))
                 sources.append(id_map.add(found.ids))
@@ -126,6 +144,12 @@ class NeighborSampler:
     def _hop(
         self, id_map: ops.AnyIdMap, dst_ids: Tensor, fanout: int, key: int | Tensor, drawn_by: int | Tensor
     ) -> Block:
+        """The block of one hop. Adds the drawn neighbours to the id map.
+
+        dst_ids: all nodes of the id map, in its order.
+        key: the key that the block carries, for dropout.
+        drawn_by: the key that decides the neighbours.
+        """
         graph = self.graph
         found = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, drawn_by, self.replace)
         src_idx = id_map.add(found.ids)
@@ -134,7 +158,7 @@ class NeighborSampler:
         return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key, in_graph_order=fanout < 0)
 
     def _id_map(self, device: torch.device) -> ops.AnyIdMap:
-        """A map of this thread's own: threads that prepare batches share no state."""
+        """The empty id map of this thread and device. Prefetching threads share no state, so they need no lock."""
         maps: dict[torch.device, ops.AnyIdMap] = self._local.__dict__.setdefault("id_maps", {})
         if device not in maps:
             maps[device] = ops.new_id_map(self.graph.num_nodes, device)
@@ -142,30 +166,35 @@ class NeighborSampler:
 
 
 def hop_keys(key: int | Tensor, num_hops: int, one_list: bool) -> list[int | Tensor]:
-    """The keys by which the hops of a batch draw, the seeds' first. one_list: as in `NeighborSampler`."""
+    """The keys that decide the neighbours of each hop, that of the seeds first. one_list: as in `NeighborSampler`."""
     return [key if one_list else ops.layer_key(key, layer) for layer in reversed(range(num_hops))]
 
 
 def _add_seeds(id_map: ops.AnyIdMap, seeds: Tensor) -> None:
+    """Add seeds to an empty id map. Raises ValueError if they are not distinct."""
     id_map.add(seeds)
+    # A repeated seed gets the local id that it has already, so the map stays smaller.
     if id_map.size != seeds.numel():
         raise ValueError("the seeds of a batch must be distinct: pass each node id once")
 
 
 def _on_graph_device(graph: Graph, nodes: Tensor) -> Tensor:
-    """Nodes on the graph's GPU; a graph in host memory is read from where the nodes are."""
+    """The nodes on the graph's GPU. If the graph is in host memory, they stay on their device."""
     return nodes if graph.device.type == "cpu" else nodes.to(graph.device)
 
 
 def full_block(sampler: NeighborSampler, nodes: Tensor) -> Block:
-    """All in-edges of `nodes`, without drawing anything: the block of exact inference."""
+    """The block of all in-edges of `nodes`, for exact inference.
+
+    sampler: one with the fan-outs (-1,).
+    """
     assert sampler.fanouts == (-1,)
     (block,) = sampler.sample(nodes, 0)
     return Block(block.src_ids, block.num_dst, block.parts, block.graph, key=None)
 
 
 def whole_block(graph: Graph) -> Block:
-    """The block of all nodes, where the graph is: its edges are the graph's own, and nothing is made."""
+    """The block of all nodes and edges. It shares the graph's tensors, so it costs no memory but the node ids."""
     if not _all_inside(graph.indices, graph.num_nodes):
         raise ValueError(WRONG_EDGE)
     nodes = torch.arange(graph.num_nodes, device=graph.indptr.device)
@@ -173,7 +202,7 @@ def whole_block(graph: Graph) -> Block:
 
 
 def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
-    """`nodes` and all their in-neighbours, each once: int64."""
+    """[n] int64: `nodes` and all their in-neighbours, each once, ascending."""
     nodes = _on_graph_device(graph, nodes)
     found = ops.sample_neighbors(graph.indptr, graph.indices, nodes, -1, 0)
     if not _all_inside(found.ids, graph.num_nodes):
@@ -185,7 +214,7 @@ def in_neighborhood(graph: Graph, nodes: Tensor) -> Tensor:
 
 
 def check_ids(ids: Tensor, num_nodes: int) -> None:
-    """Refuse what is not a list of nodes of the graph."""
+    """Raise ValueError unless `ids` is a 1-D integer tensor of nodes of the graph."""
     if not isinstance(ids, Tensor):
         raise ValueError(f"node ids must be a 1-D int64 tensor, not a {type(ids).__name__}: write torch.tensor([...])")
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
@@ -198,7 +227,8 @@ def check_ids(ids: Tensor, num_nodes: int) -> None:
 
 
 def _all_inside(ids: Tensor, num_nodes: int) -> bool:
+    """Whether all ids are from 0 to num_nodes - 1. Synchronises on a GPU."""
     if ids.numel() == 0:
         return True
-    lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # a GPU is waited for once
+    lowest, highest = torch.stack(torch.aminmax(ids)).tolist()  # stacked, to synchronise once
     return lowest >= 0 and highest < num_nodes

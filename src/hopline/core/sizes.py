@@ -1,4 +1,4 @@
-"""How many nodes and edges a batch has, layer by layer: what its memory depends on."""
+"""The numbers of nodes and edges of a batch, layer by layer. A step's memory is predicted from them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,36 @@ from hopline.core.batch import Batch, Block
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows and edges a batch has, layer by layer."""
+    """The numbers of nodes and edges of a batch, layer by layer."""
 
     nodes: tuple[int, ...]
-    """Sources of each block in the order of computation, and the destinations of the last."""
+    """[num_layers + 1]: the sources of each block in the order of computation, then the destinations of the last."""
     edges: tuple[int, ...]
-    """Of each block."""
+    """[num_layers]: the edges of each block in the order of computation."""
 
     @classmethod
     def of(cls, batch: Batch) -> Sizes:
+        """The sizes of a batch."""
         return cls.of_blocks(batch.blocks)
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Block]) -> Sizes:
+        """The sizes of a batch that has these blocks, in the order of computation."""
         return cls((*[b.num_src for b in blocks], blocks[-1].num_dst), tuple([b.num_edges for b in blocks]))
 
     @cached_property
     def array(self) -> np.ndarray:
-        """All of them, and a one for what every step takes."""
+        """[2 * num_layers + 2] float64: nodes, edges, and a 1.
+
+        The product with costs per node and per edge, and a fixed cost per step, gives bytes.
+        """
         return np.array((*self.nodes, *self.edges, 1), dtype=np.float64)
 
     @cached_property
     def shape(self) -> np.ndarray:
-        """The logarithms of their proportions: the same for a batch and for one that has twice of all."""
+        """[2 * num_layers + 1] float64: the logarithms of nodes and edges, minus their mean.
+
+        They describe proportions: a batch with twice as many of everything has nearly the same shape.
+        """
         logarithms = np.log1p(self.array[:-1])
         return logarithms - np.add.reduce(logarithms) / logarithms.size

@@ -1,4 +1,20 @@
-"""Trees: the layout of a sampled batch in which every drawn neighbour has a slot, so that shapes never change."""
+"""The tree layout: a sampled batch with a slot for every possible draw, so that shapes never change.
+
+Seeds are the roots. A slot of hop h has fanouts[h] child slots in hop h + 1. With two seeds and fan-outs (2, 1):
+
+    hop 0     slots 0 1             the seeds
+    hop 1     slots 2 3 | 4 5       children of slots 0 and 1
+    hop 2     slots 6 | 7 | 8 | 9   children of slots 2, 3, 4 and 5
+
+A node with fewer in-neighbours than the fan-out leaves its last child slots empty. A node that is drawn twice has two
+slots. So the layout computes some rows twice, where a `Block` would hold each node once. In return, shapes and the
+position of every child follow from the fan-outs alone. Nothing needs to synchronise with a GPU, and a step can be
+captured as a CUDA graph.
+
+    TreeSampler.sample   ->   one `Tree` (the nodes at all slots)   ->   a `TreeBlock` per layer, views of the tree
+
+`ops.tree_slots` has the arithmetic of the slots.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +37,20 @@ from hopline.util.config import check_fanouts
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """The trees of some seeds: the node at every slot, slots that no neighbour was drawn for being empty."""
+    """The node at every slot of the trees of some seeds. The blocks of a batch share one tree."""
 
     slots: Slots
-    """How they are numbered."""
+    """The numbering of the slots."""
     nodes: Tensor
-    """[num_slots] the node at each slot, -1 where it is empty; dtype of the graph's indices."""
+    """[num_slots], dtype of the graph's indices: the global id of the node at each slot; -1 means empty."""
     counts: Tensor
-    """[slots with children] int32: how many of each one's children are there; they are the first ones."""
+    """[slots with children] int32: the number of children of each slot that are not empty. They come first."""
     edge_ids: Tensor | None = None
-    """[num_slots - num_seeds] int64: each child's position in the graph's edge arrays, 0 where there is none."""
+    """[num_slots - num_seeds] int64: the edge from each slot after the seeds to its parent, as a position in the
+    graph's edge arrays; 0 for an empty slot. None if no edge array is needed."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Tree:
+        """The tree on a device."""
         if self.nodes.device == device:
             return self
         return Tree(
@@ -44,27 +62,33 @@ class Tree:
 
 
 def _when_asked(compute: Callable[[Any], Any]) -> Any:
-    """The default of a field that is no argument: it is computed when it is first asked for, and kept."""
+    """The default of a dataclass field with init=False: its value is computed at the first access, and cached."""
     return cached_property(compute)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TreeBlock(Block):
-    """One layer's edges in the tree layout: the destinations are hops 0 .. `hop`, the sources reach one hop further.
+    """The edges of one layer in the tree layout.
 
-    Every source but the seeds is the child of one destination. No edge leads out of an empty slot. It is a class of its
-    own since its ids and edges are computed when they are asked for: a step on a GPU needs few of them, and counting
-    edges there waits for the device.
+    Destinations are the slots of hops 0 .. hop, and sources are those of hops 0 .. hop + 1. Every source but the
+    seeds is the child of one destination. No edge leads out of an empty slot.
+
+    Ids and edges are computed at the first access, and not by the sampler. A step on a GPU needs few of them, and to
+    count edges it would have to synchronise.
     """
 
     src_ids: Tensor = field(init=False, default=_when_asked(lambda block: block._node_ids()))
-    """[num_src] int64 global node ids; 0 at empty slots, so that rows can be read for them."""
+    """[num_src] int64: global node ids. Empty slots have 0, a valid id, so that rows can be read for all slots."""
     num_dst: int = field(init=False, default=_when_asked(lambda block: block.tree.slots.up_to(block.hop)))
+    """Number of destination slots, empty ones included."""
     parts: tuple[Part, ...] = field(init=False, default=())
+    """Always empty. `part` computes the edges when they are needed."""
     in_graph_order: bool = field(init=False, default=False)
+    """Always false: the edges are sampled."""
     tree: Tree = field(kw_only=True)
-    """The slots of all layers of a batch."""
+    """The tree of the whole batch, which all its blocks share."""
     hop: int = field(kw_only=True)
+    """The last hop among the destinations; 0 in the block whose destinations are the seeds."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_src:,} -> {self.num_dst:,} nodes, {self.num_edges:,} edges)"
@@ -72,25 +96,30 @@ class TreeBlock(Block):
     def to(
         self, device: torch.device, non_blocking: bool = False, moved_parts: dict[int, Any] | None = None
     ) -> TreeBlock:
+        """The block on a device. Its graph stays on the device where it is."""
         moved_parts = {} if moved_parts is None else moved_parts
-        if id(self.tree) not in moved_parts:  # the blocks of a batch share one tree
+        # The blocks of a batch share one tree: it is copied once, by the first of them.
+        if id(self.tree) not in moved_parts:
             moved_parts[id(self.tree)] = self.tree.to(device, non_blocking)
         tree = moved_parts[id(self.tree)]
         return self if tree is self.tree else replace(self, tree=tree)
 
     def handle(self, table: Readable) -> Rows:
+        """A handle to the table's rows of all slots."""
         return TreeRows(table, self)
 
     def _node_ids(self) -> Tensor:
+        """The value of `src_ids`."""
         return self.tree.nodes[: self.num_src].long().clamp(min=0)
 
     @property
     def num_src(self) -> int:
+        """Number of source slots, empty ones included."""
         return self.tree.slots.up_to(self.hop + 1)
 
     @property
     def counts(self) -> Tensor:
-        """[num_dst] int32: how many of each destination's children are there."""
+        """[num_dst] int32: the number of children of each destination that are not empty."""
         return self.tree.counts[: self.num_dst]
 
     @property
@@ -100,27 +129,35 @@ class TreeBlock(Block):
 
     @property
     def src_keys(self) -> Tensor:
+        """[num_src] int64: the ids of the slots, which decide random draws. A node in two slots has two draws."""
         return self.tree.slots.ids(self.tree.nodes.device)[: self.num_src]
 
     @property
     def num_edges(self) -> int:
+        """The number of edges. Synchronises on a GPU."""
         return int(self.counts.sum())
 
     def tensors(self) -> list[Tensor | None]:
+        """The tensors of the whole tree, which the blocks of a batch share."""
         return [self.tree.nodes, self.tree.counts, self.tree.edge_ids]
 
     @property
     def on_gpu(self) -> bool:
-        """Whether shapes must not depend on what was drawn: asking the device for them would wait for it."""
+        """Whether the tree is on a GPU. Then shapes must not depend on the draws: to learn them would synchronise."""
         return self.tree.nodes.device.type != "cpu"
 
     @property
     def part(self) -> Part:
-        """The edges that are there, for convs that do not know trees. On a GPU this waits for the device."""
+        """The edges without those of empty slots, for convs that do not know trees. Synchronises on a GPU."""
         return self._compact
 
     @cached_property
     def _compact(self) -> Part:
+        """The part of `part`, cached.
+
+        The children of destination d that are not empty are the slots first[d], first[d] + 1, ... So edge e of d, in
+        the range indptr[d] .. indptr[d + 1], has the source e + first[d] - indptr[d].
+        """
         counts = self.counts.long()
         indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         first = self.tree.slots.first_children(counts.device)[: self.num_dst].long()
@@ -135,12 +172,13 @@ class TreeBlock(Block):
 
     @property
     def sampling_factor(self) -> Tensor:
+        """[num_dst] float64: in-edges in the graph divided by in-edges in the block; 1 for nodes without any."""
         assert self.graph is not None
         return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / self.counts.clamp(min=1)
 
     @property
     def edge(self) -> Mapping[str, Tensor]:
-        """By edge, or on a GPU by the slot that each edge comes out of."""
+        """The graph's edge arrays by name: [num_edges, ...] on a CPU, [num_src, ...] as in `child_edges` on a GPU."""
         return self.child_edges if self.on_gpu else self.part.edge
 
     @property
@@ -150,7 +188,11 @@ class TreeBlock(Block):
 
     @cached_property
     def padded(self) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """(edge_index, edge arrays) with an edge for every slot: those out of empty ones lead to row `num_dst`."""
+        """(edge_index [2, num_src - num_seeds] int64, edge arrays by name) with an edge for every slot but the seeds.
+
+        Edges out of empty slots lead to destination `num_dst`, one more than there are. So the number of edges does
+        not depend on the draws.
+        """
         num_seeds = self.tree.slots.num_seeds
         parents = self.parents[num_seeds:].long()
         dst = torch.where(self.present[num_seeds:], parents, self.num_dst)
@@ -159,7 +201,10 @@ class TreeBlock(Block):
 
     @cached_property
     def child_edges(self) -> Mapping[str, Tensor]:
-        """The graph's edge arrays by the slot that each edge comes out of; any value at seeds and empty slots."""
+        """[num_src, ...] each: the graph's edge arrays by name, at the edge from each slot to its parent.
+
+        Rows of seeds and of empty slots have arbitrary values.
+        """
         if self.tree.edge_ids is None or self.graph is None:
             return {}
         num_seeds = self.tree.slots.num_seeds
@@ -173,7 +218,9 @@ class TreeRows(Rows):
     """A handle to the rows of all slots of a block in the tree layout."""
 
     ids: Tensor = field(init=False, default=_when_asked(lambda rows: rows.block.src_ids))
+    """[num_src] int64: the row ids, 0 at empty slots. Computed at the first access."""
     block: TreeBlock
+    """The block whose sources are the rows."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -181,10 +228,10 @@ class TreeRows(Rows):
 
 
 class TreeSampler:
-    """Seeds to blocks in the tree layout; usable from many threads.
+    """Samples blocks in the tree layout. Any number of threads may use one sampler.
 
-    `fanouts[0]` is at the seeds. A slot's draws depend on its id alone, so dividing a step's seeds over ranks or
-    pieces divides the trees and changes nothing in them.
+    `fanouts[0]` is the fan-out of the seeds. The draws at a slot depend on the key and the slot's id alone. So if the
+    seeds of a step are split over ranks or micro-batches, every seed keeps its tree.
     """
 
     def __init__(self, graph: Graph, fanouts: Sequence[int], *, replace: bool = False, edge_ids: bool = False) -> None:
@@ -197,10 +244,11 @@ class TreeSampler:
         self.with_edges = edge_ids or bool(graph.edge)
 
     def sample(self, seeds: Tensor, key: int | Tensor, first_seed: int = 0) -> tuple[TreeBlock, ...]:
-        """One block per layer in the order of computation: the last one's destinations are the seeds.
+        """One block per layer, in the order of computation: the destinations of the last one are the seeds.
 
-        first_seed: where these seeds stand among all of the step's.
+        first_seed: the position of the first of these seeds among all seeds of the step.
         """
+        # Ids on a GPU are not checked: that would synchronise.
         if seeds.device.type == "cpu":
             check_ids(seeds, self.graph.num_nodes)
         graph, slots = self.graph, Slots(seeds.numel(), self.fanouts, first_seed)

@@ -1,15 +1,15 @@
 """Capture and replay: a call is recorded once as a CUDA graph, and launched as a whole afterwards.
 
 Launching a graph costs the host a few microseconds, however many kernels it has. Three callers use it: a training step
-from the seeds to the gradients, the optimizer's step, and an evaluation. They share what is here: when a call is due
-for capture, on which stream and under which lock it is captured, and what follows when that fails. What happens around
-a replay differs, and stays with them.
+from the seeds to the gradients, the optimizer's step, and an evaluation. This module has what they share: when to
+capture a call, on which stream and under which lock, and what to do if that fails. Each caller prepares its own
+capture and its own replays.
 
     owner runs the call, `warm_up` times   ->   capture   ->   replay, replay, ...
-                                                   ^                  |
-                                                   +---- forget ------+   what the graph reads has moved
+              ^                                                       |
+              +-------------------------- reset ----------------------+   a tensor that the graph reads has moved
 
-A graph knows addresses only. So its owner holds every tensor that the graph reads for as long as the graph lives.
+A graph knows addresses only. So its owner must hold every tensor that the graph reads for as long as the graph lives.
 """
 
 from __future__ import annotations
@@ -26,24 +26,28 @@ R = TypeVar("R")
 
 
 class CaptureDeclined(Exception):
-    """Raised by who prepares a capture and finds a graph not worth making: nothing is said, and nobody tries again."""
+    """Raised while a capture is prepared, if a graph is not worth making. It ends the capture without a message.
+
+    The call is not captured later either.
+    """
 
 
 class CapturedCall(Generic[R]):
-    """A call without arguments as a CUDA graph: when it is due for capture, the graph, and the result of the call.
+    """The CUDA graph of a call without arguments, with the result of the call and a count of its runs.
 
-    Its owner runs the call while there is no graph, and counts that in `runs`. One thread at a time may use it.
+    It owns the graph and the result. The owner runs the call itself while there is no graph, and adds to `runs`. One
+    thread at a time may use it.
 
-    The call is an argument of `capture` and is not held here. It is a bound method of the owner, usually, and a
-    reference cycle would keep the graph's memory until Python's collector runs.
+    The call is an argument of `capture` and is not stored. It is usually a bound method of the owner, and the
+    reference cycle would keep the graph's memory until Python's garbage collector runs.
 
     Args:
         device: The GPU.
         purpose: Names the stream to capture on. Graphs of one purpose must not run at the same time.
-        subject: Begins the sentence on failure, with its verb: "steps are".
-        say: Where that sentence goes.
-        warm_up: Runs of the call before it is due. They compile kernels and set libraries up.
-        max_captures: Captures, at most: a call whose tensors keep moving is not worth another graph.
+        subject: Subject and verb of the message on failure, such as "steps are".
+        say: Called with that message.
+        warm_up: Runs of the call before it is captured. They compile kernels and initialise libraries.
+        max_captures: The most captures. A call whose tensors keep moving is not worth another graph.
     """
 
     def __init__(
@@ -63,12 +67,13 @@ class CapturedCall(Generic[R]):
         self.warm_up = warm_up
         self.max_captures = max_captures
         self.runs = 0
-        """Runs of the call since there was no graph."""
+        """Runs of the call without a graph, since the start or the last `reset`. The owner counts them."""
         self.captures = 0
-        """Captures so far. After one that failed or was declined it is `max_captures`: the next one would be no
-        other."""
+        """Captures so far. A failed or declined one sets it to `max_captures`, as the next one would end likewise."""
         self.graph: torch.cuda.CUDAGraph | None = None
+        """The captured graph; None before the capture and after `reset`."""
         self._result: R | None = None
+        """The return value of the captured call."""
 
     @property
     def is_due(self) -> bool:
@@ -82,7 +87,7 @@ class CapturedCall(Generic[R]):
 
     @property
     def result(self) -> R:
-        """What the call returned when it was captured. Its tensors are in the graph's memory: a replay writes them."""
+        """The return value of the captured call. Its tensors are in the graph's memory: replays overwrite them."""
         assert self.graph is not None
         return self._result  # type: ignore[return-value]
 
@@ -94,17 +99,20 @@ class CapturedCall(Generic[R]):
         pool_of: CapturedCall[Any] | None = None,
         wait: bool = True,
     ) -> bool:
-        """Capture a call, whose kernels do not run by that. Returns whether there is a graph now.
+        """Capture a call. Its kernels are recorded and do not run. Returns whether there is a graph now.
 
         Args:
-            prepared: Gives the call. It is entered on the stream that captures, to warm the call up, and left there
-                after the capture, to put things back. `CaptureDeclined` ends the capture without a word, at either end.
-            stream: Kernels of a graph keep its priority. Default: this thread's for the purpose, with the priority
-                of the current stream.
-            pool_of: Another call that never runs at the same time. This graph computes in that one's memory: it leaves
-                that one's result alone, and a replay of that one writes over the result of this one.
-            wait: Whether to wait for another thread that has the capture lock. Otherwise it is left for another time.
+            prepared: A context that gives the call. It is entered and left on the capturing stream: it may warm the
+                call up before, and must restore afterwards what that has changed. It may raise `CaptureDeclined` on
+                entry and on exit.
+            stream: The stream to capture on. The graph's kernels keep its priority. Default: this thread's stream for
+                the purpose, with the priority of the current stream.
+            pool_of: Another call that never runs at the same time, whose memory this graph shall share. A replay of
+                this graph leaves the result of that one intact. A replay of that one overwrites the result of this.
+            wait: Whether to wait if another thread has the capture lock. Otherwise nothing happens, and the owner may
+                try again later.
         """
+        # One capture at a time in the process, and none while asynchronous evaluation synchronises (`streams`).
         if not streams.capture_lock.acquire(blocking=wait):
             return False
         try:
@@ -115,13 +123,13 @@ class CapturedCall(Generic[R]):
         return self.graph is not None
 
     def replay(self) -> R:
-        """Launch the graph on the current stream."""
+        """Launch the graph on the current stream. Returns `result`, which is complete when that stream gets there."""
         assert self.graph is not None
         self.graph.replay()
         return self.result
 
     def reset(self) -> None:
-        """Let the graph go, since what it reads has moved. The call warms up again before the next capture."""
+        """Drop the graph, because a tensor that it reads has moved. The call warms up again before it is captured."""
         self.graph = self._result = None
         self.runs = 0
 
@@ -131,17 +139,20 @@ class CapturedCall(Generic[R]):
         stream: torch.cuda.Stream | None,
         pool_of: CapturedCall[Any] | None,
     ) -> None:
+        """Capture a call, under the capture lock. A failure is told by `say` and is no error."""
         outer = torch.cuda.current_stream(self.device)
         if stream is None:
             stream = streams.capture_stream(self.purpose, self.device)
         graph = torch.cuda.CUDAGraph()
         pool_graph = None if pool_of is None else pool_of.graph
-        # Both ways: the call reads what the current stream has still to write, and warm-up writes what that one reads.
+        # The streams wait for each other, before and after. The warm-up reads what the current stream has still to
+        # write. Afterwards the current stream reads what the warm-up has written.
         stream.wait_stream(outer)
         try:
             with (
                 torch.cuda.device(self.device),
-                torch.cuda.stream(stream),  # torch.cuda.graph enters it too, but stays in it after a failed capture
+                # torch.cuda.graph enters the stream too, but does not leave it after a failed capture.
+                torch.cuda.stream(stream),
                 prepared as run,
                 _recording(graph, stream, pool_graph),
             ):
@@ -161,10 +172,11 @@ class CapturedCall(Generic[R]):
 def _recording(
     graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool_graph: torch.cuda.CUDAGraph | None
 ) -> Iterator[None]:
-    """Within, what this thread gives the stream becomes a graph; another, that moves batches, may wait for copies.
+    """A context in which kernels that this thread launches on the stream are recorded into the graph.
 
-    pool_graph: a graph that never runs at the same time, whose memory it may use.
+    pool_graph: a graph that never runs at the same time, whose memory the new one shares. None: new memory.
     """
+    # "thread_local": in torch's default mode a capture fails if any thread waits for a copy, as prefetching ones do.
     pool = torch.cuda.graph_pool_handle() if pool_graph is None else pool_graph.pool()
     try:
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -175,14 +187,15 @@ def _recording(
 
 
 def _end_recording(pool: Any, stream: torch.cuda.Stream) -> None:
-    """After a failure: end what torch leaves open of a capture that the device has given up.
+    """Clean up after a capture that the device has ended by an error, which torch leaves half open.
 
-    Until then torch reuses no memory that a second stream has read, and draws no random number on the GPU.
+    Otherwise torch would never again reuse memory that a second stream has read, nor draw random numbers on the GPU.
     """
     try:
         torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-    except RuntimeError:  # the capture came to its end
+    except RuntimeError:  # the capture came to its end, so nothing is left open
         return
     torch._C._cuda_releasePool(stream.device_index, pool)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
-        torch.zeros(1, device=stream.device)  # the end of any capture is that of the generator's
+        # The end of any capture also ends that of the random generator, which the failed one has left open.
+        torch.zeros(1, device=stream.device)

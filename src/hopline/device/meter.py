@@ -1,4 +1,16 @@
-"""What a step takes at most: bytes of the tensors that live at once, on the CPU and on a GPU by one interface."""
+"""Memory meters: the most bytes of tensors that live at the same time during a step.
+
+    with meter_of(device) as meter:
+        step()
+    meter.peak_bytes     # the peak above the bytes that lived when the block was entered
+
+There are two meters with one interface, because only CUDA's allocator keeps a peak:
+
+    CudaMeter      reads the peak of torch's allocator: a few calls per step, all streams and threads of the process
+    TensorMeter    elsewhere: intercepts every torch operation of the step, and counts the storages that it returns
+
+A step may be measured in laps. `lap()` begins a new one, and `lap_bytes` is the peak since then.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +27,30 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WORKSPACE = 32 << 20
-"""What that is on the GPUs where it is most, unless CUBLAS_WORKSPACE_CONFIG says otherwise."""
+"""Bytes that CUDA's libraries keep per stream for matrix products, on the GPUs where they keep most.
+
+The environment variable CUBLAS_WORKSPACE_CONFIG can change it. Used where `library_bytes` cannot measure.
+"""
 
 
 class Meter(Protocol):
-    """`with meter_of(device) as meter: step()`, then `meter.peak_bytes`: above what was there before, from 0 on."""
+    """A context manager that measures the peak memory of what runs within it.
+
+    A meter is entered and left in the same thread.
+    """
 
     peak_bytes: int
+    """The most bytes that lived at the same time, above those at the entry. Never negative; valid after the exit."""
 
     @property
     def lap_bytes(self) -> int:
-        """The same from the last `lap()` on, above what was there then."""
+        """The most bytes that lived at the same time since the last `lap()`, above those at that moment."""
         ...
 
-    def lap(self) -> None: ...
+    def lap(self) -> None:
+        """Begin a new lap, from which `lap_bytes` counts."""
+        ...
+
     def __enter__(self) -> Self: ...
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
@@ -36,13 +58,16 @@ class Meter(Protocol):
 
 
 def meter_of(device: torch.device | str) -> Meter:
-    """The meter of a device: CUDA's allocator counts by itself, elsewhere tensors are counted as they are made."""
+    """A new meter for a device: `CudaMeter` for a GPU, `TensorMeter` for any other."""
     target = torch.device(device)
     return CudaMeter(target) if target.type == "cuda" else TensorMeter()
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """A device by its number: some of CUDA's functions do not take "cuda" for the one in use."""
+    """The device with its index: "cuda" becomes "cuda:0" if GPU 0 is the current one.
+
+    Some of CUDA's functions in torch refuse a device without an index.
+    """
     target = torch.device(device)
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -50,23 +75,32 @@ def with_index(device: torch.device | str) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What this process can still allocate on a GPU: within its own limit, with what torch keeps for the next use."""
+    """Bytes that this process can still allocate on a GPU.
+
+    They are the bytes free on the GPU, or those left of this process's memory fraction if that is less. Added are the
+    bytes that torch's allocator has reserved and not handed out.
+    """
     device = with_index(device)
     allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
-    stats = torch.cuda.memory_stats(device)  # asking takes a while
+    stats = torch.cuda.memory_stats(device)  # once for both numbers, because the call is slow
     reserved, allocated = (stats.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "allocated"))
     left = min(torch.cuda.mem_get_info(device)[0], int(allowed) - reserved)
     return max(0, left + reserved - allocated)
 
 
 def library_bytes(device: torch.device) -> int:
-    """What CUDA's libraries take on a GPU at the first product of a stream, and keep; this one has had it."""
+    """Bytes that CUDA's libraries allocate at the first matrix product of a stream, and keep.
+
+    It runs that product on the current stream, so afterwards the bytes are allocated there.
+    """
     taken = _first_product(device, torch.cuda.current_stream(device))
-    return taken or WORKSPACE  # there was a product before
+    # 0: this stream had a product before, so the libraries had their memory already and nothing could be measured.
+    return taken or WORKSPACE
 
 
 @functools.cache
 def _first_product(device: torch.device, stream: torch.cuda.Stream) -> int:
+    """Bytes that a small matrix product leaves allocated. Cached, because only a stream's first product tells."""
     before = torch.cuda.memory_allocated(device)
     rows = torch.ones(16, 16, device=device)
     rows = rows @ rows
@@ -75,11 +109,14 @@ def _first_product(device: torch.device, stream: torch.cuda.Stream) -> int:
 
 
 class TensorMeter(TorchDispatchMode):
-    """Bytes of the storages made within, for as long as they live, whoever holds them: a graph, a view, an array.
+    """A meter that counts the storages which torch operations return, on any device.
 
-    It sees what this thread makes and what autograd makes for it in any thread; threads that prepare other batches are
-    not of the step. What an operation of torch takes for itself and frees before it returns is not seen, nor are
-    arrays of NumPy.
+    A storage counts from the operation that returns it until it is freed. It does not matter who holds it: the
+    autograd graph, a view, or a NumPy array over it.
+
+    Counted are operations of the thread that entered the meter, and those of autograd for it, in any thread. Threads
+    that prefetch other batches do not count. The meter does not see scratch memory that an operation frees before it
+    returns, nor memory that NumPy allocates.
     """
 
     def __init__(self) -> None:
@@ -87,14 +124,19 @@ class TensorMeter(TorchDispatchMode):
         self.now_bytes = self.peak_bytes = 0
         self._lap_start = self._lap_peak = 0
         self._live: dict[int, int] = {}
+        """Bytes of each counted storage, by the address of its C++ object."""
         self._watched: dict[int, weakref.KeyedRef[int, torch.UntypedStorage]] = {}
-        # A storage may be freed anywhere, also in the middle of the sums below: it is noted here and taken off there.
+        """Weak references to the counted storages, by the same address. Their callback tells that one is freed."""
+        # The callback of a weak reference may run anywhere, also in a thread that holds the lock, so it must not take
+        # the lock. It only appends here, which is atomic. Whoever holds the lock next subtracts the bytes.
         self._freed: deque[int] = deque()
+        # Autograd's threads count as well.
         self._lock = threading.Lock()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled within; guarding against it would take as long as all the rest
+        # Nothing is compiled within a meter. Guarding against it would cost as much as all the rest of the meter.
+        return False
 
     @property
     def lap_bytes(self) -> int:
@@ -111,23 +153,26 @@ class TensorMeter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key = storage._cdata
             with self._lock:
+                # First of all: a new storage may have the address of one that was freed.
                 self._take_off_freed()
                 known = self._live.get(key)
                 if known is None:
                     given = (args, *kwargs.values()) if kwargs else args
                     if any(key == one.untyped_storage()._cdata for one in _tensors(given)):
-                        continue  # a view of what was there before
+                        continue  # a view of a storage that is older than the meter
                     self._watched[key] = weakref.KeyedRef(storage, self._note_freed, key)
-                self._live[key] = storage.nbytes()  # an `out=` argument may have grown
+                self._live[key] = storage.nbytes()  # also of a known storage: an `out=` argument may have grown
                 self.now_bytes += self._live[key] - (known or 0)
                 self._lap_peak = max(self._lap_peak, self.now_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.now_bytes)
         return out
 
     def _note_freed(self, reference: weakref.KeyedRef[int, torch.UntypedStorage]) -> None:
+        """Callback of a weak reference: remember that its storage was freed."""
         self._freed.append(reference.key)
 
     def _take_off_freed(self) -> None:
+        """Subtract the storages freed since the last call. The caller holds the lock."""
         while self._freed:
             key = self._freed.popleft()
             self.now_bytes -= self._live.pop(key)
@@ -135,14 +180,17 @@ class TensorMeter(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Sequence[Tensor]:
-    """A tensor, or those in a list: there is nothing deeper in what operations take and return."""
+    """The tensors in an operation's arguments or results, also inside lists and tuples.
+
+    Meta tensors are left out, because they have no memory.
+    """
     if isinstance(values, Tensor):
         return () if values.is_meta else (values,)
     return [found for value in values for found in _tensors(value)] if isinstance(values, list | tuple) else ()
 
 
 class NoMeter:
-    """One that measures nothing."""
+    """A meter that measures nothing, for steps that need not be measured."""
 
     peak_bytes = lap_bytes = 0
 
@@ -159,18 +207,23 @@ class NoMeter:
 
 
 class CudaMeter:
-    """The peak of CUDA's allocator, all streams and threads of this process together."""
+    """A meter that reads the peak of torch's CUDA allocator.
+
+    The allocator has one peak per device, for all streams and threads of the process. So a meter also counts what
+    other threads allocate meanwhile. Every lap resets that peak.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak_bytes = self._end = 0
-        library_bytes(device)  # or the first step would seem to take it
+        library_bytes(device)  # allocates the libraries' memory now, else the first step would seem to need it
 
     @property
     def lap_bytes(self) -> int:
         return max(0, (self._end or torch.cuda.max_memory_allocated(self.device)) - self._lap_start)
 
     def lap(self) -> None:
+        # The reset loses the allocator's peak, so the highest one of all laps is remembered here.
         self._highest = max(self._highest, torch.cuda.max_memory_allocated(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
         self._lap_start = torch.cuda.memory_allocated(self.device)
@@ -178,6 +231,7 @@ class CudaMeter:
     def __enter__(self) -> Self:
         self._highest = self._end = 0
         self.lap()
+        # `lap` has recorded the peak from before this meter. It does not count.
         self._highest = self._start = self._lap_start
         return self
 
@@ -189,7 +243,7 @@ class CudaMeter:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name, if it is here."""
+    """The device of that name; raises ValueError if torch does not know the name or cannot use such a device."""
     try:
         device = torch.device(name)
     except RuntimeError:

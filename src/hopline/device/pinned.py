@@ -1,4 +1,16 @@
-"""Host memory that a GPU reads in place: registered where it is, not copied."""
+"""Pinned host memory for zero-copy reads: a tensor's memory is registered with the driver, and not copied.
+
+Kernels read registered memory over the bus, and copies from it run while the host continues. Torch's own
+`pin_memory()` copies the tensor, and rounds its size up to a power of two. Here `pin` registers the memory that the
+tensor has already, and `zeros` allocates new memory of the exact size.
+
+    tensor --attribute--> Registration --finalizer--> storage
+                                ^
+    _registrations (weak) ------+        by (address, bytes)
+
+The tensor holds its registration. When the last tensor that holds it is gone, the finalizer unregisters the memory,
+and only then releases the storage. So memory is never freed while the driver has it locked.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +25,19 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
-"""The driver locks whole pages, on which memory of other tensors may begin or end."""
+"""Bytes of a page. The driver locks whole pages, so the first and last may also hold memory of other tensors."""
 MAPPED, READ_ONLY = 1 | 2, 8
-"""cudaHostRegister's flags: readable by the kernels of every device; and where we ourselves may only read."""
+"""Flags of cudaHostRegister. MAPPED: kernels of every device can read the memory. READ_ONLY: for memory that this
+process itself can only read."""
 _REGISTERED = "_hopline_registered"
-"""Where a tensor keeps its registration, which must live as long as it does."""
+"""Name of the tensor attribute that holds its `Registration`, so that both live equally long."""
 
 
 class Registration:
-    """A range of memory that the driver has locked; given back when nobody holds this any more."""
+    """A range of memory that the driver has locked. It is unregistered when nothing refers to this object any more.
+
+    Tensors own it, by the attribute `_REGISTERED`. Several tensors over the same memory share one.
+    """
 
     def __init__(self, tensor: Tensor, cudart: Any) -> None:
         start, _ = _span(tensor)
@@ -30,22 +46,29 @@ class Registration:
         undo.atexit = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of the tensor is other memory, which nobody has registered
+        # A pickled or copied tensor has other memory, which nobody has registered: its attribute becomes None.
+        return type(None), ()
 
 
 class _Registrations:
-    """Memory that is registered now. `_registrations` is the one object of the process, as the driver's own list is.
+    """The registrations that live now. Any thread may call it.
 
-    This module owns it. Registering a range twice fails, so tensors over the same memory share one registration, which
-    goes with the last of them. The lock is held while the driver is asked.
+    There is one object per process, `_registrations`, because the driver has one list per process. This module owns
+    it. The driver refuses to register a range twice, so tensors over the same memory share one registration.
     """
 
     def __init__(self) -> None:
         self._by_span: weakref.WeakValueDictionary[tuple[int, int], Registration] = weakref.WeakValueDictionary()
+        """By (address, bytes). Weak: the tensors own their registrations."""
+        # Held from the lookup until the driver has answered, so that two threads cannot register one range.
         self._lock = threading.Lock()
 
     def add(self, tensor: Tensor, cudart: Any) -> Registration | str | None:
-        """The registration of a tensor's memory; None for one that is pinned by others, or why it was refused."""
+        """Register a tensor's memory, or find its registration.
+
+        Returns None if somebody else has pinned the memory, and the reason as a string if the driver refuses.
+        cudart: the CUDA runtime that registers; by default torch's.
+        """
         span = _span(tensor)
         with self._lock:
             known = self._by_span.get(span)
@@ -61,27 +84,35 @@ class _Registrations:
             return known
 
     def hold_all(self, tensor: Tensor) -> bool:
-        """Whether all of a tensor whose first page is locked may be read, and not only that page."""
+        """Whether the whole tensor is in locked memory, given that its first page is.
+
+        That page may be locked only because a registered tensor shares it.
+        """
         start, num_bytes = _span(tensor)
         stop, shares = start + num_bytes, False
         with self._lock:
             known = list(self._by_span)
         for first, num_bytes in known:
+            # Rounded outwards to whole pages, as the driver locks them.
             low, high = first // PAGE * PAGE, -(-(first + num_bytes) // PAGE) * PAGE
             if low <= start and stop <= high:
                 return True
             shares = shares or (low < stop and start < high)
-        return not shares  # else others have locked it, and all of it: torch's `pin_memory` does
+        # No registration touches the tensor: others have locked its first page. They lock whole tensors, as torch's
+        # `pin_memory` does.
+        return not shares
 
 
 _registrations = _Registrations()
 
 
 def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """`tensor` itself, its memory registered so that kernels read it; views made of it later do not keep it so.
+    """Register the memory of `tensor` for zero-copy reads, and return the tensor; a contiguous copy if it is not.
 
-    copy: where the memory cannot be registered, as a memory-mapped file often cannot, give a pinned copy in RAM
-    instead of an error.
+    The memory stays registered as long as the returned tensor lives. A view of it does not prolong that.
+
+    copy: whether to return a pinned copy in RAM if the memory cannot be registered, as is common for memory-mapped
+    files. Otherwise that is an error.
     """
     if not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here, so no memory can be pinned for one: use device='cpu'")
@@ -101,9 +132,10 @@ def pin(tensor: Tensor, *, copy: bool = False) -> Tensor:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """New registered memory on pages of its own, so that no other tensor keeps the driver from locking them.
+    """A new tensor of zeros in registered memory.
 
-    The tensor begins where its storage does: `tensor.is_pinned()` asks about the first byte of the storage.
+    It has pages of its own: no other tensor on them can keep the driver from locking them. The tensor begins where
+    its storage begins, because `tensor.is_pinned()` asks about the first byte of the storage.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if num_bytes == 0:
@@ -118,34 +150,37 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def register(tensor: Tensor, cudart: Any = None) -> str | None:
-    """Register a contiguous tensor's memory for as long as the tensor lives; None, or why it was refused."""
+    """Register a contiguous tensor's memory for as long as the tensor lives. Returns the reason if it is refused."""
     found = _registrations.add(tensor, cudart)
     if isinstance(found, Registration):
         setattr(tensor, _REGISTERED, found)
         return None
-    return found  # None: somebody else has pinned it, who keeps it so
+    return found  # None: somebody else has pinned the memory, and is relied on to keep it pinned
 
 
 def is_registered(tensor: Tensor) -> bool:
-    """Whether `tensor` was registered here, and so must stay at its address."""
+    """Whether this module registered `tensor`. Such a tensor must keep its address."""
     return getattr(tensor, _REGISTERED, None) is not None
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether kernels read all of a host tensor in place, and copies of it can be under way while the host goes on.
+    """Whether all of a host tensor is pinned, for zero-copy reads and asynchronous copies.
 
-    `tensor.is_pinned()` asks about the first byte alone. That may lie on a page which the driver has locked for another
-    tensor, and then a copy of the rest fails.
+    `tensor.is_pinned()` asks about the first byte alone. That byte may be on a page that the driver has locked for
+    another tensor, and then a copy of the rest fails.
     """
     return is_registered(tensor) or (tensor.is_pinned() and _registrations.hold_all(tensor))
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
+    """(address of the first byte, bytes) of a contiguous tensor."""
     return tensor.data_ptr(), tensor.nbytes
 
 
 def _try(cudart: Any, start: int, num_bytes: int) -> str | None:
+    """Register a range. Returns the reason if the driver refuses."""
     reason = ""
+    # The second try is for memory that this process may only read, such as a file mapped read-only.
     for flags in (MAPPED, MAPPED | READ_ONLY):
         error = int(cudart.cudaHostRegister(start, num_bytes, flags))
         if error == 0:
@@ -156,12 +191,16 @@ def _try(cudart: Any, start: int, num_bytes: int) -> str | None:
 
 
 def _unregister(cudart: Any, start: int, storage: torch.UntypedStorage) -> None:
+    """Unregister a range. `storage` is an argument only so that the finalizer keeps the memory until here."""
     if int(cudart.cudaHostUnregister(start)):
         _forget_error()
 
 
 def _forget_error() -> None:
-    """CUDA keeps a refused call's error for whoever asks next, which is the next kernel's launch: let that be ours."""
+    """Clear the error of a refused call.
+
+    CUDA keeps the error and reports it at the next kernel launch. So this launches a kernel and ignores its error.
+    """
     if torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")

@@ -1,13 +1,19 @@
-"""`RowMover`: rows that move between tables in host memory and a GPU while the GPU computes.
+"""`RowMover`: moves rows between tables in host memory and a GPU while the GPU computes.
 
-A table in pinned memory is read and written by kernels of the GPU. Any other table, such as a mapped file, is read and
-written by the host, through a few pinned buffers:
+There are two ways, by the memory of the table. Kernels of the GPU read and write a pinned table directly:
+
+    pull   table --gather kernel, mover's stream--> new tensor on the GPU
+    push   rows on the GPU --scatter kernel or copy, mover's stream--> table
+
+The host reads and writes any other table, such as a memory-mapped file, through a few pinned buffers:
 
     pull   table --index_select, host--> pinned buffer --copy, mover's stream--> new tensor on the GPU
-    push   rows on the GPU --copy, mover's stream--> pinned buffer --copy, host, by `flush`--> table
+    push   rows on the GPU --copy, mover's stream--> pinned buffer --copy, host, later--> table
 
-Pulls and pushes run on one stream, in the order in which they were asked for, so that a pull sees every push before it
-and none after it. The stream that computes waits for rows only where it uses them.
+The host's copy of a push runs when its buffer is needed again, before the host reads a table, or by `flush`.
+
+Pulls and pushes run on one stream in the order of the calls. So a pull sees every push before it, and none after it.
+The stream that computes waits for pulled rows only where it uses them. The price is `NUM_BUFFERS` pinned buffers.
 """
 
 from __future__ import annotations
@@ -27,61 +33,64 @@ from hopline.device.streams import stream_for
 from hopline.util import trace
 
 NUM_BUFFERS = 4
-"""Pinned buffers of a mover: the host gathers rows into one while others are copied. A rule of thumb."""
+"""Number of pinned buffers of a mover: the host gathers rows into one while others are copied. A rule of thumb."""
 BUFFER_BYTES = 32 << 20
-"""Size of a pinned buffer, for rows of any width. A rule of thumb."""
+"""Bytes of a pinned buffer; more if a single row is wider. A rule of thumb."""
 
 
 @dataclass(frozen=True, eq=False)
 class PulledRows:
-    """Rows on their way to the device."""
+    """Rows whose copy to the device has begun."""
 
     rows: Tensor
+    """[n, ...] on the device. On a GPU, only `wait` makes them safe to use."""
     arrival: Any
-    """The CUDA event after which the rows are there; None on a CPU, where they are there at once."""
+    """The CUDA event after which the rows are complete; None on a CPU, where they are complete at once."""
 
     def wait(self) -> Tensor:
-        """The rows, for the current stream, which waits for them."""
+        """The rows, for use on the current stream. That stream waits for them; the host does not."""
         if self.arrival is not None:
             compute = torch.cuda.current_stream(self.rows.device)
             compute.wait_event(self.arrival)
-            # They were allocated on the mover's stream: their memory must not be given to others while it is read.
+            # The rows were allocated on the mover's stream. Without this, the allocator could give their memory to a
+            # later pull while the computation still reads it.
             self.rows.record_stream(compute)
         return self.rows
 
 
 @dataclass(eq=False)
 class _Buffer:
-    """Pinned memory, and the copies that still need it."""
+    """A pinned buffer, and the copies that still need it."""
 
     memory: Tensor
+    """[num_bytes] uint8 on the host, pinned if the device is a GPU."""
     copied: Any = None
-    """The CUDA event after which the last copy from or into this memory is done."""
+    """The CUDA event after which the last copy from or into this memory is done; None if no copy is under way."""
     pushes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """(rows in this memory, the part of a table that they belong to), for the host to copy."""
+    """(rows in this memory, a view of the table rows to write) of each push that the host has still to copy."""
 
 
 class RowMover:
     """Moves rows between tables and a device.
 
-    The work that trains owns the mover; its tables call it. Only the thread that trains may call it. Rows of tables on
-    the device itself do not move: they are read and written on the current stream.
+    The training work owns the mover, and its history tables call it. Only the training thread may call it. A table on
+    the device itself is read and written on the current stream, without the mover's stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = stream_for("rows", device) if device.type == "cuda" else None
         self._buffers: deque[_Buffer] = deque()
-        """The one that was used the longest time ago comes first."""
+        """At most NUM_BUFFERS buffers, the least recently used first."""
         self._last_read: Any = None
-        """The CUDA event after which the computation has done its last `read`."""
+        """The CUDA event after which the last `read` is done. A push waits for it before it overwrites rows."""
 
     def now(self) -> Any:
-        """This moment of the computation, for `push`; None on a CPU, where what was asked for is done."""
+        """A CUDA event for this moment of the current stream, to pass to `push`; None on a CPU."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def to_device(self, positions: Tensor) -> Tensor:
-        """[n] positions on the device; the host does not wait for their copy."""
+        """[n]: the positions on the device. The host does not wait for the copy."""
         if self.device.type == "cpu" or positions.is_cuda:
             return positions
         readable = positions if pinned.is_readable(positions) else positions.pin_memory()
@@ -90,14 +99,14 @@ class RowMover:
     # ---- reading
 
     def pull(self, tables: Mapping[int, Tensor], positions: Tensor) -> dict[int, PulledRows]:
-        """By layer, rows of the tables in host memory as they are now; their copies to the device begin now.
+        """Begin to copy rows of the tables in host memory to the device. Returns them by layer, as they are now.
 
-        positions: [n] int64 on the host. Tables on the device are left out: the computation reads their rows when it
-        needs them.
+        tables: by layer. Those on the device are left out: the computation reads their rows when it needs them.
+        positions: [n] int64 on the host.
         """
         on_host = {l: table for l, table in tables.items() if not self._is_on_device(table)}
         pulled = {}
-        # Nothing on the current stream needs to be waited for: these tables are written on the mover's stream.
+        # No wait for the current stream: it never writes tables in host memory, the mover's stream does.
         with self._on_own_stream():
             by_kernel = any(self._is_read_by_kernel(table) for table in on_host.values())
             on_device = self.to_device(positions) if by_kernel else positions
@@ -107,7 +116,10 @@ class RowMover:
         return pulled
 
     def read(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Copies of the rows at some positions, on the device, for the current stream. It waits for all pushes."""
+        """Copies of the rows at some positions, on the device, for use on the current stream.
+
+        They contain all earlier pushes: the current stream waits for the mover's.
+        """
         if self._is_on_device(table):
             return ops.gather_rows(table, self.to_device(positions))
         if self.stream is not None:
@@ -118,12 +130,15 @@ class RowMover:
         return rows
 
     def _gather(self, table: Tensor, positions: Tensor, on_device: Tensor) -> Tensor:
-        """Rows of a table in host memory, on the current stream."""
+        """Rows of a table in host memory, gathered on the current stream.
+
+        on_device: `positions` on the device if kernels read the table; not used otherwise.
+        """
         trace.count("bytes.pulled", positions.numel() * _row_bytes(table))
         if self._is_read_by_kernel(table):
             return ops.gpu_kernels("tiers").gather_aside(table, on_device)
         positions = positions.cpu()
-        self._write_pushes()  # the host reads the table, so pushes must be in it
+        self._write_pushes()  # before the host reads the table, pushes that wait in buffers must be in it
         rows = torch.empty(positions.numel(), *table.shape[1:], dtype=table.dtype, device=self.device)
         for start, stop in _runs(table, positions.numel()):
             buffer = self._next_buffer(table)
@@ -136,25 +151,28 @@ class RowMover:
     # ---- writing
 
     def push(self, table: Tensor, at: Tensor | Sequence[slice], rows: Tensor, computed: Any = None) -> None:
-        """Write rows into a table, at positions (each once) or as slabs.
+        """Write rows into a table. It may return before they are in the table; see `flush`.
 
-        computed: the moment, of `now()`, at which the rows were computed; by default now.
+        at: [n] positions, each once, or row ranges that have n rows together.
+        rows: [n, ...], in any dtype.
+        computed: the event, from `now()`, after which the rows are computed; by default this moment.
         """
         if self._is_on_device(table):
             _write(table, at, rows)
             return
         if rows.device.type != self.device.type:
-            # The host writes its own rows. Earlier pushes must be in the table before, and nobody may be reading.
+            # The rows are on the host, which writes them at once. Earlier pushes must be in the table by then, and
+            # no kernel may still be reading it.
             self.flush()
             _write(table, at, rows)
             return
         if self.stream is not None:
             self.stream.wait_event(computed or self.now())
-            # The last read may have been asked for after the rows were computed, and must still see the old ones.
+            # The last `read` may have been launched after the rows were computed. It must still see the old rows.
             if self._last_read is not None:
                 self.stream.wait_event(self._last_read)
-            # The caller's own rows, not their copy in the table's dtype: that copy is made on the mover's stream, and
-            # until then the memory of the rows must not be given to others.
+            # For the caller's rows, not for `stored`: the mover's stream still reads them when the caller has dropped
+            # them, and the allocator must not give their memory to others. `stored` is allocated on that stream.
             rows.record_stream(self.stream)
         with self._on_own_stream():
             stored = rows.to(table.dtype)
@@ -163,11 +181,13 @@ class RowMover:
             elif self._is_read_by_kernel(table):
                 ops.put_rows(table, self.to_device(at), stored)
             else:
+                # Scattered rows of a table that the host writes: no buffers here, the host waits for the rows.
                 self.flush()
                 _write(table, at, stored)
         trace.count("bytes.pushed", stored.nbytes)
 
     def _push_slabs(self, table: Tensor, row_ranges: Sequence[slice], rows: Tensor) -> None:
+        """Write rows into row ranges of a table in host memory, on the current stream."""
         start = 0
         for slab in row_ranges:
             target = table[slab]
@@ -179,7 +199,7 @@ class RowMover:
                 self._push_by_buffers(target, source)
 
     def _push_by_buffers(self, target: Tensor, rows: Tensor) -> None:
-        """Begin to copy rows to the host; `flush` writes them into their part of a table."""
+        """Begin to copy rows into pinned buffers. `_finish` copies them on into `target`, a view of a table."""
         for start, stop in _runs(target, rows.size(0)):
             buffer = self._next_buffer(target)
             staged = _rows_in(buffer.memory, target, stop - start)
@@ -188,7 +208,7 @@ class RowMover:
             self._mark(buffer)
 
     def flush(self) -> None:
-        """Wait until every push is in host memory."""
+        """Wait until every push is in its table. Synchronises with the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._write_pushes()
@@ -196,16 +216,22 @@ class RowMover:
     # ---- buffers and streams
 
     def _is_on_device(self, table: Tensor) -> bool:
+        """Whether a table is in the device's own memory."""
         return table.device.type == self.device.type
 
     def _is_read_by_kernel(self, table: Tensor) -> bool:
+        """Whether a table is in registered host memory, which kernels read and write directly."""
         return pinned.is_registered(table)
 
     def _on_own_stream(self) -> AbstractContextManager[object]:
+        """A context in which the mover's stream is the current one; on a CPU it does nothing."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _next_buffer(self, table: Tensor) -> _Buffer:
-        """A buffer that nobody uses any more, large enough for a row."""
+        """A buffer that no copy needs any more, large enough for BUFFER_BYTES and for one row.
+
+        If all buffers exist, the host waits for the copies of the least recently used one.
+        """
         num_bytes = max(BUFFER_BYTES, _row_bytes(table))
         buffer = self._buffers.popleft() if len(self._buffers) == NUM_BUFFERS else None
         if buffer is not None:
@@ -216,16 +242,18 @@ class RowMover:
         return buffer
 
     def _mark(self, buffer: _Buffer) -> None:
+        """Record that the copy launched last, on the current stream, needs the buffer."""
         if self.device.type == "cuda":
             buffer.copied = torch.cuda.current_stream(self.device).record_event()
 
     def _write_pushes(self) -> None:
+        """Write the pushes that wait in buffers into their tables."""
         for buffer in self._buffers:
             _finish(buffer)
 
 
 def _finish(buffer: _Buffer) -> None:
-    """Wait for the copies of a buffer, and write what was pushed through it into the tables."""
+    """Wait for the copies from and into a buffer, then write the pushes that it holds into their tables."""
     if buffer.copied is not None:
         buffer.copied.synchronize()
         buffer.copied = None
@@ -247,16 +275,17 @@ def _write(table: Tensor, at: Tensor | Sequence[slice], rows: Tensor) -> None:
 
 
 def _runs(table: Tensor, num_rows: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of runs of rows that fit a buffer."""
+    """(start, stop) of consecutive ranges of the rows, each of which fits a buffer."""
     step = max(1, BUFFER_BYTES // max(1, _row_bytes(table)))
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)
 
 
 def _row_bytes(table: Tensor) -> int:
+    """Bytes of one row; 0 for a table without rows."""
     return table[:1].nbytes
 
 
 def _rows_in(memory: Tensor, table: Tensor, num_rows: int) -> Tensor:
-    """Rows like a table's in the first bytes of a buffer."""
+    """[num_rows, ...]: a view of the first bytes of a buffer, with the dtype and row shape of the table."""
     return memory[: num_rows * _row_bytes(table)].view(table.dtype).view(num_rows, *table.shape[1:])

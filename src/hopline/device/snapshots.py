@@ -1,11 +1,12 @@
-"""Snapshots: weights of a model, modes of its modules, and the states of torch's random generators.
+"""Snapshots of a model's weights, of the modes of its modules, and of torch's random generators.
 
-Whoever changes one of these for a while takes a snapshot first and restores it, also after an error. The contexts
+Code that changes one of these for a while takes a snapshot first and restores it, also after an error. The contexts
 here do both:
 
-    with eval_mode(model): ...            every module in evaluation mode, each in its own mode afterwards
-    with weights_restored(model): ...     the weights may be loaded over, and are what they were afterwards
-    with draws_restored(device): ...      random numbers drawn within are drawn again afterwards
+    with eval_mode(model): ...            every module is in evaluation mode; afterwards each is in its own mode
+    with preserve_modes(model): ...       modes may be changed; afterwards each module is in its own mode
+    with preserve_weights(model): ...     other weights may be loaded; afterwards the model has its own
+    with preserve_rng(device): ...        random numbers may be drawn; afterwards the generators are as before
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 
 def copy_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the tensors of a `state_dict`, where they are, which training does not change."""
+    """Copies of the tensors of a `state_dict`, on their devices. Later training steps do not change them."""
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
@@ -53,7 +54,7 @@ def preserve_modes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """A context in which all of the module is in evaluation mode; afterwards each part is in its own again."""
+    """A context in which all of the module is in evaluation mode. Afterwards each submodule is in its own mode."""
     with preserve_modes(module):
         module.eval()
         yield
@@ -64,47 +65,55 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of the generators that a model on one device draws from."""
+    """The states of the random generators that a model on one device draws from."""
 
     device: torch.device
+    """The device of the model."""
     host: Tensor
+    """The state of the host's generator. Models on a GPU may draw from it too."""
     gpu: Tensor | None
-    """Of the device, where it is a GPU."""
+    """The state of the device's generator if the device is a GPU; None otherwise."""
 
     @classmethod
     def of(cls, device: torch.device) -> RandomState:
+        """The states at this moment."""
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), gpu)
 
     def restore(self) -> None:
-        """Have the generators go on from here."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.host)
         if self.gpu is not None:
             torch.cuda.set_rng_state(self.gpu, self.device)
 
 
 def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
-    """A context after which random numbers, of the host and of the device, go on as if it had drawn none."""
+    """A context after which the generators of the host and of the device are in the states from before."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def preserve_all_rng(device: torch.device) -> AbstractContextManager[None]:
-    """The same for all GPUs that this process draws on, or is about to."""
+    """A context after which the generators of the host and of all GPUs are in the states from before.
+
+    GPUs are left alone if `device` is none and this process has not used CUDA yet.
+    """
+    # Without this condition, a process that trains on the CPU would start CUDA here.
     uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
     return torch.random.fork_rng(range(torch.cuda.device_count()) if uses_cuda else ())
 
 
 def random_states() -> dict[str, Tensor | list[Tensor]]:
-    """The states of all generators of this process, as plain values for a file."""
+    """The states of all generators of this process, as tensors to be saved in a checkpoint."""
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if _draws_on_gpus() else []}
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Go on from what `random_states` returned. GPUs are left out where there are more or fewer of them now."""
+    """Set all generators to what `random_states` returned. GPUs are left alone if their number is another one now."""
     torch.set_rng_state(states["cpu"])
     if _draws_on_gpus() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
 def _draws_on_gpus() -> bool:
+    """Whether this process has started CUDA. Otherwise to read the GPUs' states would start it."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()
