@@ -154,7 +154,7 @@ class RankChunks(Chunks):
         return [torch.cat([layer_nodes[0], numbers + num_own]), *layer_nodes[1:]]
 
     def _sources(self, rows: Tensor) -> Tensor:
-        """The nodes `rows` and their in-neighbours: ascending local numbers. Edges are read in pieces of `CHUNK`."""
+        """The nodes `rows` and their in-neighbours: ascending local numbers. Reads about `CHUNK` edges at a time."""
         graph = self.data.graph
         marked = torch.zeros(graph.num_nodes, dtype=torch.bool)
         marked[rows] = True
