@@ -1,12 +1,11 @@
 """Steps that keep to a memory budget.
 
-A `Guard` predicts the peak of each step before it runs, makes the step smaller if it would not fit, measures it, and
-gives the measurement to its predictor. There are three kinds of steps:
+A `Guard` predicts the peak of each step before it runs, and makes a step smaller that would not fit. It measures
+steps and gives the measurements to its predictor. There are three kinds of steps:
 
-    Guard.run       a sampled batch       micro-batches are independent: one that fails is made smaller and tried
-    again Guard.step      a `SplittableStep`    micro-batches need each other's rows: after out of memory all of it
-    starts again Guard.measure   any other step        cannot be made smaller: it is measured, and compared with the
-    plan
+    run       a sampled batch       micro-batches are independent: one that fails is made smaller and tried again
+    step      a `SplittableStep`    micro-batches need each other's rows: after out of memory all starts again
+    measure   any other step        cannot be made smaller: it is measured, and compared with its plan
 
 The way of a sampled batch:
 

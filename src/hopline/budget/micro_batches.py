@@ -1,7 +1,7 @@
 """Two ways to make a sampled batch fit: split it into micro-batches, or cut edges out of it.
 
 Splitting (`groups_to_fit`, `micro_batch_of`) divides the seeds into groups. A micro-batch is a group with the edges
-of the batch that lead to it, so the gradients of all micro-batches add up to those of the batch:
+of the batch that lead to it. The gradients of all micro-batches thus add up to those of the batch:
 
     batch  ->  seed_costs  ->  balanced_groups  ->  sizes_of  ->  fits?  no: more groups
                                                                          yes: micro_batch_of(group) at its turn
@@ -226,7 +226,7 @@ def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
 def balanced_groups(seed_cost: Tensor, num_micro_batches: int) -> list[Tensor]:
     """Groups of seeds of about equal cost, each [n] int64: ascending positions in `seed_cost`.
 
-    Seeds are dealt out from the most expensive one on, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, 0, 1, ... Empty
+    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on. Empty
     groups are left out.
     """
     order = torch.argsort(seed_cost, descending=True, stable=True)

@@ -6,7 +6,7 @@ per unit of each size, from the widths of the model alone, so that
     bound(s)     =  sum over i   c_i * s_i                an upper bound, usually far above the real peak
     expected(s)  =  sum over i   f_i * c_i * s_i          the factors f_i >= 0 are fitted to measured steps
 
-`Predictor` promises the bound until `ENOUGH` steps were measured. Afterwards it promises the least of three values:
+`Predictor` returns the bound until `ENOUGH` steps were measured. Afterwards it returns the least of three values:
 
     the bound
     expected(s), plus a margin from the residuals of the fit and from how unlike the measured steps s is

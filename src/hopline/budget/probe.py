@@ -36,8 +36,8 @@ def measure_steps(
 ) -> None:
     """Measure steps of a copy of the model with 1, 2, 4, ... seeds, and give their peaks to the predictor.
 
-    It ends when the next step is expected to take more than `limit` bytes, when a step runs out of memory, or when
-    the predictor is sure and the last step was long or large. The random state of torch is restored at the end.
+    It ends when the next step is expected to take more than `limit` bytes, or when a step runs out of memory. It also
+    ends when the predictor is sure and the last step was long or large. Torch's random state is restored at the end.
 
     draw: makes a batch of that many seeds, on the host.
     """

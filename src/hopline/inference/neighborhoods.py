@@ -1,8 +1,8 @@
 """Exact inference of a module that is not made of layers: on the whole graph, or on the hops around chunks of nodes.
 
-A module that reads k hops around a node gives the same output on the part of the graph within k hops, or within k + 1
-where it reads degrees of the outermost nodes too (`nn/whole_module_probe.py` finds out which). Seeds are taken in
-chunks, each as large as a limit on the nodes and edges of its part allows:
+A module that reads k hops around a node gives the same output on the *part* of the graph within k hops. If it also
+reads degrees of the outermost nodes, the part must have k + 1 hops; `nn/whole_module_probe.py` finds out which. Seeds
+are taken in chunks, each as large as a limit on the nodes and edges of its part allows:
 
     seeds -> neighborhood(part_hops) -> features -> module -> rows of the seeds
 

@@ -1,7 +1,7 @@
 """Exact inference over shards in one process, for graphs larger than memory.
 
 A node's *position* is its index when the rows of all shards stand one behind the other. Inference numbers nodes by
-position, so that the nodes of a shard are contiguous and the chunks of a layer go through one shard after the other:
+position. The nodes of a shard are then contiguous, and the chunks of a layer go through one shard after the other:
 
     shard 0 (opened)  ->  chunks of its nodes  ->  rows into the layer's table
     shard 1 (opened)  ->  ...

@@ -2,8 +2,8 @@
 
 The folder holds
 
-    encoded.bin, layer0.bin, ...   the tables of embeddings, mapped into memory; dropped when no later layer reads
-    them inference.json                 the progress: layer, finished chunks of it, and what the inference is of
+    encoded.bin, layer0.bin, ...   the tables of embeddings, mapped; removed once no later layer reads them
+    inference.json                 the progress: the layer, its finished chunks, and the identity of the inference
 
 Rows are written through the mapping. Progress is saved every `SAVE_S` seconds and after each layer, in this order:
 

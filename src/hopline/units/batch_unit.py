@@ -1,7 +1,7 @@
 """The unit of work that is one batch, the usual losses of a task, and the threads that training uses on a CPU.
 
-A unit returns its loss summed over its seeds, and scales its gradients by 1 / total, the number of seeds of the step
-on all ranks. Units and ranks then add up to the mean over the step.
+A unit returns its loss summed over its seeds. It scales its gradients by 1 / total, where total is the number of
+seeds of the step on all ranks. The gradients of units and ranks then add up to those of the mean over the step.
 """
 
 from __future__ import annotations

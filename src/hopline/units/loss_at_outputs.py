@@ -7,8 +7,9 @@ calls model(batch) itself. Here this call returns the outputs that were computed
                                                                                    gradients of L at leaf, and at
                                                                                    parameters that L reads directly
 
-The caller then runs the model again with gradients, micro-batch by micro-batch, and starts each backward pass with
-the gradient at the leaf. The price is a second forward pass, and memory for the outputs of all seeds (`LOSS_COPIES`).
+The caller then starts the backward pass of the model, micro-batch by micro-batch or part by part, with the gradient
+at the leaf. Outputs that had no gradient are computed a second time for that. Memory holds the outputs of all seeds,
+some of them several times (`LOSS_COPIES`).
 """
 
 from __future__ import annotations
