@@ -1,12 +1,21 @@
-"""Steps that keep to a budget.
+"""Steps that keep to a memory budget.
 
-A `Guard` is asked before each step, measures it, and cuts one that would take too much. There are three kinds of steps:
+A `Guard` predicts the peak of each step before it runs, and makes a step smaller that would not fit. It measures
+steps and gives the measurements to its predictor. There are three kinds of steps:
 
-    run     a sampled batch    its pieces are independent: a piece that fails is made smaller, and tried alone
-    step    a `SplittableStep`       its pieces need each other's rows: after out-of-memory all of it starts again
-    watch   any other          cannot be cut: it is measured against what the plan promised
+    run       a sampled batch       micro-batches are independent: one that fails is made smaller and tried again
+    step      a `SplittableStep`    micro-batches need each other's rows: after out of memory all starts again
+    measure   any other step        cannot be made smaller: it is measured, and compared with its plan
 
-Promises, measurements and what is put back after out-of-memory are the same for the first two (`_attempt`).
+The way of a sampled batch:
+
+    preparing thread                 thread that runs the steps
+    split_ahead: groups of seeds ->  make_fit: whole, groups, redrawn or cut
+                                     run: each group as a micro-batch
+                                     _attempt: snapshot, step, measure, learn; after out of memory undo
+
+`run` and `step` share `_attempt`. After out of memory it restores gradients, buffers and random numbers, and lowers
+`target_bytes` for a while. The costs are a prediction per step and, on a CPU, the meter (`Guard.measure_every`).
 """
 
 from __future__ import annotations
@@ -46,35 +55,48 @@ from hopline.util import trace
 from hopline.util.config import format_size, parse_size
 
 Step = Callable[[Batch], Tensor]
-"""What is done with a batch, or with a piece of one."""
+"""A function that trains on, or infers from, a batch or a micro-batch."""
 MAX_REDRAWS = 10
+"""Samples that over_budget=resample draws for a batch before it is split instead. A rule of thumb."""
 SHRINK, RECOVER = 0.8, 1.02
-"""What is aimed at after memory ran out, as a share of what was promised; and by how much more after each good step."""
+"""Changes of `Guard.target_bytes` around out of memory. Rules of thumb.
+
+SHRINK: the new target, as a fraction of the smaller of predicted peak and old target. RECOVER: the factor by which
+the target grows again after each step that succeeds, up to the limit.
+"""
 
 
 @dataclass(eq=False)
 class Guard:
-    """Keeps the steps of one job within bytes: asks before each one, measures it, and learns.
+    """Keeps the steps of one job within `limit_bytes`.
 
-    The first batches go by the bound, which is far above what they take, so they come in more pieces than later ones.
+    A guard owns its predictor and its ledger; the job and its model belong to the trainer. `split_ahead` may run in
+    any thread. Everything else belongs to the one thread that runs the steps.
+
+    The first batches are split by the bound of the predictor, which is far above their peak. They run in more
+    micro-batches than later ones.
     """
 
     job: Job
     budget: Budget
     limit_bytes: int
-    """What a step may take beyond all else that the run keeps: weights, optimizer, data, batches prepared ahead."""
+    """The most bytes that a step may take, besides resident bytes: weights, optimizer, data, prefetched batches."""
     predictor: Predictor | None = None
-    """What is known of steps; None: the bound by the model's widths, made with the first batch."""
+    """Predicts the peaks of steps. None: one is made at the first batch, and starts with the bound."""
     batches_on_host: bool = False
-    """Whether batches come on the host, for a GPU, to which what runs of them is copied when its turn comes."""
+    """Whether batches wait on the host for a GPU. A batch or micro-batch is copied to the GPU when it runs."""
     forward_only: bool = False
-    """Whether steps are forward passes without gradients."""
+    """Whether all steps are forward passes without gradients."""
     measure_every: int = 8
-    """On a CPU, where it takes time, every so many-th whole batch is measured once steps are known; besides those that
-    are expected to take more than any before them in an epoch, and all pieces."""
+    """Steps from one measured whole batch to the next on a CPU, once the predictor is sure.
+
+    The meter makes an operation of torch some 20 µs longer on a CPU (docs/budget.md). Always measured are all
+    micro-batches, and whole batches that are expected to take more than any before them in the epoch.
+    """
     target_bytes: float = field(init=False)
-    """What pieces are made for: the limit, and less for a while after memory ran out."""
+    """The bytes that steps are made to fit in: `limit_bytes`, and less for a while after out of memory."""
     ledger: Ledger = field(init=False)
+    """Predicted and measured bytes of the steps so far."""
 
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:
@@ -83,44 +105,49 @@ class Guard:
                 "smaller"
             )
         self.target_bytes, self.ledger = self.limit_bytes, Ledger(self.limit_bytes)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # `_predictor` makes the predictor, and preparing threads call it too
         self._failed_alone, self._aside_bytes = 0, 0
         self._not_measured, self._most_measured = 0, 0.0
 
     @cached_property
     def inference(self) -> Guard:
-        """The guard of sampled inference within the same bytes: what does not fit is split, as outputs are equal."""
+        """The guard of sampled inference, with the same limit. It always splits: that changes no output."""
         return Guard(self.job, replace(self.budget, over_budget="split"), self.limit_bytes, forward_only=True)
 
     def take_record(self) -> dict[str, Any]:
-        """What happened since the last call. The largest batch of the next epoch is measured again."""
+        """The ledger's record since the last call, at the end of an epoch.
+
+        The largest batch of the next epoch is measured again.
+        """
         self._most_measured = 0.0
         return self.ledger.take()
 
     # ---- a sampled batch
 
     def unit(self, batch: Batch, redraw: Redraw | None = None) -> Unit:
-        """A batch as a unit of work. redraw: how other edges are drawn for its seeds, for over_budget=resample."""
+        """A batch as a unit of work. redraw: draws other edges for its seeds, for over_budget=resample."""
         return GuardedUnit(self.job, batch, self, redraw)
 
     def split_ahead(self, batch: Batch) -> Batch:
-        """The batch with its groups, if it will be split: for threads that prepare batches, so that training need not.
+        """The batch with its groups of seeds if it will have to be split, else the batch itself.
 
-        Only what leaves the gradients as they are is decided here: what was learnt by now depends on timing.
+        Preparing threads call it, to save the training thread the search for groups. Only splitting is decided here,
+        because it does not change the gradients. The predictor's state at this moment depends on timing, and nothing
+        that changes results may depend on it.
         """
         predictor, copied = self._predictor(Sizes.of(batch)), self.batches_on_host
         if self.budget.over_budget != "split" or not predictor.is_sure:
             return batch
-        # What gradients take is left out: the thread that trains makes and frees them while this one runs.
+        # Gradients are left out: the training thread makes and frees them while this thread runs.
         copies = MicroBatchBytes.of(batch, None).resident(Sizes.of(batch)) if copied else 0
         if self.predict_peak(batch) + copies <= self.target_bytes:
             return batch
-        with suppress(ValueError):  # the training thread will meet the same, and say so
+        with suppress(ValueError):  # the training thread will raise the same error
             batch = replace(batch, groups=tuple(self._groups(batch, copied=copied)))
         return batch
 
     def make_fit(self, batch: Batch, redraw: Redraw | None = None) -> Batch:
-        """The batch as it may run: whole, in groups of its seeds, drawn anew or with fewer edges."""
+        """The batch in a form that fits: whole, with groups of seeds, redrawn, or with edges cut (`over_budget`)."""
         needed = self._bytes_of(batch, is_split=False)(Sizes.of(batch))
         if needed <= self.target_bytes:
             return replace(batch, groups=()) if batch.groups else batch
@@ -135,13 +162,19 @@ class Guard:
         return batch if batch.groups else replace(batch, groups=tuple(self._groups(batch)))
 
     def run(self, batch: Batch, step: Step, redraw: Redraw | None = None) -> list[tuple[Tensor | None, Tensor]]:
-        """Give a batch to `step`, whole or in pieces within the limit: [(positions of seeds or None: all, result)]."""
+        """Call `step` with a batch, whole or in micro-batches that fit. Returns [(seed_idx, result)] in order of
+        running.
+
+        seed_idx: [n] int64, positions of the seeds of a micro-batch; None for the whole batch.
+        """
         promised, given, done = self.predict_peak(batch), batch, []
         with meter_of(self.job.device) as meter:
             batch = self.make_fit(batch, redraw)
         largest, todo = meter.peak_bytes, deque[Tensor | None](batch.groups or (None,))
         by_bound = not self._predictor(Sizes.of(batch)).is_sure
         while todo:
+            # A batch with other edges was made by this step, and is not among the prefetched batches that the budget
+            # has counted. On the host it takes no memory of the GPU.
             as_given = batch.blocks is given.blocks or self._is_on_other_device(batch)
             seed_idx, other_bytes = todo.popleft(), 0 if as_given else batch.num_bytes
             result, peak_bytes = self._try(batch, seed_idx, step, other_bytes)
@@ -151,7 +184,9 @@ class Guard:
                 continue
             done.append((seed_idx, result))
             largest = max(largest, peak_bytes)
-            if by_bound and len(todo) > 1 and self._predictor(Sizes.of(batch)).is_sure:  # the rest by what was learnt
+            # The first batches are split by the bound, into too many groups. Once their first micro-batches have
+            # taught the predictor enough, the remaining seeds are split into fewer.
+            if by_bound and len(todo) > 1 and self._predictor(Sizes.of(batch)).is_sure:
                 by_bound, rest = False, torch.cat([group for group in todo if group is not None])
                 todo = deque[Tensor | None](self._groups(batch, rest))
         if len(done) > 1:
@@ -160,7 +195,7 @@ class Guard:
         return done
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The model's output for the batch's seeds, on the host, by forward passes within the limit."""
+        """The model's output for the seeds: [num_seeds, ...] on the host, by forward passes within the limit."""
         done = self.inference.run(batch, lambda piece: model(piece).cpu())
         if done[0][0] is None:
             return done[0][1]
@@ -168,9 +203,9 @@ class Guard:
         return torch.cat([rows for _, rows in done])[order.argsort()]
 
     def _try(self, batch: Batch, seed_idx: Tensor | None, step: Step, other_bytes: int) -> tuple[Tensor | None, int]:
-        """(result, peak) of one piece; no result where it takes too much, and then nothing has changed.
+        """(result, peak bytes) of one micro-batch. The result is None if it takes too much; then nothing has changed.
 
-        other_bytes: of the batch, where it is another one than was prepared.
+        other_bytes: bytes of the batch if this step made it (cut or redrawn), else 0.
         """
         bytes_of = self._bytes_of(batch, is_split=seed_idx is not None)
 
@@ -179,9 +214,9 @@ class Guard:
             this.sizes = Sizes.of(piece)
             this.predicted_bytes = bytes_of(this.sizes) + other_bytes
             if this.predicted_bytes > self.target_bytes and seed_idx is not None and seed_idx.numel() > 1:
-                return None  # more was learnt since it was found
+                return None  # the predictor has learnt since this group was found, and now it is too large
             piece = piece.to(self.job.device)
-            this.meter.lap()
+            this.meter.lap()  # the predictor learns from the step alone, without the making of the micro-batch
             return step(piece)
 
         measured = seed_idx is not None or self._is_measured(Sizes.of(batch))
@@ -191,7 +226,7 @@ class Guard:
         return result, peak_bytes
 
     def _is_measured(self, sizes: Sizes) -> bool:
-        """Whether a whole batch is; one that is not is noted by what it is expected to take."""
+        """Whether to measure a whole batch. The ledger gets the expected bytes of one that is not measured."""
         predictor = self._predictor(sizes)
         if self.job.device.type != "cpu" or not predictor.is_sure:
             return True
@@ -202,7 +237,10 @@ class Guard:
         return True
 
     def _make_smaller(self, batch: Batch, seed_idx: Tensor | None) -> tuple[Batch, Sequence[Tensor | None]]:
-        """What goes on instead of some seeds that took too much."""
+        """(batch, groups) to run in place of seeds that took too much.
+
+        seed_idx: [n] int64, positions of these seeds; None for the whole batch.
+        """
         if self.budget.over_budget == "refuse":
             raise ValueError("memory ran out in a step: make batch_size smaller, or set over_budget=split")
         if self.budget.over_budget in CUTS:
@@ -212,17 +250,23 @@ class Guard:
         if seeds.numel() > 1:
             self._failed_alone = 0
             return batch, self._groups(batch, seeds)
+        # A single seed cannot be split. It gets one more try: others may have held the memory for a moment.
         self._failed_alone += 1
-        if self._failed_alone > 1:  # once others may have taken the memory for a moment
+        if self._failed_alone > 1:
             raise ValueError("memory ran out in a step of a single seed: make the fan-outs or the model smaller")
         return batch, [seeds]
 
     def _groups(self, batch: Batch, among: Tensor | None = None, copied: bool | None = None) -> list[Tensor]:
-        """Seeds that run together: as few groups as are promised to fit, two at least."""
+        """Groups of seeds, as few as are predicted to fit, and at least two.
+
+        among: the seeds to divide, by position; None for all. copied: as in `_bytes_of`.
+        """
         predictor, bytes_of = self._predictor(Sizes.of(batch)), self._bytes_of(batch, is_split=True, copied=copied)
         together = Sizes.of(batch) if among is None else sizes_of(batch, [among])[0]
 
-        def expected(sizes: Sizes) -> float:  # a promise for what is unlike all that was seen is far above it
+        # The predicted peak of sizes unlike all measured ones is far too high. Expected bytes tell the number of
+        # groups to try first, and whether a single seed must be refused.
+        def expected(sizes: Sizes) -> float:
             return bytes_of(sizes) - predictor.predict_peak(sizes) + predictor.expected_bytes(sizes)
 
         options: dict[str, Any] = {"among": among, "first": max(2, math.ceil(expected(together) / self.target_bytes))}
@@ -232,10 +276,10 @@ class Guard:
     def _check_split(self) -> None:
         check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
 
-    # ---- a step whose pieces need each other's rows
+    # ---- a step whose micro-batches need each other's rows
 
     def step(self, step: SplittableStep) -> Tensor:
-        """Run it at once if it fits, else in pieces; after out-of-memory all of it again, in smaller ones."""
+        """Run a step at once if it fits, else in micro-batches. After out of memory all of it runs again."""
         beside = self.overhead_bytes()
         needed, result, peak_bytes = self._needed_bytes(step) + beside, None, 0
         while result is None:
@@ -249,7 +293,7 @@ class Guard:
         return result
 
     def must_split(self, step: SplittableStep) -> bool:
-        """Whether a step has to go in pieces; an error where it may not."""
+        """Whether a step must run in micro-batches. Raises a ValueError if the budget does not allow that."""
         return self._must_split(self._needed_bytes(step), step)
 
     def _must_split(self, needed: float, step: SplittableStep) -> bool:
@@ -260,24 +304,24 @@ class Guard:
         return True
 
     def _needed_bytes(self, step: SplittableStep) -> float:
-        """What a step takes at once: by steps like it, or by what its pieces took."""
+        """Predicted peak of a step at once: the lower of two predictions, from whole steps and from micro-batches."""
         return min(self.predict_peak_of_sizes(step.sizes()), step.bound_bytes())
 
     def note_split(self, num_micro_batches: int) -> None:
-        """Note that a step goes in pieces."""
+        """Note that a step runs in micro-batches."""
         self.ledger.note_split(num_micro_batches)
 
-    # ---- a step that cannot be cut
+    # ---- a step that cannot be made smaller
 
     def measure(self, run: Callable[[], Tensor], predicted_bytes: float) -> Tensor:
-        """Run a step, and note what it took of what was promised."""
+        """Run a step, and note its predicted and its measured bytes."""
         with meter_of(self.job.device) as meter:
             result = run()
         self.ledger.note_peak(predicted_bytes, meter.peak_bytes)
         self.ledger.note_batch(predicted_bytes, meter.peak_bytes)
         return result
 
-    # ---- promises, and what became of them
+    # ---- predictions and measurements
 
     def _attempt(
         self,
@@ -287,12 +331,15 @@ class Guard:
         measured: bool = True,
         other_bytes: int = 0,
     ) -> tuple[Tensor | None, int]:
-        """(result, peak) of a step or a piece; no result where it takes too much, and then nothing has changed.
+        """(result, peak bytes) of a step or a micro-batch. The result is None if it takes too much; then all is
+        undone.
 
-        predicted_bytes: as far as is known before it is made; other_bytes: what it has already taken.
+        predicted_bytes: the predicted peak as far as it is known now; `run` may set it in its `Attempt`. other_bytes:
+        bytes that the step allocated before this call. measured: whether a meter runs.
         """
         with meter_of(self.job.device) if measured else NoMeter() as meter:
             before = StepSnapshot(self.job.module, self.job.device)
+            # The snapshot takes earlier gradients out of the module. They are still in memory, and are counted here.
             self._aside_bytes = before.gradient_bytes
             this = Attempt(meter, predicted_bytes)
             try:
@@ -321,16 +368,20 @@ class Guard:
         )
 
     def overhead_bytes(self, is_split: bool = False) -> int:
-        """What is there beside a step: gradients from before, which the first of several pieces leaves, and buffers."""
+        """Bytes in memory besides a step: earlier gradients, and a copy of the buffers.
+
+        is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the others.
+        """
         gradients, buffers = state_bytes(self.job.module)
         if is_split and not self.forward_only:
             return buffers + gradients
         return buffers + gradient_bytes(self.job.module) + self._aside_bytes
 
     def _bytes_of(self, batch: Batch, is_split: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
-        """What a step of so many nodes and edges takes: of the batch itself, or of rows and indices taken from it.
+        """A function from sizes to the predicted peak of a step, with overhead and copies.
 
-        copied: whether from the host, if not by where the batch is now.
+        is_split: the step is of a micro-batch, whose rows and indices are copies. copied: whether the step's batch is
+        copied from the host; None to tell by where the batch is now.
         """
         beside, copied = self.overhead_bytes(is_split), self._is_on_other_device(batch) if copied is None else copied
         copies = MicroBatchBytes.of(batch, None if copied else self.job.device) if is_split or copied else None
@@ -342,26 +393,27 @@ class Guard:
         return bytes_of
 
     def _is_on_other_device(self, batch: Batch) -> bool:
-        """Whether a batch waits on the host for a GPU, where what runs of it is a copy."""
+        """Whether a batch waits on the host for a GPU. The step then runs on a copy."""
         return batch.seeds.device.type != self.job.device.type
 
     def predict_peak(self, batch: Batch) -> float:
         return self.predict_peak_of_sizes(Sizes.of(batch))
 
     def predict_peak_of_sizes(self, sizes: Sizes) -> float:
-        """Bytes that a step of so many nodes and edges will not exceed."""
+        """The bytes that a step of these sizes will not exceed, without overhead and copies."""
         return self._predictor(sizes).predict_peak(sizes)
 
     def observe_sizes(self, sizes: Sizes, predicted_bytes: float, peak_bytes: int) -> None:
-        """Learn from a step of so many nodes and edges."""
+        """Learn from a step of these sizes, and note its predicted and measured bytes."""
         self.learn(sizes, peak_bytes)
         self.ledger.note_peak(predicted_bytes, peak_bytes)
 
     def learn(self, sizes: Sizes, peak_bytes: int) -> None:
-        """What so many nodes and edges took, of a step or of a stretch of one."""
+        """Give the predictor the measured peak of a step, or of a part of one, of these sizes."""
         self._predictor(sizes).observe(sizes, peak_bytes)
 
     def _predictor(self, sizes: Sizes) -> Predictor:
+        """The predictor, made at the first call. sizes: of a batch, for the number of blocks. Any thread may call."""
         with self._lock:
             if self.predictor is None:
                 costs = costs_of(self.job.model, self.job.data.tables.get("x"), len(sizes.edges))
@@ -371,13 +423,15 @@ class Guard:
     # ---- other edges
 
     def _cut(self, batch: Batch) -> Batch:
+        """The batch with as many edges as fit."""
+        # A key that no redraw of `_resample` uses.
         key, bytes_of = ops.derive_key(_key_of(batch), MAX_REDRAWS + 1), self._bytes_of(batch, is_split=True)
         found = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
         self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
         return found
 
     def _resample(self, batch: Batch, redraw: Redraw | None) -> Batch | None:
-        """The first of some other samples that fits beside the batch; None where none does."""
+        """The first other sample of the seeds that fits, as a batch; None after `MAX_REDRAWS` that do not fit."""
         if redraw is None:
             raise ValueError("over_budget=resample is for sampled batches: set over_budget=split")
         bytes_of = self._bytes_of(batch, is_split=True)
@@ -392,13 +446,14 @@ class Guard:
 
 @dataclass(eq=False)
 class Attempt:
-    """A step or a piece that is being tried: what it says of itself once it is made."""
+    """A step or micro-batch that is being tried. The function that runs it sets the fields once it knows them."""
 
     meter: Meter
+    """Measures the attempt. The running function calls `lap()` where the step itself begins."""
     predicted_bytes: float
-    """What it will not exceed."""
+    """The predicted peak of the attempt."""
     sizes: Sizes | None = None
-    """What is learnt from the bytes since the meter's last lap; None: nothing."""
+    """The sizes to learn from, with the bytes since the meter's last lap. None: nothing is learnt."""
 
 
 def _run_whole(step: SplittableStep, this: Attempt) -> Tensor:
@@ -420,7 +475,7 @@ def _key_of(batch: Batch) -> int:
 
 @dataclass
 class GuardedUnit(Unit):
-    """One batch through the job's training step, in as many pieces as the budget asks for."""
+    """One batch through the job's training step, in as many micro-batches as the guard needs."""
 
     job: Job
     batch: Batch
@@ -444,7 +499,13 @@ class GuardedUnit(Unit):
         return torch.stack([loss for _, loss in done]).sum()
 
     def _own_loss(self, total: float) -> Tensor:
-        """The same, for a loss of the user's own, which is over all seeds of a batch that goes in pieces."""
+        """`forward_backward` for a loss of the user's own, which may not be a sum over seeds.
+
+        A batch in micro-batches takes two passes. The first one computes all outputs without gradients, and from them
+        the loss L over all seeds and its gradient g at the outputs. The second one runs each micro-batch with
+        gradients, and goes back from sum(outputs * g), whose gradient at the outputs is g. A batch that fits takes
+        one pass.
+        """
         job, batch = self.job, self.guard.make_fit(self.batch, self.redraw)
         found = self._loss_at_once(batch, total) if batch.groups else None
         ordered = batch.seeds.sort()
@@ -453,8 +514,9 @@ class GuardedUnit(Unit):
             nonlocal found
             if piece.num_seeds == batch.num_seeds:
                 return BatchUnit(job, piece).forward_backward(total)
-            if found is None:  # memory ran out for the whole batch
+            if found is None:  # the whole batch ran out of memory, and was split after all
                 found = self._loss_at_once(batch, total)
+            # Positions of the micro-batch's seeds in the batch, by binary search among the sorted seeds.
             at = ordered.indices[torch.searchsorted(ordered.values, piece.seeds.to(batch.seeds.device))]
             with autocast(job), trace.span("forward", job.device):
                 outputs = job.model(piece)
@@ -469,7 +531,10 @@ class GuardedUnit(Unit):
         return found.loss_sum
 
     def _loss_at_once(self, batch: Batch, total: float) -> OutputLoss:
-        """By a forward pass before the one with gradients, within the limit too."""
+        """The loss over all seeds, and its gradients, from a forward pass in micro-batches without gradients.
+
+        Raises a ValueError if the model draws random numbers of its own: the second pass would draw others.
+        """
         job = self.job
         before = _random_state(job.device)
         with torch.no_grad(), autocast(job), trace.span("forward", job.device):
@@ -489,7 +554,7 @@ def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Of the generators that a model on the device draws from."""
+    """The states of torch's generators that a model on the device draws from, as one uint8 tensor."""
     on_host = torch.get_rng_state()
     return on_host if device.type == "cpu" else torch.cat([on_host, torch.cuda.get_rng_state(device)])
 
@@ -498,7 +563,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def guard_of(plan: Plan, budget: Budget, job: Job, outline: Outline) -> Guard | None:
-    """The guard of a run, with what was learnt while it was planned; None where the plan leaves steps any bytes."""
+    """The guard of a run, with the predictor of its plan; None where the plan sets no limit for a step."""
     if plan.limit_bytes == math.inf:
         return None
     known = None if plan.num_blocks is None else outline.predictor(plan.num_blocks)
@@ -507,7 +572,7 @@ def guard_of(plan: Plan, budget: Budget, job: Job, outline: Outline) -> Guard | 
 
 @contextmanager
 def limit_cuda_memory(budget: Budget | None, device: torch.device) -> Iterator[None]:
-    """Within, CUDA gives this process no more than a budget has for the device."""
+    """Limit the memory that CUDA gives this process to the budget's, and restore the old limit at the end."""
     if budget is None or budget.device is None or device.type != "cuda":
         yield
         return

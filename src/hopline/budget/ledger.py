@@ -1,4 +1,8 @@
-"""What was promised and what was measured of the steps of a run, per epoch. The report reads it."""
+"""Predicted and measured bytes of the steps of a run, epoch by epoch.
+
+The guard notes each step, batch, split, cut and out of memory. At the end of an epoch the trainer takes the `Record`,
+which goes into the report. The names of its fields are keys of report files, so they stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,50 +14,53 @@ from hopline.util import trace
 
 @dataclass
 class Record:
-    """What became of the batches of an epoch."""
+    """The budget's record of one epoch. In it, "pieces" are micro-batches."""
 
     promised_bytes: float = 0.0
-    """The largest promise made for a step that ran."""
+    """The largest predicted peak of a step that ran."""
     peak_bytes: int = 0
-    """The most that a step took."""
+    """The largest measured peak of a step."""
     before: list[float] = field(default_factory=list)
-    """For each batch what it would have taken whole."""
+    """One entry per batch: the predicted peak of the whole batch."""
     after: list[int] = field(default_factory=list)
-    """For each batch what the largest of its pieces took; where it was not measured, what it was expected to."""
+    """One entry per batch: the largest peak of its micro-batches, measured or, without a measurement, expected."""
     over: int = 0
-    """Pieces that took more than the limit."""
+    """The number of steps or micro-batches that took more than the limit."""
     split: int = 0
-    """Batches that went in pieces."""
+    """The number of batches that ran in micro-batches."""
     pieces: int = 0
-    """Pieces of these batches."""
+    """The number of micro-batches of all batches that were split."""
     resampled: int = 0
-    """Samples drawn anew."""
+    """The number of samples that were drawn in place of one that did not fit."""
     cut: int = 0
-    """Batches with fewer edges than were drawn."""
+    """The number of batches from which edges were cut."""
     edges_cut: int = 0
-    """Edges that these batches lost."""
+    """The number of edges that were cut from batches."""
     oom: int = 0
-    """Times that memory ran out, and the batch went on in smaller pieces."""
+    """The number of times that a step ran out of memory."""
 
 
 class Ledger:
-    """The record of the epoch so far, and the largest bytes of all epochs. The thread that runs the steps writes it."""
+    """The record of the current epoch, and the largest bytes of all epochs.
+
+    The guard owns it. Only the thread that runs the steps writes it.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.promised_bytes = 0.0
-        """The largest promise made for a step that ran."""
+        """The largest predicted peak of a step that ran, over all epochs."""
         self.peak_bytes = 0
-        """The most that a step took."""
+        """The largest measured peak of a step, over all epochs."""
         self._record = Record()
 
     def take(self) -> dict[str, Any]:
-        """The record since the last call."""
+        """The record since the last call, with the limit. A new record begins."""
         record, self._record = self._record, Record()
         return {"limit_bytes": self.limit_bytes, **asdict(record)}
 
     def note_peak(self, promised_bytes: float, peak_bytes: int) -> None:
-        """A step or a piece of one ran: what was promised, and what it took."""
+        """Note the predicted and the measured peak of a step or micro-batch that ran."""
         for total in (self, self._record):
             total.promised_bytes = max(total.promised_bytes, promised_bytes)
             total.peak_bytes = max(total.peak_bytes, peak_bytes)
@@ -62,30 +69,30 @@ class Ledger:
             trace.count("budget.steps_over", 1)
 
     def note_batch(self, before_bytes: float, after_bytes: int) -> None:
-        """A batch ran: what it would have taken whole, and what the largest of its pieces took."""
+        """Note a batch that ran: the predicted peak of all of it, and the largest peak of its micro-batches."""
         self._record.before.append(before_bytes)
         self._record.after.append(after_bytes)
 
     def note_split(self, num_micro_batches: int) -> None:
-        """A batch goes in pieces."""
+        """Note that a batch runs in micro-batches."""
         self._record.split += 1
         self._record.pieces += num_micro_batches
         trace.count("budget.batches_split", 1)
         trace.count("budget.pieces", num_micro_batches)
 
     def note_resampled(self) -> None:
-        """A batch was drawn anew."""
+        """Note that other edges were drawn for a batch."""
         self._record.resampled += 1
         trace.count("budget.resampled", 1)
 
     def note_cut(self, num_edges: int) -> None:
-        """A batch goes on without some of its edges."""
+        """Note that edges were cut from a batch."""
         self._record.cut += 1
         self._record.edges_cut += num_edges
         trace.count("budget.batches_cut", 1)
         trace.count("budget.edges_cut", num_edges)
 
     def note_out_of_memory(self) -> None:
-        """Memory ran out in a step."""
+        """Note that a step ran out of memory."""
         self._record.oom += 1
         trace.count("budget.out_of_memory", 1)

@@ -1,4 +1,9 @@
-"""What a run keeps where, before anything runs: weights, optimizer, data, and what a budget leaves of each place."""
+"""The resident bytes of a run by place (device, host, disk), known before anything runs.
+
+`RunOutline` lists the bytes of weights, optimizer, data and embeddings, and the limits that a budget sets for each
+place. Each method subtracts the one from the other in its own plan. The rest is the limit of a step, for which the
+outline has a predictor.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +24,18 @@ from hopline.tables import TieredTable
 from hopline.util.config import parse_size
 
 STATES = {"adam": 2, "adamw": 2, "sgd": 0}
-"""Tensors as large as a weight that an optimizer remembers of it."""
+"""The number of state tensors of a parameter's size that each optimizer keeps: Adam has two moments."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunOutline(Outline):
-    """What is known of a run, with what was measured of its steps."""
+    """The outline of a run, with predictors that learn from steps measured while the run is planned."""
 
     predictors: dict[int, Predictor] = field(default_factory=dict)
-    """By number of blocks, what is known of the model's steps."""
+    """The predictor of the model's steps for each number of blocks in a batch."""
 
     def predictor(self, num_blocks: int) -> Predictor:
-        """The bound by widths, or more where steps were measured."""
+        """The predictor for batches of that many blocks. It knows the bound, and the steps measured so far."""
         if num_blocks not in self.predictors:
             x = self.data.tables.get("x")
             shape = None if x is None else Rows(x, torch.empty(0, dtype=torch.int64))
@@ -39,9 +44,11 @@ class RunOutline(Outline):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the model's first parameter, or float32 if it has none."""
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def resident_items(self) -> list[Item]:
+        """The resident bytes that every method has: weights, optimizer state and, on a GPU, libraries and others."""
         weights = [p for p in self.model.parameters() if not isinstance(p, nn.UninitializedParameter)]
         total = sum(p.numel() * p.element_size() for p in weights)
         items = [
@@ -49,7 +56,8 @@ class RunOutline(Outline):
             Item("optimizer", self.compute_place, STATES[self.optimizer] * total),
         ]
         if self.device.type == "cuda":
-            # Beside evaluation, training has a stream of its own too, next to the one that was there.
+            # CUDA's libraries keep a workspace per stream. With asynchronous evaluation there are three streams: the
+            # one that was there, one for training and one for evaluation.
             streams = 3 if self.async_evaluation else 1
             items.append(Item("workspace of CUDA's libraries", "device", streams * library_bytes(self.device)))
             items.append(Item("what the process had there before", "device", self._other_bytes))
@@ -57,16 +65,20 @@ class RunOutline(Outline):
 
     @cached_property
     def _other_bytes(self) -> int:
-        """Bytes of a GPU that this process took for something else than the run, such as a run before it."""
+        """Bytes of the GPU that this process holds for something else than the run, such as an earlier run."""
         tables = self.data.tables.values()
         if self.data.graph.indptr.is_cuda or any(isinstance(table, TieredTable) for table in tables):
-            return 0  # the data is there already, and counted with the run
+            return 0  # the dataset is on the GPU already, and is counted with the run
         free_memory(self.device)
         own = [*self.job.module.parameters(), *self.job.module.buffers()]
         run = library_bytes(self.device) + sum(t.nbytes for t in own if not is_lazy(t) and t.is_cuda)
         return max(0, torch.cuda.memory_allocated(self.device) - run)
 
     def limits(self, budget: Budget) -> dict[Place, int | None]:
+        """The most bytes that the run may take in each place; None for no limit.
+
+        Without a limit for a GPU it is the GPU's free memory and what this process has allocated on it.
+        """
         found: dict[Place, int | None] = {}
         for place in PLACES:
             size = getattr(budget, place)
@@ -78,6 +90,7 @@ class RunOutline(Outline):
         return found
 
     def hidden_bytes(self) -> int:
+        """An estimate of the bytes of layer-wise tables of embeddings, by the widest layer. 0 without layers."""
         if not isinstance(self.model, GNN):
             return 0
         widest = max(row_widths(self.model, self.data.num_features)[1:])
@@ -85,6 +98,7 @@ class RunOutline(Outline):
         return tables * widest * self.data.num_nodes * self.dtype.itemsize
 
     def data_on_host(self) -> list[Item]:
+        """The bytes of the dataset in host memory: none if it is mapped from a folder."""
         if self.data.folder is not None:
             return []
         data = self.data

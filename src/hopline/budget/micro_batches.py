@@ -1,7 +1,16 @@
-"""A sampled batch that takes too much: in pieces that together are the same batch, or with fewer edges.
+"""Two ways to make a sampled batch fit: split it into micro-batches, or cut edges out of it.
 
-Pieces are micro-batches of the seeds over the edges that were drawn for the whole batch, so their gradients add up to
-the whole batch's. Leaving edges out changes the sample; it is done only where somebody chose it.
+Splitting (`groups_to_fit`, `micro_batch_of`) divides the seeds into groups. A micro-batch is a group with the edges
+of the batch that lead to it. The gradients of all micro-batches thus add up to those of the batch:
+
+    batch  ->  seed_costs  ->  balanced_groups  ->  sizes_of  ->  fits?  no: more groups
+                                                                         yes: micro_batch_of(group) at its turn
+
+The price is time: nodes that several groups need are computed in each of them. Sizes of micro-batches are counted
+without building them, so a search over numbers of groups is cheap.
+
+Cutting (`cut_to_fit`) leaves edges out and so changes the sample. It happens only where the user chose it
+(over_budget=cut and its variants).
 """
 
 from __future__ import annotations
@@ -27,16 +36,21 @@ from hopline.util.config import format_size
 
 P = TypeVar("P")
 BytesOf = Callable[[Sizes], float]
-"""What a batch of some sizes takes; never less for more nodes or edges."""
+"""A function from sizes to peak bytes. It must be monotonic: never less for more nodes or edges."""
 SMALL_TENSOR_BYTES = 1024
-"""Bytes of what is small in every piece."""
+"""Bytes reckoned per micro-batch for small tensors. A rule of thumb."""
 MAX_FILLED_GROUPS, FILLED_BY, FILLED_TO = 4, 32, 0.97
-"""Up to so many groups the first is filled, by so many parts of the seeds, to so much of the limit: promises move until
-its turn comes, and one that would then be too large is split again."""
+"""Settings of `_first_filled`, which makes the first group as large as fits. Rules of thumb.
+
+MAX_FILLED_GROUPS: with more groups than this all stay even. FILLED_BY: the number of shares that the seeds are
+divided into; the first group takes some of these. FILLED_TO: the fraction of the limit up to which it is filled. It
+is below 1 because predicted peaks change until the group runs, and a group that is then too large would be split
+again.
+"""
 
 
 def can_split(model: nn.Module) -> bool:
-    """Whether, in training, the pieces of a batch are the batch."""
+    """Whether micro-batches of a batch give the gradients of the batch, in training."""
     try:
         check_split(model, training=True)
     except ValueError:
@@ -45,9 +59,9 @@ def can_split(model: nn.Module) -> bool:
 
 
 def check_split(model: nn.Module, instead: str = "set over_budget=cut", training: bool = False) -> None:
-    """Refuse, by name, a model for which the pieces of a batch are not the batch.
+    """Raise a ValueError if micro-batches would not give what the whole batch gives. It names the module.
 
-    instead: what else to do; training: whether it will be in training, if it is not now.
+    instead: the advice at the end of the message. training: check as in training mode, whatever the mode is now.
     """
     if isinstance(model, Whole):
         raise ValueError(
@@ -62,20 +76,26 @@ def check_split(model: nn.Module, instead: str = "set over_budget=cut", training
             )
 
 
-# ---- pieces
+# ---- micro-batches
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Some seeds of a batch and the edges that lead to them; rows are copied only by `batch()`, when its turn comes."""
+    """Some seeds of a batch and the edges of the batch that lead to them.
+
+    It holds blocks and indices only. `batch()` copies the rows, and is called when the micro-batch runs.
+    """
 
     whole: Batch
+    """The batch that the micro-batch is a part of."""
     seed_idx: Tensor
+    """[num_seeds] int64: positions of the seeds among the batch's."""
     blocks: tuple[Block, ...]
+    """The blocks of the micro-batch, in the order of computation."""
     input_idx: Tensor
-    """Where its input rows are among the whole batch's,"""
+    """[blocks[0].num_src] int64: positions of the input rows among the batch's input rows."""
     own_idx: Tensor
-    """and its first block's destinations."""
+    """[blocks[0].num_dst] int64: positions of the first block's destinations in the batch's first block."""
 
     @property
     def sizes(self) -> Sizes:
@@ -86,9 +106,13 @@ class MicroBatch:
 
 
 def micro_batch_of(batch: Batch, seed_idx: Tensor) -> MicroBatch:
-    """The part of a batch that leads to some of its seeds (by position), over the same edges."""
+    """The micro-batch of some seeds, over the edges of the batch that lead to them.
+
+    seed_idx: [n] int64, positions of the seeds among the batch's.
+    """
     chosen = own = seed_idx = seed_idx.to(batch.seeds.device)
     blocks: list[Block] = []
+    # From the seeds backwards: the sources of a block are the destinations of the block before it.
     for block in reversed(batch.blocks):
         part, own = _splittable(block).part, chosen
         wants = bool(part.edge) or part.edge_ids is not None
@@ -98,6 +122,11 @@ def micro_batch_of(batch: Batch, seed_idx: Tensor) -> MicroBatch:
 
 
 def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(indptr, src_idx, sources, edges) of the edges of `part` that lead to the destinations `own`.
+
+    sources: positions among the part's num_src sources, `own` first. edges: positions among the part's edges; the CPU
+    kernel may leave them out (None) unless `wants`.
+    """
     if own.device.type == "cpu":
         return cpu_cut_batches.take(part.indptr, part.src_idx, num_src, own, wants)
     indptr, edges = ops.row_positions(part.indptr, own)
@@ -107,20 +136,26 @@ def _edges_to(part: Part, num_src: int, own: Tensor, wants: bool) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class MicroBatchBytes:
-    """What a piece takes besides its step, by its sizes alone, on the device where it runs."""
+    """The bytes of a micro-batch itself, apart from its step, on the device where it runs.
+
+    They follow from the sizes of the micro-batch, so that they are known before it is built.
+    """
 
     per_node: tuple[float, ...]
-    """Bytes that it keeps, by the entries of `Sizes.nodes`,"""
+    """[num_blocks + 1]: bytes per node for ids, indptr, labels and copied rows, by the entries of `Sizes.nodes`."""
     per_edge: tuple[float, ...]
-    """and of `Sizes.edges`: ids, indices, and rows that are copied."""
+    """[num_blocks]: bytes per edge for indices and copied edge arrays, by the entries of `Sizes.edges`."""
     to_make: float
-    """Bytes per edge of its largest block, while that is made,"""
+    """Temporary bytes per edge of the largest block while the micro-batch is built; 0 if built on another device."""
     maps: int
-    """and for the places of all nodes of the batch."""
+    """Temporary bytes of the map from the batch's nodes to their local ids while the micro-batch is built."""
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device | None) -> MicroBatchBytes:
-        """device: where pieces are made; None: elsewhere, and what runs is copied."""
+        """The bytes of micro-batches of a batch.
+
+        device: where micro-batches are built and run; None if they are built on the host and then copied.
+        """
         nodes = [8.0] * len(batch.blocks) + [0.0]
         for l in range(len(batch.blocks)):
             nodes[l + 1] += 8  # the block's indptr
@@ -136,22 +171,23 @@ class MicroBatchBytes:
             edges.append(4 + sum(map(_row_bytes, part.edge.values())) + 8 * (part.edge_ids is not None))
         if device is None:
             return cls(tuple(nodes), tuple(edges), 0, 0)
+        # Temporary bytes per edge and per node of the batch: those of the CPU kernel, or of `ops.relabel` on a GPU.
         on_cpu = device.type == "cpu"
         return cls(tuple(nodes), tuple(edges), 24 if on_cpu else 96, (4 if on_cpu else 16) * batch.blocks[0].num_src)
 
     def resident(self, sizes: Sizes) -> float:
-        """While its step runs."""
+        """The bytes of a micro-batch while its step runs."""
         of_nodes = sum(b * n for b, n in zip(self.per_node, sizes.nodes, strict=True))
         return of_nodes + sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True)) + SMALL_TENSOR_BYTES
 
     def while_made(self, sizes: Sizes) -> float:
-        """While it is made: nodes' places come on top, and the positions of edges."""
+        """The bytes of a micro-batch while it is built: with local ids of nodes and positions of edges on top."""
         if not self.to_make:
             return self.resident(sizes)
         return self.resident(sizes) + 24 * sizes.nodes[0] + self.to_make * max(sizes.edges) + self.maps
 
     def peak_with_step(self, sizes: Sizes, step_bytes: float) -> float:
-        """All of a piece whose step takes so much beside it."""
+        """The peak bytes of building and running a micro-batch. step_bytes: the peak of its step alone."""
         return max(self.resident(sizes) + step_bytes, self.while_made(sizes))
 
 
@@ -160,7 +196,15 @@ def _row_bytes(rows: Tensor) -> int:
 
 
 def seed_costs(batch: Batch, costs: Costs) -> Tensor:
-    """[num_seeds] float64 on the host: what each seed would take alone, by the bound, were nothing shared within."""
+    """[num_seeds] float64 on the host: the bytes of each seed alone, by the bound, as if its sources formed a tree.
+
+    Computed for all seeds at once, layer by layer from the inputs. With c_l the bytes per node and e_l per edge:
+
+        total_0[v]      =  c_0
+        total_(l+1)[v]  =  c_(l+1)  +  total_l[v]  +  sum over in-edges (u, v) of block l   (total_l[u] + e_l)
+
+    A node that a seed reaches by two paths counts twice.
+    """
     total = torch.full((batch.blocks[0].num_src, 1), costs.per_node[0], dtype=torch.float64)
     for block, node, edge in zip(batch.blocks, costs.per_node[1:], costs.per_edge, strict=True):
         indptr, src_idx = block.part.indptr.cpu(), block.part.src_idx.cpu()
@@ -170,14 +214,21 @@ def seed_costs(batch: Batch, costs: Costs) -> Tensor:
 
 
 def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
-    """How large the pieces of some groups of seeds (positions) are, without making them. Counted on the host."""
+    """The sizes of the micro-batches of some groups, counted on the host without building them.
+
+    groups: each [n] int64, positions of seeds.
+    """
     num_nodes, num_blocks = Sizes.of(batch).nodes, len(batch.blocks)
     counts = cpu_cut_batches.count(_edges_of(batch), num_nodes, [group.cpu().numpy() for group in groups]).tolist()
     return [Sizes(tuple(row[: num_blocks + 1]), tuple(row[num_blocks + 1 :])) for row in counts]
 
 
 def balanced_groups(seed_cost: Tensor, num_micro_batches: int) -> list[Tensor]:
-    """Groups of seeds (positions) of about equal cost: dealt out from the dearest on, there and back."""
+    """Groups of seeds of about equal cost, each [n] int64: ascending positions in `seed_cost`.
+
+    Seeds are dealt out, the most expensive first, to groups 0, 1, ..., k - 1, k - 1, ..., 1, 0, and so on. Empty
+    groups are left out.
+    """
     order = torch.argsort(seed_cost, descending=True, stable=True)
     turn = torch.arange(order.numel(), device=order.device)
     place = turn % (2 * num_micro_batches)
@@ -196,10 +247,11 @@ def find_fewest(
     most: int,
     grow: float,
 ) -> tuple[list[P], float]:
-    """(as few pieces as fit below `limit` bytes, what the worst of them takes); or `most` pieces, which may not fit.
+    """(micro-batches, bytes of the largest): the first number tried that fits below `limit`, or `most`, fitting or
+    not.
 
-    cut: makes a number of pieces; worst: what the largest of some takes; first: how many are tried first; grow: how
-    many times as many are tried next, at most.
+    cut: makes that number of micro-batches. worst: the bytes of the largest. first: the number that is tried first.
+    grow: the largest factor from one tried number to the next.
     """
     num_micro_batches = first
     while True:
@@ -212,7 +264,7 @@ def find_fewest(
 
 
 def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs) -> list[MicroBatch]:
-    """A batch in as few pieces as fit, each below `limit` bytes."""
+    """The micro-batches of a batch, as few as fit, each below `limit` bytes."""
     return [micro_batch_of(batch, group) for group in groups_to_fit(batch, bytes_of, limit, costs)]
 
 
@@ -227,10 +279,13 @@ def groups_to_fit(
     max_bytes: float | None = None,
     min_bytes_of: BytesOf | None = None,
 ) -> list[Tensor]:
-    """Seeds (positions, on the host) in as few groups as fit, those of each together below `limit` bytes.
+    """Groups of seeds, as few as fit, such that the micro-batch of each takes at most `limit` bytes.
 
-    among: only these seeds; first: how many groups are tried first; max_bytes: what a seed alone may take,
-    if not `limit`; min_bytes_of: by which it is refused, if not `bytes_of`.
+    Each group is [n] int64 on the host: positions of seeds. If not even single seeds fit, groups of one seed are
+    returned as long as `min_bytes_of` of the largest is at most `max_bytes`. Otherwise a ValueError is raised.
+
+    among: [n] int64, the positions of the seeds to divide; None for all. first: the number of groups tried first; by
+    default by the bytes of all seeds together. max_bytes: None for `limit`. min_bytes_of: None for `bytes_of`.
     """
     seed_cost = seed_costs(batch, costs)
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
@@ -258,10 +313,12 @@ def groups_to_fit(
 def _first_filled(
     batch: Batch, bytes_of: BytesOf, limit: float, groups: list[Tensor], seed_cost: Tensor
 ) -> list[Tensor]:
-    """Even groups that fit, or instead one as large as fits and even ones of the rest.
+    """One group as large as fits and even groups of the remaining seeds; or `groups` if that gains nothing.
 
-    What seeds have in common is computed once more in every group, so a large one and small ones cost less than even
-    ones; and the larger the groups that were seen are, the less is added to the promise for still larger ones.
+    Nodes that seeds share are computed in every group, so one large and some small groups cost less than even ones. A
+    large group also teaches the predictor: it adds less to predictions for sizes that it has seen.
+
+    groups: even groups that fit.
     """
     num_groups, seeds = len(groups), torch.cat(groups)
     if not 1 < num_groups <= MAX_FILLED_GROUPS:
@@ -269,7 +326,7 @@ def _first_filled(
     shares = balanced_groups(seed_cost[seeds], FILLED_BY)
 
     even = len(shares) // num_groups
-    low, high = even, len(shares)  # the largest count that fits is from low on and below high
+    low, high = even, len(shares)  # bisection: the largest count of shares that fits is >= low and < high
     while high - low > 1:
         count = (low + high) // 2
         if bytes_of(sizes_of(batch, [seeds[torch.cat(shares[:count])]])[0]) <= FILLED_TO * limit:
@@ -284,13 +341,16 @@ def _first_filled(
     return found if max(map(bytes_of, sizes_of(batch, found))) <= limit else groups
 
 
-# ---- fewer edges
+# ---- cutting edges
 
 
 def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "random", key: int = 0) -> Batch:
-    """The batch with the most edges that fit below `limit` bytes, kept in an order drawn from `key` or by importance.
+    """The batch with as many of its edges as fit below `limit` bytes. Nodes that no remaining edge needs go too.
 
-    Nodes that no kept edge needs go too. `degree` and `pagerank` leave out edges between hubs first.
+    Edges are numbered in a random order drawn from `key`, or by importance (`edge_numbers`). An edge or node *enters*
+    at the lowest number with which it is needed. The largest number is searched up to which everything fits.
+
+    by: "random", or "degree" or "pagerank", which leave out edges between hubs first.
     """
     blocks, numbers = _edges_of(batch), edge_numbers(batch, by, key)
     nodes, edges = [np.full(batch.num_seeds, -1)], []
@@ -312,7 +372,7 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
 
 
 def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
-    """For the edges of each block a number of their own, int64 from 0 on: those with lower ones are kept first."""
+    """[num_edges] int64 per block: the number of each edge, distinct and from 0 on. Low numbers are kept first."""
     blocks, num_nodes = _edges_of(batch), batch.blocks[0].num_src
     if by == "random":
         return cpu_cut_batches.drawn_numbers([block.num_edges for block in batch.blocks], key)
@@ -323,6 +383,7 @@ def edge_numbers(batch: Batch, by: CutBy, key: int = 0) -> list[np.ndarray]:
 
 
 def _edges_of(batch: Batch) -> list[cpu_cut_batches.Edges]:
+    """(indptr, src_idx) of each block, on the host. Refuses blocks that cannot be divided."""
     for block in batch.blocks:
         _splittable(block)
     return [(block.part.indptr.cpu().numpy(), block.part.src_idx.cpu().numpy()) for block in batch.blocks]
@@ -335,7 +396,10 @@ def _kept(
     entry: Sequence[np.ndarray],
     last: int,
 ) -> Batch:
-    """The batch of the nodes and edges whose entry is not after `last`."""
+    """The batch of the nodes and edges that enter at number `last` or before.
+
+    nodes, entry: the number at which each node, and each edge of a block, enters.
+    """
 
     def here(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(batch.seeds.device)
@@ -349,7 +413,10 @@ def _kept(
 
 
 def with_rows(batch: Batch, tables: Mapping[str, Readable]) -> Batch:
-    """A batch whose edges are others than its rows are for, with the rows that they need, read if they were read."""
+    """The batch with rows for its new edges.
+
+    Rows that were handles remain handles. Rows that were tensors are read from `tables`.
+    """
     ids = batch.input_ids
 
     def rows(name: str, before: Rows | Tensor) -> Rows | Tensor:
@@ -365,6 +432,7 @@ def with_rows(batch: Batch, tables: Mapping[str, Readable]) -> Batch:
 
 
 def _splittable(block: Block) -> Block:
+    """The block itself; raises a ValueError if its edges cannot be divided."""
     if not block.is_divisible:
         raise ValueError(
             f"a {type(block).__name__} cannot be split or cut: set layout=block, or make batch_size smaller"
@@ -373,7 +441,10 @@ def _splittable(block: Block) -> Block:
 
 
 def _part(part: Part, indptr: Tensor, src_idx: Tensor, edges: Tensor | None) -> Part:
-    """edges: where they were; not asked for where a part has nothing to say about its edges."""
+    """A part with some edges of another one.
+
+    edges: their positions in `part`; None where the part has no edge arrays and no edge ids.
+    """
     if edges is None:
         return Part(indptr, src_idx)
     edge = {name: ops.gather_rows(rows, edges) for name, rows in part.edge.items()}
@@ -385,7 +456,12 @@ def _block(block: Block, chosen: Tensor, num_dst: int, part: Part) -> Block:
 
 
 def _batch(batch: Batch, seed_idx: Tensor, blocks: tuple[Block, ...], chosen: Tensor, own: Tensor | None) -> Batch:
-    """own: the first block's destinations; None where its edges are others, so that nothing was reduced yet."""
+    """The batch of some seeds of `batch`, over other blocks.
+
+    seed_idx, chosen: positions of its seeds and input rows in the batch. own: positions of the first block's
+    destinations; None if the first block lost edges. Reduced rows are then replaced by handles, since their sums are
+    no longer right.
+    """
 
     def rows(of: Rows | Tensor | None) -> Any:
         if isinstance(of, Tensor):

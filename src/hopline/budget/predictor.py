@@ -1,7 +1,18 @@
-"""Peak bytes of a step before it runs, from the numbers of nodes and edges of its layers.
+"""The predicted peak of a step before it runs, from the numbers of nodes and edges in each layer.
 
-`Costs` is an upper bound by the widths of the model alone. `Predictor` begins with it, learns from what steps really
-took how much of each of its terms there is, and bounds its own error by the residuals.
+Write s for the sizes of a step: nodes and edges per layer, and a 1 for the constant term. `Costs` holds the bytes c_i
+per unit of each size, from the widths of the model alone, so that
+
+    bound(s)     =  sum over i   c_i * s_i                an upper bound, usually far above the real peak
+    expected(s)  =  sum over i   f_i * c_i * s_i          the factors f_i >= 0 are fitted to measured steps
+
+`Predictor` returns the bound until `ENOUGH` steps were measured. Afterwards it returns the least of three values:
+
+    the bound
+    expected(s), plus a margin from the residuals of the fit and from how unlike the measured steps s is
+    the peak of a measured step, scaled up to sizes s (`_Fit.scaled`), plus a margin
+
+CUDA's rounding comes on top. A prediction costs a few operations on small arrays; an observation costs a fit.
 """
 
 from __future__ import annotations
@@ -25,60 +36,81 @@ from hopline.nn.whole_module import Whole
 from hopline.ops.cpu.linear import ROWS
 
 PER_NODE, PER_EDGE, SMALL = 64, 160, 1 << 16
-"""Bytes for indices, degrees and weights at a node and at an edge, and for what is small in every step."""
+"""Bytes of the bound besides rows. Rules of thumb.
+
+PER_NODE, PER_EDGE: bytes per node and per edge for indices, degrees and weights. SMALL: bytes per step for small
+tensors.
+"""
 CUDA_ROUNDING = 4 << 20
-"""Bytes by which CUDA's allocator may give more than was asked: it leaves up to a MiB of a block unused."""
+"""Bytes by which CUDA's allocator may exceed the requests of a step: it leaves up to 1 MiB of a block unused.
+The number of such blocks is a rule of thumb."""
 FORWARD = 0.5
-"""How much of a training step's bound bounds a forward pass."""
+"""Fraction of a training step's bound that bounds a forward pass without gradients. A rule of thumb."""
 ENOUGH = 6
-"""Steps that must have been measured before anything but the bound is promised."""
+"""Steps that must have been measured before the predicted peak may be below the bound. A rule of thumb."""
 MAX_OBSERVED = 128
-"""Steps that are remembered: the latest."""
+"""Measured steps that the fit uses: the latest ones. A rule of thumb."""
 RIDGE = 1e-4
-"""How much the terms are held together: few steps tell how large all are, many how large each is."""
+"""Strength, per step, of the ridge penalty that pulls all factors of the fit towards one common factor.
+
+With few steps the common factor decides; with many, each factor follows its own term. A rule of thumb.
+"""
 DEVIATIONS = 3.0
-"""Standard deviations of the residuals that are added to a promise,"""
+"""Standard deviations of the relative residuals that a predicted peak adds as its margin. A rule of thumb."""
 MIN_MARGIN = 0.02
-"""and the least share of it that is."""
+"""The least margin of a predicted peak, as a fraction of the expected bytes. A rule of thumb."""
 BEYOND = 0.3
-"""Share of the bound added for what goes beyond the largest step seen: another moment may then be the step's peak."""
+"""Fraction of the bound that is added for sizes beyond the largest measured. A rule of thumb.
+
+A larger step may have its peak at another moment of the step, where other terms count.
+"""
 UNLIKE = 1.2
-"""Share added for proportions outside those seen, by the logarithm of how far outside: for the same reason."""
+"""Margin for proportions of sizes outside those measured, as a fraction of the expected bytes. A rule of thumb.
+
+It is multiplied by the logarithm of how far outside they are. A step with other proportions may have its peak at
+another moment, where other terms count.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Bytes that a step takes at most: so many per node and per edge of each layer, and so many besides."""
+    """An upper bound of a step's bytes: a sum of bytes per node and per edge of each layer, and a constant."""
 
     per_node: tuple[float, ...]
-    """By the entries of `Sizes.nodes`."""
+    """[num_blocks + 1]: bytes per node, one entry for each of `Sizes.nodes`."""
     per_edge: tuple[float, ...]
-    """By the entries of `Sizes.edges`."""
+    """[num_blocks]: bytes per edge, one entry for each of `Sizes.edges`."""
     fixed: float
-    """Gradients of the parameters, and what they are summed from."""
+    """Bytes per step whatever its sizes: gradients of the parameters, and the terms that these are summed from."""
     rounding: float = 0.0
-    """What an allocator adds, by whichever blocks it has at hand: never learnt, always promised."""
+    """Bytes that the allocator may add. They depend on its free blocks, so no fit learns them."""
 
     @cached_property
     def array(self) -> np.ndarray:
+        """[num_sizes + 1] float64: all costs, in the order of `Sizes.array`."""
         return np.array((*self.per_node, *self.per_edge, self.fixed), dtype=np.float64)
 
     def bound(self, sizes: Sizes) -> float:
+        """The most bytes that a step of these sizes takes, apart from `rounding`."""
         return float(self.array @ sizes.array)
 
     def forward_only(self) -> Costs:
-        """The bound for a forward pass without gradients, which keeps no layer for later."""
+        """The bound for a forward pass without gradients, which keeps no layer for a backward pass."""
         per_node, per_edge = (tuple(FORWARD * each for each in terms) for terms in (self.per_node, self.per_edge))
         return Costs(per_node, per_edge, FORWARD * self.fixed, self.rounding)
 
 
 def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:
-    """The bound for a model on batches whose input rows are like `x`."""
+    """The bound for a model on batches whose input rows have the shape of `x`'s.
+
+    Each term counts the numbers that are in memory at once in forward and backward, as multiples of the widths of
+    rows. The multiples are rules of thumb, meant to lie above what steps take. x: None if there are no features.
+    """
     width = 0 if x is None else math.prod(x.shape[1:])
     unit = max((p.element_size() for p in model.parameters()), default=4)
     fixed = 3 * sum(p.numel() * p.element_size() for p in model.parameters()) + SMALL
     rounding = CUDA_ROUNDING if any(p.is_cuda for p in model.parameters()) else 0.0
-    if isinstance(model, Whole):  # all layers on all nodes, however many layers there are
+    if isinstance(model, Whole):  # runs all its layers on all nodes: one node term and one edge term cover everything
         numbers = 6 * _widths(model) + 2 * width
         edges = (numbers * unit + PER_EDGE, *[0.0] * (num_blocks - 1))
         return Costs((numbers * unit + PER_NODE, *[0.0] * num_blocks), edges, fixed, rounding)
@@ -88,7 +120,7 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
         width = out_width(model.encoder)
     nodes[0] += 0 if model.reads_rows else 3 * width
     widths = [width]
-    for conv in model.convs:  # one without weights leaves the width as it is
+    for conv in model.convs:  # a conv without weights leaves the width as it is
         widths.append(out_width(conv) if any(True for _ in conv.parameters()) else widths[-1])
     after_conv = 6 + 6 * (model.residual or model.encodes or any(type(n) is not nn.Identity for n in model.norms))
     for l, (before, after) in enumerate(pairwise(widths)):
@@ -102,9 +134,9 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
 
 
 def _conv_numbers(conv: Any, before: int, after: int, learns: bool) -> tuple[float, float, float]:
-    """Numbers that a conv has at once in forward and backward, per source, per destination and per edge.
+    """Numbers that a conv holds at once in forward and backward: (per source, per destination, per edge).
 
-    learns: whether its input rows have a gradient.
+    learns: whether the conv's input rows need a gradient.
     """
     heads = getattr(conv, "heads", 1)
     if not is_fused(conv):
@@ -113,71 +145,86 @@ def _conv_numbers(conv: Any, before: int, after: int, learns: bool) -> tuple[flo
         by_node = 6 * (_widths(conv) + channels)
         return by_node, by_node, by_edge + 20 * heads
     src = 3 * before * learns
-    if isinstance(conv, NORMALISED):  # the product comes first, or after the reduction
+    if isinstance(conv, NORMALISED):  # multiplies by the weight before or after the reduction
         return src + 4 * after, 3 * (before + after), 0
     inside = sum(_widths(m) for name, m in conv.named_children() if not name.startswith("lin"))
-    sums = 2 * before * after / ROWS  # a product's gradient is the sum of one per range of rows
+    sums = 2 * before * after / ROWS  # the weight's gradient is summed from one per range of ROWS rows
     projected = 4 * before * bool(getattr(conv, "project", False))
     return src + projected, 4 * before + 4 * inside + 4 * after * bool(getattr(conv, "normalize", False)) + sums, 0
 
 
 def _widths(module: nn.Module) -> int:
-    """What goes into and comes out of the weights in a module, side by side."""
+    """The sum of the input and output widths of all weight matrices in a module."""
     return sum(sum(p.shape) for p in module.parameters() if p.dim() >= 2)
 
 
 @dataclass(frozen=True, eq=False)
 class _Fit:
-    """What a predictor makes of the steps it saw; replaced as a whole, so that any thread may ask at any time."""
+    """The state of a predictor after some measured steps. Immutable, and replaced as a whole.
+
+    A thread that predicts reads one reference and so sees a consistent state without a lock. Below, num_terms is the
+    length of `Sizes.array`: all sizes and a 1.
+    """
 
     factors: np.ndarray
-    """How much of each term of the bound there is,"""
+    """[num_terms] float64: the fraction of each term of the bound that steps really take, from 0 on."""
     spread: np.ndarray
-    """how sure that is,"""
+    """[num_terms, num_terms] float64: covariance of the factors, up to the variance of the residuals."""
     deviation: float
-    """and the standard deviation of the relative errors."""
+    """The standard deviation of the relative residuals of the fit."""
     largest: np.ndarray
-    """The most of each size that was seen."""
+    """[num_terms] float64: the largest value of each size over all steps."""
     shapes: np.ndarray
-    """[2, num_sizes] the least and the most of each `Sizes.shape` that was seen."""
+    """[2, num_sizes] float64: the least and the largest value of each entry of `Sizes.shape` over all steps."""
     sizes: np.ndarray
-    """[num_kept, num_sizes] of the steps that are remembered,"""
+    """[num_kept, num_terms] float64: `Sizes.array` of the steps that the fit uses."""
     taken: np.ndarray
-    """[num_kept] and what they took."""
+    """[num_kept] float64: the measured peak bytes of the steps that the fit uses."""
     num_seen: int = 0
+    """The number of steps measured so far."""
     over_bound: float = 1.0
-    """By what factor the bound was exceeded, if it ever was,"""
+    """The largest factor by which a step exceeded the bound; 1 if none did."""
     unsteady: float = 0.0
-    """and by how many bytes a step was off what all others say of it by `scaled`."""
+    """The most bytes by which a step missed the range that `scaled` and `scaled_down` gave for it before."""
 
     @cached_property
     def per_size(self) -> np.ndarray:
-        """What `sizes` are divided by, or multiplied with their inverse, which takes less long."""
+        """[num_kept, num_terms] float64: 1 / sizes. Stored because multiplying is faster than dividing."""
         return 1 / np.maximum(self.sizes, 1)
 
     def scaled(self, sizes: Sizes) -> float:
-        """What a step that was seen took, times by how much the largest of the sizes exceeds its own, at the least.
+        """An upper estimate of a step's peak from each measured step; returns the least of them.
 
-        At every moment of a step no size takes less the more there is of it, and twice of all takes no more than twice.
+        For a measured step with sizes m and peak p let t = max(1, max over i of s_i / m_i). The estimate is t * p.
+        It rests on two assumptions: no larger size takes less memory, and t times all sizes take at most t times as
+        much.
         """
         times = np.maximum.reduce(sizes.array * self.per_size, axis=1)
         return float(np.minimum.reduce(np.maximum(times, 1, out=times) * self.taken))
 
     def scaled_down(self, sizes: Sizes) -> float:
-        """The least that it takes for the same reason, if what is larger takes no less."""
+        """A lower estimate of a step's peak from each measured step; returns the largest of them.
+
+        It rests on the assumptions of `scaled`: a measured step with t times the sizes took at most t times as much.
+        """
         times = (self.sizes / np.maximum(sizes.array, 1)).max(1)
         return float((self.taken / np.maximum(times, 1)).max())
 
 
 class Predictor:
-    """Learns what steps take. Give it every measured step; ask it before the next, in any thread.
+    """Predicts the peak bytes of steps, and learns from measured ones.
 
-    The terms of the bound are kept and scaled: with few steps all by one factor, with more each by its own. Errors are
-    relative, so a small batch counts as much as a large one. No factor is negative: more rows or edges never take less.
+    Call `observe` with every measured step and `predict_peak` before the next. Any thread may call either:
+    observations take a lock, and predictions read one immutable `_Fit`.
+
+    The fit scales the terms of the bound: with few steps all by one factor, with more each by its own. Errors are
+    relative, so a small batch counts as much as a large one. No factor is negative: more nodes or edges never take
+    less.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
+        # Before the first step: the bound itself, no sizes seen, and a measured step of infinite peak.
         ones = np.ones_like(costs.array)
         shapes = np.outer([np.inf, -np.inf], ones[1:])
         self._learnt = _Fit(ones, np.zeros((ones.size, ones.size)), 0.0, ones, shapes, ones[None], np.array([np.inf]))
@@ -191,14 +238,15 @@ class Predictor:
 
     @property
     def is_sure(self) -> bool:
-        """Whether enough steps were measured to promise less than the bound."""
+        """Whether enough steps were measured to predict less than the bound."""
         return self.num_seen >= ENOUGH
 
     def observe(self, sizes: Sizes, peak_bytes: int) -> None:
         """Learn from a step that took `peak_bytes`."""
         with self._lock:
             before = self._learnt
-            if before.num_seen == 1:  # the first may have set up what all others find
+            if before.num_seen == 1:
+                # The second step replaces the first, which may have allocated memory that later steps find in place.
                 self._sizes.clear()
                 self._taken.clear()
             self._sizes.append(sizes.array)
@@ -219,24 +267,29 @@ class Predictor:
 
     @staticmethod
     def _apart(learnt: _Fit, sizes: Sizes, peak_bytes: float) -> float:
-        """By how many bytes a step took more or less than all before it say."""
+        """The bytes by which a step is outside the range that earlier steps give for it; negative or 0 if inside."""
         if learnt.num_seen < 2:
             return 0.0
         return max(peak_bytes - learnt.scaled(sizes), learnt.scaled_down(sizes) - peak_bytes)
 
     def expected_bytes(self, sizes: Sizes) -> float:
-        """Bytes that a step of these sizes is expected to take; the bound as long as nothing was measured."""
+        """The expected bytes of a step of these sizes, without a margin. Before the first step, the bound."""
         return float((self.costs.array * sizes.array) @ self._learnt.factors)
 
     def predict_peak(self, sizes: Sizes) -> float:
-        """Bytes that a step of these sizes will not exceed: the bound at first, then what was learnt and a margin."""
+        """The bytes that a step of these sizes will not exceed: the bound at first, then the fit and a margin.
+
+        The formula is in the module's docstring.
+        """
         learnt = self._learnt
         terms = self.costs.array * sizes.array
         bound = float(self.costs.array @ sizes.array) * learnt.over_bound + self.costs.rounding
         if learnt.num_seen < ENOUGH:
             return bound
         expected, noise, shape = float(terms @ learnt.factors), DEVIATIONS * learnt.deviation, sizes.shape
+        # Noise of one step, and on top the uncertainty of the factors for these sizes.
         margin = noise * math.sqrt(1 + float(terms @ learnt.spread @ terms) / expected**2)
+        # Sizes beyond the largest seen, and proportions outside those seen: the peak may be at another moment.
         more = sizes.array - learnt.largest
         beyond = BEYOND * float(self.costs.array @ np.maximum(more, 0, out=more)) / expected
         apart = np.maximum.reduce(np.maximum(shape - learnt.shapes[1], learnt.shapes[0] - shape))
@@ -246,7 +299,14 @@ class Predictor:
         return min(bound, min(learnt_bytes, scaled_bytes) + self.costs.rounding)
 
     def _fit(self) -> tuple[np.ndarray, np.ndarray, float]:
-        """Least squares of the relative errors, with every factor held to the one that fits best for all."""
+        """(factors, spread, deviation) of `_Fit`, by least squares of the relative errors with a ridge penalty.
+
+        Row k of `shares` is c_i * s_i / peak of step k. With f0 the one factor that fits best for all terms, minimise
+
+            sum over k   (1 - sum over i  shares[k, i] * f_i)^2   +   RIDGE * num_steps * sum over i  (f_i - f0)^2
+
+        with every f_i >= 0. Terms whose factor comes out negative are set to 0, and the rest is fitted again.
+        """
         taken = np.array(self._taken)
         shares = self.costs.array * np.array(self._sizes) / taken[:, None]
         total = shares.sum(1)
@@ -265,5 +325,5 @@ class Predictor:
         spread = np.zeros((len(free), len(free)))
         spread[np.ix_(free, free)] = inverse
         errors = 1 - shares @ factors
-        used = float(np.einsum("ij,jk,ik->", shares, spread, shares))  # how many steps the factors took to find
+        used = float(np.einsum("ij,jk,ik->", shares, spread, shares))  # degrees of freedom of the fit
         return factors, spread, math.sqrt(float(errors @ errors) / max(1.0, len(taken) - used))

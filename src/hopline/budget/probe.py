@@ -1,4 +1,8 @@
-"""Steps of a copy of the model, measured before a run so that a plan need not go by the bound."""
+"""Measured steps of a copy of the model before a run, so that its plan need not rely on the bound.
+
+The bound by widths is far above the peaks of steps. A plan by the bound would split batches that fit. `measure_steps`
+trains a copy of the model on batches of 1, 2, 4, ... seeds and gives each peak to the predictor.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +25,21 @@ from hopline.nn.whole_module import as_walkable
 from hopline.units.batch_unit import BatchUnit, own_threads
 
 MAX_PROBE_SEEDS, LONG_S = 1024, 0.3
-"""Most seeds of the steps by which a model is learnt, and the seconds after which one is the last."""
+"""Ends of the probe, once the predictor is sure. Rules of thumb.
+
+MAX_PROBE_SEEDS: the seeds of the largest step. LONG_S: a step that takes more seconds than this is the last.
+"""
 
 
 def measure_steps(
     predictor: Predictor, outline: Outline, draw: Callable[[int], Batch], limit: float = math.inf
 ) -> None:
-    """Measure steps of a copy of the model: from one seed on to more, none above the limit as far as is known, and none
-    that takes long.
+    """Measure steps of a copy of the model with 1, 2, 4, ... seeds, and give their peaks to the predictor.
 
-    draw: (number of seeds) -> a batch, on the host.
+    It ends when the next step is expected to take more than `limit` bytes, or when a step runs out of memory. It also
+    ends when the predictor is sure and the last step was long or large. Torch's random state is restored at the end.
+
+    draw: makes a batch of that many seeds, on the host.
     """
     job, size = job_of(outline), 1
     with torch.random.fork_rng([outline.device] if outline.device.type == "cuda" else []), own_threads(job):
@@ -46,7 +55,7 @@ def measure_steps(
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                break  # what is known was too good, and stays all that is known
+                break  # the expected bytes were too low; the predictor keeps the steps it has
             job.module.zero_grad(set_to_none=True)
             predictor.observe(sizes, meter.peak_bytes)
             lasted = time.perf_counter() - began > LONG_S or size >= min(MAX_PROBE_SEEDS, outline.train_ids.numel())
@@ -57,6 +66,6 @@ def measure_steps(
 
 
 def job_of(outline: Outline) -> Job:
-    """The job with a copy of the model, so that it leaves no trace in it."""
+    """The job with a copy of the model, so that the probe does not change the model. It says nothing."""
     module: nn.Module = copy.deepcopy(outline.job.module)
     return replace(outline.job, model=as_walkable(module), module=module.train(), say=lambda text: None)

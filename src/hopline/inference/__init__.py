@@ -1,13 +1,21 @@
-"""Inference: exact, layer by layer over the whole graph or over what some nodes need; or sampled.
+"""Inference: exact, over all edges and layer by layer; or sampled, as an estimate over drawn edges.
 
-A module that is not made of layers is run on the hops around the nodes (`hops=`), or on the whole graph at once.
+Exact inference computes all nodes, or only those that the requested nodes depend on. A module that is not made of
+layers runs on the hops around the nodes (`hops=`), or on the whole graph at once.
 
-`exact`, `exact_rows` and `sampled` are public. `layerwise_chunks` goes layer by layer, `neighborhoods` over the hops
-around some nodes, `distributed` over ranks and `over_shards` over shards in one process. `resumable` keeps layers in
-files, `cache` keeps what the next inference needs again, `captured_forward` replays it as a CUDA graph. It stands on
-`shards` and below.
+`exact`, `exact_rows` and `sampled` are public. The other modules, by the way that they compute:
 
-A graph owns what the last inference on it has kept (`Graph.get_cached`). Who evaluates again and again owns the
+    layerwise_chunks   layer by layer, over chunks of nodes
+    neighborhoods      a module without layers, on the hops around some nodes
+    distributed        layer by layer, with a shard per rank
+    over_shards        layer by layer, over shards in one process
+    resumable          stores the tables of layers in files, from which a killed inference resumes
+    cache              stores blocks and sums that the next inference at the same nodes needs again
+    captured_forward   replays inference at the same nodes as a CUDA graph
+
+It stands on `shards` and below.
+
+A graph owns the cache of the last inference on it (`Graph.get_cached`). The object that evaluates repeatedly owns the
 captured inferences (`CapturedInferences`); in a run that is the Trainer.
 """
 
@@ -41,9 +49,10 @@ from hopline.util.log import logger
 from hopline.util.progress import progress
 
 WHOLE_BYTES = 2 << 30
-"""A model without layers is run on the whole graph up to this size of its edge matrix."""
+"""Most bytes of a float32 feature row per edge up to which a module without layers runs on the whole graph.
+A rule of thumb."""
 ReadRows = Callable[[Tensor], Tensor]
-"""From node ids to their rows."""
+"""A function from node ids, [m] int64, to their rows, [m, ...] on the host."""
 
 
 def exact(
@@ -61,23 +70,23 @@ def exact(
 ) -> Tensor:
     """Return the model's output for `ids`, over every edge, in evaluation mode.
 
-    Each layer is computed for all nodes that need it before the next one starts, in chunks. Hidden embeddings are kept
-    in tables, on the host or on a device with room.
+    Each layer is computed in chunks, for all nodes that need it, before the next one starts. Hidden embeddings are
+    stored in tables, on the device if it has enough free memory, else on the host.
 
-    A module that is not made of layers is run on the whole graph at once. With `hops` it is run on those hops around
-    chunks of `ids` instead; a trial on a tiny graph refuses too few of them.
+    A module that is not made of layers runs on the whole graph at once. With `hops` it runs on the hops around chunks
+    of `ids` instead. Too few hops are found by a trial on a tiny graph, and refused.
 
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored afterwards.
-        data: With features.
+        data: The dataset, with features.
         ids: [n] int64 nodes. Default: all nodes.
         hops: The number of hops around a node that the output of a module without layers depends on.
-        chunk_edges: Edges of a chunk. Default: a million, more on a GPU.
-        chunk_bytes: Memory of a chunk apart from the hidden embeddings, such as "2GiB", in place of `chunk_edges`.
-        device: Where to compute. The model must be there.
+        chunk_edges: Edges per chunk. Default: a million, more on a GPU.
+        chunk_bytes: Memory for chunks apart from the hidden embeddings, such as "2GiB", in place of `chunk_edges`.
+        device: The device to compute on. The model must be on it.
         show: Show progress.
         keep: Called as keep(layer, ids, rows) with the embeddings of every layer but the last, at all nodes.
-        folder: Keep the hidden embeddings there as files. The same call resumes from them if it was killed.
+        folder: A folder for the hidden embeddings. After a kill, the same call resumes from its files.
 
     Returns:
         [n, num_outputs] on the host, in the order of `ids`, in the model's dtype.
@@ -123,7 +132,9 @@ def exact_rows(
     keep: KeepRows | None = None,
     folder: Path | str | None = None,
 ) -> ReadRows:
-    """Compute as `exact` does, and return a function that reads the output, which then need not be in memory at once.
+    """Compute as `exact` does, and return a function that reads rows of the output.
+
+    The whole output then need not be in memory at once.
 
     Arguments and errors are those of `exact`.
 
@@ -170,7 +181,7 @@ def exact_rows(
 
 
 def check_node_ids(ids: Tensor | None, num_nodes: int) -> None:
-    """Refuse what are no nodes to infer at."""
+    """Raise a ValueError if `ids` is empty or holds ids that are no nodes. None stands for all nodes."""
     if ids is not None:
         check_ids(ids, num_nodes)
     if ids is not None and ids.numel() == 0:
@@ -180,7 +191,10 @@ def check_node_ids(ids: Tensor | None, num_nodes: int) -> None:
 def identity(
     model: nn.Module, contents: Mapping[str, str], ids: Tensor | None, chunk_edges: int | None, chunk_bytes: int | None
 ) -> dict[str, str]:
-    """What must be the same for inference to go on from a folder. contents: of the dataset."""
+    """Names and values of all that must be equal for inference to resume from a folder (`LayerFiles`).
+
+    contents: names and checksums of the dataset's contents.
+    """
     return {
         **contents,
         "model": structure_of(as_walkable(model)),
@@ -202,10 +216,10 @@ def sampled(
 
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index). Its modes are restored afterwards.
-        batches: Such as `hl.Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`.
-        num_nodes: How many seeds there are, for the progress bar.
+        batches: Batches such as those of `hl.Sampled(fanouts=(20, 20), shuffle=False).loader(data, ids)`.
+        num_nodes: The number of seeds, for the progress bar.
         show: Show progress.
-        guard: Of training under a budget. Batches that would take more are computed in pieces.
+        guard: The guard of training under a budget. Batches that would take more are computed in micro-batches.
 
     Returns:
         [n, num_outputs] on the host, in the model's dtype.
@@ -234,14 +248,14 @@ def sampled(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's own mode comes back afterwards."""
+    """Set evaluation mode and turn gradients off. Each module's own mode is restored at the end."""
     with eval_mode(model), torch.no_grad():
         yield
 
 
 def measure(data: Dataset, scores: Tensor, labels: Tensor) -> dict[str, float]:
-    """The metric that goes with the dataset's task."""
-    if data.task != "multi" and scores.size(-1) == 1:  # one score, of the second of two classes
+    """The dataset's metric, by name: {metric: value}."""
+    if data.task != "multi" and scores.size(-1) == 1:  # a single column is the score of the second of two classes
         if data.num_classes > 2:
             raise ValueError(narrow_output_error(1, data.num_classes))
         scores = scores.squeeze(-1)
@@ -263,7 +277,11 @@ def whole_rows(
     chunk_edges: int | None = None,
     chunk_bytes: int | None = None,
 ) -> ReadRows:
-    """A function from some of `ids` to a module's outputs, on parts of so many hops or on the whole graph at once."""
+    """A function from some of `ids` to the outputs of a module without layers.
+
+    part_hops: the hops of the parts that the module runs on; None for the whole graph at once. Without a limit on
+    chunks the whole graph is also used where it is small enough and parts would cost more.
+    """
     if part_hops is None:
         if is_too_large(data):
             enough = find_hops(walk, data.x, data.graph.edge)
@@ -287,9 +305,11 @@ def whole_rows(
 
 
 def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]) -> int | None:
-    """Hops of the parts that a module is run on, if it reads `hops` hops around a node; None for the whole graph.
+    """The hops of the parts that a module runs on if it reads `hops` hops around a node; None for the whole graph.
 
-    Refuses hops that are too few, and limits on the size of parts where there are none.
+    Raises a ValueError if `hops` is too few, or if there are limits on the size of parts but no hops.
+
+    limits: the names of the arguments that limit the size of parts, as the caller gave them.
     """
     name = type(walk.module).__name__
     if hops is None and limits:
@@ -315,7 +335,7 @@ def part_hops_of(walk: Whole, data: Dataset, hops: int | None, limits: list[str]
 
 
 def describe_whole(walk: Whole, data: Dataset) -> str:
-    """What one forward pass over the whole graph takes, in a sentence."""
+    """A sentence for the log: the memory of one forward pass over the whole graph."""
     return (
         f"exact inference runs {type(walk.module).__name__} on the whole graph at once, which takes about "
         f"{format_size(whole_bytes(walk, data))}"
@@ -323,5 +343,5 @@ def describe_whole(walk: Whole, data: Dataset) -> str:
 
 
 def is_too_large(data: Dataset) -> bool:
-    """Whether a row of features per edge would take more than a module is run on at once."""
+    """Whether a float32 feature row per edge would take more than `WHOLE_BYTES`."""
     return data.graph.num_edges * data.num_features * 4 > WHOLE_BYTES

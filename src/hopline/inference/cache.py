@@ -1,4 +1,12 @@
-"""What exact inference at the same nodes needs again after every epoch, kept as far as there is room."""
+"""A cache for exact inference at the same nodes with changing weights, as evaluation after every epoch is.
+
+Much of layer-wise inference needs no weight: which nodes each layer needs, their chunks, the blocks of in-edges, and
+the first layer's aggregation of the features. `InferenceCache` stores these for one set of nodes, up to a limit of
+bytes. Each graph has at most one cache, of its last inference (`LastInference`).
+
+The list of nodes is stored at the first inference. Blocks and sums are stored from the second inference at the same
+nodes on, so that a single inference does not spend memory on them.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +24,11 @@ from hopline.core.row_handles import ReducedRows
 from hopline.tables import Table
 
 SHARE = 32
-"""What may be kept is 1 / so many of the memory of the device that computes."""
+"""A cache may take 1 / SHARE of the memory of the device that computes. A rule of thumb."""
 
 
 def max_cache_bytes(device: torch.device) -> int:
-    """Bytes that may be kept there."""
+    """The most bytes that a cache may take on a device; on the host also at most a quarter of the free memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // SHARE
     memory = psutil.virtual_memory()
@@ -29,57 +37,73 @@ def max_cache_bytes(device: torch.device) -> int:
 
 @dataclass(eq=False)
 class InferenceCache:
-    """Of inference at some nodes: the nodes of each layer in chunks, their blocks, and the first layer's sums.
+    """The results of exact inference at some nodes that do not depend on the weights.
 
-    These need no parameter, so they are the same whatever the weights are. Nodes that are asked for only once leave
-    nothing but the list of those that they need.
+    It holds the nodes of each layer, their chunks, the blocks of chunks and the first layer's sums. The caller's ids
+    and features are referenced weakly: the cache does not keep them alive.
+
+    Chunks, blocks and sums are looked up by `id()` of a node tensor. That is safe because `layer_nodes` and `chunks`
+    hold these tensors as long as the cache lives: no other object can get the same id.
+
+    Two threads may run inference with one cache at the same time: see `get_chunks`.
     """
 
     ids: weakref.ref[Tensor]
+    """The nodes of the inference: the caller's tensor itself, compared by identity."""
     version: int
+    """The version of `ids`, which torch increases at each change in place."""
     settings: Hashable
-    """What else the rest depends on."""
+    """All else that the cached values depend on, such as the chunk size, the device and the number of layers."""
     x: weakref.ref[Table]
+    """The table of features, compared by identity."""
     x_version: int | None
+    """The version of the features. None: unknown, and then no sums are stored."""
     edge_versions: Mapping[str, int]
-    """Of the graph's arrays, whose rows are in the blocks."""
+    """The versions of the graph's arrays by name. Blocks hold rows of these arrays."""
     layer_nodes: list[Tensor]
-    """Nodes whose rows are needed before each layer, and at the end."""
+    """The nodes whose rows are needed before each layer, and as the last entry the output nodes."""
     free_bytes: int
+    """The bytes that may still be stored."""
     num_uses: int = 1
-    """How often the nodes were asked for."""
+    """The number of inferences at these nodes so far."""
     chunks: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By the identity of the nodes, which are among `layer_nodes`."""
+    """The chunks of a layer's nodes. Key: `id()` of the nodes, a tensor of `layer_nodes`."""
     blocks: dict[int, Block] = field(default_factory=dict)
-    """By the identity of the chunk; without their graph, which would live as long as they do."""
+    """The block of each chunk. Key: `id()` of the chunk. Stored without the graph, to not keep it alive."""
     sums: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
-    """Of chunks in the first layer: what `ReducedRows` need beside the table."""
+    """The first layer's reduced rows of each chunk, and how they were reduced. Key: `id()` of the chunk."""
 
     def matches(self, graph: Graph, ids: Tensor, settings: Hashable, x: Table) -> bool:
+        """Whether the cache is valid for an inference: the same objects, unchanged in place, and equal settings."""
         same = self.ids() is ids and self.version == ids._version and self.settings == settings
         return same and self.x() is x and self.x_version == x.version and self.edge_versions == graph.versions
 
     def get_chunks(self, nodes: Tensor, cut: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The nodes as they were cut before, or are cut now."""
+        """The chunks of `nodes`, made by `cut()` the first time."""
         known = self.chunks.get(id(nodes))
-        # Of two threads that cut at once both take the first one's: the rest goes by what the chunks are.
+        # Two threads may make chunks at the same time. `setdefault` gives both the list that was stored first. They
+        # must agree, because blocks are looked up by the identity of the chunk tensors.
         return self.chunks.setdefault(id(nodes), cut()) if known is None else known
 
     def is_complete(self, num_layers: int) -> bool:
-        """Whether it has the blocks of all layers, none of which is cut into chunks."""
+        """Whether the cache has the blocks of all layers, and each layer is a single chunk."""
         return all(id(nodes) in self.blocks for nodes in self.layer_nodes[-num_layers:])
 
     def has_sums(self, num_layers: int) -> bool:
-        """Whether the features are not read again."""
+        """Whether the first layer's sums are cached, so that features are not read again. For a single chunk."""
         return id(self.layer_nodes[-num_layers]) in self.sums
 
     def block(self, chunk: Tensor, graph: Graph) -> Block | None:
-        """All in-edges of a chunk, if they are known."""
+        """The block of all in-edges of a chunk, with its graph; None if it is not cached."""
         block = self.blocks.get(id(chunk))
         return None if block is None else replace(block, graph=graph)
 
     def store(self, chunk: Tensor, block: Block, rows: ReducedRows | None) -> None:
-        """For the next time, if there is room: the block of a chunk, and in the first layer its sums."""
+        """Store the block of a chunk, and in the first layer its sums, if they fit in `free_bytes`.
+
+        rows: the first layer's reduced rows; None for other layers, or where nothing was reduced.
+        """
+        # Nodes of a single inference are not worth the memory: nothing is stored before the second.
         if self.num_uses < 2 or id(chunk) in self.blocks:
             return
         sums = None if rows is None or self.x_version is None else (rows.reduced_and_own, rows.how)
@@ -95,13 +119,13 @@ class InferenceCache:
 
 @dataclass(eq=False)
 class LastInference:
-    """What the last inference on a graph has kept. The graph owns it, so that it goes with the graph."""
+    """The holder of a graph's inference cache. The graph owns it, so that both are freed together."""
 
     cache: InferenceCache | None = None
 
     @classmethod
     def on(cls, graph: Graph) -> LastInference:
-        """The one of a graph; a new one where the graph's arrays have changed."""
+        """The holder of a graph; a new and empty one if the graph's arrays have changed."""
         return graph.get_cached("last inference", cls)
 
 
@@ -113,7 +137,10 @@ def get_inference_cache(
     device: torch.device,
     layer_nodes: Callable[[], list[Tensor]],
 ) -> InferenceCache:
-    """What was kept of the last inference on a graph, if that was the same but for the weights; else a new one."""
+    """The cache of the last inference on a graph if only the weights have changed, else a new one that replaces it.
+
+    layer_nodes: computes `InferenceCache.layer_nodes`. Called only for a new cache.
+    """
     last = LastInference.on(graph)
     cache = last.cache
     if cache is not None and cache.matches(graph, ids, settings, x):

@@ -1,4 +1,16 @@
-"""Exact inference at the same nodes, again and again with other weights: on a GPU as one CUDA graph."""
+"""Exact inference at the same nodes with changing weights, captured once as a CUDA graph and then replayed.
+
+Evaluation after every epoch computes the same kernels each time. Launching a few dozen kernels keeps the host busy
+for longer than they run, so one replay takes their place:
+
+    1st inference        runs as usual, and compiles kernels
+    before the 2nd       inference runs until the cache has all blocks; then it is captured
+    from the 2nd on      replay; the graph reads the weights that are in memory at that moment
+
+A replay reads fixed addresses. The graph is thus valid only while weights, features and cached blocks stay at their
+addresses (`CapturedInference._is_current`); otherwise inference runs as usual, and may be captured again. The price
+is memory: a graph keeps all that it computes in, limited by `SHARE`.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +37,28 @@ from hopline.nn.gnn import GNN
 from hopline.util import trace
 
 WARM_UP_INFERENCES = 1
-"""Inferences before one is recorded, in which kernels are compiled."""
+"""Inferences that run before the capture. They compile the kernels."""
 MAX_CAPTURES = 3
-"""Weights or features that keep moving about in memory are not worth another graph."""
+"""Captures of one inference, at most. Weights or features that keep moving in memory are not worth another one.
+A rule of thumb."""
 SHARE = 16
-"""A graph keeps the memory that it computes in: at most 1 / so many of the GPU's, and of what is free a quarter."""
+"""A graph may keep 1 / SHARE of the GPU's memory, and at most a quarter of the free memory. A rule of thumb."""
 KNOWN = ("torch", "torch_geometric", "hopline")
-"""Whose modules do the same every time: others may count, or read what is no weight."""
+"""Packages whose modules do the same at every call. Other modules may count calls, or read more than weights."""
 
 
 class CapturedInference:
-    """Exact inference with a job's model at some nodes: recorded when it was done once, and then replayed.
+    """Exact inference with a job's model at some nodes: run, then captured, then replayed.
 
-    A graph computes with the weights that are in memory when it is replayed, and leaves the host alone, which launching
-    a few dozen kernels would keep busy for longer than they take.
+    It owns the CUDA graph and the buffers of the output. The job is referenced weakly, and owns the model and the
+    data. One thread at a time may use it.
     """
 
     def __init__(self, job: Job, ids: Tensor) -> None:
         assert isinstance(job.model, GNN)
         self.model, self.data, self.device, self.ids = job.model, job.data, job.device, ids
         self.left_to_others = False
-        """Whether it waits for somebody to call `capture`, and does not do so itself."""
+        """Whether only others call `capture`. `__call__` then never captures by itself."""
         self._job = weakref.ref(job)
         self._captured: CapturedCall[_Capture] = CapturedCall(
             job.device,
@@ -57,7 +70,7 @@ class CapturedInference:
         )
 
     def __call__(self) -> Tensor:
-        """The output rows of the nodes, on the host."""
+        """The output rows of the nodes: [n, num_outputs] on the host. Replays the graph if it is valid."""
         captured = self._captured
         if captured.graph is not None and not self._is_current(captured.result):
             captured.reset()
@@ -71,9 +84,10 @@ class CapturedInference:
         return infer.exact(self.model, self.data, self.ids, device=self.device)
 
     def launch(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> PendingInference | None:
-        """Given to a stream with other weights, when those are there, and not waited for; None if it is not recorded.
+        """Replay the graph with other weights on a stream, without waiting. None if there is no valid graph.
 
-        At most two may be under way, since each leaves its rows in one of two places.
+        The stream first waits for the event `after`, when `weights` are complete, and copies them into the job's
+        module. At most two launches may be pending: each writes its rows into one of two host buffers.
         """
         captured, job = self._captured, self._job()
         if captured.graph is None or job is None or not self._is_current(captured.result):
@@ -95,28 +109,32 @@ class CapturedInference:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be recorded before the next time."""
+        """Whether the inference should be captured before it runs the next time."""
         return self._captured.is_due
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is recorded, or never will be."""
+        """Whether the inference is captured, or never will be."""
         return self._captured.is_settled
 
     def capture(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make it a graph whose kernels have the stream's priority, if that can be; nobody else may draw meanwhile."""
+        """Capture the inference as a CUDA graph whose kernels have the stream's priority, if that is possible.
+
+        No other thread may draw random numbers on the GPU meanwhile.
+        """
         self._captured.capture(self._prepare_capture(), stream=stream)
 
     @contextmanager
     def _prepare_capture(self) -> Iterator[Callable[[], _Capture]]:
-        """Gives the inference to record, when it finds all blocks made.
+        """Yield the function to capture, once the cache has the blocks of all layers.
 
-        Declined where a graph would take too much memory, or read what may move or is the host's.
+        Raises `CaptureDeclined` where the graph would take too much memory, or would read tensors that may move or
+        that are on the host.
         """
         model, device = self.model, self.device
         with infer.evaluating(model):
             work, ids = Chunks(model, self.data, None, device), self.ids.to(device)
-            for _ in range(2):  # as a rehearsal: what is asked for twice is kept
+            for _ in range(2):  # the cache stores blocks from the second inference on
                 if not work.is_cached:
                     Rows(work.outputs(self.ids, show=False), ids).read_on(device)
             cache = work.cache
@@ -139,12 +157,15 @@ class CapturedInference:
                 raise CaptureDeclined
 
     def _is_current(self, capture: _Capture) -> bool:
-        """Whether all that a graph reads is where it was, and of the same nodes and features."""
+        """Whether the captured graph is valid: the same nodes and features, with all tensors where they were."""
         same = capture.cache.matches(self.data.graph, self.ids, capture.cache.settings, self.data.x)
         return same and self.addresses(features=capture.reads_features) == capture.addresses
 
     def addresses(self, *, features: bool) -> list[int] | None:
-        """Where the weights are, and the features; None where these are not on the GPU, or may be moved there."""
+        """The memory addresses of the weights and, if `features`, of the features.
+
+        None where the features have no tensor of their own on the GPU, whose address would stay the same.
+        """
         read = [*self.model.parameters(), *self.model.buffers()]
         if features:
             stored = self.data.x.storage()
@@ -155,35 +176,43 @@ class CapturedInference:
 
 
 class PendingInference(NamedTuple):
-    """An inference that a GPU has been given."""
+    """An inference that was launched on a GPU and may not have finished."""
 
     rows: Tensor
-    """Where its output will be, on the host,"""
+    """[n, num_outputs] in pinned host memory: the output, valid after the event `done`."""
     begun: torch.cuda.Event
+    """The event before the replay."""
     done: torch.cuda.Event
-    """when this has come."""
+    """The event after the copy of the output to the host."""
 
     def wait(self) -> tuple[Tensor, float]:
-        """The output rows, and the seconds that they took."""
+        """Synchronise, and return the output rows and the seconds that the GPU spent on them.
+
+        The rows are a copy: a later launch writes the buffer again.
+        """
         self.done.synchronize()
         return self.rows.clone(), self.begun.elapsed_time(self.done) / 1e3
 
 
 @dataclass(eq=False)
 class _Capture:
-    """What a recorded inference reads and leaves: the graph itself knows only where that is."""
+    """The tensors that a captured inference reads and writes. The CUDA graph itself holds only their addresses."""
 
     rows: Tensor
-    """Where it leaves the output."""
+    """[n, num_outputs] on the GPU: the output. Each replay overwrites it."""
     cache: InferenceCache
+    """The cache whose blocks the graph reads."""
     reads_features: bool
+    """Whether the graph reads the features, since the first layer's sums are not cached."""
     addresses: list[int]
+    """The addresses of the weights, and of the features if they are read, at the capture."""
     keep_alive: tuple[Chunks, Tensor]
+    """Objects whose tensors the graph reads. Held so that their memory is not given to others."""
     host_buffers: list[Tensor] = field(default_factory=list)
-    """Pinned memory for the output of two that are under way."""
+    """Two tensors like `rows` in pinned host memory, for the outputs of two pending launches."""
 
     def next_host_buffer(self) -> Tensor:
-        """That of the one before the last."""
+        """The buffer that the launch before the last one used; the two buffers take turns."""
         if not self.host_buffers:
             self.host_buffers = [torch.empty_like(self.rows, device=CPU, pin_memory=True) for _ in range(2)]
         self.host_buffers.reverse()
@@ -191,7 +220,7 @@ class _Capture:
 
 
 def _say_for(job: weakref.ref[Job]) -> Callable[[str], None]:
-    """Says a line where the job says its own, and does not keep the job."""
+    """A function that passes a line to `job.say` as long as the job lives, and does not keep it alive."""
 
     def say(text: str) -> None:
         known = job()
@@ -202,7 +231,11 @@ def _say_for(job: weakref.ref[Job]) -> Callable[[str], None]:
 
 
 def repeats(model: nn.Module) -> bool:
-    """Whether a model does the same every time but for its weights, and nobody listens to what its modules do."""
+    """Whether a model can be captured: it launches the same kernels at every call, whatever its weights are.
+
+    All convs must be fused, all modules of known packages (`KNOWN`), and no forward hook may be registered: a replay
+    would not call it.
+    """
     if not isinstance(model, GNN) or not all(is_fused(conv) or is_fused_attention(conv) for conv in model.convs):
         return False
     modules, act = list(model.modules()), model.act
@@ -212,24 +245,25 @@ def repeats(model: nn.Module) -> bool:
 
 
 def _is_known(made: Any) -> bool:
-    """By where a class or function comes from; what is compiled has no such place."""
+    """Whether a class or function is of a known package. Compiled functions without a module count as torch's."""
     return (getattr(made, "__module__", None) or "torch").split(".")[0] in KNOWN
 
 
 class CapturedInferences:
-    """The captured inferences of whoever evaluates again and again, by job and nodes.
+    """The captured inferences of one owner, such as a Trainer, by job and nodes.
 
-    They go with their job: that of a thread that evaluates ends with the thread.
+    An inference is freed with its job. The job of an evaluating thread ends with that thread.
     """
 
     def __init__(self) -> None:
         self._by_job: WeakKeyDictionary[Job, dict[int, CapturedInference]] = WeakKeyDictionary()
 
     def of(self, job: Job, ids: Tensor) -> CapturedInference | None:
-        """A job's inference at some nodes, the same one every time; None where it is not for a graph."""
+        """The captured inference of a job at some nodes, made at the first call; None where it cannot be captured."""
         if job.device.type != "cuda" or not repeats(job.model):
             return None
         known = self._by_job.setdefault(job, {})
+        # Keyed by identity. The stored inference holds `ids`, so no other tensor can get the same id.
         if id(ids) not in known:
             known[id(ids)] = CapturedInference(job, ids)
         return known[id(ids)]

@@ -1,4 +1,17 @@
-"""Exact inference on shards, layer by layer: each rank computes its own nodes, then sends the rows that others want."""
+"""Exact inference with a shard per rank: each rank computes its own nodes, layer by layer, and sends rows of halos.
+
+A rank numbers its own nodes 0 .. num_own - 1, and behind them the halo: nodes of other ranks that have an edge into
+the shard, by owner. Before the first layer the ranks find out, from the output backwards, which rows are needed:
+
+    own nodes needed after layer l  ->  their sources  ->  halo: ask the owners   (all-to-all)
+                                                       ->  own, and asked for by others: needed after layer l - 1
+
+Then each layer is computed over chunks of the own nodes. After it the ranks send the requested rows in one
+all-to-all, into the halo's part of the table that the next layer reads. The features of the halo travel once, before
+the first layer.
+
+All calls here are collective: every rank must make them, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +38,18 @@ from hopline.tables import SparseTable, Table, TensorTable
 from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
-"""Edges looked at in one go."""
+"""Edges per pass over the edge list, which bounds temporary memory. A rule of thumb."""
 
 
 class JoinedTable(Table):
-    """Rows of one table, and behind them those of another, of which only some are there."""
+    """The rows of one table, and behind them num_second rows of which a second table holds some.
+
+    Only rows that the second table holds may be read.
+    """
 
     def __init__(self, first: Table, second: Table, known: Tensor, num_second: int) -> None:
         self.first, self.second, self.known, self.num_second = first, second, known, num_second
-        # known: [len(second)] int64, ascending: the numbers of the second's rows among num_second.
+        # known: [len(second)] int64, ascending: which of the num_second rows the second table holds.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,11 +78,13 @@ def exact(
     device: torch.device | str = "cpu",
     show: bool = False,
 ) -> Tensor:
-    """The model's output for some of this rank's nodes (by row; all by default), over every edge: [n, ...].
+    """The model's output for some of this rank's nodes, over every edge: [n, num_outputs] on the host.
 
-    Every rank must call this, with rows of its own or none. Only what these rows need is computed, by whoever owns it,
-    and only that travels. Memory is that of the hidden rows of the own nodes and of their sources,
-    and of chunks as `hopline.inference.exact` has them.
+    Collective: every rank must call it, with rows of its own or with none. Only rows that the outputs depend on are
+    computed, by the ranks that own them, and only those travel. Memory holds the embeddings of the own nodes and of
+    the halo, and chunks as in `hopline.inference.exact`.
+
+    rows: [n] int64, rows of the shard's own nodes; None for all of them.
     """
     most = parse_chunk_bytes(chunk_bytes)
     channel = Channel() if channel is None else channel
@@ -77,20 +95,24 @@ def exact(
     with evaluating(walk):
         work = RankChunks(walk, shard, channel, chunk_edges, torch.device(device), most)
         rows = torch.arange(shard.num_own) if rows is None else rows
-        # A rank that wants nothing computes a row all the same: from it, it learns how wide rows are.
+        # A rank without rows computes one all the same: it tells the rank the width of the rows of each layer.
         return work.run(rows if rows.numel() else torch.zeros(1, dtype=torch.int64), show)[: rows.numel()]
 
 
 class _RemoteRows(NamedTuple):
-    """Rows of others that a layer reads."""
+    """The halo rows that a layer reads, and the request by which they come."""
 
     numbers: Tensor
-    """[n] int64, ascending: among all nodes of others that edges lead from."""
+    """[n] int64, ascending: numbers of these rows in the halo."""
     request: RowRequest
+    """The request to the owners of these rows. It also holds the own rows that other ranks ask for."""
 
 
 class RankChunks(Chunks):
-    """The own nodes are 0 .. num_own - 1, and behind them come those of others that edges lead from, by owner."""
+    """Exact inference of one rank. Own nodes are 0 .. num_own - 1, and behind them comes the halo, by owner.
+
+    All ranks must run it at once, since `layer_nodes` and `completed` call an all-to-all.
+    """
 
     by_graph_alone = False
     has_all_edges = False
@@ -106,16 +128,21 @@ class RankChunks(Chunks):
     ) -> None:
         self.shard, self.channel = shard, channel
         self.wanted: list[_RemoteRows] = []
+        """The halo rows of each layer that is still to be computed; `completed` removes the first."""
         data = Dataset(name=shard.name, graph=_local(shard, channel))
         super().__init__(model, data, chunk_edges, device, chunk_bytes=chunk_bytes)
 
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
-        """Own nodes whose rows are needed after each layer, by this rank or another; first, all that the input is."""
+        """The own nodes whose rows are needed after each layer, by this rank or another. Entry 0: all input rows.
+
+        Entry 0 has the own nodes and the halo that the first layer reads. Also fetches the halo's features.
+        """
         assert ids is not None
         layer_nodes, num_own = [ids.unique()], self.shard.num_own
         for _ in range(self.model.num_layers):
             sources = self._sources(layer_nodes[0])
             numbers = sources[sources >= num_own] - num_own
+            # Collective. `request.rows` are the own rows that other ranks need before this layer.
             request = RowRequest(self.channel, self.shard.ptr, self.shard.halo_positions[numbers])
             self.wanted.insert(0, _RemoteRows(numbers, request))
             layer_nodes.insert(0, torch.cat([sources[sources < num_own], request.rows]).unique())
@@ -127,7 +154,7 @@ class RankChunks(Chunks):
         return [torch.cat([layer_nodes[0], numbers + num_own]), *layer_nodes[1:]]
 
     def _sources(self, rows: Tensor) -> Tensor:
-        """The rows themselves and all that their edges lead from, ascending."""
+        """The nodes `rows` and their in-neighbours: ascending local numbers. Reads about `CHUNK` edges at a time."""
         graph = self.data.graph
         marked = torch.zeros(graph.num_nodes, dtype=torch.bool)
         marked[rows] = True
@@ -137,7 +164,7 @@ class RankChunks(Chunks):
         return marked.nonzero().view(-1)
 
     def completed(self, l: int) -> None:
-        """Fetch the rows of the next layer's sources that other ranks have computed."""
+        """Fetch the halo rows that the next layer reads, by one all-to-all with the ranks that computed them."""
         if l == self.last:
             return
         del self.wanted[0]
@@ -149,7 +176,10 @@ class RankChunks(Chunks):
 
 
 def _local(shard: Shard, channel: Channel) -> PartialGraph:
-    """The own nodes with all their in-edges, and the sources of others."""
+    """The graph of one rank: own nodes with all their in-edges, then the halo without edges.
+
+    Degrees and weights of the halo are those in the whole graph. The owners send them.
+    """
     request = RowRequest(channel, shard.ptr, shard.halo_positions)
     num_all = shard.num_own + shard.halo_positions.numel()
     first = torch.where(torch.arange(shard.num_shards) == shard.rank, 0, shard.num_own + shard.halo_ptr[:-1])
@@ -174,7 +204,10 @@ def _local(shard: Shard, channel: Channel) -> PartialGraph:
 
 
 def _joined(own: Table, others: Table | Tensor, known: Tensor, num_others: int) -> Table:
-    """Both as one table; sparse rows stay sparse."""
+    """The own rows and the fetched halo rows as one table. Sparse rows stay sparse.
+
+    known: [len(others)] int64, ascending: the halo numbers of the fetched rows.
+    """
     if isinstance(own, SparseTable) and isinstance(others, SparseTable):
         counts = torch.zeros(num_others, dtype=torch.int64)
         counts[known] = others.indptr.diff()
@@ -185,7 +218,10 @@ def _joined(own: Table, others: Table | Tensor, known: Tensor, num_others: int) 
 
 
 def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(ids, outputs, labels where there are some) of the seeds that this rank was dealt, over sampled edges."""
+    """(ids, outputs, labels) of the seeds of this rank's batches, over sampled edges. labels: None without labels.
+
+    Collective. A rank without seeds learns the width of the outputs from the others.
+    """
     found, walk = [], as_walkable(model)
     with evaluating(walk):
         for batch in batches:
@@ -200,7 +236,7 @@ def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tup
 def evaluate(
     model: nn.Module, data: ShardedData, split: str, batches: Iterable[Batch] | None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """The metric of a split, the same on every rank: exact, or over sampled batches of its nodes."""
+    """The metric of a split, equal on every rank. Collective. batches: sampled batches of the split; None: exact."""
     shard, channel = data.shard, data.channel
     if batches is None:
         ids = shard.splits[split]
@@ -209,5 +245,6 @@ def evaluate(
     else:
         ids, scores, labels = sampled(model, channel, batches)
         assert labels is not None
-    order = channel.all(ids).argsort()  # as one process has them, so that ties in a metric fall the same way
+    # By node id, as a single process has them: ties in a metric are then broken in the same way.
+    order = channel.all(ids).argsort()
     return measure(data, channel.all(scores.float())[order], channel.all(labels)[order])

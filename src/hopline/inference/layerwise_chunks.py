@@ -1,4 +1,21 @@
-"""Exact inference, one layer after the other over the whole graph: chunks prepared ahead, and written behind."""
+"""Exact inference, layer by layer: layer l is computed for all nodes that need it before layer l + 1 starts.
+
+Every embedding is computed once. Mini-batches would compute a node again for each batch that needs it. The price is
+memory for the embeddings between two layers, in `InferenceTables`.
+
+A layer runs as a pipeline over chunks of nodes:
+
+    prefetch (host thread)         compute (caller's thread)       write (host thread)
+    block of all in-edges,    ->   state, then the layer      ->   new rows into the table
+    rows of its sources            on the device                   that layer l + 1 reads
+
+`Layers.forward` of `layerwise/engine.py` runs the pipeline; `Chunks` is the plan that it follows. Without a reason
+for a thread, its part runs in the caller's thread (`Chunks.ahead`, `Chunks.behind`).
+
+Edges decide what a layer costs, so a chunk is limited by its in-edges. Only nodes that the requested ids depend on
+are computed. A conv that needs more than a node's in-edges runs on the whole graph at once. Such a conv needs the
+rows of all nodes in every layer.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +47,34 @@ from hopline.tables.allocators import Allocator, DeviceOrPinnedMemory
 from hopline.tables.layers import LayerTables
 from hopline.util.progress import progress
 
+# ---- the size of a chunk, in edges. A GPU gets large chunks, because each one costs the host some time.
+
 CHUNK_EDGES = 1 << 20
-"""Edges of one chunk; on a GPU, where every chunk costs the host a while, up to"""
+"""Edges per chunk on the CPU, and the fewest on a GPU by default. A rule of thumb."""
 MAX_GPU_EDGES, BYTES_PER_EDGE = 1 << 24, 1 << 13
-"""so many, by the bytes that it has; where no conv makes a row per edge up to"""
+"""Limits on a GPU where some conv builds a row per edge. Rules of thumb.
+
+MAX_GPU_EDGES: edges per chunk, at most. BYTES_PER_EDGE: memory of the GPU that is reckoned per edge of a chunk.
+"""
 MAX_GPU_EDGES_FUSED, BYTES_PER_FUSED_EDGE = 1 << 26, 1 << 9
-"""so many."""
+"""Limits on a GPU where all convs are fused and build no row per edge. Rules of thumb.
+
+MAX_GPU_EDGES_FUSED: edges per chunk, at most. BYTES_PER_FUSED_EDGE: memory of the GPU reckoned per edge of a chunk.
+"""
+
+# ---- what is computed, where rows are stored, how a chunk is measured
+
 WHOLE_GRAPH_FRACTION = 0.5
-"""The part of all nodes from which on a GPU computes a layer at all of them: that needs no block to be made."""
+"""Fraction of all nodes from which a GPU computes a layer at all nodes, which needs no block. A rule of thumb."""
 DEVICE_SHARE = 0.25
-"""The part of the free device memory that a layer's hidden rows may take; larger ones are kept on the host."""
+"""Fraction of the free device memory that one table of embeddings may take. Larger tables go to pinned host memory.
+A rule of thumb."""
 AHEAD, BEHIND = 2, 2
-"""Chunks that are prepared before their turn, and chunks computed but not written yet."""
+"""Chunks prefetched before their turn, and chunks computed but not written yet. Rules of thumb."""
 PROBED_NODES = 16
-"""Nodes by which it is found what a chunk takes."""
+"""Nodes, at most, in the probe that measures a layer's memory for `chunk_bytes`. A rule of thumb."""
 MARGIN = 1.5
-"""By how much a chunk may take more, for its edges, than those nodes did."""
+"""Safety factor: a chunk may take this many times the bytes per edge of the probe. A rule of thumb."""
 ENCODED = -1
 """The layer number of rows after the encoder."""
 CPU = torch.device("cpu")
@@ -53,31 +82,39 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class LayerInput:
-    """What a layer reads at a chunk: rows that a thread has read, or handles where the layer or the GPU reads them."""
+    """The rows that a layer reads at a chunk.
+
+    A tensor: rows that the prefetching thread has read. A handle (`Rows`): rows that the layer or the GPU will read.
+    """
 
     h: Rows | Tensor
-    """Of all sources."""
+    """[num_src, width]: the embeddings of all sources of the chunk's block."""
     x0: Rows | Tensor | None
-    """Encoded rows of the destinations, for models whose layers use them again."""
+    """[num_dst, width]: the encoded rows of the destinations, for models whose layers read them again."""
     jk: Sequence[Rows | Tensor]
-    """Of the destinations, after each layer before the last one, for jumping knowledge."""
+    """[num_dst, width] per earlier layer: embeddings of the destinations, for jumping knowledge in the last layer."""
 
 
 def default_chunk_edges(device: torch.device, data: Dataset, *, fused: bool = False) -> int:
-    """Edges of a chunk, where nobody says: by what a GPU has and not by what is free, so that results stay the same.
+    """The default number of edges per chunk.
 
-    fused: no conv makes a row per edge.
+    On a GPU it follows from the total memory and not from the free memory: equal runs then have equal chunks, and so
+    equal results. fused: whether no conv builds a row per edge.
     """
     if device.type != "cuda":
         return CHUNK_EDGES
     most, per_edge = (MAX_GPU_EDGES_FUSED, BYTES_PER_FUSED_EDGE) if fused else (MAX_GPU_EDGES, BYTES_PER_EDGE)
     numbers = math.prod(data.x.shape[1:]) if "x" in data.tables else 0
-    per_edge = max(per_edge, 8 * numbers * 4)  # a source of its own, a few times, at worst
+    per_edge = max(per_edge, 8 * numbers * 4)  # at worst each edge has a source of its own; 8 float32 rows for it
     return min(max(torch.cuda.get_device_properties(device).total_memory // per_edge, CHUNK_EDGES), most)
 
 
 class InferenceTables(LayerTables):
-    """The rows of inference after the encoder and after each layer. Rows that no later layer reads are forgotten."""
+    """The tables of embeddings after the encoder and after each layer, by layer number.
+
+    `complete(l)` drops the tables that no later layer reads. With `LayerFiles` as allocator the tables are mapped
+    files, and those of an interrupted run are opened again.
+    """
 
     def __init__(self, num_rows: int, allocator: Allocator, model: GNN, device: torch.device) -> None:
         super().__init__(num_rows, allocator)
@@ -88,9 +125,10 @@ class InferenceTables(LayerTables):
 
     def _write_at(self, l: int, positions: Tensor, rows: Tensor) -> None:
         if l not in self.tables and rows.size(0) == self.num_rows and self.allocator.adopts(rows):
-            self.tables[l] = rows  # of all nodes in their order: nothing is copied
+            self.tables[l] = rows  # rows of all nodes in their order become the table without a copy
         else:
             table = TensorTable(self.table(l, rows))
+            # Rows on a GPU are written by the GPU where it can reach the table, else by the host.
             writer = rows.device if table.tiers(rows.device) is not None else CPU
             table.write(positions.to(writer), rows.to(writer))
         if self.files is not None and l > ENCODED:
@@ -98,28 +136,32 @@ class InferenceTables(LayerTables):
 
     def complete(self, l: int) -> None:
         if self.device.type == "cuda" and any(not table.is_cuda for table in self.tables.values()):
-            torch.cuda.current_stream(self.device).synchronize()  # what the GPU wrote is in host memory now
+            # The GPU writes tables in pinned host memory. The host may read them only after the GPU has finished.
+            torch.cuda.current_stream(self.device).synchronize()
         gone = [k for k in self.tables if k < l and (l == self.last or not self._is_read_later(k))]
         if self.files is not None:
-            self.files.layer_done(gone)
+            self.files.layer_done(gone)  # marks progress first, then removes the files
         for k in gone:
             self.drop(k)
 
     def _is_read_later(self, l: int) -> bool:
-        """Whether more than the next layer reads the rows after layer `l`."""
+        """Whether layers after layer `l + 1` also read the rows after layer `l`."""
         return self.model.keeps_jk or (l == ENCODED and self.model.keeps_x0)
 
 
 class Chunks(LayerPlan[Tensor]):
-    """One layer after the other, over chunks of the nodes it is needed at.
+    """Exact inference of one model on one dataset: the plan of nodes, chunks and rows for each layer.
 
-    chunk_bytes: what chunks may take beside the tables of hidden rows, instead of `chunk_edges`. files: where finished
-    chunks are kept, so that a run that is killed goes on from there.
+    The caller owns the model and the dataset, the graph owns the cache, and each inference gets new tables. One
+    thread calls `run` or `outputs`. `piece` and `read_ahead` may run in the prefetching thread of the engine.
+
+    chunk_bytes: the most bytes that chunks may take besides the tables of embeddings, in place of `chunk_edges`.
+    files: holds the tables and the progress in a folder, from which a killed run resumes.
     """
 
     span = "infer.layer"
     by_graph_alone = True
-    """Whether what nodes need depends on the graph alone, and so can be known from the last time."""
+    """Whether the nodes of each layer follow from the graph alone, so that a cache of the last inference is valid."""
     has_all_edges = True
     """Whether `data.graph` is the whole graph, so that a conv can be run on all of it at once."""
 
@@ -137,27 +179,31 @@ class Chunks(LayerPlan[Tensor]):
         self.model, self.data, self.device, self.keep = model, data, with_index(device), keep
         self.chunk_edges = chunk_edges or default_chunk_edges(device, data, fused=model.is_fused)
         self.chunk_bytes, self.files, self.last = chunk_bytes, files, model.num_layers - 1
-        self.ahead = AHEAD if data.graph.device.type == "cpu" else 0  # a GPU's kernels are asked for by one thread
-        self.behind = BEHIND if files is not None or device.type != "cpu" else 0  # else it is a copy within memory
+        # With the graph on a GPU the same thread launches all kernels, so nothing is prefetched.
+        self.ahead = AHEAD if data.graph.device.type == "cpu" else 0
+        # On the CPU without files a write is a copy within memory, which is not worth a thread.
+        self.behind = BEHIND if files is not None or device.type != "cpu" else 0
         self.sampler = NeighborSampler(data.graph, (-1,))
         self.cache: InferenceCache | None = None
         self.everywhere = False
         """Whether every layer is computed at all nodes."""
         self._whole: Block | None = None
+        """The block of all nodes on the device, made once and used by every layer."""
         self._over_graph: Block | None = None
-        """The whole graph, for a conv that looks further than a node's in-edges; None for all others."""
+        """The whole graph as one block while a layer's conv needs more than a node's in-edges, else None."""
 
     def run(self, ids: Tensor | None, show: bool) -> Tensor:
-        """The output rows of `ids`, or of all nodes."""
+        """The output rows of `ids`, or of all nodes if None: [n, num_outputs] on the host."""
         ids_or_all = torch.arange(self.data.num_nodes) if ids is None else ids
         return Rows(self.outputs(ids, show), ids_or_all).read_on(CPU)
 
     def outputs(self, ids: Tensor | None, show: bool) -> Readable:
-        """The output rows by node id, as they were kept; those of nodes that were not asked for are undefined."""
+        """The table of output rows, by node id. Rows of nodes that are not in `ids` are undefined."""
         self.everywhere = ids is None
         try:
             return self._outputs(self._cached_layer_nodes(ids), show)
-        except NeedsWholeGraph:  # found out when the width of its rows was known
+        except NeedsWholeGraph:
+            # Raised once the width of a layer's input is known. Start again with all nodes in every layer.
             if self.everywhere or not self.has_all_edges or self.files is not None:
                 raise
         self.everywhere, self.cache = True, None
@@ -165,7 +211,7 @@ class Chunks(LayerPlan[Tensor]):
 
     def _outputs(self, layer_nodes: list[Tensor], show: bool) -> Readable:
         first = 0 if self.files is None else self.files.layer
-        # Made anew for each inference: a CUDA graph that records one must not find the tables of another.
+        # New tables for each inference: a captured CUDA graph must not find the tables of another inference.
         self.needed_at, self.tables = (
             layer_nodes,
             InferenceTables(self.data.num_nodes, self._allocator, self.model, self.device),
@@ -187,7 +233,7 @@ class Chunks(LayerPlan[Tensor]):
                 try:
                     layers.forward([l])
                 except CannotSplit:
-                    # Its aggregation cannot be put together from chunks of messages.
+                    # This conv's aggregation cannot be combined from chunks of messages: all messages at once.
                     self._over_graph = self._graph_block(mode="one_shot")
                     layers.forward([l])
         return self.tables.of(self.last)
@@ -198,22 +244,31 @@ class Chunks(LayerPlan[Tensor]):
 
     @cached_property
     def _allocator(self) -> Allocator:
-        """With bytes for chunks alone, what is left of a GPU is not for hidden rows."""
+        """The allocator of the tables: files, or a GPU's free memory and then pinned host memory.
+
+        With `chunk_bytes` tables stay off the GPU, since the memory that chunks leave free belongs to others.
+        """
         if self.files is not None:
             return self.files
         has_room = self.chunk_bytes is None and self.device.type == "cuda"
         return DeviceOrPinnedMemory(self.device, int(DEVICE_SHARE * free_bytes(self.device)) if has_room else 0)
 
     def layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
-        """Nodes whose rows are needed before each layer, and at the end; before the first, where they are encoded."""
+        """The nodes whose rows are needed before each layer, and as the last entry the output nodes.
+
+        Entry l holds the nodes whose rows layer l reads. Entry 0 is used only where an encoder computes these rows.
+        """
         home = self.data.graph.indptr.device
         everything = torch.arange(self.data.num_nodes, device=home)
         if ids is None:
             return [everything] * (self.model.num_layers + 1)
         layer_nodes = [torch.unique(ids.to(home))]
         if self.keep is not None:
-            return [everything] * self.model.num_layers + layer_nodes
+            return [everything] * self.model.num_layers + layer_nodes  # `keep` is called with rows of all nodes
+        # From half of all nodes on, a GPU computes all of them if they are one chunk: that needs no block.
         many = WHOLE_GRAPH_FRACTION if self.device.type == "cuda" and self._is_single_chunk(self.chunk_edges) else 1
+        # From the output backwards: a layer reads its nodes and their in-neighbours. Without an encoder the first
+        # layer reads features, which need not be computed, so that one hop less is followed.
         for _ in range(self.model.num_layers - (not self.model.encodes)):
             grown = layer_nodes[0]
             if grown.numel() < everything.numel():
@@ -222,10 +277,11 @@ class Chunks(LayerPlan[Tensor]):
         return layer_nodes if self.model.encodes else [everything, *layer_nodes]
 
     def _cached_layer_nodes(self, ids: Tensor | None) -> list[Tensor]:
-        """The same; what the last inference at these nodes found out is known."""
+        """`layer_nodes(ids)`, from the cache if the last inference was at the same ids. Sets `self.cache`."""
         if ids is None or self.files is not None or self.chunk_bytes is not None or not self.by_graph_alone:
             return self.layer_nodes(ids)
         model = self.model
+        # All that chunks, blocks and first-layer sums depend on, other than the graph, the features and the ids.
         settings = (
             model.num_layers,
             model.encodes,
@@ -241,11 +297,11 @@ class Chunks(LayerPlan[Tensor]):
 
     @property
     def is_cached(self) -> bool:
-        """Whether the next inference finds all blocks made, each of a whole layer."""
+        """Whether the cache has a block for every layer, each layer being a single chunk."""
         return self.cache is not None and self.cache.is_complete(self.model.num_layers)
 
     def block(self, nodes: Tensor) -> Block:
-        """All in-edges of some nodes."""
+        """The block of all in-edges of `nodes`, from the cache if it has it."""
         known = None if self.cache is None else self.cache.block(nodes, self.data.graph)
         if known is not None:
             return known
@@ -253,7 +309,7 @@ class Chunks(LayerPlan[Tensor]):
         return whole_block(self.data.graph) if everything else full_block(self.sampler, nodes)
 
     def _moved(self, block: Block) -> Block:
-        """On the device: a block of all nodes once for all layers."""
+        """The block on the device. A block of all nodes is copied once and serves all layers."""
         if not self._is_whole(block):
             return block.to(self.device)
         self._whole = self._whole or block.to(self.device)
@@ -264,13 +320,13 @@ class Chunks(LayerPlan[Tensor]):
         return self.data.num_edges + self.data.num_nodes <= chunk_edges
 
     def probe_nodes(self, nodes: Tensor) -> Tensor:
-        """A few of the nodes, by which it is found what a chunk takes."""
+        """A few of the nodes, evenly spaced, at which a layer's memory is measured."""
         return nodes[:: -(-nodes.numel() // PROBED_NODES)].contiguous()
 
     # ---- a conv that must see the whole graph
 
     def _needs_whole_graph(self, l: int) -> bool:
-        """Whether a layer's conv must be run on the whole graph; refused where some rows were not computed."""
+        """Whether layer l's conv must run on the whole graph. Raises `NeedsWholeGraph` if some rows are missing."""
         initial_width = self.tables.of(ENCODED).shape[1] if self.model.keeps_x0 else None
         try:
             calling_convention(
@@ -283,7 +339,10 @@ class Chunks(LayerPlan[Tensor]):
         return False
 
     def _graph_block(self, **options: Any) -> Block:
-        """All edges as in full batch: messages in chunks, or of mode "one_shot" all at once."""
+        """The whole graph as a block of full-batch training.
+
+        Messages are computed in chunks, or all at once with mode="one_shot".
+        """
         graph = self.data.graph.to("cpu")
         layout = contiguous_layout(graph, torch.tensor([0, graph.num_nodes]))
         return ShardConvs.of(layout, **options).to(self.device).block()
@@ -312,10 +371,13 @@ class Chunks(LayerPlan[Tensor]):
         return rows if self.device.type == "cpu" else rows.read_on(self.device)
 
     def read_ahead(self, l: int, piece: Piece, rows: Boundaries | None = None) -> None:
-        """What a layer needs, as far as a thread of the host can read it: the hidden rows of all sources, and other
-        rows of the destinations. On the CPU a layer may read the first itself."""
+        """Set `piece.ahead` to the rows that layer l reads at a piece. May run in the prefetching thread.
+
+        Rows that the GPU can reach remain handles, which the GPU reads later. Other rows are read here. On the CPU
+        the sources' rows remain a handle too, since a layer may read them itself.
+        """
         sums = None if self.cache is None or l else self.cache.sums.get(id(piece.chunk))
-        if sums is not None:
+        if sums is not None:  # the first layer's aggregation is cached: no features are read
             piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
             return
         block = piece.block
@@ -339,7 +401,10 @@ class Chunks(LayerPlan[Tensor]):
         return self.data.x if l == 0 and not self.model.encodes else self.tables.of(l - 1)
 
     def state(self, l: int, piece: Piece) -> State:
-        """What was read ahead, on the device. What of the first layer needs no parameter is done."""
+        """The input of layer l on the device; in the first layer already aggregated, where that needs no parameter.
+
+        Moves the piece's block to the device, and stores the block and the sums in the cache.
+        """
         if self._over_graph is not None:
             return self._state(piece.ahead, whole=True)
         piece.block = block = self._moved(piece.block)
@@ -352,7 +417,7 @@ class Chunks(LayerPlan[Tensor]):
         if self.cache is not None:
             self.cache.store(piece.chunk, block, state.h if isinstance(state.h, ReducedRows) else None)
         if self.device.type == "cuda":
-            piece.dst = block.dst_ids  # the GPU writes them
+            piece.dst = block.dst_ids  # on the GPU, which writes the rows
         piece.ahead = None
         return state
 
@@ -360,7 +425,7 @@ class Chunks(LayerPlan[Tensor]):
         self.bar.advance(piece.block.num_dst)
 
     def _state(self, read: LayerInput, whole: bool) -> State:
-        """What was read ahead, on the device."""
+        """The rows of `read` on the device, with handles read there."""
 
         def on_device(rows: Rows | Tensor) -> Tensor:
             return self._read(rows, self.device, whole) if isinstance(rows, Rows) else rows.to(self.device)
@@ -370,24 +435,31 @@ class Chunks(LayerPlan[Tensor]):
         return State(h, None if read.x0 is None else on_device(read.x0), torch.cat(jk, dim=1) if jk else None)
 
     def _is_whole(self, block: Block) -> bool:
-        """Whether its rows are those of all nodes in their order; as sources all may also come in another."""
+        """Whether the destinations are all nodes, in their order.
+
+        The number of sources would not tell: a block may have all nodes as sources in another order.
+        """
         return block.num_dst == self.data.num_nodes
 
     def _read(self, rows: Rows, device: torch.device, whole: bool) -> Tensor:
-        """On a device; where the whole table lies there, it is not copied."""
+        """The rows on a device. whole: all rows in order, so that a table on that device needs no copy."""
         stored = rows.table.storage() if whole else None
         return stored if stored is not None and stored.device == device else rows.read_on(device)
 
     def _encode(self, nodes: Tensor) -> None:
-        """Rows after the encoder: in evaluation they are also the initial rows, and those that jump ahead."""
+        """Write the rows after the encoder into their table, chunk by chunk.
+
+        In evaluation the same rows serve as input of the first layer, as initial rows and for jumping knowledge.
+        """
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
             rows = as_tensor(self.model.encode(self.inputs_of(chunk), chunk, None).h)
             self.tables.write(ENCODED, chunk, rows)
+        # As in `InferenceTables.complete`: the host may read a table only after the GPU has written it.
         if self.device.type == "cuda" and not self.tables.tables[ENCODED].is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _edges_of_a_chunk(self, l: int, nodes: Tensor) -> int:
-        """As many as fit the bytes given, by what a few nodes take."""
+        """Edges per chunk of layer l: `chunk_edges`, or as many as a probe finds to fit in `chunk_bytes`."""
         if self.chunk_bytes is None:
             return self.chunk_edges
         few = self.probe_nodes(nodes)
@@ -396,12 +468,16 @@ class Chunks(LayerPlan[Tensor]):
             self.read_ahead(l, piece)
         with meter_of(self.device) as computing:
             rows = layer_rows(self.model, l, self.state(l, piece), piece)
+        # In memory at once: the chunk in use and those prefetched, one computation, and outputs not written yet.
         most = (1 + AHEAD) * preparing.peak_bytes + computing.peak_bytes + BEHIND * rows.nbytes
         cost = int(self.data.graph.in_degrees(few).sum()) + few.numel()
         return max(1, int(self.chunk_bytes * cost / (MARGIN * max(1, most))))
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
-        """Runs of nodes with about `chunk_edges` in-edges; a node with more is a chunk of its own."""
+        """Contiguous slices of `nodes`, each with at most `chunk_edges` in-edges and nodes together.
+
+        A node with more in-edges than that is a chunk of its own.
+        """
         if self._is_single_chunk(chunk_edges):
             return [nodes]
         cost = (self.data.graph.in_degrees(nodes) + 1).cumsum(0)

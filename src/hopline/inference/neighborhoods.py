@@ -1,13 +1,13 @@
-"""Exact inference of a module that is not made of layers: whole, or on the hops around some nodes at a time.
+"""Exact inference of a module that is not made of layers: on the whole graph, or on the hops around chunks of nodes.
 
-A module that reads k hops around a node gives the same output on the part of the graph within k hops, or within k + 1
-where it reads degrees of the outermost nodes too (`nn/whole_module_probe.py` finds out which). Seeds are taken in
-chunks, each as large as a limit on the nodes and edges of its part allows:
+A module that reads k hops around a node gives the same output on the *part* of the graph within k hops. If it also
+reads degrees of the outermost nodes, the part must have k + 1 hops; `nn/whole_module_probe.py` finds out which. Seeds
+are taken in chunks, each as large as a limit on the nodes and edges of its part allows:
 
     seeds -> neighborhood(part_hops) -> features -> module -> rows of the seeds
 
-Parts of different chunks overlap, so that chunks together compute more than the whole graph once they are many. Where
-nobody set a limit, the whole graph is run at once if that is less work and not too large.
+Parts of different chunks overlap, so that many chunks together compute more than the whole graph once. Without a
+limit from the user, the module runs on the whole graph if that is less work and not too large.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CPU = torch.device("cpu")
 
 
 def whole_bytes(walk: Whole, data: Dataset) -> int:
-    """Bytes that a module takes on the whole graph, by the widths of its parameters.
+    """The bytes of a module's forward pass over the whole graph, by the widths of its parameters.
 
-    More than it takes for convs; too little for a module that compares all pairs of nodes.
+    An upper bound for convs. Too little for a module that compares all pairs of nodes.
     """
     bound = costs_of(walk, data.x, 1).forward_only()
     return int(bound.bound(Sizes((data.num_nodes, data.num_nodes), (data.num_edges,))))
 
 
 def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
-    """The outputs of all nodes, by one forward pass over the whole graph: on the host."""
+    """The outputs of all nodes by one forward pass over the whole graph: [num_nodes, ...] on the host."""
     graph = data.graph
     part = Part(graph.indptr, graph.indices, graph.edge).to(device)
     block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (part,), graph)
@@ -50,10 +50,10 @@ def run_whole(walk: Whole, data: Dataset, device: torch.device) -> Tensor:
 
 
 class LocalInference:
-    """The outputs of some nodes, by forward passes over the hops around them.
+    """The outputs of some nodes, by forward passes over the hops around chunks of them. For one thread.
 
-    chunk_edges: nodes and edges of a part, by default a million, more on a GPU. chunk_bytes: what a chunk may take,
-    instead. A single node around which there is more is a chunk of its own.
+    chunk_edges: the most nodes and edges of a part, by default a million, more on a GPU. chunk_bytes: the most bytes
+    of a chunk, in place of `chunk_edges`. A node whose own part is larger is a chunk of its own.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LocalInference:
         self.walk, self.data, self.part_hops, self.device = walk, data, part_hops, with_index(device)
         self.chunk_bytes = chunk_bytes
         if chunk_bytes is not None:
-            # By the bound, which is far above what chunks take, until the first of them was measured.
+            # The bound is far above the bytes of a chunk. It serves until the first chunk was measured.
             costs = costs_of(walk, data.x, 1).forward_only()
             self.limit = max(1, int(chunk_bytes / max(costs.per_node[0], costs.per_edge[0])))
         else:
@@ -77,16 +77,19 @@ class LocalInference:
         graph = data.graph
         self._id_map = ops.new_id_map(graph.num_nodes, graph.device)
         self._most_bytes = 0.0
-        """Per node and edge, of the chunks so far."""
+        """The most bytes per node and edge of the chunks so far."""
 
     def is_dearer_than_whole(self, seeds: Tensor) -> bool:
-        """Whether all chunks together have about as many nodes and edges as the whole graph, by the first of them."""
+        """Whether parts would cost more than the whole graph: by the size of the first chunk's part.
+
+        From `WHOLE_GRAPH_FRACTION` of the whole graph's nodes and edges on, parts count as more expensive.
+        """
         chunk, block = next(self._chunks(seeds))
         whole = self.data.num_nodes + self.data.num_edges
         return _size(block) * seeds.numel() / chunk.numel() >= WHOLE_GRAPH_FRACTION * whole
 
     def rows(self, seeds: Tensor, show: bool = False) -> Tensor:
-        """The outputs of distinct nodes: [n, ...] on the host."""
+        """The outputs of distinct nodes, in their order: [n, ...] on the host."""
         rows: Tensor | None = None
         done = 0
         with progress("inference", seeds.numel(), "nodes", enabled=show, brief=True) as bar:
@@ -101,7 +104,11 @@ class LocalInference:
         return rows
 
     def _chunks(self, seeds: Tensor) -> Iterator[tuple[Tensor, Block]]:
-        """Seeds and the part around them, as many of them as the limit lets be; the limit may change between two."""
+        """Pairs of a chunk of seeds and the part around it, which is within the limit.
+
+        A chunk whose part exceeds the limit is halved. After a part of at most half the limit, the next chunk has
+        twice the seeds. The limit may change from one chunk to the next.
+        """
         graph = self.data.graph
         mean_degree = graph.num_edges / max(1, graph.num_nodes)
         start, count = 0, max(1, int(self.limit / (1 + mean_degree)))
@@ -117,7 +124,7 @@ class LocalInference:
             count = chunk.numel() * (2 if 2 * _size(block) <= self.limit else 1)
 
     def _compute(self, block: Block) -> Tensor:
-        """The outputs of a part; where chunks have a limit in bytes, what it took sets the size of the next ones."""
+        """The outputs of a part's nodes. With `chunk_bytes` it is measured, which sets the limit of later parts."""
         if self.chunk_bytes is None:
             return self.walk.on_block(Rows(self.data.x, block.src_ids).read_on(self.device), block.to(self.device))
         with meter_of(self.device) as meter:

@@ -1,4 +1,16 @@
-"""Exact inference on shards in one process, one shard after the other: for graphs larger than memory."""
+"""Exact inference over shards in one process, for graphs larger than memory.
+
+A node's *position* is its index when the rows of all shards stand one behind the other. Inference numbers nodes by
+position. The nodes of a shard are then contiguous, and the chunks of a layer go through one shard after the other:
+
+    shard 0 (opened)  ->  chunks of its nodes  ->  rows into the layer's table
+    shard 1 (opened)  ->  ...
+
+Only one shard's edges are open at a time. Features are read from all shards. In memory are the embeddings between two
+layers (with `folder` in mapped files), one chunk, and some 40 bytes per node.
+
+Sources of a chunk may be in any shard. Their embeddings come from the layer's table, which holds all nodes.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +38,15 @@ from hopline.tables import Table
 from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
-"""Edges looked at in one go."""
+"""In-edges per chunk when sources are marked (`ShardChunks._with_sources`). A rule of thumb."""
 
 
 class StackedTable(Table):
-    """The rows of several tables, one behind the other."""
+    """The rows of several tables, one behind the other, as one table."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = list(tables)
-        self.ptr = torch.tensor([0, *map(len, tables)]).cumsum(0)  # where the rows of each begin
+        self.ptr = torch.tensor([0, *map(len, tables)]).cumsum(0)  # [num_tables + 1] int64: first row of each table
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,7 +57,7 @@ class StackedTable(Table):
         return self.tables[0].dtype
 
     def _by_table(self, ids: Tensor) -> tuple[list[tuple[Table, Tensor]], Tensor]:
-        """(tables with the rows that are read of each, the positions of these rows among `ids`)."""
+        """([(table, row numbers in that table)], positions in `ids` of all these rows, in the same order)."""
         owners = torch.bucketize(ids, self.ptr[1:-1], right=True)
         ends, order = ops.group_edges(owners, len(self.tables))
         rows = (ids - self.ptr[owners])[order].split(ends.diff().tolist())
@@ -65,6 +77,7 @@ class StackedTable(Table):
         if len(pieces) < len(found):
             return None
         counts, columns, values = (torch.cat([piece[k] for piece in pieces]) for k in range(3))
+        # Rows come grouped by table. The inverse of `order` brings them back into the order of `ids`.
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel())
         indptr, positions = ops.row_positions(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), back)
@@ -72,7 +85,11 @@ class StackedTable(Table):
 
 
 class AllShards(Dataset):
-    """A dataset in shards, of which one process has all: sizes, splits and features; edges one shard at a time."""
+    """A dataset in shards that one process has all of.
+
+    Sizes, splits and features of all shards are open all the time. Edges are open of one shard at a time (`shard`),
+    so one thread at a time may read them. The property `graph` raises a ValueError.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
         self.folder, _, about = read_about(folder)
@@ -88,9 +105,9 @@ class AllShards(Dataset):
         self.splits = {name: torch.cat([s.splits[name] for s in shards]).sort().values for name in first.splits}
         self.ptr, self._num_edges = first.ptr, first.num_edges
         self.nodes = torch.cat([shard.nodes for shard in shards])
-        """[N] int64: the node at each place, when all shards stand one behind the other."""
+        """[num_nodes] int64: the node id at each position."""
         self.rows = StackedTable([s.tables["x"] for s in shards]) if "x" in first.tables else None
-        """Features by place."""
+        """The table of features by position; None if there are none."""
 
     @property
     def graph(self) -> Graph:  # type: ignore[override]
@@ -112,7 +129,7 @@ class AllShards(Dataset):
         return 0 if self.rows is None else self.rows.shape[1]
 
     def shard(self, rank: int) -> Shard:
-        """One shard; the one before it is let go."""
+        """The shard of a rank. The shard that was open before is closed first, so that memory holds one."""
         if self._opened is None or self._opened.rank != rank:
             self._opened = None
             assert self.folder is not None
@@ -121,7 +138,7 @@ class AllShards(Dataset):
 
     @cached_property
     def position(self) -> Tensor:
-        """[N] int64: the place of each node."""
+        """[num_nodes] int64: the position of each node id."""
         position = torch.empty_like(self.nodes)
         position[self.nodes] = torch.arange(self.num_nodes)
         return position
@@ -131,14 +148,14 @@ class AllShards(Dataset):
 
 
 class _ByPosition(PartialGraph):
-    """What is known of all nodes; their edges are read shard by shard."""
+    """Degrees and weights of all nodes, by position, without edges. Edges are read shard by shard."""
 
     def _positions(self, ids: Tensor) -> Tensor:
         return ids.cpu()
 
 
 def _known(data: AllShards) -> _ByPosition:
-    """Degrees of all nodes, and weights where there are weights or loops."""
+    """The graph of a `ShardChunks`: degrees of all nodes, and `weights` if edges have weights or are loops."""
     has_loops, weights, degrees = False, [], []
     for rank in range(data.num_shards):
         shard = data.shard(rank)
@@ -159,7 +176,10 @@ def _known(data: AllShards) -> _ByPosition:
 
 
 class ShardChunks(Chunks):
-    """Nodes are numbered by their places, so that the chunks of a layer go through one shard after the other."""
+    """Exact inference over shards. Nodes are numbered by position, and no chunk has nodes of two shards.
+
+    Chunks in ascending order thus open each shard once per layer.
+    """
 
     by_graph_alone = False
     has_all_edges = False
@@ -191,7 +211,7 @@ class ShardChunks(Chunks):
         return layer_nodes
 
     def _with_sources(self, positions: Tensor) -> Tensor:
-        """Some nodes and all their sources."""
+        """Some nodes and all their in-neighbours: ascending positions."""
         marked = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         marked[positions] = True
         for chunk in self.chunks(positions, CHUNK):
@@ -199,11 +219,11 @@ class ShardChunks(Chunks):
         return marked.nonzero().view(-1)
 
     def _shard_of(self, positions: Tensor) -> Shard:
-        """The one that has all these nodes."""
+        """The shard of these positions, which must all be of one shard."""
         return self.shards.shard(int(torch.searchsorted(self.shards.ptr, positions[0], right=True)) - 1)
 
     def _edges(self, positions: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(indptr, places of the sources, edge arrays) of the in-edges of nodes of one shard."""
+        """(indptr, positions of the sources, edge arrays) of the in-edges of nodes of one shard."""
         shard = self._shard_of(positions)
         indptr, taken = ops.row_positions(shard.indptr, positions - shard.ptr[shard.rank])
         at = ops.gather_rows(shard.at, taken).long()
@@ -220,16 +240,17 @@ class ShardChunks(Chunks):
         return Block(src_ids, nodes.numel(), (Part(indptr, src_idx, edge, None),), self.data.graph, None)
 
     def _by_shard(self, nodes: Tensor) -> list[Tensor]:
+        """Ascending positions, divided by shard. Shards without any of them are left out."""
         bounds = torch.searchsorted(nodes, self.shards.ptr)
         return [some for some in nodes.split(bounds.diff().tolist()) if some.numel()]
 
     def probe_nodes(self, nodes: Tensor) -> Tensor:
         few = super().probe_nodes(max(self._by_shard(nodes), key=len))
-        self._shard_of(few)  # opened now: it is not what a few nodes take
+        self._shard_of(few)  # opened now, so that the probe does not measure the opening of a shard
         return few
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
-        """None has nodes of two shards."""
+        """Chunks of nodes as in `Chunks.chunks`, none of which has nodes of two shards."""
         return [chunk for some in self._by_shard(nodes) for chunk in super(ShardChunks, self).chunks(some, chunk_edges)]
 
 
@@ -244,10 +265,10 @@ def exact_rows(
     show: bool = False,
     folder: Path | str | None = None,
 ) -> ReadRows:
-    """As `hopline.inference.exact_rows`: a function from some of `ids` (all nodes by default) to their output rows.
+    """Compute as `hopline.inference.exact_rows` does, over shards. Returns a function from node ids to output rows.
 
-    In memory are the hidden rows of two layers (with `folder` in mapped files instead), a chunk, and some 40 bytes a
-    node; features and edges are read from the shards.
+    In memory are the embeddings between two layers (with `folder` in mapped files instead), a chunk, and some 40
+    bytes per node. Features and edges are read from the shards.
     """
     check_node_ids(ids, data.num_nodes)
     most = parse_chunk_bytes(chunk_bytes)

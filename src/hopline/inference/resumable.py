@@ -1,4 +1,17 @@
-"""Rows of layer-wise inference in a folder: after a kill it goes on from the last chunks that are there."""
+"""Layer-wise inference with its tables in a folder, which resumes after a kill.
+
+The folder holds
+
+    encoded.bin, layer0.bin, ...   the tables of embeddings, mapped; removed once no later layer reads them
+    inference.json                 the progress: the layer, its finished chunks, and the identity of the inference
+
+Rows are written through the mapping. Progress is saved every `SAVE_S` seconds and after each layer, in this order:
+
+    fsync the rows  ->  write a new inference.json  ->  replace the old one in one step
+
+Rows that the progress counts as finished are thus always on the disk. A chunk that was finished after the last save
+is computed again.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +30,45 @@ from hopline.tables.allocators import Allocator
 from hopline.util.files import remove_unfinished, replacing
 
 PROGRESS = "inference.json"
+"""The name of the progress file in the folder."""
 FORMAT = 2
+"""The version of the progress file. Files of other versions are refused."""
 SAVE_S = 5.0
-"""Seconds from one mark of progress to the next: a kill loses no more than the work of so long."""
+"""Seconds between two saves of the progress: the time of work that a kill may lose. A rule of thumb."""
 
 
 class LayerFiles(Allocator):
-    """Tables of layers as files that are mapped, and a mark of how far they are filled.
+    """The tables of an inference as mapped files, and the progress of filling them.
 
-    What is marked as done was brought to the disk before; the mark is replaced in one step. `identity` is what must be
-    the same to go on: names and values of plain text.
+    Rows that the progress counts as finished were synced to the disk before it was saved.
+
+    identity: names and values, in plain text, of all that must be equal to resume: data, model, weights, nodes, chunk
+    size. A folder with another identity is refused with a ValueError.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
         self.folder, self.identity = folder, dict(identity)
         self.layer, self.chunks, self.chunk_edges = 0, 0, 0
-        """The layer to compute; how many of its chunks are done, and of how many edges these are (0: not begun)."""
+        """The progress. layer: the layer being computed. chunks: its finished chunks. chunk_edges: the edges per
+        chunk of that layer, or 0 before the layer has begun."""
         self.shapes: dict[int, tuple[str, list[int]]] = {}
-        """By layer of the tables that are there: type and shape."""
+        """The dtype (as a name) and shape of each table in the folder, by layer."""
         self.saved = time.monotonic()
+        """The time of the last save, by `time.monotonic()`."""
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
         if (folder / PROGRESS).exists():
             self._read()
 
     def existing(self) -> dict[int, Tensor]:
-        """By layer, the tables that are there."""
+        """The tables in the folder by layer, mapped and writable."""
         return {layer: self._mapped(layer) for layer in self.shapes}
 
     def begin(self, layer: int, chunk_edges: int) -> int:
-        """Begin a layer in chunks of that size; returns how many of them are done."""
+        """Begin or resume a layer in chunks of that size. Returns the number of chunks that are finished.
+
+        A resumed layer must have chunks of the same size, since finished ones are known by their number alone.
+        """
         assert layer == self.layer
         assert self.chunk_edges in (0, chunk_edges)
         self.chunk_edges = chunk_edges
@@ -55,7 +77,7 @@ class LayerFiles(Allocator):
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         path = self._path(layer)
         try:
-            with path.open("wb") as file:  # a disk that is full is noticed here, and not when the rows are written
+            with path.open("wb") as file:  # reserves the space: a full disk is an error here, not a crash later
                 os.posix_fallocate(file.fileno(), 0, max(1, torch.Size(shape).numel() * dtype.itemsize))
         except OSError as error:
             reason = error.strerror or str(error)
@@ -64,12 +86,16 @@ class LayerFiles(Allocator):
         return self._mapped(layer)
 
     def chunk_done(self) -> None:
+        """Count a finished chunk, and save the progress if `SAVE_S` seconds have passed."""
         self.chunks += 1
         if time.monotonic() - self.saved >= SAVE_S:
             self._save()
 
     def layer_done(self, gone: Iterable[int] = ()) -> None:
-        """Mark the layer, of which all chunks are done. gone: layers whose rows are not needed any more."""
+        """Save that all chunks of the layer are finished, and remove the files of layers that nobody reads any more.
+
+        Files go after the save: progress never names a table that is missing. gone: the layers to remove.
+        """
         self._sync()
         self.layer, self.chunks, self.chunk_edges = self.layer + 1, 0, 0
         for layer in gone:
@@ -82,6 +108,7 @@ class LayerFiles(Allocator):
         return self.folder / (f"layer{layer}.bin" if layer >= 0 else "encoded.bin")
 
     def _mapped(self, layer: int) -> Tensor:
+        """The table of a layer as a tensor over its file. The mapping outlives the file handle."""
         path, (dtype, shape) = self._path(layer), self.shapes[layer]
         kind = getattr(torch, dtype)
         size = torch.Size(shape).numel() * kind.itemsize
@@ -94,7 +121,7 @@ class LayerFiles(Allocator):
             os.close(handle)
 
     def _sync(self) -> None:
-        """Bring the rows of the layer that is computed to the disk; those of the encoder with the first."""
+        """Sync the rows of the current layer to the disk, and with those of layer 0 the encoded rows."""
         for layer in self.shapes.keys() & ({-1, 0} if self.layer == 0 else {self.layer}):
             handle = os.open(self._path(layer), os.O_RDWR)
             try:
@@ -103,6 +130,7 @@ class LayerFiles(Allocator):
                 os.close(handle)
 
     def _save(self) -> None:
+        """Sync the rows, then replace the progress file."""
         self._sync()
         state = {"format": FORMAT, "identity": self.identity, "layer": self.layer, "chunks": self.chunks}
         state |= {"chunk_edges": self.chunk_edges, "shapes": self.shapes}
@@ -111,6 +139,7 @@ class LayerFiles(Allocator):
         self.saved = time.monotonic()
 
     def _read(self) -> None:
+        """Read the progress file. Raises a ValueError if it is damaged, or of another inference or format."""
         path = self.folder / PROGRESS
         try:
             state = json.loads(path.read_text())
@@ -128,7 +157,7 @@ class LayerFiles(Allocator):
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """Of a model's parameters and buffers."""
+    """The SHA-256 of a model's parameters and buffers, with their names, dtypes and shapes."""
     found = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -1,7 +1,9 @@
-"""Units of work that methods share: a batch as a unit, and losses at outputs that are known.
+"""Units of work that several methods use. A unit is work that ends in gradients, such as one batch.
 
-`job` makes the job of a run, or of a copy of its model. `batch_unit` runs a user's training step on a batch and has the
-usual losses. `loss_on_pieces` computes a user's own loss over all seeds at once where the model runs in pieces.
-`watched_unit` measures a step that cannot be cut. It
-stands on `contract` and below.
+    job               makes the job of a run, or of a copy of its model
+    batch_unit        runs the training step on one batch; has the usual losses of a task
+    loss_at_outputs   computes a user's own loss over all seeds at once where the model ran in micro-batches
+    measured_unit     measures a step that cannot be split
+
+It stands on `contract` and below.
 """

@@ -1,4 +1,8 @@
-"""A unit of work that is one batch, and the usual losses of a task."""
+"""The unit of work that is one batch, the usual losses of a task, and the threads that training uses on a CPU.
+
+A unit returns its loss summed over its seeds. It scales its gradients by 1 / total, where total is the number of
+seeds of the step on all ranks. The gradients of units and ranks then add up to those of the mean over the step.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,15 @@ from hopline.util.host import num_cores
 
 
 def supervised_loss(task: str, num_classes: int) -> TrainStep:
-    """The usual loss of a task: cross entropy, or binary cross entropy for several labels or a single score."""
+    """The training step with the usual loss of a task: the mean over the batch's seeds.
+
+    Cross entropy; binary cross entropy for several labels per node (task "multi"), or for a single score of two
+    classes.
+    """
 
     def train_step(model: nn.Module, batch: Batch) -> Tensor:
         scores, y = model(batch), batch.labels
-        single = scores.size(-1) == 1 and num_classes <= 2  # one score, of the second of two classes
+        single = scores.size(-1) == 1 and num_classes <= 2  # a score of the second of two classes
         if task == "multi" or single:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             return nn.functional.binary_cross_entropy_with_logits(scores.view(y.shape), y.to(scores.dtype))
@@ -34,12 +42,16 @@ def supervised_loss(task: str, num_classes: int) -> TrainStep:
 
 
 def narrow_output_error(num_columns: int, num_classes: int) -> str:
+    """The message for a model with fewer output columns than classes."""
     columns = "1 column" if num_columns == 1 else f"{num_columns} columns"
     return f"the model puts out {columns} for {num_classes} classes: widen its last layer"
 
 
 def check_loss_of(train_step: TrainStep) -> TrainStep:
-    """A user's own training step, whose loss is refused by name where nothing could be learnt from it."""
+    """A user's own training step, with a check of its loss.
+
+    The step raises a ValueError unless the loss is one number and, with gradients enabled, has a gradient.
+    """
 
     def step(model: nn.Module, batch: Batch) -> Tensor:
         loss = train_step(model, batch)
@@ -55,7 +67,7 @@ def check_loss_of(train_step: TrainStep) -> TrainStep:
 
 @dataclass
 class BatchUnit(Unit):
-    """One batch through the job's training step: the unit of a method that makes batches. `Method` has an example."""
+    """One batch through the job's training step: the unit of methods that make batches. `Method` has an example."""
 
     job: Job
     batch: Batch
@@ -70,7 +82,7 @@ class BatchUnit(Unit):
 
     def forward_backward(self, total: float) -> Tensor:
         job = self.job
-        if not self.size:  # fewer seeds were left than there are ranks
+        if not self.size:  # the last step of an epoch may have fewer seeds than there are ranks
             return torch.zeros((), device=job.device)
         with autocast(job), trace.span("forward", job.device):
             loss = job.train_step(job.model, self.batch)
@@ -80,23 +92,31 @@ class BatchUnit(Unit):
 
 
 def autocast(job: Job) -> torch.autocast:
-    """The precision of the forward pass. Casts are not remembered: in a captured step weights change under them."""
+    """The autocast context of the forward pass: bfloat16 if the job asks for it.
+
+    Autocast's cache of casts is off: a captured step is replayed with new weights, and cached casts would be of old
+    ones.
+    """
     return torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=job.bf16, cache_enabled=False)
 
 
 MAX_TRAINING_THREADS = 8
-"""Our threads that train: more of them gain nothing, as the parts between products and reductions stay in one."""
+"""The most threads of hopline that train on a CPU. More gain nothing: work between products and reductions runs in
+one. The number is a rule of thumb."""
 
 
 def own_threads(job: Job) -> AbstractContextManager[None]:
-    """Our threads where all the long work is ours, else torch's: both at once would fight for the cores."""
+    """A context in which hopline's threads compute where they do all the long work of the job, else torch's.
+
+    Both at once would compete for the cores.
+    """
     return _threads_for(job.model, job.device, job.world.num_cores)
 
 
 def own_threads_for(model: nn.Module) -> AbstractContextManager[None]:
-    """Within, a loop of your own divides the cores between hopline's threads and torch's as the Trainer does.
+    """Divide the cores between hopline's threads and torch's in a loop of your own, as the Trainer does.
 
-    Both compute in a loop on the CPU, and where both have a thread per core they wait for each other. Within, a model
+    Both compute in a loop on the CPU. With a thread per core each, they wait for each other. In this context, a model
     whose convs are all fused (SAGEConv, GCNConv, GINConv, GraphConv) leaves the long operations to hopline's threads.
     For other models, and on a GPU, nothing changes. No result depends on it.
 
@@ -117,6 +137,7 @@ def own_threads_for(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _threads_for(model: nn.Module, device: torch.device, most: int) -> AbstractContextManager[None]:
+    """A context with at most `most` threads of hopline for fused convs on the CPU; else one that does nothing."""
     if device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
         return ops.own_threads(min(torch.get_num_threads(), most, MAX_TRAINING_THREADS))
     return nullcontext()

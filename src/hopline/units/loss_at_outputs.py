@@ -1,4 +1,16 @@
-"""The loss of a training step at outputs that are known."""
+"""A user's own loss over all seeds at once, at outputs that were computed before, in micro-batches or part by part.
+
+A loss of the user's own may not be a sum over seeds, so it must see all outputs together. The user's training step
+calls model(batch) itself. Here this call returns the outputs that were computed before:
+
+    outputs (no gradient)  ->  leaf  ->  train_step, with model(batch) = leaf  ->  loss L
+                                                                                   gradients of L at leaf, and at
+                                                                                   parameters that L reads directly
+
+The caller then starts the backward pass of the model, micro-batch by micro-batch or part by part, with the gradient
+at the leaf. Outputs that had no gradient are computed a second time for that. Memory holds the outputs of all seeds,
+some of them several times (`LOSS_COPIES`).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +30,11 @@ if TYPE_CHECKING:
 
 
 LOSS_COPIES = 8
-"""Memory assumed for a loss over all seeds at once, in copies of their outputs: these as they come, joined, in order,
-their gradient, and what a loss keeps. Cross entropy with label smoothing takes 5.5. A rule of thumb."""
+"""Memory assumed for a loss over all seeds at once, in copies of the outputs. A rule of thumb.
+
+It covers the outputs as they come, joined and in order, their gradient, and tensors that a loss keeps. Cross entropy
+with label smoothing takes 5.5 copies.
+"""
 
 
 SEQUENTIAL = "with hl.FullBatch set aggregation=sequential, with other methods leave out budget="
@@ -27,26 +42,27 @@ SEQUENTIAL = "with hl.FullBatch set aggregation=sequential, with other methods l
 
 @dataclass(frozen=True, eq=False)
 class OutputLoss:
-    """The loss of a training step at outputs that are known."""
+    """The loss of a training step at given outputs, with its gradients."""
 
     loss_sum: Tensor
-    """The loss, summed over the seeds."""
+    """[] on the outputs' device: the mean loss times the number of seeds, without a gradient."""
     output_gradients: Tensor
-    """The gradient of the loss at the outputs."""
+    """[num_seeds, num_outputs]: the gradient at the outputs, scaled as `loss_at_outputs` was told."""
     parameter_gradients: Sequence[tuple[nn.Parameter, Tensor]]
-    """Parameters that the loss reads by itself, as a penalty does, each with the gradient of the loss."""
+    """Parameters that the loss reads directly, as a weight penalty does, each with its scaled gradient."""
 
     def add_to_parameters(self, share: float = 1.0) -> None:
-        """Add these gradients to those that are there."""
+        """Add `parameter_gradients`, times `share`, to the gradients of the parameters."""
         for parameter, gradient in self.parameter_gradients:
             parameter.grad = gradient * share if parameter.grad is None else parameter.grad + gradient * share
 
 
 def loss_at_outputs(job: Job, batch: Batch, outputs: Tensor, scale: float) -> OutputLoss:
-    """The training step's loss where the model has put out these rows for the seeds of a batch.
+    """The loss of the job's training step if the model's output for the batch is `outputs`.
 
-    scale: of the gradients of the summed loss.
+    scale: the factor of all gradients, which are those of the loss summed over the seeds.
     """
+    # A leaf, so that the backward pass ends at the outputs.
     leaf = outputs.detach().requires_grad_()
     with torch.enable_grad(), patch_outputs(job.model, batch, leaf):
         loss = job.train_step(job.model, batch) * batch.num_seeds
@@ -59,7 +75,11 @@ def loss_at_outputs(job: Job, batch: Batch, outputs: Tensor, scale: float) -> Ou
 
 @contextmanager
 def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[None]:
-    """Within, the model answers with outputs that were computed already; in all else it is the model itself."""
+    """Make model(batch) return `outputs`, and restore the model at the end.
+
+    The model is otherwise itself, so a training step may read its parameters. A call with anything else than `batch`
+    raises a ValueError.
+    """
 
     def forward(given: Any = None, *others: Any, **named: Any) -> Tensor:
         if given is not batch or others or named:
@@ -81,7 +101,7 @@ def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[N
 
 
 def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor | None) -> Batch:
-    """What a training step finds of all seeds at once: ids, labels and their rows of all tables, but no edges."""
+    """The batch that a training step gets for all seeds at once: ids, labels and rows of all tables, no edges."""
     rows = {name: SeedRows(table, seeds) for name, table in job.data.tables.items()}
     x, block = rows.pop("x", None), Block(seeds, seeds.numel(), (), key=key)
     everything = torch.arange(seeds.numel(), device=seeds.device)
@@ -90,7 +110,7 @@ def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SeedRows(Rows):
-    """Rows that are read where the table is when a training step asks for them, and come to where the seeds are."""
+    """The rows of seeds, read only if a training step asks for them, and then moved to the seeds' device."""
 
     def read(self) -> Tensor:
         near = self.table.tiers(self.ids.device) is not None

@@ -1,4 +1,7 @@
-"""A unit whose step cannot be cut, measured against what its plan promised."""
+"""A unit whose step cannot be split: it is measured, and compared with the bytes of its plan.
+
+`MeasuredUnit` wraps the unit of a method. The ledger of the guard notes planned and measured bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from hopline.contract import Guard, Unit
 
 @dataclass(eq=False)
 class MeasuredUnit(Unit):
-    """A unit that a guard measures."""
+    """A unit that a guard measures. It passes everything else on to the unit inside."""
 
     unit: Unit
     guard: Guard
     predicted_bytes: float
-    """What the plan has for a step: `Plan.step_bytes`."""
+    """The bytes that the plan has for a step: `Plan.step_bytes`."""
 
     @property
     def size(self) -> int:  # type: ignore[override]
