@@ -1,15 +1,16 @@
-"""Aggregation in the tree layout on a GPU, and hidden layers whose rows are never written to memory.
+"""Aggregation in the tree layout on a GPU, and hidden layers that the next layer computes with its aggregation.
 
 In the tree layout every drawn neighbour has a slot of its own, so the sources of a destination are its child slots.
 `reduce_on_tree` aggregates them in one kernel, straight from the feature table where the device can read it.
 
 A hidden layer SAGEConv or GraphConv -> ReLU -> dropout may be deferred. `pending_rows` computes only its aggregation,
-and the next layer's kernel does the rest:
+and the next layer does the rest, as one autograd function:
 
     layer l                                   layer l + 1
     a = [reduced | own]   -- PendingRows -->  h = dropout(relu(a [left | right]' + bias)), then [reduced | own] of h
 
-The kernel computes the rows h, aggregates them and drops them, where PyG would write a row per slot to memory.
+One kernel computes product, ReLU and dropout, so neither the rows in between nor a dropout mask is written to memory.
+The rows h are, for the backward pass (`ops.gpu.dense`).
 
 Shapes never depend on what was drawn, and nothing in this file synchronises, as the capture of a CUDA graph needs it.
 """
@@ -54,7 +55,7 @@ def reduce_on_tree(
     weight: [num_src] a weight for the edge out of each slot, or None.
     dtype: the precision of the conv's parameters.
     with_own: whether the destination's own row stands to the right of the aggregated one.
-    dense: `RowMap.row_of_slot`, to write rows only for slots that are not empty. Used only if the kernel reads a table.
+    dense: `RowMap.row_of_slot`, to write rows only for slots that are not empty. Used only where a table is read.
     """
     tree = block.tree
     if how == "sum" and block.scale_sums:
@@ -112,8 +113,8 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
 class PendingRows(Handle):
     """A handle to hidden rows h = dropout(relu(a [left | right]' + bias)) that are not computed yet.
 
-    The next layer's kernel computes h, aggregates it and drops it (`reduced`). `read` computes h as a tensor, for a
-    next layer that needs the rows themselves.
+    The next layer computes h together with its aggregation (`reduced`). `read` computes h alone, for a next layer that
+    needs the rows themselves.
     """
 
     a: Tensor
@@ -131,7 +132,7 @@ class PendingRows(Handle):
     p: float
     """Dropout probability. 0 in evaluation."""
     key: Tensor | None
-    """[1] int64 on the device: the key of the layer's dropout. None without dropout."""
+    """[1] int64 on the device: the key of the layer's dropout. None: no dropout, whatever `p` is."""
 
     @property
     def shape(self) -> tuple[int, ...]:
