@@ -6,8 +6,8 @@ For a destination i and its sources j, with projected rows x and own, each head 
     GATv2Conv    score_ij = att . leaky_relu(x_j + own_i)
     both         out_i = sum over j of  dropout(softmax over j of score_ij)  x_j
 
-The conv's own modules compute the projection, the residual and the bias. Everything between projection and bias is one
-kernel (`ops.gpu.attention`).
+The conv's own modules compute the projection, the residual and the bias. Everything between projection and bias is
+one kernel (`ops.gpu.attention`).
 
 PyG's own code still runs convs with edge features (`edge_dim`), an aggregation other than a sum, heads wider than
 `MAX_CHANNELS`, subclasses, and convs with hooks or in explain mode. `is_fused_attention` decides.
@@ -31,7 +31,7 @@ from hopline.ops.random import NUM_PURPOSES
 MAX_CHANNELS = 512
 """Most columns of a head that is fused. A program of the kernel holds all columns of one head."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Endings of the attributes that hold a conv's hooks, those of PyG included (`_message_forward_hooks`, for example)."""
+"""Endings of the attributes that hold a conv's hooks, those of PyG included (such as `_message_forward_hooks`)."""
 
 
 def is_fused_attention(conv: Any) -> bool:

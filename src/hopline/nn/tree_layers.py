@@ -113,8 +113,8 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
 class PendingRows(Handle):
     """A handle to hidden rows h = dropout(relu(a [left | right]' + bias)) that are not computed yet.
 
-    The next layer computes h together with its aggregation (`reduced`). `read` computes h alone, for a next layer that
-    needs the rows themselves.
+    The next layer computes h together with its aggregation (`reduced`). `read` computes h alone, for a next layer
+    that needs the rows themselves.
     """
 
     a: Tensor
