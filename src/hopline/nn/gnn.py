@@ -3,8 +3,8 @@
     input rows  -- encode -->  State  -- layer(0, block) -->  State  -- ... -->  State  -- decode -->  outputs
 
 Mini-batch training runs the whole chain (`forward`). Other methods stop between two layers: exact inference computes
-a layer for all nodes before the next, historical training replaces rows between layers, full-batch training keeps
-them on other ranks. All call the same three methods, so the mathematics of a model is written down once.
+a layer for all nodes before the next one, and historical training replaces rows between layers. All call the same
+three methods, so the mathematics of a model is written down once.
 
 A state may hold a handle in place of rows, so that rows are read or computed where they are used:
 
@@ -13,7 +13,8 @@ A state may hold a handle in place of rows, so that rows are read or computed wh
     DroppedRows    rows of a table with input dropout
     PendingRows    a hidden layer that the next layer's kernel completes (`tree_layers`)
 
-Dropout is keyed: a node's mask depends on the step's key, the layer and the node, not on the batch that it is in.
+Dropout is keyed: a mask depends on the step's key, the layer and `Block.src_keys`. These are node ids, or slots in
+the tree layout. So it does not matter in which micro-batch or order a row is computed.
 """
 
 from __future__ import annotations
@@ -169,8 +170,7 @@ class GNN(nn.Module):
             self.lin = head
 
     def _make_norms(self, norm: str | Sequence[nn.Module] | None, with_last: bool) -> nn.ModuleList:
-        """One norm per conv, `Identity` for none. with_last: whether a norm given by name follows the last conv
-        too."""
+        """One norm per conv, `Identity` for none. with_last: a norm given by name follows the last conv too."""
         if isinstance(norm, str):
             made = [make_norm(norm, out_width(conv)) for conv in self.convs]
         else:
@@ -185,9 +185,8 @@ class GNN(nn.Module):
 
     @classmethod
     def from_pyg(cls, model: BasicGNN) -> GNN:
-        """A `GNN` of the layers of a PyG model (GraphSAGE, GCN, GAT, GIN, PNA, ...). Parameters are shared, not
-        copied."""
-        # PyG stores no module for jk="last". Its head alone tells that there is one, and is kept.
+        """A `GNN` with the layers of a PyG model (GraphSAGE, GCN, GAT, ...). Parameters are shared, not copied."""
+        # PyG has no module for jk="last", only its name in `jk_mode`.
         jk = getattr(model, "jk", None) or ("last" if model.jk_mode is not None else None)
         return cls(
             model.convs,
@@ -205,8 +204,7 @@ class GNN(nn.Module):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether the first conv aggregates the input rows as they are, so that its kernel can read them from a
-        table."""
+        """Whether the first conv aggregates input rows as they are, so that its kernel can read a table."""
         return self.encoder is None and not self.input_dropout and not self._uses_x0 and reads_rows(self.convs[0])
 
     def keeps_handle(self, table: Readable) -> bool:
@@ -234,7 +232,8 @@ class GNN(nn.Module):
 
     @property
     def is_fused(self) -> bool:
-        """Whether every conv is fused: its work is then in hopline's kernels and linear layers, which use threads."""
+        """Whether every conv is fused: its work is then in kernels and linear layers, which bring their own
+        threads."""
         return all(is_fused(conv) for conv in self.convs)
 
     def read_ahead(self, rows: Rows, block: Block) -> Rows:
@@ -371,8 +370,7 @@ class GNN(nn.Module):
         return State(h, x0, jk)
 
     def _is_plain(self, l: int) -> bool:
-        """Whether layer `l` is hidden and is a conv, ReLU and dropout, and nothing else. Only such layers are
-        deferred."""
+        """Whether layer `l` is hidden, and nothing but conv, ReLU and dropout. Only such layers are deferred."""
         more = self.residual or self.keeps_jk or self._uses_x0 or type(self.norms[l]) is not nn.Identity
         return self._acts_by_relu and not more and l < self.num_layers - 1
 
