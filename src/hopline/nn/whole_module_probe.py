@@ -264,7 +264,7 @@ class _Trial:
             if self._draws and p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator).to(p.dtype)
                 # Matrices are drawn again. Vectors and numbers, such as a temperature or a power, stay near their
-                # values, since modules may need them in a certain range.
+                # values.
                 p.copy_(noise / p.size(-1) ** 0.5) if p.dim() > 1 else p.add_(0.1 * noise)
         return walk
 
@@ -284,7 +284,7 @@ def _are_equal(found: Tensor, expected: Tensor) -> bool:
 
 
 def _text(error: Exception | None) -> str:
-    """Type and message of an error on one line, the message cut to 200 characters."""
+    """Type and message of an error on one line, the message shortened to 200 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -297,8 +297,9 @@ class _TinyGraph:
         level hops + 3  -->  ...  -->  level 1  -->  level 0, with most of the seeds
 
     Node (level, i) is the i-th of its level. Edges lead from level + 1 to level, within a level, and from level back
-    to level + 1. Two observers only receive edges from levels and lead to no seed; they give nodes out-edges that a
-    neighbourhood of seeds lacks. Of the last two nodes `alone` has no edge, and `last` has none but one into the hub.
+    to level + 1. Two observers receive edges from the levels and lead only into the hub, the first also into the
+    second. The hub is in the last level, and every node but two leads into it. These two, `alone` and `last`, have no
+    edges.
     """
 
     def __init__(self, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> None:
