@@ -53,8 +53,8 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
 def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
     """Make batch norms in training take their statistics only from slots that are not empty, while the context lasts.
 
-    modules: those whose batch norms are meant, inner ones included. Does nothing if they have none, or if the block
-    is not a tree with empty slots.
+    modules: those whose batch norms are meant, inner ones included. The context does nothing if they have none, or if
+    the block is not in the tree layout.
     """
     norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
     present = None if next(norms, None) is None else block.present

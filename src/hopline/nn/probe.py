@@ -113,15 +113,13 @@ def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
 
 
 def random_rows(*shape: int) -> Tensor:
-    """Normally distributed float64 rows on the host. Every call with the same shape returns a copy of the same
-    numbers."""
+    """Normally distributed float64 rows on the host. Calls with the same shape return the same numbers."""
     return _drawn(shape).clone()
 
 
 @functools.lru_cache(maxsize=16)
 def _drawn(shape: tuple[int, ...]) -> Tensor:
-    """The numbers of `random_rows`. Cached, because the layers of a model and their copies ask for the same
-    shapes."""
+    """The numbers of `random_rows`. Cached, because a model's layers and their copies ask for the same shapes."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 

@@ -60,8 +60,7 @@ class Reach:
     """The finding of a trial of one module with one number of hops."""
 
     in_batch: bool = False
-    """Whether a batch with all neighbours, that is the neighbourhood of these hops, gives the whole graph's
-    outputs."""
+    """Whether a batch with all neighbours of these hops gives the whole graph's outputs."""
     part_hops: int | None = None
     """Hops of a neighbourhood that gives the whole graph's outputs: the number tried, or one more. With one more,
     nodes at the border of the number tried have all their in-edges. None if neither is enough."""
@@ -166,8 +165,7 @@ def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor])
 
 
 def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Tensor], tiny: _TinyGraph) -> Reach:
-    """Compare outputs on neighbourhoods with those on the whole tiny graph. First, rule out what would show
-    nothing."""
+    """Rule out modules about which a comparison would show nothing, then compare neighbourhoods by hops."""
     first, outputs = trials[0], [trial.outputs for trial in trials]
     if not all(map(_tells, outputs)):
         return Reach(reason="its outputs on a small graph are all alike or not finite, which shows nothing")
