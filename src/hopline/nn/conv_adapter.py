@@ -167,9 +167,9 @@ def calling_convention(
 ) -> CallingConvention:
     """The calling convention of a conv for blocks of a layout. Tried out at the first call, then cached.
 
-    width: columns of the conv's input rows. initial_width: columns of the initial rows, or None if the model has
-    none.
+    width: columns of the conv's input rows.
     edge: the graph's edge arrays, of which the trial takes names, dtypes and some values.
+    initial_width: columns of the initial rows, or None if the model has none.
     """
     way = _cached_convention(conv, layout, edge)
     if way is None:

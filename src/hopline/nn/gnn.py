@@ -278,10 +278,10 @@ class GNN(nn.Module):
         return self._uses_x0
 
     def rest_parameters(self) -> list[nn.Parameter]:
-        """Parameters that may have a weight decay of their own: of encoder and head, or of the last conv without
-        these.
+        """Parameters that may have a weight decay of their own: those of encoder and head.
 
-        If the convs have no parameters, as in APPNP, only the last layer of encoder and head counts.
+        If the model has neither, those of the last conv. If the convs have no parameters, as in APPNP, only the last
+        layer of encoder and head counts.
         """
         ends = [m for m in (self.encoder, getattr(self, "lin", None)) if m is not None]
         if not any(True for _ in self.convs.parameters()):

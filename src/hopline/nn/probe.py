@@ -210,10 +210,10 @@ def _detach_caches(module: nn.Module) -> Iterator[None]:
 
 
 def options_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Attributes of a module that are numbers, strings, booleans or None, as (name, value). Findings may depend on
-    them.
+    """Attributes of a module that are numbers, strings, booleans or None, as (name, value).
 
-    `training` is left out: trials choose the mode themselves.
+    Findings about the module may depend on them, so a change of one asks for a new trial. `training` is left out:
+    trials choose the mode themselves.
     """
     plain = (bool, int, float, str, type(None))
     return tuple((k, v) for k, v in vars(module).items() if type(v) in plain and k != "training")
@@ -226,10 +226,9 @@ def has_cache(module: nn.Module) -> bool:
 
 @contextmanager
 def without_caches(module: nn.Module) -> Iterator[None]:
-    """Make convs with cached=True compute everything again while the context lasts, since every block has other
-    edges.
+    """Make convs with cached=True compute everything again while the context lasts.
 
-    Afterwards they have their caches back.
+    Every block has other edges, so a cache of one is wrong for the next. Afterwards they have their caches back.
     """
     # Setting `cached` to False is not enough: a conv still reads a cache that it has. So caches are emptied too.
     before = [(m, {**_caches(m), "cached": vars(m)["cached"]}) for m in module.modules() if "cached" in vars(m)]

@@ -10,9 +10,8 @@ module *mixes* rows.
 
 There are two questions, since batch norms mix rows in training but not in evaluation:
 
-    check_row_wise, mixing_module    in evaluation: any method that computes on batches or chunks needs row-wise
-    modules
-    mixing_in_training               in training: full-batch training asks, whose gradients must be exact
+    check_row_wise, mixing_module    in evaluation: every method needs row-wise modules there
+    mixing_in_training               in training: full-batch training asks, since its gradients must be exact
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Every model that hopline runs is one of two classes, both called with a `Batch`:
 
     GNN      made of layers. Each layer runs on its own block, so it computes only the rows that the next one reads.
     Whole    any module with `forward(x, edge_index)`. It runs on the union of a batch's blocks, so every conv in it
-    sees
-             every sampled edge. That costs more, but needs to know nothing about the module.
+             sees every sampled edge. That costs more, but needs to know nothing about the module.
 
 `as_walkable` turns a user's model into one of them: `is_layered` decides which. It also takes models out of wrappers
 such as DDP. Hooks of hopline's own raise an error with advice where a user calls the wrong object.
@@ -39,13 +38,11 @@ class Whole(nn.Module):
 
     Args:
         module: A module whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges] int64. It may
-        also
-            take edge_weight, edge_attr or edge_type.
+            also take edge_weight, edge_attr or edge_type.
 
     Raises:
         ValueError: `forward` needs more than features and edges. Raised by a call: a conv has cached=True, or the
-        output
-            is not one tensor with a row per node.
+            output is not one tensor with a row per node.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -72,13 +69,11 @@ class Whole(nn.Module):
         return False
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a conv has cached=True. `whole_module_probe` finds everything else that is wrong on a
-        batch."""
+        """Raise ValueError if a conv has cached=True. `whole_module_probe` looks for all else that is wrong."""
         self._refuse_caches()
 
     def _refuse_caches(self) -> None:
-        """Raise ValueError if a conv has cached=True: it would compute every batch with the edges of the first
-        one."""
+        """Raise ValueError if a conv has cached=True: it would use the edges of the first batch for all."""
         for name, part in self.module.named_modules():
             if getattr(part, "cached", False):
                 where = f"{name} of {type(self.module).__name__}" if name else "it"
@@ -125,8 +120,7 @@ def _required_edge_arguments(module: nn.Module) -> list[str]:
     """Names of a module's edge arguments that have no default.
 
     Raises:
-        ValueError: The module's `forward` does not take (x, edge_index, ...), or needs an argument that hopline has
-        not.
+        ValueError: The module's `forward` does not take (x, edge_index, ...), or needs an unknown argument.
     """
     parameters = list(inspect.signature(module.forward).parameters.values())
     names, class_name = [p.name for p in parameters], type(module).__name__
