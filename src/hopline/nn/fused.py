@@ -7,8 +7,9 @@ PyG's `propagate` builds a message per edge and then aggregates. Here one kernel
 
 The rest is PyG's code. `_StandIn` looks like the conv but has another `propagate`, and the conv's `forward` is called
 with the stand-in as `self` and the block in place of `edge_index`. So projection, root weight, normalisation of the
-output and bias stay PyG's, and the conv itself is never changed. GCNConv on a tree or with a cheaper order of
-products, and APPNP, do without `forward`; what they compute is written out in `run_fused`.
+output and bias stay PyG's, and the conv itself is never changed. APPNP, and
+GCNConv where its product comes after the aggregation, run without `forward`: `run_fused` writes out what they
+compute.
 
 Two families are fused: `PLAIN` convs send rows, `NORMALISED` convs send rows times GCN's degree norm. Where the
 aggregation of the first layer needs no weight, it can run before the layer does: in a loader's thread (`read_ahead`),
@@ -112,7 +113,7 @@ def _normalised_sum(conv: Any, x: Tensor, block: Block, dtype: torch.dtype) -> T
 
 
 def _product(conv: GCNConv, reduced: Tensor) -> Tensor:
-    """What is left of GCNConv once rows are aggregated: the linear layer and the bias."""
+    """The rest of GCNConv once rows are aggregated: the linear layer and the bias."""
     out = conv.lin(reduced)
     return out if conv.bias is None else out + conv.bias
 
@@ -270,7 +271,7 @@ def is_linear(module: Any) -> bool:
 
 
 def project(linear: Any, rows: Rows | Tensor) -> Tensor:
-    """`linear` on rows. Rows that are stored sparse (CSR) are never made dense.
+    """`linear` on rows. Rows that are stored sparse (CSR) are not made dense, unless `linear` has hooks.
 
     Row i of the product is the sum of the weight's columns at the stored entries of row i, times their values.
     That is an aggregation over edges, with stored entries as edges.
