@@ -9,8 +9,9 @@ For a destination i and its sources j, with projected rows x and own, each head 
 The conv's own modules compute the projection, the residual and the bias. Everything between projection and bias is
 one kernel (`ops.gpu.attention`).
 
-PyG's own code still runs convs with edge features (`edge_dim`), an aggregation other than a sum, heads wider than
-`MAX_CHANNELS`, subclasses, and convs with hooks or in explain mode. `is_fused_attention` decides.
+`is_fused_attention` decides whether a conv is fused. PyG's own code runs all others: convs with edge features
+(`edge_dim`), with an aggregation other than a sum, with heads wider than `MAX_CHANNELS`, with hooks or in explain
+mode, and subclasses.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
     """The key of a layer's attention dropout.
 
     A step has `NUM_PURPOSES` keys. Dropout on the layers' outputs takes them from the first on, attention from the
-    last one down, so that the two do not meet unless a model has very many layers.
+    last one down. So the two do not meet unless a model has very many layers.
     """
     if block.key is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)

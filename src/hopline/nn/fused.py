@@ -5,9 +5,9 @@ PyG's `propagate` builds a message per edge and then aggregates. Here one kernel
 
     h, a tensor or a handle  ->  _reduce  ->  [num_dst, width]  ->  the rest of the conv's forward
 
-The rest is PyG's code. `_StandIn` looks like the conv but has another `propagate`, and the conv's `forward` is called
-with the stand-in as `self` and the block in place of `edge_index`. So projection, root weight, normalisation of the
-output and bias stay PyG's, and the conv itself is never changed. APPNP, and
+The rest is PyG's code. `_StandIn` looks like the conv but has another `propagate`. The conv's `forward` is called
+with the stand-in as `self`, and with the block in place of `edge_index`. So projection, root weight, normalisation of
+the output and bias stay PyG's, and the conv itself is never changed. APPNP, and
 GCNConv where its product comes after the aggregation, run without `forward`: `run_fused` writes out what they
 compute.
 

@@ -4,10 +4,9 @@ On the whole graph GCN computes, with d the degree including the loop,
 
     out_i  =  loop_i / d_i  x_i  +  sum over in-edges (j, i) of   w_ji / sqrt(d_j d_i)  x_j
 
-PyG takes degrees from the edges that it is given, which is wrong on a block. Here d is always the whole graph's. On a
-block with sampled edges, each edge's weight is multiplied by the sampling factor of its destination, in-edges in the
-graph over in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added exactly, and
-never sampled.
+PyG takes degrees from the edges that it is given, which is wrong on a block. Here d is always the whole graph's.
+Weights of sampled edges are multiplied by the sampling factor of their destination: in-edges in the graph over
+in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added exactly, and never sampled.
 
 The expectation over several layers is that of the whole graph too, apart from activations; `ops.layer_key` says why.
 The exception are loops that are sampled as edges, with `add_self_loops=False`.

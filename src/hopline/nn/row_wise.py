@@ -1,8 +1,7 @@
 """Checks that the modules between a model's convs are row-wise: that they compute each node's row by itself.
 
 A batch, a chunk of inference, a part and a rank each hold some of the graph's rows. A norm that averages over the
-rows present computes something else on each of them, so such a module must be refused, or handled, before a run
-starts.
+rows present computes something else on each of them. Such a module must be refused, or handled, before a run starts.
 
 Modules of known types are row-wise without a trial. All others are tried, as copies in float64 on the tiny graph of
 `probe`. The copy runs on all rows and on the rows of a few nodes (`SOME`). If the rows of these nodes differ, the

@@ -11,9 +11,9 @@ answers:
     anything else: more hops, all nodes present (pooling,        neither of the two
     norms over nodes), out-degrees, the largest degree
 
-A trial (`_find`) runs a copy of the module on the whole tiny graph and on neighbourhoods of several seeds, and
-compares the outputs at the seeds. It does so with two draws of the weights. It also looks for outputs that depend on
-random numbers, on earlier calls or on the numbers of the nodes.
+A trial (`_find`) runs a copy of the module on the whole tiny graph, and on neighbourhoods of several seeds. It
+compares the outputs at the seeds, for two draws of the weights. It also looks for outputs that depend on random
+numbers, on earlier calls or on the numbers of the nodes.
 
 The tiny graph reaches further than k + 1 hops. It has what goes wrong elsewhere: loops, duplicate edges, isolated
 nodes, nodes without in-edges, a hub, and edges in one direction. Its features and edge arrays are rows of the dataset
