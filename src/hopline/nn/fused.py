@@ -7,9 +7,8 @@ PyG's `propagate` builds a message per edge and then aggregates. Here one kernel
 
 The rest is PyG's code. `_StandIn` looks like the conv but has another `propagate`. The conv's `forward` is called
 with the stand-in as `self`, and with the block in place of `edge_index`. So projection, root weight, normalisation of
-the output and bias stay PyG's, and the conv itself is never changed. APPNP, and
-GCNConv where its product comes after the aggregation, run without `forward`: `run_fused` writes out what they
-compute.
+the output and bias stay PyG's, and the conv itself is never changed. APPNP, and GCNConv where its product comes after
+the aggregation, run without `forward`: `run_fused` writes out what they compute.
 
 Two families are fused: `PLAIN` convs send rows, `NORMALISED` convs send rows times GCN's degree norm. Where the
 aggregation of the first layer needs no weight, it can run before the layer does: in a loader's thread (`read_ahead`),
