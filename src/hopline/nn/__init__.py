@@ -1,12 +1,21 @@
-"""PyG models on blocks.
+"""PyG models on blocks, with the outputs that plain PyG has on the whole graph.
 
-Read `gnn` first: encode, layers, decode. `conv_adapter` runs any PyG conv on a block, and `probe` finds out how, by
-comparing with plain PyG on a tiny ugly graph. `fused`, `tree_layers` and `attention` are the fast ways, `gcn_norm`
-makes GCN's norm right on samples, `norms` and `row_wise` are about what stands between convs, `whole_module` runs
-modules without layers, `structure` names what a model computes. Where a conv would differ from plain PyG it is
-refused by name: keep that. It stands on `tables` and below.
+Read `gnn` first: a model is encode, layers and decode. The folder stands on `tables` and below. Its other files:
 
-State of the process: `probe.findings` owns what was found out about each module, and forgets it with the module.
+    conv_adapter                runs any PyG conv on a block, in a way that a trial has shown to be right
+    probe                       the tiny graph of these trials, and the store of their findings
+    fused, attention            the fast ways for common convs, without a row per edge
+    tree_layers                 the fast ways in the tree layout on a GPU
+    gcn_norm                    GCN's degree norm, unbiased on sampled edges
+    norms, row_wise             modules between convs: statistics of batch norms, and the check that rows do not mix
+    whole_module                models that are not made of layers, run as a whole
+    whole_module_probe          finds out how many hops such a model reads
+    smoothness                  a penalty on layers that noise moves far, for historical training
+    structure                   a fingerprint of what a model computes
+
+A conv that would differ from plain PyG is refused by name: keep that.
+
+State of the process: `probe.findings` owns the findings about each module, and drops them with the module.
 """
 
 from hopline.nn.conv_adapter import convolve

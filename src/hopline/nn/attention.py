@@ -1,8 +1,17 @@
-"""GATConv and GATv2Conv on a GPU, on trees and on blocks, without a matrix with a row per edge.
+"""GATConv and GATv2Conv on a GPU, in both layouts, without a matrix with a row per edge.
 
-The conv's own modules and parameters are used; only what lies between its projection and its bias is one kernel. Not
-fused, and left to PyG's own code: convs with edge features (`edge_dim`), another aggregation than a sum, heads wider
-than a kernel holds, subclasses, and convs that something listens to by a hook.
+For a destination i and its sources j, with projected rows x and own, each head computes
+
+    GATConv      score_ij = leaky_relu(att_src . x_j + att_dst . own_i)
+    GATv2Conv    score_ij = att . leaky_relu(x_j + own_i)
+    both         out_i = sum over j of  dropout(softmax over j of score_ij)  x_j
+
+The conv's own modules compute the projection, the residual and the bias. Everything between projection and bias is
+one kernel (`ops.gpu.attention`).
+
+`is_fused_attention` decides whether a conv is fused. PyG's own code runs all others: convs with edge features
+(`edge_dim`), with an aggregation other than a sum, with heads wider than `MAX_CHANNELS`, with hooks or in explain
+mode, and subclasses.
 """
 
 from __future__ import annotations
@@ -21,12 +30,13 @@ from hopline.nn.tree_layers import compute_dtype, edges_to_attend
 from hopline.ops.random import NUM_PURPOSES
 
 MAX_CHANNELS = 512
-"""The widest head that is fused: a program of the kernel holds all columns of one."""
+"""Most columns of a head that is fused. A program of the kernel holds all columns of one head."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Endings of the attributes that hold a conv's hooks, those of PyG included (such as `_message_forward_hooks`)."""
 
 
 def is_fused_attention(conv: Any) -> bool:
-    """Exact types only: a subclass may have changed the message."""
+    """Whether `attention` may run the conv. Exact types only: a subclass may have changed the message."""
     if type(conv) not in (GATConv, GATv2Conv) or conv.edge_dim is not None or conv.out_channels > MAX_CHANNELS:
         return False
     heard = conv.explain or any(hooks for name, hooks in vars(conv).items() if name.endswith(HOOKS))
@@ -34,9 +44,12 @@ def is_fused_attention(conv: Any) -> bool:
 
 
 def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Tensor:
-    """A conv with `is_fused_attention` on a block: [num_dst, ...]. layer: which of the model's the draws are for.
+    """[num_dst, ...]: the output of a conv with `is_fused_attention` on a block.
 
-    Dropout of the attention weights is drawn in the kernel, from the step's key where there is one.
+    The kernel draws the dropout of the attention weights from the step's key, or from a random key if there is none.
+
+    h: rows of the block's sources, or a handle to them.
+    layer: the number of the layer in the model, so that every layer draws other weights.
     """
     rows = as_dtype(h, compute_dtype(conv.att_src.dtype if isinstance(conv, GATConv) else conv.att.dtype))
     num_dst, heads, p = block.num_dst, conv.heads, conv.dropout if conv.training else 0.0
@@ -49,12 +62,15 @@ def attention(conv: Any, h: Handle | Tensor, block: Block, layer: int = 0) -> Te
         out = out.view(num_dst, heads, conv.out_channels).mean(dim=1)
     if conv.res is not None:
         out = out + conv.res(rows[:num_dst])
-    # Hidden rows stay in half precision under autocast, as those of other convs do.
+    # A float32 bias would turn half-precision rows into float32. Under autocast hidden rows stay in half precision.
     return out if conv.bias is None else out + conv.bias.to(out.dtype)
 
 
 def _projected(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """(sources' rows, destinations' where they are not the first of these, attention vectors of both)."""
+    """(x, own, att, att_own): projected rows and attention vectors of sources and of destinations.
+
+    own: None where the destinations' rows are the first of `x`. att_own: None for GATv2Conv, which has one vector.
+    """
     if isinstance(conv, GATv2Conv):
         return conv.lin_l(rows), None if conv.share_weights else conv.lin_r(rows[:num_dst]), conv.att, None
     if conv.lin is not None:
@@ -63,7 +79,11 @@ def _projected(conv: Any, rows: Tensor, num_dst: int) -> tuple[Tensor, Tensor | 
 
 
 def _key(block: Block, layer: int, device: torch.device) -> int | Tensor:
-    """Of this layer's draws: places from the last one down, since those from the first on are the layers' outputs'."""
+    """The key of a layer's attention dropout.
+
+    A step has `NUM_PURPOSES` keys. Dropout on the layers' outputs takes them from the first on, attention from the
+    last one down. So the two do not meet unless a model has very many layers.
+    """
     if block.key is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
     return ops.purpose_key(block.key, NUM_PURPOSES - 2 - layer)

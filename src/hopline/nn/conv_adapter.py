@@ -1,10 +1,20 @@
-"""Any PyG conv on a block, by one adapter.
+"""An adapter that runs any PyG conv on a block, with the output that it has on the whole graph.
 
-A conv is called in the first of these ways that a probe on a tiny graph shows to be equal to the conv on the whole
-graph: fused; by the conv's own `on_block(rows, block)`, where an author has written one; with a pair (source rows,
-destination rows); square, with the output cut to the destinations. A conv
-that equals itself in none of them (several hops in one layer, a norm over the nodes present, padding to the largest
-degree present) is refused by name.
+PyG convs do not declare whether they can run on a bipartite block, so hopline tries it. The first time that a conv is
+used, copies of it run on the tiny graph of `probe`: on the whole of it, and on blocks of it. The conv is then called
+in the first way whose outputs are equal:
+
+    fused     hopline's kernels (`fused`), the only way tried for the convs that they know
+    block     `conv.on_block(rows, block)`, the only way tried if the conv's author has written it
+    pair      `conv((source rows, destination rows), edge_index)`
+    square    `conv(source rows, edge_index)`, keeping the outputs of the destinations
+
+A conv for which no way is right is refused by name: one that takes several hops in a layer, has a norm over the nodes
+present, or pads to the largest degree present.
+
+The way is cached by conv and layout in `probe.findings`, together with the conv's settings: whoever changes a setting
+of a conv causes a new trial. All other calls cost a look-up. GATConv and GATv2Conv are tried like any conv, and then
+run by `attention` on a GPU.
 """
 
 from __future__ import annotations
@@ -45,56 +55,64 @@ from hopline.nn.probe import (
 )
 
 Convention = Literal["fused", "block", "pair", "square"]
+"""A way to call a conv; the module docstring explains the four."""
 Layout = Literal["block", "tree", "padded tree"]
-"""What a conv's edges look like. On a tree every edge has a source of its own; on a padded one, as a GPU has it, there
-is an edge out of every slot, also the empty ones."""
+"""The kind of edges that a conv is given. In a tree every edge has a source of its own. In a padded tree, used on a
+GPU, there is an edge out of every slot, empty ones included."""
 
 CALLS: tuple[Convention, ...] = ("pair", "square")
-"""Those in which the conv's own code runs."""
+"""The conventions in which the conv's own `forward` runs, in the order of the trial."""
 EDGE_ARGUMENTS = {"edge_weight": "weight", "edge_attr": "attr", "edge_type": "type"}
 """Argument of a PyG conv -> name of the graph's edge array."""
 
 
 class NeedsWholeGraph(ValueError):
-    """A conv whose output at a node depends on more than the node and its in-edges: no block has all that it needs."""
+    """Raised for a conv whose output at a node depends on more than the node and its in-edges.
+
+    No block holds all that such a conv needs. Methods that run convs on the whole graph may still take it.
+    """
 
 
 @dataclass(frozen=True)
 class CallingConvention:
-    """How a conv is called on blocks of one layout."""
+    """The way in which one conv is called on blocks of one layout."""
 
     convention: Convention
+    """The arguments of the call."""
     without_loops: bool = False
-    """Whether it leaves out edges from a node to itself, which it does not recognise in a tree."""
+    """Whether the adapter leaves out edges from a node to itself. For convs that drop or replace self-loops: in a
+    tree a node and its copy in a child slot have different local ids, so the conv sees no loop."""
     with_edges: bool = False
-    """Whether a destination with two edges is put before the others. Some aggregations fail where there are no edges,
-    and quantiles where the first node has none, or where a node without comes after a single edge."""
+    """Whether the adapter adds a destination with two edges before all others, and drops its output. Some
+    aggregations fail without edges. Quantiles fail if the first node has none, or if a node without edges follows a
+    single edge."""
     by_order: bool = False
-    """Whether its output depends on the order of a node's in-edges."""
+    """Whether the conv's output depends on the order of a node's in-edges."""
     has_cache: bool = False
-    """Whether it was built with cached=True."""
+    """Whether the conv was built with cached=True."""
     padded: bool = False
-    """Whether it is given the edges out of empty slots of a tree, which lead to a row behind the destinations."""
+    """Whether the conv is given the edges out of a tree's empty slots. They lead to a row behind the destinations,
+    whose output is dropped."""
 
 
 def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | None = None, layer: int = 0) -> Tensor:
-    """Run a PyG conv on a block, for a module of your own that is called with batches.
+    """Run a PyG conv on a block. For a module of your own that is called with batches.
 
-    The output is that of the conv on the whole graph as far as the block has its edges. On a block of
-    `hl.FullBatch(...).loader(...)` the rows of other shards are fetched while it runs, and again in backward.
+    Where the block has all in-edges of a destination, the output is that of the conv on the whole graph.
+    On a block of `hl.FullBatch(...).loader(...)`, rows of other shards are fetched in forward, and again in backward.
 
     Args:
         conv: A PyG conv, or any module with forward(x, edge_index).
-        h: Rows of the block's sources, [num_src, ...], or the handle to them that `batch.x` is.
+        h: [num_src, ...] rows of the block's sources, or a handle to them, such as `batch.x`.
         block: One of `batch.blocks`.
-        x0: Initial rows, for convs that take them, such as GCN2Conv; the first num_dst are the destinations'.
-        layer: Which of the model's layers it is, for draws of the conv's own.
+        x0: Initial rows for convs that take them, such as GCN2Conv. The first num_dst are those of the destinations.
+        layer: The number of the layer in the model. Every layer draws other random numbers.
 
     Returns:
         [num_dst, ...] rows of the block's destinations.
 
     Raises:
-        ValueError: The conv gives on a block, or over shards, something else than plain PyG.
+        ValueError: The conv cannot compute on a block, or over shards, what it computes in plain PyG.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -119,9 +137,10 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
     if block.convs is not None:
         return block.convs.run(conv, h, x0)
     layout = layout_of(conv, block)
+    # `block.edge` of a tree gathers its arrays. The look-up needs only their names, which the graph has too.
     names = block.edge if block.graph is None else block.graph.edge
     way = _cached_convention(conv, layout, names)
-    if way is None:  # only then are the edge arrays looked at, which a tree has to gather
+    if way is None:
         way = calling_convention(conv, h.shape[1], block.edge, layout, None if x0 is None else x0.size(1))
     if block.scale_sums and way.convention != "fused":
         raise ValueError(
@@ -146,9 +165,11 @@ def calling_convention(
     layout: Layout = "block",
     initial_width: int | None = None,
 ) -> CallingConvention:
-    """How the conv is called on blocks of a layout, found out when it is first asked for.
+    """The calling convention of a conv for blocks of a layout. Tried out at the first call, then cached.
 
-    width, initial_width: of its input rows and of the initial rows, where a model has them. edge: the edge arrays.
+    width: columns of the conv's input rows.
+    edge: the graph's edge arrays, of which the trial takes names, dtypes and some values.
+    initial_width: columns of the initial rows, or None if the model has none.
     """
     way = _cached_convention(conv, layout, edge)
     if way is None:
@@ -158,22 +179,30 @@ def calling_convention(
 
 
 def _cached_convention(conv: nn.Module, layout: Layout, edge: Mapping[str, Tensor]) -> CallingConvention | None:
+    """The calling convention that an earlier trial found; None before a trial, or if the conv has changed since."""
     return findings.get(conv, ("way", layout), _about(conv, edge))
 
 
 def _about(conv: nn.Module, edge: Mapping[str, Tensor]) -> Any:
-    """What the way of a conv depends on and may change; hooks decide whether it is fused."""
+    """Everything that a calling convention depends on and that may change after a trial. Compared for equality.
+
+    Hooks may be added or removed at any time, and both `is_fused` and `reads_blocks` depend on them.
+    """
     return options_of(conv), is_fused(conv), reads_blocks(conv), frozenset(edge)
 
 
 def layout_of(conv: nn.Module, block: Block) -> Layout:
-    """The layout in which the conv is tried. Kernels of fused convs know the empty slots of a GPU's trees."""
+    """The layout that decides how the conv is called on a block.
+
+    On a GPU convs get padded trees. Fused convs do not need them: their kernels skip empty slots.
+    """
     if not isinstance(block, TreeBlock):
         return "block"
     return "padded tree" if block.on_gpu and not is_fused(conv) else "tree"
 
 
 def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Block, x0: Tensor | None) -> Tensor:
+    """[num_dst, ...]: the conv's output on a block, called in the given way."""
     if way.convention == "fused":
         return run_fused(conv, h, block, x0 if takes_x0(conv) else None)
     dtype = dtype_of(conv, h)
@@ -184,9 +213,12 @@ def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Bl
     edges = edge_arguments(conv, edge, dtype)
     first = (_padded(x0, rows.size(0)),) if takes_x0(conv) and x0 is not None else ()
     own = rows[:num_dst]
-    if way.convention == "pair" and way.padded:  # edges out of empty slots lead to one row more
+    if way.convention == "pair" and way.padded:
+        # Edges out of empty slots lead to destination num_dst, which needs a row. Any row will do.
         own = torch.cat([own, rows[:1]])
     if way.with_edges:
+        # A new destination 0 with two edges from source 0. All other destinations move up by one. In a square call
+        # sources and destinations share their numbers, so the sources move up as well.
         edges = {name: torch.cat([_two_rows(values), values]) for name, values in edges.items()}
         shift = edge_index.new_tensor([[0], [1]] if way.convention == "pair" else [[1], [1]])
         edge_index = torch.cat([edge_index.new_zeros(2, 2), edge_index + shift], dim=1)
@@ -199,32 +231,40 @@ def _call(conv: nn.Module, way: CallingConvention, h: Handle | Tensor, block: Bl
 
 
 def _two_rows(like: Tensor) -> Tensor:
-    """Rows of an edge array that every conv can compute with: numbers 1, type 0."""
+    """[2, ...]: values for the two edges that `with_edges` adds: 1.0, or 0 in an array of whole numbers."""
     return like.new_full((2, *like.shape[1:]), int(like.is_floating_point()))
 
 
 def _edges_of(block: Block, way: CallingConvention) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """(edge_index, edge arrays). In a tree a conv does not see which edges come from the node itself."""
+    """(edge_index [2, num_edges], edge arrays) of a block, in the form that the calling convention asks for."""
     if not isinstance(block, TreeBlock):
         return block.edge_index, block.edge
     edge_index, edge = block.padded if way.padded else (block.part.edge_index, block.part.edge)
     if not way.without_loops or block.graph is None or not block.graph.self_loops.numel():
         return edge_index, edge
     src, dst = edge_index
+    # Clamped because padded edges lead to row num_dst, behind the destinations.
     loops = block.src_ids[src] == block.src_ids[dst.clamp(max=block.num_dst - 1)]
     if way.padded:
+        # Selecting edges by a mask would synchronise. Loops go to row num_dst too, whose output is dropped.
         return torch.stack([src, torch.where(loops, block.num_dst, dst)]), edge
     return edge_index[:, ~loops], {name: rows[~loops] for name, rows in edge.items()}
 
 
 def _padded(x0: Tensor, num_rows: int) -> Tensor:
-    """A square call wants a row per source; only the destinations' are used."""
+    """[num_rows, ...]: `x0` with rows of zeros behind it. A square call takes a row per source.
+
+    Only the outputs of the destinations are kept, so only their initial rows matter.
+    """
     missing = num_rows - x0.size(0)
     return x0 if missing <= 0 else torch.cat([x0, x0.new_zeros(missing, *x0.shape[1:])])
 
 
 def reads_blocks(conv: nn.Module) -> bool:
-    """Whether a conv of a user's own computes on blocks itself, by `on_block(rows, block)`. Hooks need its forward."""
+    """Whether the conv computes on blocks itself, by a method `on_block(rows, block)` that its author has written.
+
+    False for a conv with hooks, which torch runs only around `forward`.
+    """
     return callable(getattr(conv, "on_block", None)) and not conv._forward_hooks and not conv._forward_pre_hooks
 
 
@@ -235,11 +275,12 @@ def takes_x0(conv: nn.Module) -> bool:
 
 @functools.cache
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of the arguments of a class's `forward`. Cached by class, since every call of a conv asks for them."""
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The graph's edge arrays that this conv takes, by argument name."""
+    """The graph's edge arrays that this conv takes, by argument name. Weights and real numbers become `dtype`."""
     parameters = _arguments(type(conv))
     found = {}
     for argument, name in EDGE_ARGUMENTS.items():
@@ -251,19 +292,29 @@ def edge_arguments(conv: nn.Module, edge: Mapping[str, Tensor], dtype: torch.dty
 
 
 def _lacks_edge_features(conv: nn.Module, attr: Tensor) -> bool:
-    """Whether a conv was built without edge features; with PyG alone its user would not pass them."""
+    """Whether a conv was built without edge features. In plain PyG its user would not pass `edge_attr` to it."""
     if any(getattr(conv, name, 0) is None for name in ("edge_dim", "in_edge_channels")):
         return True
     if isinstance(conv, CGConv):
         return conv.dim == 0
-    # It does not say, but without a layer of its own for them it adds them to its messages.
+    # GENConv does not store whether it was. Without `lin_edge` it adds edge features to its messages, which works
+    # only if both have the same width.
     return isinstance(conv, GENConv) and not hasattr(conv, "lin_edge") and attr.size(-1) != conv.out_channels
 
 
 def find_calling_convention(
     conv: nn.Module, width: int, edge: Mapping[str, Tensor], layout: Layout, initial_width: int | None
 ) -> CallingConvention:
-    """The first way of calling that equals the conv on a whole graph, for blocks that differ in what else they have."""
+    """Try the ways of calling a conv, and return the first that gives the whole graph's outputs on all `BATCHES`.
+
+    The batches of `probe` differ in which other nodes they hold. So a conv whose output at a node depends on the
+    other nodes fails on one of them. Copies of the conv run, in float64 on the host.
+
+    Raises:
+        NeedsWholeGraph: No way is right, since the conv needs more than a node's in-edges.
+        ValueError: Plain PyG cannot run the conv on the tiny graph, or it keeps something between calls, has another
+            flow, a wrong `on_block`, or cannot run on trees.
+    """
     if getattr(conv, "flow", "source_to_target") != "source_to_target":
         raise ValueError(f"{_name(conv)} sends messages from target to source: build it with the default flow")
     initialise(conv, width, edge, initial_width)
@@ -271,11 +322,12 @@ def find_calling_convention(
     x = random_rows(graph.num_nodes, width)
     start = None if initial_width is None else random_rows(graph.num_nodes, initial_width)
     expected = whole_output(conv, x, graph, start)
-    trial = trial_of(conv)  # one for all blocks: what it keeps from one shows on the next
+    # One copy for all blocks: if the conv keeps something of the first block, its output on the next is wrong.
+    trial = trial_of(conv)
     is_tree, padded = layout != "block", layout == "padded tree"
 
     def output(trial: nn.Module, way: CallingConvention, graph: Graph, nodes: Sequence[int]) -> Tensor | None:
-        """None where this is not a way in which the conv can be called."""
+        """The output at `nodes`; None if the conv cannot be called in this way."""
         block = tree_of(graph, nodes) if is_tree else block_of(graph, nodes)
         try:
             with without_caches(trial):
@@ -286,7 +338,7 @@ def find_calling_convention(
     def is_right(
         way: CallingConvention, graph: Graph, batches: Sequence[Sequence[int]] = BATCHES, anew: bool = False
     ) -> bool:
-        """anew: with a copy for each block."""
+        """Whether a way gives the whole graph's outputs. anew: with a new copy of the conv for each block."""
         found = ((nodes, output(trial_of(conv) if anew else trial, way, graph, nodes)) for nodes in batches)
         return all(
             out is not None
@@ -296,8 +348,11 @@ def find_calling_convention(
         )
 
     def trains(way: CallingConvention) -> bool:
-        """Whether it can also be called in training, where SuperGATConv draws edges, with few edges or none."""
-        other = trial_of(conv).train()  # whose norms may move
+        """Whether the conv can also be called in training mode, with few edges or none.
+
+        Outputs are not compared: SuperGATConv, for example, draws edges in training.
+        """
+        other = trial_of(conv).train()  # a copy of its own: running statistics of norms change in training
         with torch.random.fork_rng([]):
             return all(output(other, way, graph, nodes) is not None for nodes in BATCHES[2:4])
 
@@ -315,9 +370,11 @@ def find_calling_convention(
     with torch.no_grad():
         for way in ways:
             if is_right(way, graph) and (way.convention == "fused" or trains(way)):
-                # Of fused ones GCN goes by the last of a node's loops, but takes it from the graph.
+                # Fused convs count as independent of the order. GCN takes the last of a node's self-loops, but from
+                # the graph and not from the block, so the block's order does not matter.
                 by_order = way.convention != "fused" and not is_right(way, reverse_edges_of_nodes(graph), BATCHES[:1])
                 return replace(way, by_order=by_order)
+        # No way is right. If one is right with a new copy per block, the conv keeps something between calls.
         keeps = any(is_right(way, graph, anew=True) and not is_right(way, graph) for way in ways)
     if keeps:
         raise ValueError(
@@ -330,7 +387,8 @@ def find_calling_convention(
             "let it read degrees from block.graph and edges from block.edge_index, or leave on_block out"
         )
     if is_tree:
-        calling_convention(conv, width, edge, "block", initial_width)  # refused there if it cannot run on blocks either
+        # Raises its own error if the conv cannot run on blocks either: layout=block would then be no advice.
+        calling_convention(conv, width, edge, "block", initial_width)
         raise ValueError(
             f"{_name(conv)} cannot run on trees, in which every edge has a source of its own: set layout=block"
         )
@@ -349,7 +407,11 @@ def find_calling_convention(
 
 
 def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) -> Tensor:
-    """The conv's output at all nodes of a graph, as plain PyG computes it, in float64 and in evaluation mode."""
+    """[num_nodes, ...] float64: the conv's output on a whole graph, as plain PyG computes it in evaluation mode.
+
+    Raises:
+        ValueError: The call fails, or its output is not one tensor with a row per node, or none of it is finite.
+    """
     trial = trial_of(conv)
     first = (x0,) if takes_x0(conv) else ()
     edges = edge_arguments(trial, graph.edge, torch.float64)
@@ -370,7 +432,10 @@ def whole_output(conv: nn.Module, x: Tensor, graph: Graph, x0: Tensor | None) ->
 
 
 def _reason(conv: nn.Module, error: Exception, edges: Mapping[str, Tensor]) -> str:
-    """Why a call failed, and what the conv takes that the graph has not; of an assertion without words, its line."""
+    """The text of an error, and the edge arrays that the conv could take and the graph does not have.
+
+    An assertion without a message is described by its line of code.
+    """
     words = " ".join(str(error).split()) or f"it stops at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
     taken = [name for name in EDGE_ARGUMENTS if name in _arguments(type(conv)) and name not in edges]
     arrays = " and ".join(f"{name} (edge array {EDGE_ARGUMENTS[name]!r})" for name in taken)
@@ -378,7 +443,7 @@ def _reason(conv: nn.Module, error: Exception, edges: Mapping[str, Tensor]) -> s
 
 
 def initialise(conv: nn.Module, width: int, edge: Mapping[str, Tensor], initial_width: int | None) -> None:
-    """Give a conv built with in_channels=-1 its parameters."""
+    """Give a conv that was built with in_channels=-1 its parameters, by a forward pass on the tiny graph."""
     if not any(is_lazy(p) for p in conv.parameters()):
         return
     like = next(conv.parameters())

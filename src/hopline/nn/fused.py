@@ -1,7 +1,18 @@
-"""Convs whose aggregation is a plain sum, mean or max: computed without a matrix with a row per edge.
+"""Convs whose aggregation is a plain sum, mean or max, computed without a matrix with a row per edge.
 
-The conv's own `forward` runs, on a stand-in that replaces only `propagate`, so every option of the conv (projection,
-root weight, normalisation of the output, bias) is PyG's own code and the conv itself is never changed.
+PyG's `propagate` builds a message per edge and then aggregates. Here one kernel does both (`ops.reduce_edges`, or
+`reduce_on_tree` for trees on a GPU), and reads the rows straight from the feature table where it can:
+
+    h, a tensor or a handle  ->  _reduce  ->  [num_dst, width]  ->  the rest of the conv's forward
+
+The rest is PyG's code. `_StandIn` looks like the conv but has another `propagate`. The conv's `forward` is called
+with the stand-in as `self`, and with the block in place of `edge_index`. So projection, root weight, normalisation of
+the output and bias stay PyG's, and the conv itself is never changed. APPNP, and GCNConv where its product comes after
+the aggregation, run without `forward`: `run_fused` writes out what they compute.
+
+Two families are fused: `PLAIN` convs send rows, `NORMALISED` convs send rows times GCN's degree norm. Where the
+aggregation of the first layer needs no weight, it can run before the layer does: in a loader's thread (`read_ahead`),
+or once for several evaluations (`reduced_input`).
 """
 
 from __future__ import annotations
@@ -23,24 +34,26 @@ from hopline.nn.gcn_norm import gcn_weights
 from hopline.nn.tree_layers import PendingRows, pending_rows, reduce_on_tree, two_part_linear
 
 REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
+"""PyG's aggregation modules that are fused -> their name in the kernels."""
 PLAIN = (SAGEConv, GINConv, GraphConv)
-"""Convs that send rows (times an edge weight) and take a pair of source and destination rows."""
+"""Convs that send rows (GraphConv: times an edge weight) and take a pair of source and destination rows."""
 LINEARS = {SAGEConv: ("lin_l", "lin_r"), GraphConv: ("lin_rel", "lin_root")}
-"""Their linear layers: of the reduced rows, with the bias, and of the destinations' own."""
+"""Plain convs with two linear layers -> (layer of the reduced rows, with the bias; layer of the own rows)."""
 NORMALISED = (GCNConv, GCN2Conv, APPNP)
 """Convs that send rows times the symmetric degree norm, with self-loops."""
 NORMALISED_SUM = "normalised sum"
-"""How these reduce rows."""
+"""`ReducedRows.how` of rows that a `NORMALISED` conv has aggregated."""
 
 
 FLOPS = 16
-"""Multiplications in the time that it takes to move an element: about 10 on a CPU, 25 on an H200."""
+"""Multiplications in the time that moving one element takes: about 10 on a CPU, 25 on an H200."""
 
 
 def is_fused(conv: Any) -> bool:
-    """Exact types only: a subclass may have changed the message."""
+    """Whether `run_fused` may run the conv. Exact types only: a subclass may have changed the message."""
     if type(conv) not in (*PLAIN, *NORMALISED):
         return False
+    # With K > 1 APPNP takes several hops in one layer, and its dropout is on the edge weights.
     if isinstance(conv, APPNP) and (conv.K != 1 or conv.dropout):
         return False
     no_hooks = not (conv._forward_hooks or conv._forward_pre_hooks or conv.explain)
@@ -49,30 +62,35 @@ def is_fused(conv: Any) -> bool:
 
 
 def reads_rows(conv: Any) -> bool:
-    """Whether the conv reads its input straight from a table into the aggregation."""
+    """Whether the conv aggregates its input rows as they are, so that the kernel can read them from a table."""
     return is_fused(conv) and type(conv) in PLAIN and not getattr(conv, "project", False)
 
 
 def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
-    """`conv` on a block: [num_dst, ...]."""
+    """[num_dst, ...]: the output of a conv with `is_fused` on a block.
+
+    h: rows of the block's sources, or a handle to them. x0: initial rows of the destinations, for GCN2Conv.
+    """
     how = REDUCE[type(conv.aggr_module)]
     dtype = dtype_of(conv, h)
     if type(conv) in PLAIN:
         return _plain(conv, h, block, how, dtype)
 
-    if isinstance(h, ReducedRows) and h.how == NORMALISED_SUM:
+    if isinstance(h, ReducedRows) and h.how == NORMALISED_SUM:  # aggregated already: the product is left
         return _product(conv, h.reduced_and_own)
 
     def propagate(b: Block, x: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
         return _normalised_sum(conv, x, b, dtype)
 
     if isinstance(block, TreeBlock) and block.on_gpu and isinstance(conv, GCNConv):
-        # The product is linear: after the reduction it has a row per destination, before it one per slot.
+        # The product is linear, so it may come after the aggregation: a row per destination, not one per slot.
         weight, loops = gcn_weights(conv, block, dtype)
+        # The factor that scales up sampled sums is in GCN's weights already.
         plain = block.scaling_sums(False) if conv.normalize else block
         reduced, own = _reduce(h, plain, how, weight, dtype, with_own=True).chunk(2, dim=1)
         return _product(conv, reduced if loops is None else reduced + loops[:, None].to(own.dtype) * own)
-    if isinstance(conv, APPNP):  # its one step mixes in own rows, of which a block has fewer than sources
+    if isinstance(conv, APPNP):
+        # Not by its forward, which adds all rows to the aggregated ones. A block has more sources than destinations.
         rows = as_dtype(h, dtype)
         return (1 - conv.alpha) * propagate(block, rows) + conv.alpha * rows[: block.num_dst]
     if isinstance(conv, GCN2Conv):
@@ -85,26 +103,34 @@ def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = N
 
 
 def _normalised_sum(conv: Any, x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """What a GCN-like conv sends, summed, with the loops."""
+    """[num_dst, ...]: sum over in-edges of weight * x[src], plus loop weight * own row, for a `NORMALISED` conv."""
     weight, loops = gcn_weights(conv, block, dtype)
-    plain = block.scaling_sums(False) if conv.normalize else block  # the factor is in the weights
+    # The factor that scales up sampled sums is in GCN's weights already.
+    plain = block.scaling_sums(False) if conv.normalize else block
     out = _reduce(x, plain, "sum", weight, dtype)
     return out if loops is None else out + loops[:, None].to(x.dtype) * x[: block.num_dst]
 
 
 def _product(conv: GCNConv, reduced: Tensor) -> Tensor:
+    """The rest of GCNConv once rows are aggregated: the linear layer and the bias."""
     out = conv.lin(reduced)
     return out if conv.bias is None else out + conv.bias
 
 
 def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
-    """Whether the product is better taken of the reduced rows, which is the same since it is linear.
+    """Whether GCNConv aggregates before its product. The result is the same, since the product is linear.
 
-    Counted in elements moved, with `FLOPS` multiplications for the price of one: a block has fewer destinations than
-    sources, but wide rows are dear to reduce.
+    The cheaper order is taken. Costs are counted in elements moved, `FLOPS` multiplications being one element:
+
+        a product, per row       before + after + before * after / FLOPS
+        aggregation, per edge    the width of the rows that are aggregated
+
+    A block has fewer destinations than sources, so the product is cheaper afterwards. But if the product makes rows
+    narrower, aggregation is cheaper afterwards.
     """
     if isinstance(h, Rows) and h.table.read_csr(h.ids[:0]) is not None:
-        return False  # stored sparse: the product is what makes them narrow
+        return False  # stored sparse: the product reads them sparse, and aggregation would make them dense and wide
+    # A hook, or another type than Linear, must see the rows that PyG would give it.
     if not is_linear(conv.lin) or conv.lin._forward_hooks or conv.lin._forward_pre_hooks:
         return False
     before, after = conv.lin.weight.size(1), conv.lin.weight.size(0)
@@ -114,15 +140,23 @@ def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
 
 
 def dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:
-    """What a conv computes in: that of its parameters, or of its rows where it has none."""
+    """The dtype that a conv computes in: of its parameters, else of floating-point rows, else float32."""
     known = next((p.dtype for p in conv.parameters()), None)
     given = h.dtype if isinstance(h, Tensor) else h.table.dtype if isinstance(h, Rows) else torch.float32
     return known or (given if given.is_floating_point else torch.float32)
 
 
 def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:
-    """A conv that sends rows, and its destinations' own rows as they are."""
+    """A `PLAIN` conv on a block: [num_dst, ...]. Its own `forward` runs on a stand-in, in one of three ways.
+
+    The first that the conv allows is taken:
+
+        two linear layers on one row     [reduced | own] rows, then both products as one
+        a tree on a GPU                  [reduced | own] rows by one kernel, then the conv's own products
+        otherwise                        `propagate` aggregates, own rows are read apart
+    """
     linears = _linears_of_one_row(conv, h)
+    # Handles stay handles where the kernel takes them: to rows of a table, or to a deferred layer.
     reads = isinstance(h, Rows) and reads_rows(conv)
     runs_on = isinstance(h, PendingRows) and linears is not None and how != "max"
     source = h if reads or runs_on else as_dtype(h, dtype)
@@ -134,7 +168,8 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
         own = as_dtype(own_rows(source, block.num_dst), dtype)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
     else:
-        # Both products in one: [reduced, own] times the weights side by side. The conv is told of no own rows.
+        # Both products in one: [reduced | own] rows times the two weights side by side. The conv gets own=None, so
+        # that its forward leaves out the second product.
         own, pair = None, (getattr(conv, linears[0]), getattr(conv, linears[1]))
         stand_in = _StandIn(
             conv,
@@ -147,7 +182,11 @@ def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.d
 
 
 def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any) -> PendingRows | None:
-    """A conv followed by ReLU and dropout on a tree on a GPU, left to the next layer's kernel; None where it cannot."""
+    """Aggregate a hidden layer conv -> ReLU -> dropout(p, key), and leave the rest to the next layer's kernel.
+
+    None where that is not possible: only plain convs of two linear layers on a tree on a GPU are deferred
+    (`tree_layers`), without edge arrays and without normalised outputs.
+    """
     if not isinstance(block, TreeBlock) or not is_fused(conv) or getattr(conv, "normalize", False) or block.edge:
         return None
     linears = _linears_of_one_row(conv, h)
@@ -158,7 +197,11 @@ def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any)
 
 
 def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:
-    """Names of the linear layers of reduced and of own rows, where both take the same rows and nothing listens."""
+    """Names of a conv's linear layers for reduced and for own rows, if both may be computed as one product.
+
+    None if they may not: an input of more than two dimensions, a projection before the aggregation, no root weight, a
+    layer that is not a plain Linear or has hooks, or a second bias.
+    """
     names = LINEARS.get(type(conv))
     if (
         names is None
@@ -173,8 +216,13 @@ def _linears_of_one_row(conv: Any, source: Handle | Tensor) -> tuple[str, str] |
 
 
 def input_reduction(conv: Any) -> tuple[Any, ...] | None:
-    """Names the part of a conv that needs no parameter, if its input is the features; None where there is none such."""
+    """A key for the part of a first conv that needs no parameter: its aggregation of the features.
+
+    Convs with equal keys aggregate the features alike, whatever their weights. So the result may be cached by the
+    key. None if a conv has no such part.
+    """
     if type(conv) is GCNConv and is_fused(conv) and is_linear(conv.lin):
+        # The shape of the weight is part of the key because `_reduces_first` decides by it.
         weight = conv.lin.weight
         return (NORMALISED_SUM, conv.normalize, conv.add_self_loops, conv.improved, weight.shape, weight.dtype)
     if not reads_rows(conv):
@@ -184,7 +232,11 @@ def input_reduction(conv: Any) -> tuple[Any, ...] | None:
 
 
 def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
-    """That part of it on a block, and how it was reduced, as `ReducedRows` have both; None where it has none there."""
+    """(rows, how): the first conv's aggregation of the features on a block, as `ReducedRows` hold it.
+
+    rows: [num_dst, 2 * width], [reduced | own]; or [num_dst, width] for GCNConv. how: the name of the aggregation.
+    None on trees, if GCNConv multiplies first, or if edge weights or sampling factors enter a plain conv's sum.
+    """
     if isinstance(block, TreeBlock) or input_reduction(conv) is None:
         return None
     dtype = dtype_of(conv, h)
@@ -200,25 +252,29 @@ def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, 
 
 
 def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
-    """What a conv with `reads_rows` will read of a table, read and reduced now; else the handle as it is."""
+    """The input rows aggregated now, for a thread that prefetches batches; the handle as it is if that cannot be."""
     reduced = None if rows.table.storage() is None else reduced_input(conv, rows, block)
     return rows if reduced is None else ReducedRows(rows.table, rows.ids, *reduced)
 
 
 def own_rows(h: Handle | Tensor, num_dst: int) -> Rows | Tensor:
-    """The destinations' own rows, which are the first."""
+    """The destinations' own rows: the first `num_dst` of the sources' rows `h`."""
     if isinstance(h, ReducedRows):
         return h.own
     return h.head(num_dst) if isinstance(h, Rows) else as_tensor(h)[:num_dst]
 
 
 def is_linear(module: Any) -> bool:
-    """Whether `project` can stand in for the module; exact types only, as above."""
+    """Whether `project` may run the module. Exact types only, with widths known and `forward` not patched."""
     return type(module) in (nn.Linear, Linear) and "forward" not in vars(module) and not is_lazy(module.weight)
 
 
 def project(linear: Any, rows: Rows | Tensor) -> Tensor:
-    """`linear` on rows; stored sparse, they are never made dense."""
+    """`linear` on rows. Rows that are stored sparse (CSR) are not made dense, unless `linear` has hooks.
+
+    Row i of the product is the sum of the weight's columns at the stored entries of row i, times their values.
+    That is an aggregation over edges, with stored entries as edges.
+    """
     dtype = linear.weight.dtype
     csr = rows.read_csr() if isinstance(rows, Rows) else None
     if csr is None or linear._forward_hooks or linear._forward_pre_hooks:
@@ -231,7 +287,11 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
 def _reduce(
     rows: Handle | Tensor, block: Block, how: str, weight: Tensor | None, dtype: torch.dtype, with_own: bool = False
 ) -> Tensor:
-    """Each destination's reduced rows, with its own to their right where asked for."""
+    """[num_dst, width]: the aggregated rows of each destination's sources. [num_dst, 2 * width] if `with_own`.
+
+    weight: [num_edges] or None; by slot, [num_src], for a tree on a GPU.
+    with_own: whether the destination's own row stands to the right of the aggregated one.
+    """
     if isinstance(block, TreeBlock) and block.on_gpu:
         return reduce_on_tree(rows, block, how, weight, dtype, with_own)
     part = block.part
@@ -240,6 +300,8 @@ def _reduce(
     if how == "sum" and block.scale_sums:
         factor = torch.repeat_interleave(block.sampling_factor, part.indptr.diff(), output_size=part.num_edges)
         weight = factor if weight is None else weight * factor
+    # Read the table inside the kernel, if that needs no conversion. Rows on disk are read before, in the order of the
+    # file, which the kernel would not keep to.
     if isinstance(rows, Rows):
         stored = rows.table.storage()
         if stored is not None and stored.dtype == dtype and not ops.is_cold(stored, rows.ids):
@@ -251,7 +313,10 @@ def _reduce(
 
 
 class _StandIn:
-    """A conv with another `propagate`: everything else is looked up on the conv."""
+    """A conv with another `propagate`, and other `changed` attributes; all else is looked up on the conv.
+
+    Passed as `self` to the conv's `forward`, so that the conv itself is never changed.
+    """
 
     def __init__(self, conv: nn.Module, propagate: Callable[..., Tensor], **changed: Any) -> None:
         self.__dict__.update(changed, propagate=propagate, _conv=conv)

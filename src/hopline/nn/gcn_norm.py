@@ -1,8 +1,18 @@
 """The symmetric degree norm of GCN on a block, unbiased under sampling.
 
-Degrees are the full graph's. A sampled edge is weighted by degree / sampled, so that its expectation is the full
-sum. Self-loops are added exactly and never sampled. So is the mean of several layers the full graph's, but for
-activations (`ops.layer_key` says why); loops that are sampled as edges, by `add_self_loops=False`, are the exception.
+On the whole graph GCN computes, with d the degree including the loop,
+
+    out_i  =  loop_i / d_i  x_i  +  sum over in-edges (j, i) of   w_ji / sqrt(d_j d_i)  x_j
+
+PyG takes degrees from the edges that it is given, which is wrong on a block. Here d is always the whole graph's.
+Weights of sampled edges are multiplied by the sampling factor of their destination: in-edges in the graph over
+in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added exactly, and never sampled.
+
+The expectation over several layers is that of the whole graph too, apart from activations; `ops.layer_key` says why.
+The exception are loops that are sampled as edges, with `add_self_loops=False`.
+
+Sums of edge weights are computed once per graph, and cached with it. Edge weights are cached with a block's edges,
+but for trees.
 """
 
 from __future__ import annotations
@@ -19,22 +29,28 @@ from hopline.core.tree_layout import TreeBlock
 
 
 class Weights(NamedTuple):
-    """What the in-edges of nodes weigh."""
+    """Weights of each node's in-edges and of its self-loop. Their sum is the node's degree."""
 
     total: Tensor
-    """[num_nodes] float64: summed weight of a node's in-edges, without those from itself where loops are added."""
+    """[num_nodes] float64: summed weight of a node's in-edges. Without the graph's self-loops, if loops are added."""
     loop: Tensor
-    """[num_nodes] float64: weight of the loop that is added at each node."""
+    """[num_nodes] float64: weight of the loop that is added at each node. 0 if none is added."""
 
 
 def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """(weight of each edge, weight of each destination's own row) for a GCN-like conv."""
+    """(weight of each edge, weight of each destination's own row) for a GCN-like conv on a block.
+
+    edges: [num_edges], or [num_src] by slot for a tree on a GPU. None: all edges weigh 1.
+    own rows: [num_dst]. None: the conv adds no loops.
+    """
     if not conv.normalize:
         return block.edge.get("weight"), None
     weight = block.edge.get("weight")
     if isinstance(block, TreeBlock) or (weight is not None and weight.requires_grad):
         return _normalised(conv, block, dtype)
-    # The layers of a historical batch have their edges in common.
+    # Cached with the edges, since the layers of a historical batch share them. Trees compute their weights every
+    # time.
+    # So do weights with a gradient: a cached result would belong to the autograd graph of an earlier step.
     known = block.part.cache
     name = ("GCN weights", bool(conv.add_self_loops), bool(getattr(conv, "improved", False)), dtype)
     if name not in known:
@@ -43,6 +59,7 @@ def gcn_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor | N
 
 
 def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(weight of each edge, weight of each destination's own row) with the degree norm, computed in float64."""
     graph = block.graph
     assert graph is not None
     add_loops = bool(conv.add_self_loops)
@@ -52,29 +69,35 @@ def _normalised(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tensor, Te
     inverse = torch.where(degree == 0, 0, degree.pow(-0.5))
     by_dst = inverse[: block.num_dst] * block.sampling_factor
     src_ids = block.src_ids
-    if isinstance(block, TreeBlock) and block.on_gpu:  # by the slot that an edge comes out of
+    if isinstance(block, TreeBlock) and block.on_gpu:
+        # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves them.
         parents = block.parents.clamp(min=0).long()
         weight, src, dst = inverse * by_dst[parents], src_ids, src_ids[parents]
     else:
         part = block.part
         weight = inverse[part.src_idx] * torch.repeat_interleave(by_dst, part.indptr.diff(), output_size=part.num_edges)
-        src, dst = src_ids[part.edge_index]  # in a tree one node has several places
+        # Global ids, since in a tree one node has several local ids, and loops are recognised by equal ids.
+        src, dst = src_ids[part.edge_index]
     if "weight" in block.edge:
         weight = weight * block.edge["weight"]
     if not add_loops:
         return weight.to(dtype), None
-    if graph.self_loops.numel():  # they are in `loop`
+    if graph.self_loops.numel():  # `loop` includes them, so as edges they must not count again
         weight = weight.masked_fill(src == dst, 0)
     own = loop[: block.num_dst] * inverse[: block.num_dst].square()
     return weight.to(dtype), own.to(dtype)
 
 
 def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[Tensor, Tensor]:
-    """(degree, loop weight) of the given nodes, float64."""
+    """([n] degree, [n] loop weight) of the given nodes, float64.
+
+    ids: [n] global ids. fill: weight of a loop at a node that has none in the graph.
+    """
+    # Without edge weights and self-loops in the graph, in-degrees are enough.
     if "weight" not in graph.edge and not (add_loops and graph.self_loops.numel()):
         loop = torch.full((ids.numel(),), fill if add_loops else 0.0, dtype=torch.float64, device=ids.device)
         return graph.in_degrees(ids) + loop, loop
-    if isinstance(graph, PartialGraph):
+    if isinstance(graph, PartialGraph):  # it has no edges, but the weight sums of its nodes in the whole graph
         total, loop = graph.weight_sums(ids, add_loops, fill)
         return total + loop, loop
     name = ("GCN weights", add_loops, fill)
@@ -84,7 +107,10 @@ def _degrees(graph: Graph, ids: Tensor, add_loops: bool, fill: float) -> tuple[T
 
 
 def weights_of(graph: Graph, add_loops: bool, fill: float) -> Weights:
-    """The weights of all nodes of a graph, where its kernels run."""
+    """The weights of all nodes of a graph, on the graph's device. Computed once per graph and setting.
+
+    fill: weight of a loop at a node that has none in the graph.
+    """
     weight = graph.edge.get("weight")
     if weight is None:
         total = graph.in_degrees().double()
@@ -93,8 +119,8 @@ def weights_of(graph: Graph, add_loops: bool, fill: float) -> Weights:
         total = torch.segment_reduce(weight.double(), "sum", offsets=offsets, initial=0)
     if not add_loops:
         return Weights(total.to(graph.device), torch.zeros_like(total, device=graph.device))
-    # Loops are few and this runs once per graph, so on the host: of several loops of a node the last one counts, and on
-    # a GPU which of several writes to one place comes last is left open.
+    # On the host, because the last of several loops of a node counts, as in PyG. A GPU does not define which of
+    # several writes to one element comes last. Loops are few, and this runs once per graph.
     total = total.cpu()
     loop = torch.full_like(total, fill)
     positions = graph.self_loops
@@ -104,5 +130,5 @@ def weights_of(graph: Graph, add_loops: bool, fill: float) -> Weights:
     else:
         existing = weight[positions.to(weight.device)].double().cpu()
     total.index_add_(0, nodes, -existing)
-    loop[nodes] = existing  # as PyG: an existing loop keeps its weight, the last one where there are several
+    loop[nodes] = existing  # as in PyG, an existing loop keeps its weight
     return Weights(total.to(graph.device), loop.to(graph.device))

@@ -1,7 +1,20 @@
-"""`GNN`: PyG convs with norm, activation, dropout, residuals and jumping knowledge, walked layer by layer.
+"""`GNN`: PyG convs with norm, activation, dropout, residuals and jumping knowledge, run layer by layer.
 
-Everything that trains, samples, keeps history or infers uses `encode`, `layer` and `decode`; `forward` is the loop
-over them. The maths is stated once.
+    input rows  -- encode -->  State  -- layer(0, block) -->  State  -- ... -->  State  -- decode -->  outputs
+
+Mini-batch training runs the whole chain (`forward`). Other methods stop between two layers: exact inference computes
+a layer for all nodes before the next one, and historical training replaces rows between layers. All call the same
+three methods, so the mathematics of a model is written down once.
+
+A state may hold a handle in place of rows, so that rows are read or computed where they are used:
+
+    Rows           rows of a table, which the first conv's kernel reads itself
+    ReducedRows    the first layer's aggregation of the features, computed before the layer runs
+    DroppedRows    rows of a table with input dropout
+    PendingRows    a hidden layer that the next layer's kernel completes (`tree_layers`)
+
+Dropout is keyed: a mask depends on the step's key, the layer and `Block.src_keys`. These are node ids, or slots in
+the tree layout. So it does not matter in which micro-batch or order a row is computed.
 """
 
 from __future__ import annotations
@@ -35,12 +48,12 @@ from hopline.nn.norms import ignore_empty_slots, make_norm, running_statistics
 from hopline.nn.row_wise import check_row_wise
 
 INPUT = -1
-"""The place of the input dropout among the layers' keys."""
+"""The number of the input dropout among the keys of a step, next to the layers' numbers 0, 1, ..."""
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What a layer hands to the next: a few per-node tensors.
+    """The input of a layer, or its output: a few tensors with a row per node.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -55,38 +68,39 @@ class State:
     """
 
     h: Handle | Tensor
-    """[n, width] hidden rows of the current nodes, or the handle to input rows, or to rows not computed yet."""
+    """[n, width]: rows of the current nodes, or a handle to rows that are not read or not computed yet."""
     x0: Tensor | None = None
-    """[n, width] rows after the encoder, where a layer uses them again."""
+    """[n, width]: initial rows, after the encoder. None if no later layer uses them."""
     jk: Tensor | None = None
-    """[n, sum of widths] the layers' outputs so far, side by side, for jumping knowledge."""
+    """[n, sum of widths]: the outputs of all layers so far, concatenated. None without jumping knowledge."""
 
 
 class GNN(nn.Module):
-    """A list of PyG convs; parameter names are those of PyG's own models (`convs.0...`, `norms.0...`, `lin`).
+    """A model made of PyG convs. Parameters are named as in PyG's own models (`convs.0...`, `norms.0...`, `lin`).
 
-    After every conv but the last: norm, activation, dropout (with jumping knowledge, after the last too). After an
-    encoder: activation, dropout. It is called with a `Batch`; `hl.infer.exact` runs it on all nodes.
+    Every conv but the last is followed by norm, activation and dropout. With jumping knowledge the last one is too.
+    An encoder is followed by activation and dropout. Call the model with a `Batch`; `hl.infer.exact` runs it on all
+    nodes.
 
     Args:
         convs: One per layer. The first takes rows of width num_features, or of the encoder's output.
         norm: "batch", "layer", None, or a module per conv.
-        act: "relu", "elu", ..., a module or function, or None.
-        act_first: Activation before the norm.
-        dropout: After every activation, drawn from the node's key.
-        input_dropout: On the input rows.
-        residual: Adds a hidden layer's input to its output where the widths are equal.
-        residual_first: Adds it before the activation, not after.
-        initial_residual: Weight of the encoder's output mixed into every layer (GCN2Conv does it itself).
+        act: The activation: "relu", "elu", ..., a module or function, or None.
+        act_first: Whether the activation comes before the norm.
+        dropout: Probability of dropout after every activation, drawn from the node's key.
+        input_dropout: Probability of dropout on the input rows.
+        residual: Whether a hidden layer's input is added to its output, where the widths are equal.
+        residual_first: Whether the residual is added before the activation instead of after it.
+        initial_residual: Weight of the encoder's output mixed into every layer. GCN2Conv mixes it in itself.
         jk: Jumping knowledge: "cat", "max", "lstm", "last" or a module. It needs `head`.
-        jk_encoder: Jumping knowledge begins with the encoder's rows.
-        encoder: A Linear, or another module of one node's row, before the first conv.
-        head: A module after the last conv or after jumping knowledge.
+        jk_encoder: Whether jumping knowledge includes the encoder's rows, as the first.
+        encoder: A module before the first conv, such as a Linear, that computes each node's row by itself.
+        head: A module after the last conv, or after jumping knowledge.
 
     Raises:
         TypeError: `convs`, `encoder` or `head` is no module.
-        ValueError: There is no conv, a dropout is not between 0 and 1, norms are not one per conv, or jumping knowledge
-            has no head or layers of several widths.
+        ValueError: There is no conv, a dropout is not between 0 and 1, or norms are not one per conv. Or jumping
+            knowledge has no head, or layers of several widths.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -156,11 +170,12 @@ class GNN(nn.Module):
             self.lin = head
 
     def _make_norms(self, norm: str | Sequence[nn.Module] | None, with_last: bool) -> nn.ModuleList:
+        """One norm per conv, `Identity` for none. with_last: a norm given by name follows the last conv too."""
         if isinstance(norm, str):
             made = [make_norm(norm, out_width(conv)) for conv in self.convs]
         else:
             made = [nn.Identity() for _ in self.convs] if norm is None else _listed(norm)
-        if len(made) == len(self.convs) - 1:
+        if len(made) == len(self.convs) - 1:  # no norm for the last conv, as in PyG's models
             made.append(nn.Identity())
         if len(made) != len(self.convs):
             raise ValueError(f"norm must have one module per conv: {len(self.convs)} convs, {len(made)} norms")
@@ -170,7 +185,8 @@ class GNN(nn.Module):
 
     @classmethod
     def from_pyg(cls, model: BasicGNN) -> GNN:
-        """A PyG model (GraphSAGE, GCN, GAT, GIN, PNA, ...) seen as layers; parameters are shared, not copied."""
+        """A `GNN` with the layers of a PyG model (GraphSAGE, GCN, GAT, ...). Parameters are shared, not copied."""
+        # PyG has no module for jk="last", only its name in `jk_mode`.
         jk = getattr(model, "jk", None) or ("last" if model.jk_mode is not None else None)
         return cls(
             model.convs,
@@ -188,11 +204,15 @@ class GNN(nn.Module):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether the input rows are read by the first conv itself, straight into its aggregation."""
+        """Whether the first conv aggregates input rows as they are, so that its kernel can read a table."""
         return self.encoder is None and not self.input_dropout and not self._uses_x0 and reads_rows(self.convs[0])
 
     def keeps_handle(self, table: Readable) -> bool:
-        """Whether input rows of this table are best left unread: the first layer reads or projects them itself."""
+        """Whether a batch should hold a handle to input rows of this table, and not the rows.
+
+        True if the first conv's kernel reads the stored rows itself. Or if the table is sparse and the model begins
+        with a product, which need not make the rows dense.
+        """
         stored = table.storage()
         if stored is not None:
             return self.reads_rows and stored.dtype == next(self.parameters()).dtype
@@ -200,52 +220,68 @@ class GNN(nn.Module):
 
     @property
     def _projects(self) -> bool:
-        """Whether a product is the first thing that is done to input rows, but for dropout."""
+        """Whether the first operation on input rows, apart from dropout, is a linear layer."""
         if self.encoder is not None:
             return is_linear(self.encoder)
         return isinstance(self.convs[0], GCNConv) and not self._uses_x0
 
     @property
     def _uses_x0(self) -> bool:
+        """Whether layers read the initial rows again, by `initial_residual` or as an argument of their conv."""
         return self.initial_residual > 0 or any(takes_x0(conv) for conv in self.convs)
 
     @property
     def is_fused(self) -> bool:
-        """Whether the long ops of every layer are our kernels and linear layers, which bring threads of their own."""
+        """Whether every conv is fused: its work is then in kernels and linear layers, which bring their own
+        threads."""
         return all(is_fused(conv) for conv in self.convs)
 
     def read_ahead(self, rows: Rows, block: Block) -> Rows:
-        """The part of the first layer that needs no parameter, for a thread that prepares batches."""
+        """Compute the part of the first layer that needs no parameter, in a thread that prefetches batches.
+
+        Returns `ReducedRows` with the result, or the handle as it is if there is no such part.
+        """
         return read_ahead(self.convs[0], rows, block) if self.reads_rows else rows
 
     @property
     def input_reduction(self) -> tuple[Any, ...] | None:
-        """Names what of the first layer needs no parameter, so is the same in every evaluation; None if nothing is."""
+        """A key for the part of the first layer that needs no parameter. None if there is no such part.
+
+        The part is the same in every evaluation, so exact inference caches its result by this key.
+        """
         return input_reduction(self.convs[0]) if self._reduces_input else None
 
     def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
-        """That part of it, of which the layer makes the rest if it is given `ReducedRows`; None where it has none."""
+        """(rows, how): the part of the first layer that needs no parameter, computed on a block. None if it has none.
+
+        `layer(0, ...)` computes the rest if its state holds the result as `ReducedRows`.
+        """
         return reduced_input(self.convs[0], self._in_precision(h), block) if self._reduces_input else None
 
     @property
     def _reduces_input(self) -> bool:
-        """Whether the first conv takes the features as they are, and nothing else needs those of a node."""
+        """Whether the first layer may run on aggregated features alone.
+
+        The conv must take the features as they are. GCNConv keeps no own rows in `ReducedRows`, so it must have no
+        residual that reads them.
+        """
         return not self.encodes and not (self.residual and isinstance(self.convs[0], GCNConv))
 
     @property
     def encodes(self) -> bool:
-        """Whether the first layer's state is anything but the input rows themselves (in evaluation)."""
+        """Whether `encode` changes the input rows in evaluation, or stores initial rows."""
         return self.encoder is not None or self._uses_x0
 
     @property
     def keeps_x0(self) -> bool:
-        """Whether every layer reads rows after the encoder again."""
+        """Whether `State.x0` holds the initial rows, for every layer to read."""
         return self._uses_x0
 
     def rest_parameters(self) -> list[nn.Parameter]:
-        """Those that may have a weight decay of their own: of encoder and head, or of the last conv.
+        """Parameters that may have a weight decay of their own: those of encoder and head.
 
-        Where convs have no parameters, as in APPNP, the last layer is that of the encoder.
+        If the model has neither, those of the last conv. If the convs have no parameters, as in APPNP, only the last
+        layer of encoder and head counts.
         """
         ends = [m for m in (self.encoder, getattr(self, "lin", None)) if m is not None]
         if not any(True for _ in self.convs.parameters()):
@@ -255,15 +291,22 @@ class GNN(nn.Module):
         return [p for module in ends or [self.convs[-1]] for p in module.parameters()]
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Refuse, by name, what between the convs would not mean the same on a block; convs are tried when they run.
+        """Raise ValueError if a module between the convs would compute something else on a block than on the graph.
 
-        num_features, edge: the width of the input rows, and the edge arrays of the graph.
+        Convs are not checked here: `convolve` tries each when it first runs.
+
+        num_features: columns of the input rows. edge: the edge arrays of the graph.
         """
         check_row_wise(self, num_features, edge)
 
     def encode(self, x: Rows | Tensor, ids: Tensor, key: int | Tensor | None) -> State:
-        """Input rows to the first layer's state. ids: [n] what their draws are keyed by; key: of this step's draws."""
+        """The state before the first layer: input rows after input dropout and encoder.
+
+        ids: [n] int64: keys of each row's draws, such as node ids.
+        key: the key of this step's draws. None: dropout is drawn by torch's generator.
+        """
         if self.training and self.input_dropout:
+            # Sparse rows must stay a handle for the product, so dropout is put off until they are read.
             if key is not None and isinstance(x, Rows) and self.keeps_handle(x.table):
                 x = DroppedRows(x.table, x.ids, self.input_dropout, ops.purpose_key(key, INPUT), ids)
             else:
@@ -279,10 +322,14 @@ class GNN(nn.Module):
         return State(x if x0 is None or self.encoder is not None else x0, x0, jk)
 
     def layer(self, l: int, state: State, block: Block) -> State:
-        """Layer `l` on a block: the state of its sources to the state of its destinations."""
+        """Compute layer `l` on a block: from the state of its sources, the state of its destinations.
+
+        Layer hooks of the block may add rows of other nodes behind those of the destinations.
+        """
         if block.layer_hooks is not None:
             block.layer_hooks.before_layer(l, self, state, block)
-        # A single row, or none, has no variance; where ranks sum their statistics, all of them must take part.
+        # A single row, or none, has no variance, so batch norms use their running statistics. Not where ranks sum
+        # statistics: a rank with one row must take part in the sum, or the others would wait for it.
         alone = block.num_dst <= 1 and not (block.convs is not None and block.convs.over_ranks)
         with (
             running_statistics([self.convs[l], self.norms[l]], only_if=alone),
@@ -291,6 +338,7 @@ class GNN(nn.Module):
             return self._layer(l, state, block)
 
     def _layer(self, l: int, state: State, block: Block) -> State:
+        """Layer `l`: conv, initial residual, `_after_conv`, layer hooks, dropout, jumping knowledge."""
         dst = block.num_dst
         if l == 0:
             state = State(self._in_precision(state.h), state.x0, state.jk)
@@ -322,25 +370,25 @@ class GNN(nn.Module):
         return State(h, x0, jk)
 
     def _is_plain(self, l: int) -> bool:
-        """Whether a hidden layer is a conv, ReLU and dropout, and nothing else."""
+        """Whether layer `l` is hidden, and nothing but conv, ReLU and dropout. Only such layers are deferred."""
         more = self.residual or self.keeps_jk or self._uses_x0 or type(self.norms[l]) is not nn.Identity
         return self._acts_by_relu and not more and l < self.num_layers - 1
 
     @property
     def _acts_by_relu(self) -> bool:
-        """Whether the activation is a ReLU that nobody listens to."""
+        """Whether the activation is a ReLU without hooks."""
         if type(self.act) is nn.ReLU:
             return not self.act._forward_hooks and not self.act._forward_pre_hooks
         return self.act in (torch.relu, torch.nn.functional.relu)
 
     def _drops_relu(self, block: Block) -> bool:
-        """Whether dropout comes right after a ReLU, so that both are one."""
+        """Whether dropout comes right after a ReLU, so that one kernel computes both (`ops.relu_dropout`)."""
         adds = self.act_first or (self.residual and not self.residual_first)
         draws = self.training and self.dropout > 0 and block.key is not None
         return draws and self._acts_by_relu and not adds and block.layer_hooks is None
 
     def decode(self, state: State) -> Tensor:
-        """The last layer's state to the output."""
+        """The model's outputs from the last layer's state: jumping knowledge, then the head."""
         h = as_tensor(state.h)
         if self.keeps_jk:
             assert state.jk is not None
@@ -361,6 +409,11 @@ class GNN(nn.Module):
         return out if batch.output_idx is None else out[batch.output_idx]
 
     def _after_conv(self, l: int, h: Tensor, before: Handle | Tensor, relu_later: bool = False) -> Tensor:
+        """Norm, activation and residual of layer `l`, in the order of the model's settings.
+
+        before: the layer's input, whose first rows are the residual. relu_later: the activation is a ReLU that
+        `_drop` computes together with dropout.
+        """
         own: Tensor | None = None
         if self.residual and tuple(h.shape[1:]) == tuple(before.shape[1:]):
             own = self._as_dtype(own_rows(before, h.size(0)))
@@ -374,12 +427,19 @@ class GNN(nn.Module):
         return h if own is None or self.residual_first else h + own
 
     def apply_dropout(self, h: Tensor, ids: Tensor, key: int | Tensor | None, l: int) -> Tensor:
-        """Rows after layer `l` as the next one reads them."""
+        """The rows `h` after layer `l` with that layer's dropout, as the next layer reads them.
+
+        ids: [n] int64: keys of each row's draws. key: the key of the step's draws.
+        """
         return self._drop(h, self.dropout, ids, key, l)
 
     def _drop(
         self, h: Tensor, p: float, ids: Tensor, key: int | Tensor | None, place: int, with_relu: bool = False
     ) -> Tensor:
+        """Rows after dropout, and after a ReLU before it if `with_relu`.
+
+        place: the number of the draw among the keys of a step: `INPUT`, a layer, or `num_layers` for the encoder.
+        """
         if not self.training or p == 0:
             return h
         if key is None:
@@ -388,30 +448,37 @@ class GNN(nn.Module):
         return drop(h, p, ops.purpose_key(key, place), ids)
 
     def _in_precision(self, h: Handle | Tensor) -> Handle | Tensor:
-        """The first layer's input in the model's precision, where its conv has no parameters that would say which."""
+        """The first layer's input in the model's precision, if the first conv has no parameters.
+
+        A conv with parameters converts its input itself.
+        """
         if any(True for _ in self.convs[0].parameters()):
             return h
         if isinstance(h, ReducedRows) and h.reduced_and_own.dtype == self._dtype:
             return h
         if isinstance(h, Rows) and h.table.dtype == self._dtype == torch.float32:
-            return h  # as every conv reads them
+            return h  # in the right precision already, and the conv can read the table itself
         return self._as_dtype(h)
 
     def _as_dtype(self, rows: Handle | Tensor) -> Tensor:
+        """The rows as a tensor in the model's precision. A handle is read."""
         return as_dtype(rows, self._dtype)
 
     @property
     def _dtype(self) -> torch.dtype:
+        """The precision of the model's parameters; float32 if it has none."""
         return next((p.dtype for p in self.parameters()), torch.float32)
 
 
 def _listed(norms: Sequence[nn.Module]) -> list[nn.Module]:
+    """The norms as a list. A single module is refused."""
     if not isinstance(norms, Iterable):
         raise ValueError(f"norm must be a list with a module per conv: write norm=[{type(norms).__name__}(...), ...]")
     return list(norms)
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function of torch.nn.functional with this name."""
     found: Any = getattr(torch.nn.functional, name, None)
     if not callable(found):
         raise ValueError(f"act must be a function of torch.nn.functional such as 'relu' or 'elu', not {name!r}")
@@ -419,7 +486,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def out_width(conv: Any) -> int:
-    """The number of columns that a conv puts out."""
+    """The number of columns that a conv, or an encoder, puts out: all heads together where they are concatenated."""
     width = getattr(conv, "out_channels", None) or getattr(conv, "channels", None)
     if width is None:
         linears = [m for m in conv.modules() if isinstance(getattr(m, "out_features", None), int)]
@@ -430,7 +497,10 @@ def out_width(conv: Any) -> int:
 
 
 def row_widths(model: GNN, num_features: int) -> list[int]:
-    """Of the rows before the first layer, and after each."""
+    """[num_layers + 1] columns of the rows before the first layer, and after each layer.
+
+    A conv without parameters, such as APPNP, keeps the width of its input.
+    """
     widths = [num_features if model.encoder is None else out_width(model.encoder)]
     for conv in model.convs:
         widths.append(out_width(conv) if any(True for _ in conv.parameters()) else widths[-1])

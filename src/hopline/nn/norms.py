@@ -1,4 +1,12 @@
-"""Norms by name, and the statistics of batch norms: of which rows they are taken."""
+"""Norms by name, and contexts that change which rows a batch norm in training takes its statistics from.
+
+    running_statistics    of no rows: the running statistics are used, for a batch of one row
+    ignore_empty_slots    of the rows of a tree's slots that are not empty
+    OwnStatistics         of whatever a given function computes, such as sums over ranks
+
+The contexts reach batch norms inside convs as well. No module is replaced: `OwnStatistics` intercepts torch's
+function `batch_norm`, so the norms stay torch's and PyG's own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +24,7 @@ from hopline.core.batch import Block
 
 
 def make_norm(name: str, width: int) -> nn.Module:
-    """'batch' or 'layer', under the parameter names of PyG's own."""
+    """PyG's BatchNorm for "batch", or its LayerNorm over each node's row for "layer". width: columns of the rows."""
     if name == "batch":
         return pyg_norm.BatchNorm(width)
     if name == "layer":
@@ -26,7 +34,10 @@ def make_norm(name: str, width: int) -> nn.Module:
 
 @contextmanager
 def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterator[None]:
-    """Batch norms go by their running statistics while this lasts: a single row has no variance to go by."""
+    """Make batch norms in training use their running statistics while the context lasts.
+
+    modules: those whose batch norms are meant, inner ones included. only_if: False makes the context do nothing.
+    """
     norms = [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     if not only_if:
         norms = []
@@ -40,18 +51,26 @@ def running_statistics(modules: Iterable[nn.Module], *, only_if: bool) -> Iterat
 
 
 def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractContextManager[Any]:
-    """Batch norms, also those inside convs, take their statistics from a tree's slots that are not empty."""
+    """Make batch norms in training take their statistics only from slots that are not empty, while the context lasts.
+
+    modules: those whose batch norms are meant, inner ones included. The context does nothing if they have none, or if
+    the block is not in the tree layout.
+    """
     norms = (m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training)
     present = None if next(norms, None) is None else block.present
     return nullcontext() if present is None else OwnStatistics(partial(_of_present, present))
 
 
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Rows -> (mean, variance, how many rows they are of)."""
+"""Function of rows [n, columns] -> (mean [columns], biased variance [columns], number of rows [])."""
 
 
 class OwnStatistics(TorchFunctionMode):
-    """Replaces `batch_norm` in training by one whose statistics are not simply those of its rows."""
+    """A context in which `batch_norm` in training takes mean and variance from a given function of the rows.
+
+    As torch does, it normalises by the biased variance and updates the running variance by the unbiased one. In
+    evaluation torch's own `batch_norm` runs. Statistics are computed in float32 or better.
+    """
 
     def __init__(self, statistics: Statistics) -> None:
         super().__init__()
@@ -90,7 +109,12 @@ class OwnStatistics(TorchFunctionMode):
 
 
 def _of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows that are there; shapes stay as they are."""
+    """(mean, variance, number) of the rows of slots that are not empty.
+
+    A product with 0 and 1 in place of a selection: shapes stay fixed, and nothing synchronises.
+
+    present: [at least n] bool: which slots are not empty. rows: [n, columns].
+    """
     there = present[: rows.size(0), None].to(rows.dtype)
     count = there.sum().clamp(min=1)
     mean = (rows * there).sum(0) / count

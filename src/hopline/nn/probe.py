@@ -1,7 +1,15 @@
-"""A tiny graph on which convs and whole models are tried before they are trusted.
+"""A tiny graph on which convs and models are tried before they run on blocks, and helpers for such trials.
 
-It has what goes wrong elsewhere: uneven degrees and a hub, nodes without in-edges and one without any edge, loops,
-several of one node, and double edges. What is tried on it is a copy in float64, beside plain PyG on the whole graph.
+PyG modules do not declare what they read of a graph. So `conv_adapter` and `row_wise` run a copy of a module twice:
+as plain PyG on the whole tiny graph, and on blocks of it. Only if both give the same outputs is the module used on
+blocks.
+
+The graph has what goes wrong elsewhere: uneven degrees and a hub, nodes without in-edges and one without any edge,
+self-loops, two self-loops of one node, and duplicate edges. Copies run in float64, so that outputs that should be
+equal differ by little. Findings are stored in `findings`, by module.
+
+Two problems of copying a module are solved here too: convs with cached=True must not reuse the edges of an earlier
+graph (`without_caches`), and torch does not copy tensors that have a gradient history (`fresh_copy`).
 """
 
 from __future__ import annotations
@@ -34,43 +42,56 @@ SOURCES = (
     (1, 6, 0),
     (3, 8),
     (6, 5, 9, 0),
-    (8,),  # nothing but a loop
+    (8,),  # nothing but a self-loop
     (0, 4, 10, 2),
     (9, 2, 1, 3),
-    (),  # isolated, and the last one: what goes up to the largest id in an edge leaves it out
+    (),  # isolated, and the last one: code that counts nodes by the largest id in an edge misses it
 )
-"""The sources of each node's in-edges; an odd number, so that nothing works by fours."""
+"""SOURCES[i]: the sources of node i's in-edges. 12 nodes and 35 edges: an odd number, so that code that takes edges
+by twos or fours fails."""
 BATCHES = ((3, 0, 5), (1, 2), (8, 4, 11), (4, 11), tuple(reversed(range(len(SOURCES)))))
-"""Nodes that are computed together. The batches differ in what else is in them: the hub or only nodes of low degree;
-last nodes beyond all edges; no edges at all; every node, in another order."""
+"""Destinations of the blocks of a trial. In turn: with the hub; only nodes of low degree; last nodes without
+in-edges; no edges at all; every node, in reverse order. A node's output must not depend on the others in its
+block."""
 
 
 class Findings:
-    """What trials have found out about modules, by module and question. `findings` is the one object of the process.
+    """Answers that trials have found, by module and question. `findings` is the only object of this class.
 
-    This module owns it. It is no field of a model, since convs are called without the model that they are in, and a
-    user's convs get no attributes from us. A module's entries go with the module. Threads need no lock: two that ask at
-    the same time both try, and store equal answers.
+    It is global to the process. It cannot be a field of a model, since convs are also called without their model, and
+    hopline sets no attributes on a user's convs. A module's answers are dropped with the module (weak keys).
+
+    Any thread may call, without a lock: two threads that ask at the same time both try, and store equal answers.
     """
 
     def __init__(self) -> None:
         self._answers: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[object, Any]]] = WeakKeyDictionary()
 
     def get(self, module: nn.Module, question: Hashable, settings: object) -> Any:
-        """The answer that was found at these settings; None if there is none, or if the settings have changed."""
+        """The stored answer to a question about a module; None if there is none, or if it is for other settings."""
         known, answer = self._answers.get(module, {}).get(question, (None, None))
         return answer if known == settings else None
 
     def put(self, module: nn.Module, question: Hashable, settings: object, answer: Any) -> None:
-        """Keep an answer, in the place of one for other settings. settings: all that it depends on and may change."""
+        """Store an answer. It replaces an earlier one, for other settings.
+
+        settings: everything that the answer depends on and that may change while the module lives.
+        """
         self._answers.setdefault(module, {})[question] = (settings, answer)
 
 
 findings = Findings()
+"""The findings of this process."""
 
 
 def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
-    """The graph, with the same kinds of edge arrays as another; whole numbers, such as types, are some of its own."""
+    """The tiny graph, with edge arrays of the same names and kinds as those of the dataset's graph.
+
+    Real numbers are random in float64, some of them negative if some in the dataset are. Integer weights are random.
+    Other whole numbers, such as edge types, are values of the dataset, since only these are sure to be valid.
+
+    edge: the dataset's edge arrays, [num_edges, ...] each.
+    """
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([len(sources) for sources in SOURCES])
     indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -92,18 +113,18 @@ def probe_graph(edge: Mapping[str, Tensor]) -> Graph:
 
 
 def random_rows(*shape: int) -> Tensor:
-    """The same ones for the same shape."""
+    """Normally distributed float64 rows on the host. Calls with the same shape return the same numbers."""
     return _drawn(shape).clone()
 
 
 @functools.lru_cache(maxsize=16)
 def _drawn(shape: tuple[int, ...]) -> Tensor:
-    """Kept, since a model's layers and their copies ask for the same shapes again and again."""
+    """The numbers of `random_rows`. Cached, because a model's layers and their copies ask for the same shapes."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
-    """All in-edges of some nodes, which are its first sources."""
+    """A block with all in-edges of some nodes. The nodes are its destinations, and so its first sources."""
     indptr, positions = ops.row_positions(graph.indptr, torch.tensor(nodes))
     sources = graph.indices[positions].tolist()
     src_ids = list(dict.fromkeys([*nodes, *sources]))
@@ -113,14 +134,18 @@ def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
 
 
 def reverse_edges_of_nodes(graph: Graph) -> Graph:
-    """The same graph, the in-edges of each node in the reverse of their order."""
+    """A copy of a graph in which the in-edges of each node are in reverse order."""
+    # Edge e of a node with the range [start, stop) goes to start + stop - 1 - e.
     stops = torch.repeat_interleave(graph.indptr[1:] + graph.indptr[:-1] - 1, graph.in_degrees())
     order = stops - torch.arange(graph.num_edges)
     return Graph(graph.indptr, graph.indices[order], {name: rows[order] for name, rows in graph.edge.items()})
 
 
 def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
-    """All in-edges of some nodes in the tree layout, in which every edge has a source of its own."""
+    """A block with all in-edges of some nodes in the tree layout, in which every edge has a source of its own.
+
+    Every node has as many child slots as the largest in-degree of the graph. The others are empty (-1).
+    """
     fanout = int(graph.in_degrees().max())
     slots = torch.full((len(nodes), fanout), -1)
     edge_ids = torch.zeros_like(slots)
@@ -137,10 +162,10 @@ def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
 
 
 def trial_of(module: Module) -> Module:
-    """A copy to try: in float64, on the host, in evaluation mode.
+    """A copy of a module for a trial: in float64, on the host, in evaluation mode, with noise added to its weights.
 
-    Its weights are others: some are zero before training, and not finite in a run that diverges, which would hide what
-    the module does.
+    Some weights are zero before training, and some are not finite in a run that diverges. Both would hide what the
+    module computes.
     """
     trial = fresh_copy(module).cpu().double().eval()
     with torch.no_grad():
@@ -151,11 +176,15 @@ def trial_of(module: Module) -> Module:
 
 
 def fresh_copy(module: Module) -> Module:
-    """A copy that remembers no graph it was run on."""
+    """A copy of a module without the caches of a graph that it has run on (cached=True).
+
+    Raises:
+        ValueError: The module holds tensors of an earlier call that torch cannot copy.
+    """
     try:
         with _detach_caches(module):
             trial = copy.deepcopy(module)
-    except RuntimeError as error:  # torch does not copy what is in the middle of a computation
+    except RuntimeError as error:  # torch copies no tensor that is the result of a computation with gradients
         raise ValueError(
             f"{type(module).__name__} keeps tensors of an earlier call: build it anew ({error})"
         ) from error
@@ -166,7 +195,10 @@ def fresh_copy(module: Module) -> Module:
 
 @contextmanager
 def _detach_caches(module: nn.Module) -> Iterator[None]:
-    """Within, tensors that a module computed and kept, such as the weight of `weight_norm`, can be copied."""
+    """Make a module copyable while the context lasts: tensors that it has computed and stored are detached.
+
+    The weight that `weight_norm` computes is such a tensor. Afterwards the module has its own tensors again.
+    """
     kept = [(m, k, v) for m in module.modules() for k, v in vars(m).items() if isinstance(v, Tensor) and not v.is_leaf]
     for m, name, value in kept:
         vars(m)[name] = value.detach()
@@ -178,23 +210,27 @@ def _detach_caches(module: nn.Module) -> Iterator[None]:
 
 
 def options_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The plain settings of a module, on which what was found out about it may depend."""
+    """Attributes of a module that are numbers, strings, booleans or None, as (name, value).
+
+    Findings about the module may depend on them, so a change of one asks for a new trial. `training` is left out:
+    trials choose the mode themselves.
+    """
     plain = (bool, int, float, str, type(None))
     return tuple((k, v) for k, v in vars(module).items() if type(v) in plain and k != "training")
 
 
 def has_cache(module: nn.Module) -> bool:
-    """Whether a conv keeps what it computes of the first graph that it sees, as PyG's do with cached=True."""
+    """Whether a module contains a conv with cached=True, which stores results for the first graph that it sees."""
     return any(vars(m).get("cached") is True for m in module.modules())
 
 
 @contextmanager
 def without_caches(module: nn.Module) -> Iterator[None]:
-    """Within, convs with cached=True compute everything anew: every block has other edges.
+    """Make convs with cached=True compute everything again while the context lasts.
 
-    What they had kept is there again afterwards.
+    Every block has other edges, so a cache of one is wrong for the next. Afterwards they have their caches back.
     """
-    # A conv reads what it keeps also where `cached` is off.
+    # Setting `cached` to False is not enough: a conv still reads a cache that it has. So caches are emptied too.
     before = [(m, {**_caches(m), "cached": vars(m)["cached"]}) for m in module.modules() if "cached" in vars(m)]
     for m, _ in before:
         vars(m).update(_empty_caches(m), cached=False)
@@ -206,9 +242,10 @@ def without_caches(module: nn.Module) -> Iterator[None]:
 
 
 def _caches(module: nn.Module) -> dict[str, Any]:
-    """What PyG's convs keep, by the name of the attribute."""
+    """The caches of a PyG conv, by the name of the attribute: PyG's names all begin with `_cached`."""
     return {name: value for name, value in vars(module).items() if name.startswith("_cached")}
 
 
 def _empty_caches(module: nn.Module) -> dict[str, Any]:
+    """None for every cache of a PyG conv, by the name of the attribute."""
     return dict.fromkeys(_caches(module))

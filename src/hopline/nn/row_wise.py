@@ -1,8 +1,16 @@
-"""Whether what a model does between its convs gives each node's row by itself.
+"""Checks that the modules between a model's convs are row-wise: that they compute each node's row by itself.
 
-A batch, a chunk of inference, a part of a sweep and a rank have some rows each. A norm that averages over the rows that
-are there means something else on each of them. So modules of unknown types are tried: on the rows of a tiny graph and
-on some of these rows, which must come out the same.
+A batch, a chunk of inference, a part and a rank each hold some of the graph's rows. A norm that averages over the
+rows present computes something else on each of them. Such a module must be refused, or handled, before a run starts.
+
+Modules of known types are row-wise without a trial. All others are tried, as copies in float64 on the tiny graph of
+`probe`. The copy runs on all rows and on the rows of a few nodes (`SOME`). If the rows of these nodes differ, the
+module *mixes* rows.
+
+There are two questions, since batch norms mix rows in training but not in evaluation:
+
+    check_row_wise, mixing_module    in evaluation: every method needs row-wise modules there
+    mixing_in_training               in training: full-batch training asks, since its gradients must be exact
 """
 
 from __future__ import annotations
@@ -24,29 +32,30 @@ from hopline.nn.conv_adapter import NeedsWholeGraph, convolve, edge_arguments, t
 from hopline.nn.norms import OwnStatistics
 from hopline.nn.probe import BATCHES, block_of, probe_graph, random_rows, trial_of
 
-if TYPE_CHECKING:  # a GNN checks itself by what is here
+if TYPE_CHECKING:  # `gnn` imports this module
     from hopline.nn.gnn import GNN, State
 
 Module = Callable[..., Any]
-"""A module, or the function of an activation."""
+"""A module, or an activation function."""
 KNOWN_TYPES = (
     nn.Identity, nn.Linear, pyg.Linear, nn.LayerNorm, nn.Dropout, pyg.JumpingKnowledge,
     nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SELU, nn.SiLU, nn.Tanh, nn.Sigmoid,
 )  # fmt: skip
-"""Modules that give each row by itself; exact types only."""
+"""Modules that are row-wise in training and in evaluation. Exact types only: a subclass may do something else."""
 KNOWN_IN_EVALUATION = (*KNOWN_TYPES, nn.BatchNorm1d, pyg.BatchNorm)
-"""In evaluation also those, by their running statistics."""
+"""Modules that are row-wise in evaluation. Batch norms then use their running statistics."""
 KNOWN_FUNCTIONS = {None, torch.relu, torch.tanh, torch.sigmoid} | {
     getattr(nn.functional, name) for name in ("relu", "leaky_relu", "elu", "gelu", "selu", "silu", "tanh", "sigmoid")
 }
+"""Activation functions that are row-wise. None: a model without an activation."""
 SOME = torch.tensor([3, 0, 5, 4, 11])
-"""Of the tiny graph's nodes, those whose rows are computed without the others."""
+"""[5] int64: nodes of the tiny graph whose rows are computed without the other nodes' rows."""
 
 
 def check_row_wise(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> None:
-    """Refuse a module between a model's convs that in evaluation depends on which other nodes are present.
+    """Raise ValueError if a module between a model's convs mixes rows in evaluation.
 
-    num_features, edge: the width of the input rows and the edge arrays of the graph that the model is for.
+    num_features: columns of the input rows. edge: edge arrays of the graph that the model is for.
     """
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
@@ -63,20 +72,23 @@ def check_row_wise(model: GNN, num_features: int, edge: Mapping[str, Tensor]) ->
 
 
 def mixing_module(model: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
-    """The first module between convs that mixes rows in evaluation; None if each row comes by itself."""
+    """The first module between convs that mixes rows in evaluation; None if all are row-wise."""
     if all(_is_known(module, KNOWN_IN_EVALUATION) for module in _between(model)):
         return None
-    with torch.random.fork_rng([]):  # layers without their widths yet draw parameters
+    # The generator is restored afterwards: layers built without their widths draw parameters in a trial.
+    with torch.random.fork_rng([]):
         return _find_mixing_module(trial_of(model), num_features, edge)
 
 
 def mixing_in_training(
     model: GNN, num_features: int, edge: Mapping[str, Tensor], *, over_ranks: bool = False
 ) -> Module | None:
-    """The first module that mixes rows in training, as batch norms do, or keeps something of them in buffers; convs
-    count, unless ranks exchange their rows.
+    """The first module that mixes rows in training, as batch norms do, or writes something of the rows into buffers.
 
-    over_ranks: batch norms do not count, since their statistics are summed over ranks.
+    None if there is none. Convs count too: some have norms inside.
+
+    over_ranks: batch norms and convs do not count, nor do buffers. Ranks sum the statistics of batch norms, and fetch
+        each other's rows for convs.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if norms and not over_ranks:
@@ -95,13 +107,13 @@ def mixing_in_training(
         found = _mixing_conv(trial, num_features, edge)
     if found is not None:
         return found
-    # What a module writes down of the rows that it sees would be written once per part, and again in backward.
+    # A buffer that changes with the rows would be updated once per part, and again when backward recomputes the part.
     changed = (m for m, old in before.items() if not all(map(torch.equal, old, m.buffers(recurse=False))))
     return next(changed, None)
 
 
 def describe_module(module: Module) -> str:
-    """The type of a module, with those inside and whether it has hooks; the name of a function."""
+    """A module's type for a message, with the types inside a container and "with hooks"; a function's name."""
     if not isinstance(module, nn.Module):
         return getattr(module, "__name__", repr(module))
     inside = ", ".join(type(child).__name__ for child in module.children())
@@ -111,11 +123,13 @@ def describe_module(module: Module) -> str:
 
 
 def _between(model: GNN) -> Iterable[Any]:
+    """All modules of a model that are not convs: norms, activation, encoder, jumping knowledge and head."""
     ends = (model.encoder, getattr(model, "jk", None), getattr(model, "lin", None))
     return [*model.norms, model.act, *(module for module in ends if module is not None)]
 
 
 def _is_known(module: Any, known: tuple[type, ...]) -> bool:
+    """Whether a module is row-wise by its type alone. A hook may change the rows, so a module with hooks is not."""
     if not isinstance(module, nn.Module):
         return module in KNOWN_FUNCTIONS
     if module._forward_hooks or module._forward_pre_hooks:
@@ -125,15 +139,19 @@ def _is_known(module: Any, known: tuple[type, ...]) -> bool:
     if type(module) is pyg.LayerNorm:
         return module.mode == "node"
     if isinstance(module, nn.BatchNorm1d | pyg.BatchNorm) and getattr(module, "module", module).running_mean is None:
-        return False  # it takes those of the rows that are there
+        return False  # without running statistics it uses those of the rows present, in evaluation too
     return type(module) in known
 
 
 @dataclass(frozen=True, eq=False)
 class _KnownOutput(ConvRunner):
-    """A conv has run: what is left of a layer is what comes between this conv and the next."""
+    """Returns an output that was computed before, in place of running a conv.
+
+    With it `GNN.layer` computes only the rest of a layer: the modules between this conv and the next.
+    """
 
     output: Tensor
+    """[num_dst, ...]: the conv's output."""
 
     def run(self, conv: nn.Module, h: Handle | Tensor, x0: Tensor | None = None) -> Tensor:
         return self.output
@@ -143,14 +161,18 @@ class _KnownOutput(ConvRunner):
 
 
 def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
-    """The first module between convs of which some rows do not come out as among all rows."""
+    """The first module between convs whose rows at `SOME` differ if the other rows are left out; None if none does.
+
+    trial: a copy of the model, in the mode that is asked about. Convs always run on the whole tiny graph.
+    """
     graph = probe_graph(edge)
     ids = torch.arange(graph.num_nodes)
     with torch.no_grad():
         try:
             x = random_rows(graph.num_nodes, num_features)
             state = trial.encode(x, ids, None)
-        except Exception:  # an embedding takes whole numbers
+        except Exception:
+            # An encoder such as nn.Embedding takes whole numbers.
             x = torch.zeros(graph.num_nodes, num_features, dtype=torch.int64)
             state = trial.encode(x, ids, None)
         if not _same(state, trial.encode(x[SOME], ids[SOME], None)):
@@ -158,6 +180,7 @@ def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor
         for l in range(trial.num_layers):
             out = whole_output(trial.convs[l], trial._as_dtype(state.h), graph, state.x0)
             before = replace(state, h=trial._as_dtype(state.h))
+            # A layer runs norm and activation together. If there is a norm, it is named as the one that mixes.
             is_norm = type(trial.norms[l]) is not nn.Identity
             suspect: Any = trial.norms[l] if is_norm else trial.act
             try:
@@ -174,25 +197,30 @@ def _find_mixing_module(trial: GNN, num_features: int, edge: Mapping[str, Tensor
 
 
 def _some(state: State) -> State:
+    """The state of the nodes `SOME` alone."""
     rows = {name: getattr(state, name) for name in ("h", "x0", "jk")}
     return replace(state, **{name: None if found is None else found[SOME] for name, found in rows.items()})
 
 
 def _same(state: State, of_some: State) -> bool:
+    """Whether `of_some`, computed from the rows of `SOME` alone, equals these rows of `state`."""
     expected = _some(state)
     pairs = [(getattr(of_some, name), getattr(expected, name)) for name in ("h", "x0", "jk")]
     return all(a is None or torch.allclose(a, b, 1e-8, 1e-10, equal_nan=True) for a, b in pairs)
 
 
 def _mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> Module | None:
-    """The first conv whose output on a block is not that on the whole graph, as those with norms inside in training."""
+    """The first conv whose output on a block differs from that on the whole graph; None if none does.
+
+    trial: a copy of the model in training mode, in which convs with norms inside differ.
+    """
     graph = probe_graph(edge)
     x, x0 = random_rows(graph.num_nodes, num_features), None
     with torch.no_grad():
         state = trial.encode(x, torch.arange(graph.num_nodes), None)
         h, x0 = trial._as_dtype(state.h), state.x0
         for conv in trial.convs:
-            whole_output(conv, h, graph, x0)  # refuses what plain PyG cannot run either
+            whole_output(conv, h, graph, x0)  # for its error alone, if plain PyG cannot run the conv
             first = (x0,) if takes_x0(conv) else ()
             out = conv(h, *first, graph.edge_index(), **edge_arguments(conv, graph.edge, torch.float64))
             for nodes in BATCHES[:2]:
@@ -208,12 +236,15 @@ def _mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor]) -> M
 
 
 def _fixed(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics that do not depend on the rows: what is left is what batch norms do not do."""
+    """(mean 0, variance 1, 2 rows): statistics that do not depend on the rows.
+
+    With them batch norms do not mix rows, so a trial finds the other modules that do.
+    """
     return rows.new_zeros(rows.size(1)), rows.new_ones(rows.size(1)), rows.new_tensor(2.0)
 
 
 class NoDropout(TorchFunctionMode):
-    """Within, dropout leaves rows as they are, so that training is the same each time."""
+    """A context in which dropout leaves rows as they are, so that two runs in training mode can be compared."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,12 @@
-"""How far noise on a layer's input moves its output: the penalty of GNNAutoScale on layers that are not smooth."""
+"""The penalty of GNNAutoScale on layers that are not smooth: how far noise on a layer's input moves its output.
+
+For a conv f in evaluation mode and its input rows h, with z standard normal, the penalty of a layer is
+
+    mean over the destinations of   | f(h) - f(h + NOISE z) |
+
+Historical training adds it to the loss, with the weight `Historical.lipschitz`, since historical embeddings are not
+exact: a smooth layer carries less of their error on. Each conv except the first runs two more times per step.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +25,14 @@ from hopline.ops.random import draw, uniform
 NOISE = 0.1
 """Standard deviation of the noise on a layer's input, as in GNNAutoScale."""
 ROWS = 1 << 21
-"""Place of these draws among the keys of a step, apart from those of the layers' dropout."""
+"""The number of the first layer's noise among the keys of a step, layer l having ROWS + l. Far above those of
+dropout, so that no two draws share a key."""
 
 
 def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
-    """How far noise on the input of layer `l` moves its conv's output: a mean distance over the destinations.
+    """The penalty of layer `l` on a block: a scalar with a gradient.
 
-    None for the first layer, which reads no row that may be stale, and where no gradient is wanted.
+    None for the first layer, whose input rows are features and never stale. None in evaluation or without gradients.
     """
     if l == 0 or not model.training or not torch.is_grad_enabled():
         return None
@@ -31,9 +40,11 @@ def spread_of(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
 
 
 def _spread(model: GNN, l: int, state: State, block: Block, noise: float) -> Tensor:
-    """Mean over the destinations of |f(h) - f(h + noise)|, f being the conv in evaluation: only the noise differs."""
+    """Mean over the destinations of |f(h) - f(h + noise z)|, with f the conv of layer `l` in evaluation mode."""
     conv, h = model.convs[l], as_tensor(state.h)
     x0 = None if state.x0 is None else state.x0[: block.num_dst]
+    # In evaluation mode the conv draws no dropout, so that only the noise differs between the two calls. Modes are
+    # restored module by module, since a user may have set some of them to evaluation.
     modes = [(module, module.training) for module in conv.modules()]
     conv.eval()
     try:
@@ -46,10 +57,15 @@ def _spread(model: GNN, l: int, state: State, block: Block, noise: float) -> Ten
 
 
 def _normal(h: Tensor, block: Block, l: int) -> Tensor:
-    """Standard normal numbers like `h`, by (key, layer, node, column)."""
+    """Standard normal numbers in the shape of `h`, which depend only on (key, layer, node, column).
+
+    Drawn by torch's generator where the step has no key on the host.
+    """
     if not isinstance(block.key, int):
         return torch.randn_like(h)
     columns = torch.arange(h.size(1), device=h.device)
     raw = draw(ops.derive_key(block.key, ROWS + l), block.src_keys[: h.size(0), None], columns)
-    angle, size = uniform(raw, 26), 1 - uniform(raw >> 26, 26)  # two numbers of one draw; the second above 0
+    # Box-Muller: sqrt(-2 ln u) cos(2 pi v) is standard normal for uniform u and v. Both come from one 64-bit draw, 26
+    # bits each. 1 - uniform is above 0, so that its logarithm is finite.
+    angle, size = uniform(raw, 26), 1 - uniform(raw >> 26, 26)
     return ((-2 * size.log()).sqrt() * (2 * math.pi * angle).cos()).to(h.dtype)

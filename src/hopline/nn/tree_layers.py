@@ -1,6 +1,18 @@
-"""Layers on trees on a GPU: children's rows reduced in one kernel, and hidden layers that run into the next one.
+"""Aggregation in the tree layout on a GPU, and hidden layers that the next layer computes with its aggregation.
 
-Shapes never depend on what was drawn, and nothing here waits for the device.
+In the tree layout every drawn neighbour has a slot of its own, so the sources of a destination are its child slots.
+`reduce_on_tree` aggregates them in one kernel, straight from the feature table where the device can read it.
+
+A hidden layer SAGEConv or GraphConv -> ReLU -> dropout may be deferred. `pending_rows` computes only its aggregation,
+and the next layer does the rest, as one autograd function:
+
+    layer l                                   layer l + 1
+    a = [reduced | own]   -- PendingRows -->  h = dropout(relu(a [left | right]' + bias)), then [reduced | own] of h
+
+One kernel computes product, ReLU and dropout, so neither the rows in between nor a dropout mask is written to memory.
+The rows h are, for the backward pass (`ops.gpu.dense`).
+
+Shapes never depend on what was drawn, and nothing in this file synchronises, as the capture of a CUDA graph needs it.
 """
 
 from __future__ import annotations
@@ -17,11 +29,13 @@ from hopline.core.row_handles import Handle, Rows, as_dtype
 from hopline.core.tree_layout import TreeBlock
 
 HALVES = (torch.bfloat16, torch.float16)
+"""The half precisions. Layers are deferred only in these."""
 MAX_DEPTH = 512
-"""The widest [reduced | own] rows that the kernel `hidden_then_reduce` takes."""
+"""Most columns of [reduced | own] rows for which a layer is deferred to the kernel `hidden_then_reduce`."""
 
 
 def is_tree_on_gpu(block: Block) -> bool:
+    """Whether the block is in the tree layout and on a GPU."""
     return isinstance(block, TreeBlock) and block.on_gpu
 
 
@@ -34,20 +48,29 @@ def reduce_on_tree(
     with_own: bool,
     dense: Any = None,
 ) -> Tensor:
-    """Each destination's reduced children, with its own row to their right where asked for.
+    """[num_dst, width]: the aggregated rows of each destination's children. [num_dst, 2 * width] if `with_own`.
 
-    weight: by the slot that an edge comes out of. dense: `RowMap.place`, to write rows only for slots that are there.
+    rows: rows of all slots, or a handle to them.
+    how: "sum", "mean" or "max".
+    weight: [num_src] a weight for the edge out of each slot, or None.
+    dtype: the precision of the conv's parameters.
+    with_own: whether the destination's own row stands to the right of the aggregated one.
+    dense: `RowMap.row_of_slot`, to write rows only for slots that are not empty. Used only where a table is read.
     """
     tree = block.tree
     if how == "sum" and block.scale_sums:
+        # The factor belongs to a destination, the weight to the edge out of a child slot: hence the parents. Seeds
+        # are children of no slot and have the parent -1. Any factor does for them, since no edge leaves them.
         factor = block.sampling_factor.to(dtype)[block.parents.clamp(min=0).long()]
         weight = factor if weight is None else weight * factor
     if isinstance(rows, PendingRows) and weight is None and with_own and how != "max":
         return rows.reduced(block, how)
+    # Where the device can read the table, the kernel takes the rows from it. No row per slot is gathered first.
     tiers = rows.table.tiers(tree.nodes.device) if isinstance(rows, Rows) else None
     if isinstance(rows, Rows) and tiers is not None and tiers.hot.is_contiguous():
         cold = None
         if tiers.hot_slot is not None:
+            # The table does not see what a kernel reads. It is told here, so that it can choose its hot rows.
             rows.table.observe(tree.nodes)  # type: ignore[attr-defined]
             cold = (tiers.cold, tiers.hot_slot, rows.table.counts(tree.nodes.device))  # type: ignore[attr-defined]
         x, kind = tiers.hot, compute_dtype(dtype)
@@ -60,7 +83,7 @@ def reduce_on_tree(
 
 
 def edges_to_attend(block: Block) -> Any:
-    """The edges of a block on a GPU, as the kernels of attention take them."""
+    """The edges of a block on a GPU, in the form that the attention kernels take: `ops.gpu.attention.Edges`."""
     kernels = ops.gpu_kernels("attention")
     if isinstance(block, TreeBlock):
         return kernels.tree_edges(block.tree.slots, block.hop, block.tree.nodes, block.tree.counts)
@@ -68,14 +91,18 @@ def edges_to_attend(block: Block) -> Any:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision that a product of float32 parameters runs in."""
+    """The precision in which a product with parameters of this dtype runs: autocast's for float32, else `dtype`."""
     autocast = torch.is_autocast_enabled("cuda") and dtype == torch.float32
     return torch.get_autocast_dtype("cuda") if autocast else dtype
 
 
 def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor:
-    """The linear layers of reduced and own rows, on both side by side; the first one has the bias."""
+    """reduced @ left' + own @ right' + bias, computed as one product of [reduced | own] rows.
+
+    linears: the layer of the reduced rows, which has the bias, and the layer of the own rows.
+    """
     left, right, bias = linears[0].weight, linears[1].weight, linears[0].bias
+    # The kernel computes in the dtype of the rows, so float32 rows under autocast are left to torch.
     single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
     if reduced_and_own.is_cuda and (single or reduced_and_own.dtype in HALVES) and bias is not None:
         return ops.gpu_kernels("dense").two_part_linear(reduced_and_own, left, right, bias)
@@ -84,28 +111,38 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class PendingRows(Handle):
-    """Hidden rows dropout(relu(a W' + b)) that the next layer's kernel makes, reduces and forgets."""
+    """A handle to hidden rows h = dropout(relu(a [left | right]' + bias)) that are not computed yet.
+
+    The next layer computes h together with its aggregation (`reduced`). `read` computes h alone, for a next layer
+    that needs the rows themselves.
+    """
 
     a: Tensor
-    """[num_dst, 2 * width] what the layer's aggregation left, with the rows that `rows` says."""
+    """[num_dst, 2 * width] half precision: [reduced | own] rows of the deferred layer. `rows` maps slots to them."""
     left: Tensor
-    """[columns, width] the weight of the reduced rows."""
+    """[columns, width]: the weight of the reduced rows."""
     right: Tensor
-    """[columns, width] the weight of the own rows."""
+    """[columns, width]: the weight of the own rows."""
     bias: Tensor
+    """[columns]: zeros if the layer has no bias."""
     block: TreeBlock
-    """The layer's own block."""
+    """The block of the deferred layer, not of the layer that reads these rows."""
     rows: Any
-    """`ops.gpu.tree.RowMap`."""
+    """`ops.gpu.tree.RowMap`: the row of `a` for each slot, either for all slots or without the empty ones."""
     p: float
+    """Dropout probability. 0 in evaluation."""
     key: Tensor | None
+    """[1] int64 on the device: the key of the layer's dropout. None: no dropout, whatever `p` is."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.block.num_dst, self.left.size(0))
 
     def reduced(self, block: TreeBlock, how: str) -> Tensor:
-        """[reduced | own] rows for the next layer's destinations."""
+        """[next layer's num_dst, 2 * columns]: [reduced | own] rows of h for the layer that reads these rows.
+
+        block: the block of that layer. how: its aggregation, "sum" or "mean".
+        """
         tree = block.tree
         return ops.gpu_kernels("dense").hidden_then_reduce(
             self.a, self.left, self.right, self.bias, tree.slots, block.hop, tree.nodes, tree.counts, self.rows, how,
@@ -113,6 +150,7 @@ class PendingRows(Handle):
         )  # fmt: skip
 
     def read(self) -> Tensor:
+        # `row_of_slot` may hold anything at an empty slot. Row 0 stands in, and nobody reads the result.
         place = torch.where(self.block.present[: self.block.num_dst], self.rows.row_of_slot, 0)
         weight = torch.cat([self.left, self.right], dim=1)
         h = torch.relu(torch.nn.functional.linear(self.a[place.long()], weight, self.bias))
@@ -124,9 +162,13 @@ class PendingRows(Handle):
 def pending_rows(
     h: Handle | Tensor, block: Block, how: str, linears: tuple[Any, Any], p: float, key: Any
 ) -> PendingRows | None:
-    """A hidden layer of [reduced | own] rows on a tree, left to the next layer; None where it cannot be.
+    """Compute the aggregation of a hidden layer, and leave its product, ReLU and dropout to the next layer's kernel.
 
-    linears: of the reduced rows, with the bias, and of the own ones.
+    None where that is not possible: outside of trees on a GPU, in single precision, for "max", with scaled sums, for
+    rows wider than `MAX_DEPTH`, or with a key that is not on the device.
+
+    linears: the layer of the reduced rows, which has the bias, and the layer of the own rows.
+    p, key: the dropout after the ReLU.
     """
     left, right = linears[0].weight, linears[1].weight
     dtype = compute_dtype(left.dtype)
@@ -138,7 +180,8 @@ def pending_rows(
     reads = isinstance(h, Rows) and h.table.tiers(tree.nodes.device) is not None
     if isinstance(h, Tensor) and h.dtype != dtype:
         h = h.to(dtype)
-    # Most slots are in the outermost hops, whose layer reads the table: empty ones are left out there.
+    # Most slots are in the outermost hops, and the layer that reads the table is theirs. So only that layer leaves
+    # out empty slots; later layers have few slots, and keep a row for each.
     kernels = ops.gpu_kernels("tree")
     with_index = kernels.dense_rows if reads else kernels.rows_by_slot
     rows = with_index(tree.nodes[:num_dst], tree.slots.parents(tree.nodes.device))

@@ -1,4 +1,14 @@
-"""Models that are not made of layers: run on all sampled edges at once."""
+"""Models that hopline cannot take apart into layers, and the choice between the two kinds of models.
+
+Every model that hopline runs is one of two classes, both called with a `Batch`:
+
+    GNN      made of layers. Each layer runs on its own block, so it computes only the rows that the next one reads.
+    Whole    any module with `forward(x, edge_index)`. It runs on the union of a batch's blocks, so every conv in it
+             sees every sampled edge. That costs more, but needs to know nothing about the module.
+
+`as_walkable` turns a user's model into one of them: `is_layered` decides which. It also takes models out of wrappers
+such as DDP. Hooks of hopline's own raise an error with advice where a user calls the wrong object.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +31,18 @@ from hopline.nn.probe import without_caches
 
 
 class Whole(nn.Module):
-    """Any module with `forward(x, edge_index, ...)` on a batch, untrimmed: every layer sees every sampled edge.
+    """Run any module with `forward(x, edge_index, ...)` on batches. Every layer of it sees every sampled edge.
 
-    What convs of the module cached of a graph (`cached=True`) is set aside while it runs here and put back afterwards,
-    so that no graph is computed with the cache of another one.
+    Caches of convs with `cached=True` are set aside while the module runs, and put back afterwards. So no graph is
+    computed with the cache of another one.
 
     Args:
-        module: Whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges] int64, and perhaps
-            edge_weight or edge_attr.
+        module: A module whose forward takes x [num_nodes, num_features] and edge_index [2, num_edges] int64. It may
+            also take edge_weight, edge_attr or edge_type.
 
     Raises:
-        ValueError: `forward` must be given more than features and edges. When it is called: a conv has cached=True, or
-            the output has not one row per node.
+        ValueError: `forward` needs more than features and edges. Raised by a call: a conv has cached=True, or the
+            output is not one tensor with a row per node.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -55,14 +65,15 @@ class Whole(nn.Module):
         self.required_edge_arguments = _required_edge_arguments(module)
 
     def keeps_handle(self, table: Readable) -> bool:
+        """Whether a batch should hold a handle to input rows of this table. Never: the module takes a tensor."""
         return False
 
     def check_blocks(self, num_features: int, edge: Mapping[str, Tensor]) -> None:
-        """Refuse what cannot mean the same on a batch; `whole_probe` tries the rest."""
+        """Raise ValueError if a conv has cached=True. `whole_module_probe` looks for all else that is wrong."""
         self._refuse_caches()
 
     def _refuse_caches(self) -> None:
-        """Refuse convs that would compute every batch with the edges of the first one."""
+        """Raise ValueError if a conv has cached=True: it would use the edges of the first batch for all."""
         for name, part in self.module.named_modules():
             if getattr(part, "cached", False):
                 where = f"{name} of {type(self.module).__name__}" if name else "it"
@@ -77,7 +88,10 @@ class Whole(nn.Module):
         return self.on_block(as_tensor(batch.input_rows), batch.union())[: batch.num_seeds]
 
     def on_block(self, x: Tensor, block: Block) -> Tensor:
-        """Outputs for all nodes of a square block."""
+        """[num_src, ...]: outputs for all nodes of a square block, whose sources are its destinations.
+
+        x: [num_src, num_features] rows of the block's nodes.
+        """
         name = type(self.module).__name__
         for argument in self.required_edge_arguments:
             if EDGE_ARGUMENTS[argument] not in block.edge:
@@ -103,7 +117,11 @@ class Whole(nn.Module):
 
 
 def _required_edge_arguments(module: nn.Module) -> list[str]:
-    """Edge arguments without a default; a module that must be given more than x and edges is refused."""
+    """Names of a module's edge arguments that have no default.
+
+    Raises:
+        ValueError: The module's `forward` does not take (x, edge_index, ...), or needs an unknown argument.
+    """
     parameters = list(inspect.signature(module.forward).parameters.values())
     names, class_name = [p.name for p in parameters], type(module).__name__
     if names[1:2] != ["edge_index"]:
@@ -124,7 +142,7 @@ def _required_edge_arguments(module: nn.Module) -> list[str]:
 
 
 def depth_of(model: nn.Module) -> int:
-    """How many hops a model reaches: its layers, or the convs of a module that is not made of layers."""
+    """The number of hops that a model reaches: of its layers, or of the PyG convs inside any other module."""
     if isinstance(model, GNN):
         return model.num_layers
     module = model.module if isinstance(model, Whole) else model
@@ -138,17 +156,18 @@ def depth_of(model: nn.Module) -> int:
 
 
 def as_walkable(model: nn.Module) -> GNN | Whole:
-    """Return a model that is called with a batch, as the library runs it, with the parameters of the one that is given.
+    """Return a model that can be called with a batch, and shares its parameters with the given one.
 
-    A GNN is one already, a PyG model is run layer by layer, and any other module with `forward(x, edge_index)` as a
-    whole. So is a subclass of a PyG model with a `forward` of its own, since its layers do not tell what it does.
-    A model inside of DDP or Fabric is taken out of its wrapper: to train over ranks, wrap what this returns.
+    A GNN is returned as it is. A PyG model becomes a GNN, which runs layer by layer. Any other module with
+    `forward(x, edge_index)` becomes a Whole. So does a subclass of a PyG model with a `forward` of its own, since its
+    layers do not tell what it computes. A model inside of DDP or Fabric is taken out of its wrapper: to train over
+    ranks, wrap what this returns.
 
     Args:
         model: A `GNN`, a PyG model, or any module with forward(x, edge_index).
 
     Returns:
-        A `GNN`, or a `Whole` for what is not made of layers.
+        A `GNN`, or a `Whole` for a module that is not made of layers.
 
     Raises:
         ValueError: A GNN overrides `forward` or has hooks, or a module's `forward` needs more than features and edges.
@@ -164,6 +183,7 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
     if inner is not model:
         walk = as_walkable(inner)
         if walk is not inner and num_wrapped_ranks(model) > 1:
+            # A new object, which DDP does not know: training it would not sum gradients over ranks.
             walk.register_forward_pre_hook(_refuse_gradients)
         return walk
     by_layers = is_layered(model)
@@ -175,7 +195,9 @@ def as_walkable(model: nn.Module) -> GNN | Whole:
 
 
 def is_layered(model: nn.Module) -> bool:
-    """Whether a model out of its wrapper is run layer by layer: a GNN, or a PyG model that is no more than its layers.
+    """Whether a model is run layer by layer: a GNN, or a PyG model whose `forward` does no more than run its layers.
+
+    model: without a wrapper such as DDP, see `unwrap`.
 
     Raises:
         ValueError: A GNN overrides `forward` or has hooks.
@@ -194,19 +216,19 @@ def is_layered(model: nn.Module) -> bool:
     if not isinstance(model, BasicGNN):
         return isinstance(model, GNN)
     own_forward = type(model).forward is not BasicGNN.forward or is_patched
-    # Layer by layer neither the model itself is called nor its dropout.
+    # Run layer by layer, neither the model itself nor its dropout module is called, so their hooks would not run.
     return not (own_forward or has_hooks(model) or has_hooks(model.dropout))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a user listens to a module, or changes what goes in or comes out."""
+    """Whether a module has hooks, other than those that hopline itself has registered."""
     forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     others = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return any(hook not in (_refuse_gradients, _refuse_batch) for hook in forward) or bool(others)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside of DDP, of what Lightning Fabric's `setup` returns, or of `torch.compile`."""
+    """The user's own module: without DDP, the wrapper of Lightning Fabric's `setup`, or that of `torch.compile`."""
     while True:
         if isinstance(model, (DistributedDataParallel, *_fabric_wrappers())):
             model = model.module  # type: ignore[assignment]
@@ -217,18 +239,24 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _fabric_wrappers() -> list[type[nn.Module]]:
-    """The class of what Lightning Fabric's `setup` returns. No model is of it before Fabric is imported."""
+    """Classes of the wrapper that Lightning Fabric's `setup` returns; none if Fabric is not imported.
+
+    Looked up among imported modules, so that hopline does not import Fabric. No model can be wrapped before.
+    """
     modules = (sys.modules.get(name) for name in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"))
     return [module._FabricModule for module in modules if module is not None]
 
 
 def num_wrapped_ranks(model: nn.Module) -> int:
-    """The ranks that DDP trains a model on; 1 for a model that it does not wrap."""
+    """The number of ranks on which DDP trains a model; 1 if the model is not wrapped by DDP."""
     return torch.distributed.get_world_size(model.process_group) if isinstance(model, DistributedDataParallel) else 1
 
 
 def _refuse_gradients(walk: nn.Module, arguments: tuple[Any, ...]) -> None:
-    """Ranks would each train by themselves: what was taken out of DDP does not sum gradients."""
+    """A pre-forward hook: raise RuntimeError if a model that was taken out of DDP is trained.
+
+    Its gradients would not be summed over ranks, so every rank would train by itself.
+    """
     if walk.training and torch.is_grad_enabled():
         raise RuntimeError(
             "this model was taken out of DistributedDataParallel, so its gradients are not summed over ranks: train "
@@ -237,12 +265,16 @@ def _refuse_gradients(walk: nn.Module, arguments: tuple[Any, ...]) -> None:
 
 
 def tell_calls(model: nn.Module) -> None:
-    """Make a model that a loader is for say what to write when it is called with a batch, which it cannot read."""
+    """Make a user's model raise an error with advice if it is called with a batch, which it cannot read.
+
+    model: the model that a loader was made for. A GNN or Whole reads batches, and is left alone.
+    """
     if not isinstance(model, GNN | Whole) and _refuse_batch not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_refuse_batch)
 
 
 def _refuse_batch(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """A pre-forward hook: raise TypeError if the first argument is a `Batch`."""
     if arguments and isinstance(arguments[0], Batch):
         name = type(model).__name__
         raise TypeError(

@@ -1,17 +1,26 @@
-"""What a module reads of a graph, found by running a copy of it on a tiny one.
+"""Finds out how far from a node a module looks, by running copies of the module on a tiny graph.
 
-A module with `forward(x, edge_index)` does not tell how far from a node it looks. On a subgraph around some seeds, its
-output at the seeds is that of the whole graph if it depends on
+A module with `forward(x, edge_index)` does not declare how many hops it reads. Whoever runs it on the neighbourhood
+of some seeds must know whether its outputs at the seeds are then those of the whole graph. For k hops there are three
+answers:
 
-    the in-edges within k hops (SAGE, GAT, GIN)                   on the k-hop neighbourhood of the seeds
-    and on in-degrees of nodes k hops away (GCN's norm)           on that of k + 1 hops, where these have all in-edges
-    on anything else: more hops, all nodes present (pooling,      on no neighbourhood of k + 1 hops
+    its output at a node depends on                              the outputs are right on
+    in-edges within k hops (SAGE, GAT, GIN)                      the k-hop neighbourhood of the seeds
+    also in-degrees of nodes k hops away (GCN's norm)            the neighbourhood of k + 1 hops, in which the nodes
+                                                                 k hops away have all their in-edges
+    anything else: more hops, all nodes present (pooling,        neither of the two
     norms over nodes), out-degrees, the largest degree
 
-The tiny graph has a node further away than any of these, and is ugly: loops, duplicate edges, isolated nodes and nodes
-without in-edges, a hub, edges in one direction. Features and edge arrays are rows of the dataset with noise, so that
-they have its kinds and ranges. Weights are drawn anew, since some are zero before training. Copies run in float64
-where they can, in evaluation mode, on the CPU.
+A trial (`_find`) runs a copy of the module on the whole tiny graph, and on neighbourhoods of several seeds. It
+compares the outputs at the seeds, for two draws of the weights. It also looks for outputs that depend on random
+numbers, on earlier calls or on the numbers of the nodes.
+
+The tiny graph reaches further than k + 1 hops. It has what goes wrong elsewhere: loops, duplicate edges, isolated
+nodes, nodes without in-edges, a hub, and edges in one direction. Its features and edge arrays are rows of the dataset
+with noise, so that they have the dataset's dtypes and ranges. Weights are drawn again, since some are zero before
+training. Copies run on the CPU in evaluation mode, in float64 where they can.
+
+A finding is stored in `probe.findings`, so a module is tried once for each number of hops.
 """
 
 from __future__ import annotations
@@ -34,44 +43,48 @@ from hopline.nn.probe import findings
 from hopline.nn.whole_module import Whole
 
 WIDTH = 4
-"""Nodes at each distance from the seeds of the tiny graph."""
+"""Nodes of the tiny graph at each distance from the seeds. Also the most seeds of a batch in `check_batches`."""
 FURTHER = 4
-"""How many hops more than asked for are tried, to name a number that would do."""
+"""Hops that are tried beyond the number asked for, so that a message can name a number that is enough."""
 MAX_BYTES = 256 << 20
-"""Parameters, or features of the tiny graph, that are not copied for a trial. A rule of thumb: half a second."""
+"""Most bytes of a module's parameters, or of the tiny graph's features, for a trial. A larger module is not tried.
+A rule of thumb: half a second."""
 TOLERANCE = 1e-8
-"""Relative to the largest output, in float64."""
+"""Largest difference of equal outputs in float64, relative to the largest output."""
 TOLERANCE_SINGLE = 1e-4
-"""Relative to the largest output, in any other precision."""
+"""Largest difference of equal outputs in any other precision, relative to the largest output."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What was found about a module and a number of hops."""
+    """The finding of a trial of one module with one number of hops."""
 
     in_batch: bool = False
-    """Whether the neighbourhood of that many hops gives the whole graph's outputs: a batch with all neighbours does."""
+    """Whether a batch with all neighbours of these hops gives the whole graph's outputs."""
     part_hops: int | None = None
-    """Hops of the neighbourhood that does: that many, or one more, so that nodes at the border have all their in-edges;
-    None where neither does."""
+    """Hops of a neighbourhood that gives the whole graph's outputs: the number tried, or one more. With one more,
+    nodes at the border of the number tried have all their in-edges. None if neither is enough."""
     reason: str = ""
-    """Why neither does: a clause with the module as "it"."""
+    """The reason why `part_hops` is None: a clause with the module as "it"."""
     refusal: str = ""
-    """Why its outputs mean nothing in batches: a clause with the module as "it"; empty where they do."""
+    """The reason why outputs in batches mean nothing: a clause with the module as "it". Empty if they mean
+    something."""
     error: Exception | None = None
-    """What it raised on the tiny graph."""
+    """The exception that the module raised on the tiny graph."""
 
 
 def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
-    """Whether outputs at a node are those of the whole graph if only `hops` hops around it are there.
+    """Find out whether `hops` hops around a node are enough for the module's output at the node.
 
-    x, edge: the dataset's features and edge arrays. Found once for a module, whatever its weights are later.
+    The finding is cached for the module. It does not depend on the weights, which the trial draws itself.
+
+    x, edge: the dataset's features and edge arrays.
     """
     kinds = tuple((name, array.dtype, array.shape[1:]) for name, array in edge.items())
     question = ("reach", hops, x.shape[1:], x.dtype, kinds)
     reach: Reach | None = findings.get(walk.module, question, None)
     if reach is None:
-        # What a module draws in evaluation mode must not be what training draws.
+        # The generator is restored afterwards: a trial must not change what training draws.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             reach = _find(walk.module, hops, x, edge)
         findings.put(walk.module, question, None, reach)
@@ -79,7 +92,10 @@ def find_reach(walk: Whole, hops: int, x: Readable, edge: Mapping[str, Tensor]) 
 
 
 def find_hops(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> int | None:
-    """A number of hops around a node that is enough for a module, if there is one: that of its convs, if it will do."""
+    """A number of hops around a node that is enough for the module's output; None if none up to `FURTHER` is.
+
+    The number of the module's PyG convs is tried first, then 0, 1, ... `FURTHER`.
+    """
     num_convs = sum(isinstance(part, MessagePassing) for part in walk.module.modules())
     tried = (num_convs, *range(FURTHER + 1))
     return next((hops for hops in tried if find_reach(walk, hops, x, edge).part_hops is not None), None)
@@ -95,7 +111,11 @@ def initialise(walk: Whole, x: Readable, edge: Mapping[str, Tensor]) -> None:
 
 
 def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable, seeds: Tensor) -> None:
-    """Refuse a module whose outputs mean nothing, or cannot be computed, in sampled batches."""
+    """Raise ValueError if the module's outputs mean nothing in sampled batches, or cannot be computed.
+
+    fanouts, graph, x, seeds: settings and data of the run. If the module fails on the tiny graph, a copy of it runs
+    on a batch of the first few seeds.
+    """
     name = type(walk.module).__name__
     reach = find_reach(walk, len(fanouts), x, graph.edge)
     if reach.refusal:
@@ -105,7 +125,7 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
         )
     if reach.error is None:
         return
-    # The tiny graph may lack what the module expects of this one, so a real batch decides.
+    # The tiny graph may lack something that the module expects of the dataset's graph, so a real batch decides.
     blocks = NeighborSampler(graph, tuple(fanouts)).sample(seeds[:WIDTH], 0)
     union = Batch(seeds[:WIDTH], blocks, None, None).union()
     try:
@@ -128,12 +148,14 @@ def check_batches(walk: Whole, fanouts: Sequence[int], graph: Graph, x: Readable
 
 
 def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> Reach:
+    """Try a module with a number of hops, without the cache of `find_reach`."""
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
     if max(num_bytes, _TinyGraph.num_nodes(hops + FURTHER) * 8 * torch.Size(x.shape[1:]).numel()) > MAX_BYTES:
         return Reach(reason="it is too large to be tried out on a small graph")
     error: Exception | None = None
     tiny = _TinyGraph(hops, x, edge)
-    for dtype in (torch.float64, None):  # some modules are written for one precision
+    # In float64 first, where equal outputs differ least. Some modules run only in the precision they were built in.
+    for dtype in (torch.float64, None):
         try:
             trials = [_Trial(module, dtype, seed, tiny) for seed in (0, 1)]
             return _compare(trials, hops, x, edge, tiny)
@@ -143,6 +165,7 @@ def _find(module: nn.Module, hops: int, x: Readable, edge: Mapping[str, Tensor])
 
 
 def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Tensor], tiny: _TinyGraph) -> Reach:
+    """Rule out modules about which a comparison would show nothing, then compare neighbourhoods by hops."""
     first, outputs = trials[0], [trial.outputs for trial in trials]
     if not all(map(_tells, outputs)):
         return Reach(reason="its outputs on a small graph are all alike or not finite, which shows nothing")
@@ -153,15 +176,18 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
     x_renumbered, renumbered, numbers = tiny.renumbered()
     if not _are_equal(first.run(x_renumbered, renumbered)[numbers], outputs[0]):
         return Reach(refusal="its output depends on how nodes are numbered, and every batch numbers them anew")
-    # The last seed alone has no edges: a batch that is nothing else is rare, and a chunk of inference may be.
+    # The last seeds have no in-edges, so their neighbourhood has no edges, on which some modules fail. A batch of
+    # only such nodes is rare, so `in_batch` does without them. A chunk of inference may be one, so `part_hops` needs
+    # them.
     in_batch = _difference(trials, outputs, tiny, tiny.seeds[:-1], hops) is None
     if in_batch and _difference(trials, outputs, tiny, tiny.seeds[-1:], hops) is None:
         return Reach(True, hops)
     difference = _difference(trials, outputs, tiny, tiny.seeds, hops + 1)
     if difference is None:
         return Reach(in_batch, hops + 1)
-    if difference:
+    if difference:  # the module failed: more hops would not help
         return Reach(in_batch, None, difference)
+    # Other numbers: the message is better if it names how many hops would be enough.
     for more in range(hops + 1, hops + 1 + FURTHER):
         larger = _TinyGraph(more, x, edge)
         wanted = [trial.run(larger.x, larger.block) for trial in trials]
@@ -178,7 +204,10 @@ def _compare(trials: list[_Trial], hops: int, x: Readable, edge: Mapping[str, Te
 def _difference(
     trials: list[_Trial], outputs: list[Tensor], tiny: _TinyGraph, all_seeds: list[Tensor], num_hops: int
 ) -> str | None:
-    """None where neighbourhoods give the outputs of the whole graph; else why they do not, empty for other numbers."""
+    """Compare the outputs at seeds on their neighbourhoods with `outputs`, those on the whole tiny graph.
+
+    None if they are equal. "" if the numbers differ. A clause that says why if the module fails on a neighbourhood.
+    """
     for seeds in all_seeds:
         part = neighborhood(tiny.graph, seeds, num_hops)
         assert part is not None
@@ -193,23 +222,25 @@ def _difference(
 
 
 class _Trial:
-    """A copy of a module with weights of its own, which was run on the whole tiny graph first."""
+    """A copy of a module with weights drawn from a seed, and its outputs on the whole tiny graph."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, seed: int, tiny: _TinyGraph) -> None:
         self._module, self._dtype, self._seed = module, dtype, seed
         self._draws = True
         self._walk = self._copied(tiny)
         self.outputs = self.run(tiny.x, tiny.block)
-        if not bool(self.outputs.isfinite().all()):  # with the module's own weights, then
+        if not bool(self.outputs.isfinite().all()):
+            # The drawn weights lead to inf or nan. Try the module's own.
             self._draws = False
             self._walk = self._copied(tiny)
             self.outputs = self.run(tiny.x, tiny.block)
 
     def run(self, x: Tensor, block: Block) -> Tensor:
+        """Outputs at all nodes of a square block."""
         return self._walk.on_block(x, block)
 
     def remembers(self, tiny: _TinyGraph) -> bool:
-        """Whether a copy that has seen no graph before gives something else."""
+        """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph before."""
         part = neighborhood(tiny.graph, tiny.seeds[0], 2)
         assert part is not None
         x = tiny.x[part.src_ids]
@@ -220,6 +251,7 @@ class _Trial:
             return True
 
     def _copied(self, tiny: _TinyGraph) -> Whole:
+        """A new copy of the module. Copies of one trial have the same weights: the generator is seeded for each."""
         module = copy.deepcopy(self._module).cpu().eval()
         walk = Whole(module if self._dtype is None else module.to(self._dtype))
         if any(map(is_lazy, walk.parameters())):
@@ -229,17 +261,19 @@ class _Trial:
         for p in walk.parameters():
             if self._draws and p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator).to(p.dtype)
-                # Matrices are drawn anew; a number such as a temperature or a power stays near its own.
+                # Matrices are drawn again. Vectors and numbers, such as a temperature or a power, stay near their
+                # values.
                 p.copy_(noise / p.size(-1) ** 0.5) if p.dim() > 1 else p.add_(0.1 * noise)
         return walk
 
 
 def _tells(out: Tensor) -> bool:
-    """Whether rows differ, so that a wrong one could be told from a right one."""
+    """Whether outputs are finite and rows differ. Otherwise a wrong output could not be told from a right one."""
     return bool(out.isfinite().all()) and bool((out != out[:1]).any())
 
 
 def _are_equal(found: Tensor, expected: Tensor) -> bool:
+    """Whether two outputs have the same shape and are equal up to the tolerance of their precision."""
     tolerance = TOLERANCE if expected.dtype == torch.float64 else TOLERANCE_SINGLE
     if found.shape != expected.shape:
         return False
@@ -248,6 +282,7 @@ def _are_equal(found: Tensor, expected: Tensor) -> bool:
 
 
 def _text(error: Exception | None) -> str:
+    """Type and message of an error on one line, the message shortened to 200 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -255,16 +290,22 @@ def _text(error: Exception | None) -> str:
 
 
 class _TinyGraph:
-    """Nodes at distances 0 .. hops + 3 from the seeds, and some that no seed can be reached from.
+    """The graph of a trial: levels of `WIDTH` nodes at distances 0 .. hops + 3 from the seeds, and four more nodes.
 
-    Node (l, i) is the i-th at distance l. Edges lead from l + 1 to l, within l, and back from l to l + 1.
+        level hops + 3  -->  ...  -->  level 1  -->  level 0, with most of the seeds
+
+    Node (level, i) is the i-th of its level. Edges lead from level + 1 to level, within a level, and from level back
+    to level + 1. Two observers receive edges from the levels and lead only into the hub, the first also into the
+    second. The hub is in the last level, and every node but two leads into it. These two, `alone` and `last`, have no
+    edges.
     """
 
     def __init__(self, hops: int, x: Readable, edge: Mapping[str, Tensor]) -> None:
         generator = torch.Generator().manual_seed(0)
         num_levels = hops + 4
         num_nodes = self.num_nodes(hops)
-        # The last node is one without edges: convs that count nodes by the largest id in an edge miss it.
+        # Nodes are numbered at random. Only the last stays last: code that counts nodes by the largest id in an edge
+        # misses it.
         order = [*torch.randperm(num_nodes - 1, generator=generator).tolist(), num_nodes - 1]
 
         def node(level: int, i: int) -> int:
@@ -301,10 +342,14 @@ class _TinyGraph:
 
     @staticmethod
     def num_nodes(hops: int) -> int:
+        """Nodes of the graph for a number of hops, known without building it."""
         return (hops + 4) * WIDTH + 4
 
     def renumbered(self) -> tuple[Tensor, Block, Tensor]:
-        """(features, graph, the new number of each node): the same graph, its last node staying the last."""
+        """(features, block, the new number of each node) of this graph with other node numbers.
+
+        The last node keeps its number, so that only the order of the nodes differs.
+        """
         num_nodes = self.graph.num_nodes
         numbers = torch.cat([torch.arange(num_nodes - 1).roll(num_nodes // 2), torch.tensor([num_nodes - 1])])
         src, dst = numbers[self.block.edge_index]
@@ -318,12 +363,16 @@ class _TinyGraph:
 
 
 def _whole(graph: Graph) -> Block:
+    """A square block with all nodes and edges of a graph."""
     part = Part(graph.indptr, graph.indices, graph.edge)
     return Block(torch.arange(graph.num_nodes), graph.num_nodes, (part,), graph)
 
 
 def _rows_like(rows: Readable | Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Rows from all over a table or an edge array, with noise where they are not whole numbers: float64 or whole."""
+    """[count, ...]: rows from all over a table or an edge array. Real numbers become float64 and get noise.
+
+    Whole numbers, such as types or ids, are left as they are.
+    """
     total = rows.shape[0]
     if not total:
         return torch.zeros((count, *rows.shape[1:]), dtype=rows.dtype)
@@ -333,13 +382,14 @@ def _rows_like(rows: Readable | Tensor, count: int, generator: torch.Generator) 
         return found
     found = found.double()
     spread = found.std() if found.numel() > 1 and float(found.std()) > 0 else found.abs().mean().clamp(min=1.0)
-    if isinstance(rows, Tensor):  # weights may not be negative: they are scaled
+    if isinstance(rows, Tensor):
+        # An edge array. Weights may have to be positive, so they are scaled: a factor keeps the sign.
         return found * (0.5 + torch.rand(found.shape, generator=generator, dtype=torch.float64))
     return found + spread * torch.randn(found.shape, generator=generator, dtype=torch.float64)
 
 
 def _read(rows: Readable | Tensor, ids: Tensor) -> Tensor:
-    """Rows on the CPU, wherever they are stored."""
+    """Rows of a table or a tensor, copied to the CPU."""
     if isinstance(rows, Tensor):
         return rows[ids.to(rows.device)].cpu()
     storage = rows.storage()
