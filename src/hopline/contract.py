@@ -734,7 +734,7 @@ class Guard(Protocol):
         ...
 
     def step(self, step: SplittableStep) -> Tensor:
-        """Run a step whole or in micro-batches, smaller ones after an out-of-memory error. Returns the summed loss."""
+        """Run a step whole or in micro-batches, smaller ones after an out-of-memory error. Returns its loss sum."""
         ...
 
     def must_split(self, step: SplittableStep) -> bool:

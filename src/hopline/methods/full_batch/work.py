@@ -212,8 +212,8 @@ class ShardedUnit(Unit):
     def _by_all_ranks(self, batch: Batch, total: float) -> Tensor:
         """A step with a loss of the user's own: every rank computes it over the training nodes of all ranks.
 
-        Such a loss need not be a sum over ranks. So the outputs of all ranks are gathered, every rank computes the
-        whole loss and its gradient at them, and goes back from its own rows of that gradient. Returns the loss,
+        Such a loss need not be a sum over ranks. So every rank gathers the outputs of all ranks, and computes the
+        whole loss and its gradient at them. Then it goes back from its own rows of that gradient. Returns the loss,
         weighted by this rank's share of the seeds.
         """
         work, job = self.work, self.work.job

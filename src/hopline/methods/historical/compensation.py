@@ -5,8 +5,8 @@ send a gradient back too. Compensation computes that missing gradient from two k
 and gradients of the loss at them, stored by earlier steps. With exact tables, the gradients of all batches add up to
 that of the full batch. The idea is that of LMC.
 
-The price is, for every layer but the first, a forward and a backward pass over all in-edges of the out-neighbours,
-and a table of gradients for every layer.
+The price is a table of gradients for every layer. In each step, every layer but the first also runs forward and
+backward over all in-edges of the out-neighbours.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class HaloBatch(Batch):
     """A batch of parts of the graph. The model pulls the rows of its halo; `commit` pushes those of its own nodes."""
 
     turn: Turn | None = None
-    """What `commit` ends. None in a batch that only reads."""
+    """The turn that `commit` ends. None in a batch that only reads."""
 
     def commit(self) -> None:
         """Push the rows that the model has computed for the batch's own nodes. Call it after the optimizer's step.

@@ -10,7 +10,7 @@ other. The layer-wise engine (`hopline.layerwise`) takes all of them through a l
         for each micro-batch:   compute layer l again, go back through it      ->  add to gradients after l - 1
 
 Resident for the whole batch are its own rows after each layer and gradients at them. The edges and activations of
-one layer exist for one micro-batch at a time. The price is that the backward pass computes every layer again.
+one layer exist for one micro-batch at a time. The price is that all layers but the last are computed twice.
 
 A micro-batch is a *run*: consecutive nodes of the batch with all their in-edges. Runs are as long as the memory
 allows, and end where a part of the graph ends if the parts are small enough.
@@ -56,14 +56,13 @@ if TYPE_CHECKING:
 
 
 MAX_GROWTH = 1.4
-"""Most times as many micro-batches as in the attempt before, when a batch is split until it fits. A rule of thumb."""
+"""Largest factor from one number of micro-batches to the next that is tried, until a batch fits. A rule of thumb."""
 UNEVEN = 1.1
-"""Most times its equal share of the weight that a run may have, if it then ends with a part. A rule of thumb."""
+"""Largest weight of a run that ends with a part, as a multiple of its equal share. A rule of thumb."""
 ENOUGH_NODES = 64
 """Nodes up to which a `Probe` measures the layers in any case, before a batch is split. A rule of thumb."""
 MAP_BYTES_PER_NODE = 16
-"""Bytes per source of a batch's block that building a micro-batch of it takes: arrays that map sources to local ids.
-A rule of thumb."""
+"""Bytes that building a micro-batch takes per source of the batch's block, for maps to local ids. A rule of thumb."""
 
 
 # ---- where a batch is split, and the bytes of its layers
@@ -128,8 +127,8 @@ def _positions(run: slice) -> Tensor:
 def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> slice:
     """A run of `count` nodes of a batch, for a measurement.
 
-    Of all such runs it has the median number of edges. with_seeds: it lies around the middle seed instead, so that
-    there is a loss.
+    Its number of edges is the median over all such runs. with_seeds: it lies around the middle seed instead, so that
+    it has a loss.
     """
     indptr, seeds = hist_batch.block.part.indptr.cpu(), hist_batch.batch.output_idx
     start = int((indptr[count:] - indptr[:-count]).median(dim=0).indices)
@@ -202,8 +201,8 @@ def check_micro_batches(model: GNN) -> None:
     """Refuse a model for which micro-batches would not give the gradients of the batch.
 
     Raises:
-        ValueError: Names the module. Dropout in an encoder is one: a node that two micro-batches encode would get
-            two masks.
+        ValueError: A module needs the whole batch, as a batch norm does. Or an encoder has dropout: a node that two
+            micro-batches encode would get two masks.
     """
     check_split(model, instead="make parts_per_batch smaller")
     for name, module in model.named_modules():
@@ -352,8 +351,8 @@ class Probe:
         """
         before = [(p, p.grad) for p in self.work.job.module.parameters()]
         count, most, first, taken = 1, self.hist_batch.block.num_dst, 0, 0
-        # `first`, the peak of the first round, stands for what a layer takes whatever the number of nodes. Only the
-        # bytes above it grow. The next round has twice the nodes; a factor of three is a rule of thumb.
+        # `first`, the peak of the first round, stands for the bytes that a layer takes whatever the number of nodes.
+        # Only the bytes above it grow. The next round has twice the nodes; a factor of three is a rule of thumb.
         while count <= most and (first + 3 * (taken - first) < target_bytes or count < ENOUGH_NODES):
             for l in range(self.work.model.num_layers):
                 taken = max(taken, self._measure(l, count, layers))

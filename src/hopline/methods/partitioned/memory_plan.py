@@ -14,7 +14,7 @@ from hopline.device.row_mover import BUFFER_BYTES, NUM_BUFFERS
 from hopline.nn.gnn import GNN
 
 UNEVEN = 1.1
-"""Times the mean size that a part may have. A rule of thumb."""
+"""Largest part that a plan assumes, as a multiple of the mean size. A rule of thumb."""
 
 
 def layers_of(outline: Outline, method: Method) -> GNN:
