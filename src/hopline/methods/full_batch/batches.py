@@ -1,7 +1,7 @@
 """The batch of a full-batch step over shards: all nodes of a rank.
 
-The block of each layer is a `ShardConvs` runner. When the model calls a conv on it, the runner fetches rows of other
-shards through a *transport*, and in backward sends their gradients back:
+The block of each layer belongs to a `ShardConvs` runner. When the model calls a conv on it, the runner fetches rows
+of other shards through a *transport*, and in backward sends their gradients back:
 
     one process     virtual shards of one graph, `LocalTransport`: no messages
     several ranks   a shard per rank, `P2PTransport`, or `HalfPrecisionTransport` with `compress`
@@ -105,7 +105,7 @@ class ShardBatches:
         self.channel: Channel | None = None
         if world.size > 1:
             self.channel = Channel(world)
-            # Ranks that differ would wait for messages that never come, so they compare notes first.
+            # Ranks that differ would wait for messages that never come, so they compare these values first.
             shared = repr([*common, num_layers, *self._facts(ids)]).encode()
             self.channel.check_same(shared, "the method, the seed, the dataset or the layers")
         self.tables, self.transport, own, self.y = self._opened()
