@@ -1,7 +1,16 @@
-"""What a method and the trainer say to each other: a job, the units of work it is done in, and its memory.
+"""The contract between a training method and the trainer: jobs, units of work, and memory.
 
-`Method.bind(job)` gives `Work`, which yields a `Unit` per step. Under a `Budget`, `Method.plan(outline, budget)` says
-before anything runs what lies where and what a step may take.
+    Method (settings)  --bind(job)-->  Work  --units(epoch)-->  Unit, Unit, ...
+
+    for each step, the trainer:   unit.forward_backward(total)     one or more units
+                                  optimizer.step()
+                                  unit.commit()                    the one place where a unit writes state
+
+A `Budget` adds two calls. Before the run, `Method.plan(outline, budget)` returns a `Plan`: the place of all data, and
+the bytes that a step may take. During the run, `Work.guarded(guard, plan)` keeps the steps within these bytes.
+
+Settings of methods derive from `Method`, and settings can be read without torch. So torch is imported only where it
+is used.
 """
 
 from __future__ import annotations
@@ -33,7 +42,7 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
 TrainStep: TypeAlias = "Callable[[nn.Module, Batch], Tensor]"
 """(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
 KeepRows: TypeAlias = "Callable[[int, Tensor, Tensor], None]"
-"""(layer, node ids, their rows after that layer) -> None: called with each part of the nodes once."""
+"""(layer, node ids, their rows after that layer) -> None. Called for some nodes at a time, once for each node."""
 
 
 def _cpu() -> torch.device:
@@ -50,60 +59,63 @@ def _alone() -> World:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """What a method needs to know about the run it works for. The Trainer makes it; `Method` has an example."""
+    """All that a method needs to know about a run. The Trainer makes it. `Method` has an example."""
 
     data: Dataset
     model: GNN | Whole
-    """The model as the library runs it, called with a batch; shares its parameters with the user's."""
+    """The model as the library runs it, called with a batch. It shares its parameters with `module`."""
     module: nn.Module
-    """The user's own model, as it was given."""
+    """The user's model, as it was given to the Trainer."""
     train_ids: Tensor
     """[n] int64: nodes to train on."""
     train_step: TrainStep
+    """Computes the loss of a batch."""
     usual_loss: bool = False
     """Whether `train_step` is the usual loss of the task: a mean over the seeds, which may be computed in parts."""
     seed: int = 0
+    """Seed of all random draws."""
     device: torch.device = field(default_factory=_cpu)
     bf16: bool = False
     """Whether forward runs under bfloat16 autocast."""
     world: World = field(default_factory=_alone)
     """The processes that train together."""
     say: Callable[[str], None] = print
-    """Where a line for the person watching goes."""
+    """Prints a line for the person who watches the run."""
 
 
 class Unit(ABC):
-    """A piece of work that ends in gradients: a batch, a sweep over parts, a captured graph.
+    """Work that ends in gradients: a batch, a sweep over parts, a captured CUDA graph.
 
-    `Method` has an example.
+    The trainer calls `forward_backward`, then the optimizer, then `commit`. `Method` has an example.
     """
 
     size: int
-    """How many training examples it covers, on this rank."""
+    """The number of training examples that the unit covers, on this rank."""
 
     @property
     def total_size(self) -> float | None:
-        """How many the units of all ranks in this place cover together; None: the Trainer sums their sizes.
+        """The number of examples that this unit and those of the other ranks at the same turn cover together.
 
-        A method that knows it saves an exchange a step, and then gives every rank the same number of units.
+        None: the Trainer sums the sizes over the ranks. A method that returns a number saves that message in every
+        step, and must then give every rank the same number of units.
         """
         return None
 
     @abstractmethod
     def forward_backward(self, total: float) -> Tensor:
-        """Add this unit's share of the gradient of the mean loss over `total` examples; return its summed loss.
+        """Add this unit's share of the gradient of the mean loss over `total` examples. Return its summed loss.
 
-        total: examples of the whole step, over all its units and all ranks. Gradients are summed over the ranks, or
-        combined as `Trainer(gradients=)` says.
+        total: the examples of the whole step, over all its units and all ranks. The Trainer then sums the gradients
+        over the ranks, or combines them as `Trainer(gradients=)` says.
         """
 
     def commit(self) -> None:  # noqa: B027 - most units have nothing to write
-        """Called after the optimizer step: the one place where a unit may write state."""
+        """Write state. Called after the optimizer's step: the one place where a unit may do so."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkDescription:
-    """How a work prepares its units, for the report and its advice. The defaults are those of a work without threads.
+    """Describes how a work prepares its units, for the report and its advice. By default it has no threads.
 
     Example:
         >>> hl.extend.WorkDescription(workers=4, look_ahead=8, is_sampled=True).max_workers
@@ -111,26 +123,26 @@ class WorkDescription:
     """
 
     workers: int = 0
-    """Threads that prepare batches; 0 where the thread that trains does."""
+    """The number of threads that prepare batches. 0: the thread that trains does."""
     look_ahead: int = 1
-    """Batches that may be prepared ahead."""
+    """Most batches that are prepared ahead."""
     max_workers: int = 0
-    """How many threads there can be at most; 0 where a user cannot change their number."""
+    """Most threads that a user can ask for. 0: their number cannot be changed."""
     on_gpu: bool = False
     """Whether a GPU prepares the batches itself."""
     is_sampled: bool = False
-    """Whether batches are samples, which smaller fan-outs make smaller."""
+    """Whether batches are sampled, so that smaller fan-outs make them smaller."""
     refreshes: bool = False
-    """Whether stored embeddings are computed exactly in every epoch."""
+    """Whether historical embeddings are computed exactly in every epoch."""
     prepare_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the threads' own work in the last epoch, by stage."""
+    """By stage: seconds that the threads worked in the last epoch."""
 
 
 class Work(ABC):
-    """A method bound to a job. Only `units` must be written; the rest has defaults. `Method` has an example.
+    """A method bound to a job. A subclass must define `units`; all else has defaults. `Method` has an example.
 
     Raises:
-        TypeError: A subclass has a `units` with other arguments.
+        TypeError: A subclass defines `units` with other arguments.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -144,31 +156,32 @@ class Work(ABC):
 
     @abstractmethod
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
-        """The units of an epoch (counted from 1), in order; the same epoch gives the same units again.
+        """The units of an epoch (counted from 1), in order. The same epoch gives the same units again.
 
-        Over several ranks each yields its own; the gradient is that of the mean over the examples of all of them.
-        done, examples: units at the beginning of the epoch that are left out, since a run that was interrupted has
-        trained them, and how many examples these had over all ranks.
+        Each rank yields its own units. The gradient is that of the mean over the examples of all ranks.
+
+        done: the number of units to leave out at the beginning, because an interrupted run has trained them.
+        examples: the number of examples that these units had, over all ranks.
         """
 
     def describe(self) -> WorkDescription:
-        """How units are prepared, as it is after the last epoch."""
+        """Describes how units are prepared, with the figures of the last epoch."""
         return WorkDescription()
 
     @property
     def keep_rows(self) -> KeepRows | None:
-        """Where exact evaluation leaves the hidden rows that it computes; None where they are of no use."""
+        """A callback for the embeddings that exact evaluation computes. None: the method has no use for them."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the work remembers from step to step. It is in the checkpoints."""
+        """The state that the work keeps from step to step, for checkpoints."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most works remember nothing
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
 
     def guarded(self, guard: Guard, plan: Plan) -> Work:
-        """The work whose steps keep to a plan: this one or another. Called once, before the first unit."""
+        """The work whose steps keep to a plan: this object or another. Called once, before the first unit."""
         raise ValueError(
             f"{type(self).__name__} has no guarded(guard, plan), so it cannot keep to a budget: leave out budget=, or "
             "define it"
@@ -176,7 +189,10 @@ class Work(ABC):
 
 
 def units_from(work: Work, epoch: int, done: int = 0, examples: int = 0) -> Generator[Unit, None, None]:
-    """The units of an epoch that are not done yet; closing it closes the work's own iterator."""
+    """The units of an epoch that are not done yet.
+
+    Closing this generator closes the work's own iterator.
+    """
     units = work.units(epoch, done, examples)
     try:
         yield from units
@@ -186,14 +202,14 @@ def units_from(work: Work, epoch: int, done: int = 0, examples: int = 0) -> Gene
 
 
 def in_groups(units: Generator[Unit, None, None], size: int) -> Generator[list[Unit], None, None]:
-    """Units in lists of `size`; closing it closes the units, so that no thread goes on preparing them."""
+    """Units in lists of `size`. Closing it closes `units`, so that no thread keeps preparing more of them."""
     with closing(units):
         while group := list(itertools.islice(units, size)):
             yield group
 
 
 class Method(ABC):
-    """A way to train. Subclasses are settings; `bind` gives the work that yields the units of each epoch.
+    """A training method. Subclasses hold settings; `bind` returns the work that yields the units of each epoch.
 
     For every step the Trainer calls `Unit.forward_backward` of some units, then the optimizer, then `Unit.commit`.
 
@@ -224,33 +240,36 @@ class Method(ABC):
     """
 
     OWN: ClassVar[str] = "hl.extend.Method"
-    """Settings may name a subclass of the user's own, `method=package.module:Class`; this is what it derives from."""
+    """The public name of this class, for messages. Settings may name a subclass, as `method=package.module:Class`."""
 
     @abstractmethod
-    def bind(self, job: Job) -> Work: ...
+    def bind(self, job: Job) -> Work:
+        """The work of this method for one job."""
+        ...
 
     def for_model(self, model: nn.Module) -> Method:
-        """The same method, with settings that depend on the model's depth filled in."""
+        """A copy of this method in which settings that depend on the model's depth are filled in."""
         return self
 
     def for_graph(self, num_nodes: int) -> Method:
-        """The same method, with defaults that a graph of so few nodes cannot follow made smaller."""
+        """A copy of this method whose defaults are small enough for a graph of `num_nodes` nodes."""
         return self
 
     def placement(self, requested: Placement) -> Placement:
-        """Where a GPU should find the data, given what was asked for."""
+        """The placement of data that suits this method on a GPU. requested: what the user asked for."""
         return requested
 
     def place(self, data: Dataset, requested: Placement, device: torch.device) -> Dataset:
-        """The dataset where a GPU finds it fastest, given what was asked for."""
+        """The dataset, placed where a GPU reads it fastest. requested: what the user asked for."""
         from hopline.data.placement import place
 
         return place(data, self.placement(requested), device)
 
     def plan(self, outline: Outline, budget: Budget) -> Plan:
-        """What the method takes, and the form of it that keeps to a budget, by what is known of its steps.
+        """The memory that the method takes, in a form that keeps to a budget if there is one.
 
-        `Plan.fits` says whether it does. Forms may differ in memory and time, not in what is learnt.
+        `Plan.fits` says whether it does. Forms, such as numbers of shards, may differ in memory and time, but not in
+        what is learnt.
         """
         raise ValueError(
             f"{type(self).__name__} has no plan, so it cannot keep to a budget: leave out budget=, or define "
@@ -258,20 +277,21 @@ class Method(ABC):
         )
 
     def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
-        """Batches for approximate inference at `ids`, in their order; None where only exact inference exists."""
+        """Batches for approximate inference at `ids`, in their order. None: the method has exact inference only."""
         return None
 
 
-# ---- memory: a budget, what is known before a run, and the plan by which a method keeps to the budget
+# ---- memory before a run: the budget, the outline of what is known, and the plan of a method
 
 Place = Literal["device", "host", "disk"]
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
+"""All kinds of memory, fastest first."""
 ASYNC_EVALUATION_SHARE = 0.25
-"""The part of what is left for steps that evaluation beside them gets."""
+"""Share of the bytes left for steps that asynchronous evaluation gets. A rule of thumb."""
 OverBudget = Literal["split", "resample", "cut", "cut_by_degree", "cut_by_pagerank", "refuse"]
 CutBy = Literal["random", "degree", "pagerank"]
 CUTS: Mapping[str, CutBy] = {"cut": "random", "cut_by_degree": "degree", "cut_by_pagerank": "pagerank"}
-"""Values of `Budget.over_budget` that leave out edges, and the order in which edges go."""
+"""Values of `Budget.over_budget` that cut edges, and the order in which each leaves them out."""
 
 
 @settings
@@ -322,7 +342,7 @@ class Budget:
 
     @classmethod
     def of(cls, given: Budget | str | int | Mapping[str, str]) -> Budget:
-        """A budget from "8GiB", which is the device's, or from its fields."""
+        """A budget from a size such as "8GiB", for the device, or from a mapping of its fields."""
         if isinstance(given, Budget):
             if given.device is given.host is given.disk is None:
                 raise ValueError("a budget needs a size: write budget=8GiB, budget.host=32GiB or budget.disk=100GiB")
@@ -340,14 +360,17 @@ class Budget:
         return cls(device=str(given))
 
     def bytes_on(self, device: torch.device) -> int | None:
-        """What a step and the model may take on a device; None where nothing was said."""
+        """The bytes that the model and a step may take on a device. None: no limit.
+
+        On a CPU the limits of the device and of the host both hold, so the smaller one counts.
+        """
         given = [self.device] if device.type == "cuda" else [self.device, self.host]
         sizes = [parse_size(size) for size in given if size is not None]
         return min(sizes) if sizes else None
 
 
 def upgrade_budget(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored budget as this version has it: `over_budget` and `cut_by` were two settings, and are one."""
+    """A stored budget in the fields of this version: `cut_by` was a setting of its own, now part of `over_budget`."""
     kept = {key: value for key, value in stored.items() if key != "cut_by"}
     if stored.get("over_budget") == "cut" and stored.get("cut_by", "random") != "random":
         kept["over_budget"] = f"cut_by_{stored['cut_by']}"
@@ -356,23 +379,28 @@ def upgrade_budget(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Item:
-    """Something that a run keeps."""
+    """Something that a run keeps in memory all the time, for a plan."""
 
     name: str
+    """A name for the printed plan, such as "history"."""
     place: Place
+    """The kind of memory that holds it."""
     num_bytes: int
+    """Its size."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outline(ABC):
-    """All that a method may ask about a run before it begins; `hopline.budget.memory_plan` answers."""
+    """All that a method may ask about a run before it begins. `hopline.budget.memory_plan` implements it."""
 
     job: Job
-    """With the data where it is before a GPU is given some of it."""
+    """The job, with its data where it lies before any of it is placed on a GPU."""
     optimizer: str = "adam"
+    """The optimizer's name, which decides how much it remembers per weight."""
     placement: Placement = field(default_factory=Placement)
+    """The placement of the data that the user asked for."""
     async_evaluation: bool = False
-    """Whether evaluation beside training takes memory where steps are computed."""
+    """Whether asynchronous evaluation takes memory at the place where steps are computed."""
 
     @property
     def data(self) -> Dataset:
@@ -392,38 +420,40 @@ class Outline(ABC):
 
     @property
     def compute_place(self) -> Place:
-        """Where the model and its steps are; a CPU is the host."""
+        """The place of the model and its steps: the device, or the host if the device is a CPU."""
         return "host" if self.device.type == "cpu" else "device"
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
 
     @abstractmethod
     def limits(self, budget: Budget) -> dict[Place, int | None]:
-        """Bytes that a budget leaves at each place, None where nothing was said. On a CPU the device is the host."""
+        """By place: the bytes that a budget allows, None for no limit. On a CPU the device is the host."""
 
     @abstractmethod
     def resident_items(self) -> list[Item]:
-        """Weights, and what the optimizer remembers of them; their gradients belong to a step."""
+        """The weights and the optimizer's state. Gradients of the weights belong to a step, so they are not in it."""
 
     @abstractmethod
     def data_on_host(self) -> list[Item]:
-        """Graph, rows and labels in memory; what is mapped from files is not in it."""
+        """The graph, features and labels in host memory. What is mapped from files is not in it."""
 
     @abstractmethod
     def hidden_bytes(self) -> int:
-        """Hidden rows before and after a layer, of all nodes; none where the model is not made of layers."""
+        """The bytes of all nodes' embeddings before and after a layer. 0 if the model is not made of layers."""
 
     @abstractmethod
     def predictor(self, num_blocks: int) -> Any:
-        """The `hopline.budget.predictor.Predictor` of steps over so many blocks: a bound, or more once some were
-        measured."""
+        """The `hopline.budget.predictor.Predictor` of steps over `num_blocks` blocks.
+
+        It gives a bound by the model's widths, and a closer prediction once steps were measured.
+        """
 
 
 class DoesNotFit(ValueError):
-    """No form of a method keeps to a budget; `smallest_bytes` would do, by place."""
+    """Raised if no form of a method keeps to a budget. `smallest_bytes`: by place, a limit that would do."""
 
     def __init__(self, sentence: str, smallest_bytes: Mapping[Place, int]) -> None:
         super().__init__(sentence)
@@ -432,7 +462,7 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """How a method keeps to a budget: what `Method.plan` returns.
+    """The memory of a run under a budget, known before it starts. `Method.plan` returns it.
 
     Example:
         >>> class Own(hl.extend.Method):
@@ -465,84 +495,87 @@ class Plan:
     """
 
     method: Method
-    """With as much look-ahead, or as few shards, as fit; what is learnt does not depend on these."""
+    """The method, with as much look-ahead or as few shards as fit. What is learnt does not depend on these."""
     items: tuple[Item, ...]
-    """What is there all the time."""
+    """Everything that is in memory all the time."""
     limits: Mapping[Place, int | None]
-    """What may be taken, by place; None where nothing was said."""
+    """By place: the most bytes that may be taken. None for no limit."""
     compute_place: Place
-    """Where steps are computed."""
+    """The place where steps are computed."""
     step_bytes: float
-    """What the largest step takes by prediction, were it not cut,"""
+    """The predicted peak of the largest step if it is not split."""
     min_step_bytes: float
-    """and what it takes at least, cut as finely as it can be."""
+    """The predicted peak of the largest step if it is split as finely as possible."""
     steps: int
-    """Optimizer steps of an epoch."""
+    """The number of optimizer steps of an epoch."""
     count: int
-    """How much of the graph a step covers, in"""
+    """The amount of the graph that a step covers, in the unit that `covers` names."""
     covers: str
-    """words with a place for that number."""
+    """A phrase for the printed plan, in which `{}` stands for `count`: "batches of {} of 40 parts"."""
     hidden_bytes: int = 0
-    """Hidden rows of all nodes between two layers, which exact evaluation keeps."""
+    """The bytes of all nodes' embeddings before and after a layer, which exact evaluation keeps."""
     placement: Placement | None = None
-    """Where a GPU finds the data."""
+    """The placement of the data for a GPU. None: the one that was requested."""
     batches_on_host: bool = False
-    """Whether batches wait on the host, and go to the GPU, whole or in pieces, when their turn comes."""
+    """Whether batches wait on the host, and move to the GPU, whole or in micro-batches, when their turn comes."""
     num_blocks: int | None = None
-    """Blocks of a batch by whose steps the method was planned; None: no measured step would tell more."""
+    """The number of blocks of the steps that were predicted. None: measured steps would not make the plan better."""
     async_evaluation: bool = False
-    """Whether evaluation takes memory beside the steps."""
+    """Whether asynchronous evaluation shares the memory with the steps."""
 
     def budget_bytes(self, place: Place) -> int | None:
-        """What may be taken at a place; None where nothing was said."""
+        """The most bytes that may be taken at a place. None for no limit."""
         return self.limits[place]
 
     def resident_bytes(self, place: Place) -> int:
-        """What is there all the time."""
+        """The bytes that are taken at a place all the time."""
         return sum(item.num_bytes for item in self.items if item.place == place)
 
     @property
     def available_bytes(self) -> float:
-        """What is left where steps are computed,"""
+        """The bytes that resident items leave at the place where steps are computed. Infinite without a limit."""
         return _available(self.limits[self.compute_place], self.resident_bytes(self.compute_place))
 
     @property
     def limit_bytes(self) -> float:
-        """and for a step of it."""
+        """The bytes that a step may take: all available ones, less the share of asynchronous evaluation."""
         return (1 - ASYNC_EVALUATION_SHARE) * self.available_bytes if self.async_evaluation else self.available_bytes
 
     @property
     def evaluation_bytes(self) -> float:
-        """What is left for evaluation: all, unless it goes on beside the steps."""
+        """The bytes that evaluation may take: all available ones, or a share if it runs asynchronously."""
         return ASYNC_EVALUATION_SHARE * self.available_bytes if self.async_evaluation else self.available_bytes
 
     @property
     def num_micro_batches(self) -> int:
-        """In how many pieces the largest step is likely to go."""
+        """The number of micro-batches that the largest step is likely to be split into."""
         return max(1, math.ceil(self.step_bytes / self.limit_bytes)) if self.limit_bytes > 0 else 1
 
     @property
     def whole(self) -> str:
-        """The most that a step can cover uncut, in words."""
+        """A phrase for people: what a step covers, and how much of it would fit without a split."""
         if self.step_bytes <= self.limit_bytes:
             return f"{self.covers.format(self.count)}, uncut"
         most = max(0, int(self.count * self.limit_bytes / self.step_bytes))
         return f"{self.covers.format(self.count)}, in pieces; about {most} would fit in one piece"
 
     def peak_bytes(self, place: Place) -> int:
-        """What will be taken at most."""
+        """The most bytes that will be taken at a place, with steps split to fit."""
         step = min(self.step_bytes, self.limit_bytes) if place == self.compute_place else 0
         return self.resident_bytes(place) + math.ceil(with_evaluation(step, self.async_evaluation))
 
     def smallest_bytes(self, place: Place) -> int:
-        """The smallest limit that would do."""
+        """The smallest limit at a place that would do, with steps split as finely as possible."""
         step = with_evaluation(self.min_step_bytes, self.async_evaluation)
         besides = step if place == self.compute_place else self.hidden_bytes if place == self.hidden_place else 0
         return self.resident_bytes(place) + math.ceil(besides)
 
     @property
     def hidden_place(self) -> Place:
-        """Where exact evaluation keeps hidden rows: in files where memory would have no room for them and a chunk."""
+        """The place where exact evaluation keeps embeddings: the host, or files if the host has too little memory.
+
+        The host must fit them twice, so that something is left for a chunk.
+        """
         room = (
             self.evaluation_bytes
             if self.compute_place == "host"
@@ -552,7 +585,7 @@ class Plan:
 
     @property
     def chunk_bytes(self) -> int | None:
-        """What a chunk of exact evaluation may take; None where there is no limit."""
+        """The bytes that a chunk of exact evaluation may take. None for no limit."""
         if self.limit_bytes == math.inf:
             return None
         hidden = self.hidden_bytes if self.hidden_place == self.compute_place else 0
@@ -560,22 +593,29 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it keeps to its limits, with steps cut as finely as they can be."""
+        """Whether the plan keeps to its limits, with steps split as finely as possible."""
         return all(map(self._fits, PLACES))
 
     def check(self) -> Plan:
-        """This plan, if it keeps to its limits."""
+        """This plan, if it keeps to its limits.
+
+        Raises:
+            DoesNotFit: It does not.
+        """
         if self.fits:
             return self
         raise self.refusal(self.missing)
 
     @property
     def missing(self) -> dict[Place, int]:
-        """Where it does not keep to its limits, and the smallest ones that would do."""
+        """By place, for those whose limit is too small: the smallest limit that would do."""
         return {place: self.smallest_bytes(place) for place in PLACES if not self._fits(place)}
 
     def refusal(self, smallest: Mapping[Place, int], budget_key: str = "budget") -> DoesNotFit:
-        """An error with limits that would do. budget_key: how the one where steps are computed was given."""
+        """An error that names limits that would do.
+
+        smallest: by place, these limits. budget_key: the setting that limits the place where steps are computed.
+        """
         keys = {place: budget_key if place == self.compute_place else f"budget.{place}" for place in smallest}
         needs = ", ".join(f"{keys[place]}={_format_limit(size)}" for place, size in smallest.items())
         given = ", ".join(f"{format_size(self.limits[place] or 0)} on the {place}" for place in smallest)
@@ -589,7 +629,7 @@ class Plan:
         return limit is None or self.smallest_bytes(place) <= limit
 
     def _largest(self, places: Mapping[Place, int]) -> str:
-        """What takes most where too little is left."""
+        """A phrase that names the largest item at the places that are too small."""
         found = [(item.num_bytes, item.name) for item in self.items if item.place in places]
         if self.compute_place in places:
             found.append((math.ceil(self.min_step_bytes), "the smallest step"))
@@ -597,7 +637,7 @@ class Plan:
         return f"{name} alone {'take' if name.endswith('s') else 'takes'} {format_size(size)}"
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The plan as lines to print: one per place in use, and one about the steps."""
         found = []
         for place in PLACES:
             items = [item for item in self.items if item.place == place and item.num_bytes]
@@ -617,7 +657,7 @@ class Plan:
 
 
 def with_evaluation(step_bytes: float, async_evaluation: bool) -> float:
-    """What must be there for a step, and for evaluation if that goes on beside it."""
+    """The bytes that must be available for a step, and for asynchronous evaluation if there is any."""
     return step_bytes / (1 - ASYNC_EVALUATION_SHARE) if async_evaluation else step_bytes
 
 
@@ -626,78 +666,85 @@ def _available(limit: int | None, taken: int) -> float:
 
 
 def _format_limit(num_bytes: int) -> str:
-    """A size that `parse_size` reads as no less."""
+    """A size in words, rounded up: `parse_size` reads it as no less than `num_bytes`."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{math.ceil(100 * num_bytes / scale) / 100:g}{unit}"
     return str(num_bytes)
 
 
-# ---- memory while it runs: what a work asks of the guard of its steps
+# ---- memory during a run: the guard that keeps steps within the plan
 
 Redraw: TypeAlias = "Callable[[Tensor, int], tuple[Block, ...]]"
-"""(seeds, key) -> blocks drawn for them: `NeighborSampler.sample`."""
+"""(seeds, key) -> blocks that are sampled for the seeds. `NeighborSampler.sample` is one."""
 
 
 class SplittableStep(Protocol):
-    """A step that runs at once, or in pieces that need each other's rows."""
+    """A step that runs whole, or in micro-batches that need each other's rows.
+
+    Because they need each other's rows, one that runs out of memory makes the whole step start again.
+    """
 
     smaller_by: str
-    """The setting that makes such steps smaller."""
+    """The name of the setting that makes such steps smaller, for messages."""
 
     def sizes(self) -> Sizes:
-        """Of the step at once."""
+        """The sizes of the whole step."""
         ...
 
     def bound_bytes(self) -> float:
-        """What it takes at once, by what pieces took."""
+        """The predicted peak of the whole step, by measurements of micro-batches."""
         ...
 
-    def run_whole(self) -> Tensor: ...
+    def run_whole(self) -> Tensor:
+        """Run the step without a split. Returns its summed loss."""
+        ...
 
     def run_in_micro_batches(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
-        """Cut it into pieces within `Guard.target_bytes`, call `set_predicted_bytes` with what they take at most, and
-        run them."""
+        """Split the step into micro-batches within `Guard.target_bytes`, and run them. Returns the summed loss.
+
+        meter: measures the step. set_predicted_bytes: to be called with the predicted peak before anything runs.
+        """
         ...
 
     def reset(self) -> None:
-        """Drop what an attempt that ran out of memory has left."""
+        """Drop what an attempt that ran out of memory has left behind."""
         ...
 
 
 class Guard(Protocol):
-    """Keeps steps within the bytes that a plan leaves for one; `hopline.budget.guard` has it.
+    """Keeps steps within the bytes that a plan leaves for one. `hopline.budget.guard` implements it.
 
-    `split_ahead` may be called in any thread, all else in the one that trains.
+    `split_ahead` may be called in any thread, everything else in the one that trains.
     """
 
     target_bytes: float
-    """What a step may take now: less for a while after memory ran out."""
+    """The bytes that a step may take now. Less for a while after an out-of-memory error."""
 
     def overhead_bytes(self) -> int:
-        """What is there beside a step: gradients of steps before it, and buffers."""
+        """The bytes that are taken besides a step: gradients of earlier units, and buffers."""
         ...
 
     def unit(self, batch: Batch, redraw: Redraw | None = None) -> Unit:
-        """A batch whose seeds can be trained apart, as a unit that keeps to the room."""
+        """A unit that keeps to the limit, for a batch whose seeds can be trained separately."""
         ...
 
     def split_ahead(self, batch: Batch) -> Batch:
-        """The batch with its groups of seeds, if it will be split."""
+        """The batch, with the seeds of each micro-batch found already if it will be split."""
         ...
 
     def step(self, step: SplittableStep) -> Tensor:
-        """Run a step at once or in pieces, smaller ones after memory ran out."""
+        """Run a step whole or in micro-batches, smaller ones after an out-of-memory error. Returns its loss sum."""
         ...
 
     def must_split(self, step: SplittableStep) -> bool:
-        """Whether a step has to go in pieces; an error where it may not."""
+        """Whether a step must be split. An error if it must and the budget does not allow it."""
         ...
 
     def note_split(self, num_micro_batches: int) -> None:
-        """Note that a step goes in pieces."""
+        """Record that a step is split."""
         ...
 
     def measure(self, run: Callable[[], Tensor], predicted_bytes: float) -> Tensor:
-        """Run a step that cannot be cut, and note what it took of what was promised."""
+        """Run a step that cannot be split, and record its peak next to the predicted one. Returns its summed loss."""
         ...

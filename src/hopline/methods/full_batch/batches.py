@@ -1,4 +1,11 @@
-"""The batch of a full-batch step over shards: a rank's own nodes, whose convs fetch the rows of other shards."""
+"""The batch of a full-batch step over shards: all nodes of a rank.
+
+The block of each layer belongs to a `ShardConvs` runner. When the model calls a conv on it, the runner fetches rows
+of other shards through a *transport*, and in backward sends their gradients back:
+
+    one process     virtual shards of one graph, `LocalTransport`: no messages
+    several ranks   a shard per rank, `P2PTransport`, or `HalfPrecisionTransport` with `compress`
+"""
 
 from __future__ import annotations
 
@@ -28,10 +35,15 @@ from hopline.shards.transports import LocalTransport, P2PTransport, Transport
 from hopline.tables import Table
 
 Mode = Literal["sequential", "stored", "one_shot"]
+"""The way rows of other shards come: shard by shard and again in backward, kept for backward, or all at once."""
 
 
 def check_settings(method: FullBatch, data: Dataset, world: World) -> None:
-    """Refuse settings that do not go with the graph or the ranks."""
+    """Refuse settings that do not go with the graph or the ranks.
+
+    Raises:
+        ValueError: There are more shards than nodes, or `compress` is set in a single process.
+    """
     if world.size == 1 and method.num_shards > data.num_nodes:
         raise ValueError(
             f"num_shards={method.num_shards} is more than the {data.num_nodes} nodes: make it {data.num_nodes} or less"
@@ -41,10 +53,17 @@ def check_settings(method: FullBatch, data: Dataset, world: World) -> None:
 
 
 def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> str | None:
-    """Refuse a model whose gradients would not be exact; returns what of it looks at all rows at once, by name."""
+    """Refuse a model whose gradients would not be exact.
+
+    Returns a description of the first module that mixes rows in training, such as a batch norm. None: no module does.
+
+    Raises:
+        ValueError: A module mixes rows, and ranks or `trim` keep it from seeing all of them.
+    """
     edge = data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
     about = (data.num_features, edge)
     model.check_blocks(*about)
+    # Over ranks batch norms are fine: their statistics are summed over the ranks.
     if world.size > 1 and (part := mixing_in_training(model, *about, over_ranks=True)) is not None:
         raise ValueError(
             f"{describe_module(part)} mixes rows in training, and a rank has only its own: use BatchNorm or "
@@ -61,9 +80,12 @@ def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> s
 
 
 class ShardBatches:
-    """Makes the batches of one rank: all its nodes, of which the seeds are those of `ids`.
+    """Makes the batches of one rank: all its nodes, with those of `ids` as seeds.
 
-    Ranks make one together. common: what must be the same on all of them, beside data, method and ids.
+    Owns the transport between shards, and the channel between ranks if there are several. Collective: all ranks make
+    one together.
+
+    common: further values that must be equal on all ranks. Data, method and ids are always compared.
     """
 
     def __init__(
@@ -83,9 +105,11 @@ class ShardBatches:
         self.channel: Channel | None = None
         if world.size > 1:
             self.channel = Channel(world)
+            # Ranks that differ would wait for messages that never come, so they compare these values first.
             shared = repr([*common, num_layers, *self._facts(ids)]).encode()
             self.channel.check_same(shared, "the method, the seed, the dataset or the layers")
         self.tables, self.transport, own, self.y = self._opened()
+        # Rows of the own nodes in `tables`: a shard's tables hold only these, a dataset's hold all nodes.
         self.rows = torch.arange(own.numel()) if isinstance(data, ShardedData) else own
         is_seed = torch.zeros(data.num_nodes, dtype=torch.bool)
         is_seed[ids.cpu()] = True
@@ -100,15 +124,15 @@ class ShardBatches:
             self.blocks = (whole.to(device).block(),) * num_layers
 
     def _facts(self, ids: Tensor) -> list[object]:
-        """What decides which messages the ranks exchange."""
+        """The values that decide which messages ranks send each other. They must be equal on all ranks."""
         data = self.data
         facts = [repr(self.method), self.seed, data.num_nodes, data.num_edges, int(ids.sum())]
-        if not isinstance(data, ShardedData):  # else the cuts were compared
+        if not isinstance(data, ShardedData):  # else the shards' partitions were compared already
             facts += [int(data.graph.indptr.sum()), int(data.graph.indices.sum(dtype=torch.int64))]
         return facts
 
     def _opened(self) -> tuple[dict[str, Table], Transport, Tensor, Tensor | None]:
-        """(tables, transport, the own nodes' ids, their labels)."""
+        """This rank's shard: (tables, transport, [num_own] global ids of the own nodes, their labels or None)."""
         data, method, world = self.data, self.method, self.world
         if isinstance(data, ShardedData):
             layout = data.shard.layout
@@ -126,7 +150,7 @@ class ShardBatches:
         return dict(data.tables), transport, layout.own_ids, y
 
     def batch(self, key: int | None) -> Batch:
-        """All own nodes. key: of the step's random draws."""
+        """The batch of all own nodes, on the device. key: of the step's random draws."""
         device = self.device
         blocks = each_once(self.blocks, lambda block: replace(block, key=key))
 
@@ -144,5 +168,6 @@ class ShardBatches:
 
 
 def _between_ranks(layout: ShardLayout, method: FullBatch, world: World) -> Transport:
+    """The transport between ranks that `compress` asks for."""
     kinds = COMPRESSED[method.compress]
     return HalfPrecisionTransport(layout, world, kinds) if kinds else P2PTransport(layout, world=world)

@@ -1,6 +1,9 @@
-"""Rows between ranks as bfloat16: a half or a quarter of the bytes, for an approximation of training.
+"""Rows between ranks as bfloat16: half the bytes of float32, a quarter of float64.
 
-What travels for other ends, such as degrees, is left exact.
+    sender: rows -> bfloat16  --message-->  receiver: bfloat16 -> dtype of the rows
+
+Training becomes approximate, so the rounding error is measured and counted in every step. A rank's own rows never
+travel and are not rounded. Messages of other kinds, such as degrees, stay exact.
 """
 
 from __future__ import annotations
@@ -24,21 +27,23 @@ COMPRESSED: dict[str, frozenset[str]] = {
     "bf16": frozenset({FORWARD, REFETCH}),
     "bf16_both": frozenset({FORWARD, REFETCH, GRADIENT}),
 }
-"""By the setting `compress`: what the messages are for that travel as bfloat16."""
+"""By value of the setting `compress`: the kinds of messages that travel as bfloat16."""
 
 
 def _squares(rows: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of all numbers, without a copy of them."""
+    """[] float64 on the host: the sum of squares of all elements. Floating-point rows are not copied."""
     norms = [torch.linalg.vector_norm(t.detach() if t.is_floating_point() else t.double()) for t in rows]
     return torch.stack([norm.double().square().cpu() for norm in norms]).sum()
 
 
 @dataclass(eq=False)
 class PendingMessages:
-    """Messages under way, and what is to be done when they have arrived."""
+    """Messages in transfer, and a callback for their arrival. It stands for the handles of `torch.distributed`."""
 
     works: list[Any]
+    """Handles with `wait()`, one per message."""
     finish: Callable[[], None]
+    """Called once all messages have arrived."""
 
     def wait(self) -> None:
         for work in self.works:
@@ -47,18 +52,22 @@ class PendingMessages:
 
 
 class HalfPrecisionTransport(P2PTransport):
-    """A shard per process; messages of some kinds travel as bfloat16.
+    """A shard per process. Messages of some kinds travel as bfloat16.
 
-    The relative error of a step's messages is counted as `error.forward`, `error.refetch` and `error.gradient`.
+    The relative error of a step's messages is counted as `error.forward`, `error.refetch` and `error.gradient`:
+    sqrt(sum of squared errors / sum of squares).
+
+    kinds: the kinds of messages that are rounded.
     """
 
     def __init__(self, layout: ShardLayout, world: World | None = None, kinds: Collection[str] = ()) -> None:
         super().__init__(layout, world=world)
         self.kinds = frozenset(kinds)
         self.lost: dict[str, Tensor] = {}
-        """By kind, [2] float64 over a step's messages: sums of squares of what rounding lost, and of all rows."""
+        """By kind: [2] float64 on the host, over the step so far: sums of squares of the errors, and of the rows."""
 
     def end_step(self) -> None:
+        """Count the relative errors of the step, and begin a new sum."""
         for kind, (lost, all_) in self.lost.items():
             if all_ > 0:
                 trace.count(f"error.{kind}", float(lost / all_) ** 0.5)
@@ -69,6 +78,7 @@ class HalfPrecisionTransport(P2PTransport):
     ) -> tuple[list[Tensor], list[Any]]:
         if kind not in self.kinds:
             return super().post(sent, to, shapes, source, kind)
+        # The buffers that rows arrive in are bfloat16. They become rows of the right dtype only when somebody waits.
         arrived, works = super().post(self._round(sent, kind), to, shapes, source, kind)
         received = [torch.empty_like(a, dtype=t.dtype) for t, a in zip(sent, arrived, strict=True)]
 
@@ -83,9 +93,10 @@ class HalfPrecisionTransport(P2PTransport):
             return super()._all_to_all(sent, counts, kind, backwards)
         own, others = sent[0], [self._round([rows], kind)[0] for rows in sent[1:]]
         arrived = super()._all_to_all([others[0][:0], *others], [0, *counts[1:]], kind, backwards)
-        return torch.cat([own, arrived.to(own.dtype)])  # own rows are whole
+        return torch.cat([own, arrived.to(own.dtype)])  # own rows did not travel, so they are exact
 
     def _round(self, rows: list[Tensor], kind: str) -> list[Tensor]:
+        """Rows as bfloat16, with integers as they are. Adds the error to the step's sums."""
         rounded = [t.bfloat16() if t.is_floating_point() else t for t in rows]
         errors = [t - r.to(t.dtype) for t, r in zip(rows, rounded, strict=True)]
         self.lost[kind] = self.lost.get(kind, 0) + torch.stack([_squares(errors), _squares(rows)])

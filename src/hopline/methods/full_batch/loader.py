@@ -1,4 +1,4 @@
-"""The batches of full batch over shards, for a loop of the user's own."""
+"""Full batch over shards for a loop of the user's own: one batch per epoch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from hopline.shards.shard import Shard
 
 
 class FullBatchLoader:
-    """One batch per epoch: all nodes of this rank with all their in-edges. Iterating gives epoch after epoch.
+    """One batch per epoch: all nodes of this rank with all their in-edges. Each iteration is the next epoch.
 
-    Usually made by `hl.FullBatch(...).loader(data, model=model)`. The blocks of a batch run convs over shards: rows of
-    other shards come while a conv runs, one shard at a time with `aggregation="sequential"`, and again in backward.
+    Usually made by `hl.FullBatch(...).loader(data, model=model)`. The blocks of a batch run convs over shards: rows
+    of other shards are fetched while a conv runs. With `aggregation="sequential"` they come one shard at a time, and
+    again in backward.
 
-    The seeds of a batch are the rank's own nodes of `ids`, and `batch.total_seeds` counts those of all ranks: divide a
-    summed loss by it, and sum the gradients over the ranks. Every rank makes a loader, takes as many batches as the
-    others, and calls the model and backward on each of them, also where it has no seeds.
+    The seeds of a batch are those of `ids` that are this rank's own nodes, and `batch.total_seeds` counts the seeds
+    of all ranks. Divide a summed loss by it, and sum the gradients over the ranks. Every rank makes a loader and
+    takes as many batches as the others. It calls the model and backward on each of them, even if it has no seeds.
 
     Args:
-        data: A dataset, of which every rank has all, or this rank's shard.
-        ids: [n] int64 nodes whose outputs are wanted, the same on every rank.
-        method: The aggregation, the cut and `trim`.
-        num_layers: Blocks of a batch.
-        seed: Of the cut, and with the epoch of every random draw.
-        device: Where batches come.
+        data: The whole dataset on every rank, or this rank's shard.
+        ids: [n] int64: nodes whose outputs are wanted, the same on every rank.
+        method: The settings: aggregation, partition and `trim`.
+        num_layers: The number of blocks of a batch.
+        seed: Seed of the partition and, together with the epoch, of every random draw.
+        device: The device of the batches.
         world: The ranks. Default: this process alone.
 
     Raises:
@@ -109,7 +110,7 @@ def make_loader(
     device: torch.device | str,
     world: World | None,
 ) -> FullBatchLoader:
-    """The batches alone; `FullBatch.loader` says what the arguments are."""
+    """Make the loader of `FullBatch.loader`, which describes the arguments."""
     if isinstance(data, Shard):
         data = ShardedData(data, world)
     chosen = find_seeds(data, ids)

@@ -1,4 +1,8 @@
-"""The memory plan of `FullBatch`: tables of all nodes, and as few shards as fit."""
+"""The memory plan of `FullBatch`: tables of all nodes, and as few shards as fit.
+
+More shards make a step smaller, and change no gradient beyond rounding. The plan counts the memory of a sweep: one
+layer at one shard at a time.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,14 @@ from hopline.nn.gnn import GNN, row_widths
 from hopline.units.loss_at_outputs import LOSS_COPIES
 
 MAX_SHARDS = 1 << 14
+"""Most shards that a plan tries. A rule of thumb."""
 
 
 def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
-    """As few shards as fit, and no fewer than were asked for: the gradients are those of one."""
+    """The plan with as few shards as fit, and no fewer than the settings ask for.
+
+    If no number of shards fits, it is the plan of the largest number tried, and `Plan.fits` is false.
+    """
     model, data = layers_of(outline, method), outline.data
     widths, limits = row_widths(model, data.num_features), outline.limits(budget)
     rows = 2 * sum(widths[1:-1]) * data.num_nodes * outline.dtype.itemsize  # those of a sweep, and their gradients
@@ -33,6 +41,7 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     loss_bytes = 0 if outline.job.usual_loss else LOSS_COPIES * _output_bytes(outline, model)
 
     def form(num_shards: int) -> Plan:
+        """The plan with this number of shards."""
         sizes = part_sizes(data.graph, min(1.0, UNEVEN / num_shards), model.num_layers)
         step = max(map(outline.predictor(model.num_layers).predict_peak, _by_layer(sizes))) + loss_bytes
         return Plan(
@@ -51,7 +60,8 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
         )
 
     def excess(plans: list[Plan]) -> float:
-        # Any excess doubles the shards: what a step takes for itself does not shrink with them.
+        # `find_fewest` multiplies the shards by the ratio of excess, at most by 2. Part of a step's bytes does not
+        # shrink with more shards, so the true ratio would be too small: infinity doubles them.
         return math.inf if plans[0].step_bytes > plans[0].limit_bytes else 0.0
 
     first = min(method.num_shards, data.num_nodes)
@@ -61,13 +71,13 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
 
 
 def _output_bytes(outline: Outline, model: GNN) -> int:
-    """Of all training nodes, whose outputs are there at once for a loss of the user's own."""
+    """The bytes of the outputs of all training nodes, which a loss of the user's own needs at once."""
     width = max(row_widths(model, outline.data.num_features)[-1], outline.data.num_classes)
     return outline.train_ids.numel() * width * outline.dtype.itemsize
 
 
 def _by_layer(sizes: Sizes) -> Iterator[Sizes]:
-    """What a sweep has at once: one layer."""
+    """The sizes that a sweep has in memory at once, layer by layer: one layer's sources, destinations and edges."""
     for l, edges in enumerate(sizes.edges):
         nodes = [n if l <= i <= l + 1 else 0 for i, n in enumerate(sizes.nodes)]
         yield Sizes(tuple(nodes), tuple(edges if i == l else 0 for i in range(len(sizes.edges))))

@@ -1,4 +1,12 @@
-"""The work of `FullBatch`: by parts in one process, or by shards, one or more ranks."""
+"""The work of `FullBatch`: one exact step per epoch over all nodes, in one of two ways.
+
+    SweepWork     one process. Part by part, layer by layer, with rows between layers in tables. Memory: one part and
+                  its halo. Modules that need all rows at once, such as batch norms, do not work.
+    ShardedWork   one process or ranks. All own rows of a layer at once; convs fetch rows of other shards. Ordinary
+                  autograd goes back.
+
+`aggregation="auto"` takes a sweep if it can.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +36,11 @@ from hopline.util import trace
 
 
 def bind(method: FullBatch, job: Job) -> Work:
-    """The work of a job, by the aggregation that suits it; refuses what cannot be exact."""
+    """The work of a job, by the aggregation that the settings or the job ask for.
+
+    Raises:
+        ValueError: The model, the settings or the ranks do not allow an exact step.
+    """
     model = job.model
     if isinstance(model, Whole):
         raise ValueError(
@@ -46,7 +58,10 @@ def bind(method: FullBatch, job: Job) -> Work:
 def _choose_aggregation(
     method: FullBatch, job: Job, mixing: str | None
 ) -> Literal["sweep", "sequential", "stored", "one_shot"]:
-    """The aggregation, "auto" replaced and said."""
+    """The aggregation of a job. "auto" is replaced by one that works, and the user is told which and why.
+
+    mixing: the module that mixes rows, in words. None: there is none.
+    """
     several = job.world.size > 1 or isinstance(job.data, ShardedData)
     if method.aggregation == "auto":
         reasons = {"several ranks": several, f"{mixing} needs all rows at once": mixing is not None}
@@ -69,9 +84,10 @@ def _num_shards(method: FullBatch, job: Job) -> int:
 
 
 class SweepWork(Work):
-    """Layer by layer over the parts, forward and then back, in the memory of a part and its neighbours.
+    """Full batch by sweeps over the parts, forward and then backward, in the memory of one part and its halo.
 
-    After the forward pass the tables hold every layer's rows, so that going back can compute each layer again.
+    After the forward sweep the tables hold every layer's rows, from which the backward sweep computes each layer
+    again.
     """
 
     def __init__(self, job: Job, model: GNN, method: FullBatch) -> None:
@@ -81,10 +97,10 @@ class SweepWork(Work):
         self.job, self.work = job, PartsWork(job, model, spec)
         self.needed = NeededRows(self.work) if method.trim else None
         self.guard: Guard | None = None
-        self.step_bytes = 0.0  # what a plan promised of a step
+        self.step_bytes = 0.0  # the predicted peak of a step, by the plan
 
     def guarded(self, guard: Guard, plan: Plan) -> SweepWork:
-        """This work, whose step is measured; the plan has chosen as many shards as it takes to fit."""
+        """This work, whose steps are measured from now on. They fit by the plan's number of shards."""
         self.guard, self.step_bytes = guard, plan.step_bytes
         return self
 
@@ -96,13 +112,14 @@ class SweepWork(Work):
 
 @dataclass(eq=False)
 class SweepUnit(Unit):
-    """One step: a sweep over all parts, there and back."""
+    """One step: a forward and a backward sweep over all parts."""
 
     job: Job
     work: PartsWork
     key: int
+    """Key of the random draws. Both sweeps use it, so that the backward one draws the same dropout."""
     needed: NeededRows | None = None
-    """What the training nodes need, where the sweep is trimmed to it."""
+    """The rows that the training nodes need, for a trimmed sweep. None: all rows are computed."""
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -110,7 +127,7 @@ class SweepUnit(Unit):
 
     @property
     def total_size(self) -> int:
-        return self.size  # a sweep is for one process
+        return self.size  # a sweep runs in one process
 
     def forward_backward(self, total: float) -> Tensor:
         needed, layers = self.needed, self.work.model.num_layers
@@ -125,7 +142,10 @@ class SweepUnit(Unit):
 
 
 class ShardedWork(Work):
-    """All own rows of a layer at once; those of other shards come one shard at a time, or all together."""
+    """Full batch with all own rows of a layer at once. Rows of other shards come one shard at a time, or together.
+
+    With several ranks, all make one together.
+    """
 
     def __init__(self, job: Job, model: GNN, method: FullBatch, mode: Mode) -> None:
         self.job = job
@@ -134,17 +154,17 @@ class ShardedWork(Work):
             job.data, job.train_ids, method, mode, model.num_layers,
             seed=job.seed, device=job.device, world=job.world, common=[layers, job.bf16],
         )  # fmt: skip
-        self.agreed = False
+        self.agreed = False  # whether `agree` was called
         self.guard: Guard | None = None
-        self.step_bytes = 0.0  # what a plan promised of a step
+        self.step_bytes = 0.0  # the predicted peak of a step, by the plan
 
     def guarded(self, guard: Guard, plan: Plan) -> ShardedWork:
-        """This work, whose step is measured; the plan has chosen as many shards as it takes to fit."""
+        """This work, whose steps are measured from now on. They fit by the plan's number of shards."""
         self.guard, self.step_bytes = guard, plan.step_bytes
         return self
 
     def agree(self) -> None:
-        """Ranks must have the same model, and begin with the first one's weights."""
+        """Check that all ranks have the same model, and give them the first rank's weights. Collective."""
         model = self.job.module
         tensors = [*model.named_parameters(), *model.named_buffers()]
         assert self.batches.channel is not None
@@ -162,10 +182,11 @@ class ShardedWork(Work):
 
 @dataclass(eq=False)
 class ShardedUnit(Unit):
-    """One step over all shards."""
+    """One step over all shards: the part of it that this rank computes."""
 
     work: ShardedWork
     key: int
+    """Key of the random draws."""
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -181,7 +202,7 @@ class ShardedUnit(Unit):
             return self._by_all_ranks(batch, total)
         with autocast(job), norms_over_ranks(job.world):
             with trace.span("forward", job.device):
-                # A rank without seeds takes part: others wait for its rows and its gradients.
+                # A rank without seeds runs the model too: others wait for its rows and its gradients.
                 loss = job.train_step(job.model, batch) if self.size else job.model(batch).sum() * 0
             with trace.span("backward", job.device):
                 (loss * (max(1, self.size) / total)).backward()
@@ -189,28 +210,36 @@ class ShardedUnit(Unit):
         return loss.detach() * self.size
 
     def _by_all_ranks(self, batch: Batch, total: float) -> Tensor:
-        """The same, for a loss of the user's own: every rank computes it over the training nodes of all ranks."""
+        """A step with a loss of the user's own: every rank computes it over the training nodes of all ranks.
+
+        Such a loss need not be a sum over ranks. So every rank gathers the outputs of all ranks, and computes the
+        whole loss and its gradient at them. Then it goes back from its own rows of that gradient. Returns the loss,
+        weighted by this rank's share of the seeds.
+        """
         work, job = self.work, self.work.job
         assert work.batches.channel is not None
         with autocast(job), norms_over_ranks(job.world):
             with trace.span("forward", job.device):
                 outputs = job.model(batch)
-            # Random numbers of the loss are the same on all ranks, and those of the model go on as they would.
+            # The loss must draw the same random numbers on all ranks, and leave the generator of the model as it was.
             with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []):
                 torch.manual_seed(self.key)
                 found = loss_at_outputs(job, self._of_all_ranks(batch), self._gather(outputs.detach()), 1 / total)
+            # Outputs are gathered in the order of the ranks: this rank's come behind those of the ranks before it.
             first = int(work.batches.channel.all(torch.tensor([self.size]))[: job.world.rank].sum())
             with trace.span("backward", job.device):
                 (outputs * found.output_gradients[first : first + self.size]).sum().backward()
-        found.add_to_parameters(1 / job.world.size)  # gradients are summed over the ranks, and all have these
+        # Gradients that the loss itself has at parameters are equal on all ranks, and will be summed over them.
+        found.add_to_parameters(1 / job.world.size)
         work.batches.transport.end_step()
         return found.loss_sum * (self.size / work.batches.total)
 
     def _of_all_ranks(self, batch: Batch) -> Batch:
+        """The batch for the loss: seeds and labels of all ranks, without edges."""
         y = None if batch.y is None else self._gather(batch.y)
         return batch_of_seeds(self.work.job, self._gather(batch.seeds), y, self.key)
 
     def _gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, one rank after the other."""
+        """The rows of all ranks, one rank after the other, on the device of `rows`. Collective."""
         assert self.work.batches.channel is not None
         return self.work.batches.channel.all(rows.cpu()).to(rows.device)

@@ -1,4 +1,11 @@
-"""Batches of historical training: the edges of some parts, and where rows of their neighbours are read."""
+"""Batches of historical training: the nodes of some parts, all their in-edges, and readers of the halo's rows.
+
+All layers of a batch use one block. Its destinations are the batch's own nodes, and its sources are these and the
+halo:
+
+    sources:   | own nodes, part by part | halo                        |
+    rows:      | computed in this step   | historical, from the tables |
+"""
 
 from __future__ import annotations
 
@@ -21,40 +28,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class HistoricalBatch:
-    """A batch, and what is needed to write its rows and to hear from its neighbours."""
+    """A batch with its halo, and the readers of tables that it needs."""
 
     batch: Batch
     halo: Halo
-    """Reads stored rows between layers, and records the batch's own."""
+    """Reads historical embeddings of the halo between layers, and records the batch's own rows for the push."""
     nodes: Tensor
-    """[n] int64: the batch's own nodes, part by part."""
+    """[n] int64 on the host: global ids of the batch's own nodes, part by part."""
     out_neighbors: OutNeighbors | None
-    """With compensation: the nodes outside the batch that read from it."""
+    """The nodes outside the batch that read its rows. None without compensation."""
     row_reader: RowReader
+    """Reads historical embeddings of nodes outside the batch."""
     gradient_reader: RowReader
-    """Where rows and gradients of nodes outside are read."""
+    """Reads stored gradients at rows of nodes outside the batch, for compensation."""
 
     @property
     def block(self) -> Block:
-        """All in-edges of the batch's nodes."""
+        """All in-edges of the batch's nodes. Every layer uses this block."""
         return self.batch.blocks[0]
 
 
 class HistoricalBatches(PartBatches):
-    """Makes the batches of one work."""
+    """Makes the batches of one work.
+
+    One thread at a time: `_local_idx` is scratch memory.
+    """
 
     work: HistoricalWork
 
     def __init__(self, work: HistoricalWork) -> None:
         super().__init__(work)
+        # [num_nodes] scratch: the local id of each node of the batch at hand, -1 elsewhere. Allocated once, and reset
+        # after each use only where it was written.
         self._local_idx = torch.full((self.data.num_nodes,), -1, dtype=torch.int64)
 
     def make(self, group: Group, key: int | None) -> HistoricalBatch | None:
-        """All in-edges of the group's nodes; None for a group of no parts.
+        """The batch of a group of parts, on the model's device. None for an empty group.
 
-        Rows of the halo are asked for now, from other hosts by all ranks together.
+        Collective with several hosts: the ranks fetch rows of their halos from each other. So a rank without parts
+        calls it too. On a GPU the halo's rows may begin to move now.
+
+        key: of the batch's random draws. None: no draws.
         """
         if not group:
+            # Other ranks may need rows from this host: take part in the all-to-all, asking for nothing.
             self._readers(torch.empty(0, dtype=torch.int64), None)
             return None
         work, parts = self.work, self.work.parts
@@ -84,7 +101,13 @@ class HistoricalBatches(PartBatches):
         return OutNeighbors(block, src_idx, own[src_idx], position[block.src_ids], position[block.dst_ids])
 
     def _readers(self, halo: Tensor, out_neighbors: OutNeighbors | None) -> tuple[RowReader, RowReader]:
-        """Where a batch finds rows and gradients of other nodes: in the tables, or in a copy of what is far away."""
+        """(reader of rows, reader of gradients) of nodes outside a batch.
+
+        On one host they read the tables. With several, rows of other hosts are fetched now, by an all-to-all, and
+        read from that copy.
+
+        halo: [n] int64 positions of the halo.
+        """
         work = self.work
         layers = range(work.model.num_layers)
         if not work.shares.several_hosts:

@@ -1,7 +1,12 @@
-"""Gradients from outside a batch: what nodes that read its rows would send back, by tables of gradients.
+"""Compensation: the gradient that out-neighbours outside a batch would send back to its rows.
 
-A batch's own loss reaches the nodes of the batch alone. With exact tables of rows and gradients, adding the messages of
-the nodes outside makes the sum over all batches the gradient of the full batch (the idea of LMC).
+The loss of a batch reaches only the nodes of the batch. In a full batch, every out-neighbour of a batch node would
+send a gradient back too. Compensation computes that missing gradient from two kinds of tables: historical embeddings,
+and gradients of the loss at them, stored by earlier steps. With exact tables, the gradients of all batches add up to
+that of the full batch. The idea is that of LMC.
+
+The price is a table of gradients for every layer. In each step, every layer but the first also runs forward and
+backward over all in-edges of the out-neighbours.
 """
 
 from __future__ import annotations
@@ -24,19 +29,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class OutNeighbors:
-    """All in-edges of nodes outside a batch that have the batch's nodes among their sources."""
+    """Nodes outside a batch that read rows of the batch, with all their in-edges."""
 
     block: Block
+    """Destinations: the out-neighbours. Sources: all their in-neighbours, nodes of the batch included."""
     batch_src_idx: Tensor
-    """Those of its sources that are the batch's nodes,"""
+    """[k] int64: which sources of `block` are nodes of the batch."""
     own_idx: Tensor
-    """and which of the batch's they are."""
+    """[k] int64: the local id, among the batch's own nodes, of each source that `batch_src_idx` names."""
     src_positions: Tensor
+    """[num_src] int64 on the host: positions of all sources in the tables of rows."""
     dst_positions: Tensor
-    """Of all its sources and destinations, on the host."""
+    """[num_dst] int64 on the host: positions of all destinations in the tables of gradients."""
 
     def narrow(self, dst: slice, block: Block, among: Tensor) -> OutNeighbors:
-        """Those of its destinations; block: their in-edges, whose sources are `among` all."""
+        """The out-neighbours at some destinations only, for a batch in micro-batches.
+
+        dst: the destinations to keep. block: their in-edges. among: [block.num_src] int64, which source of the whole
+        block each source of `block` is.
+        """
         own = torch.full((self.block.num_src,), -1, device=among.device)
         own[self.batch_src_idx] = self.own_idx
         own = own[among]
@@ -55,7 +66,20 @@ class OutNeighbors:
 
 
 def compensation_loss(work: HistoricalWork, hist_batch: HistoricalBatch) -> Tensor:
-    """A sum whose gradient at the batch's rows is what nodes outside would have sent back, by the tables."""
+    """A scalar whose gradient at the batch's own rows is what out-neighbours outside would send back.
+
+    Let L be the summed loss over the whole graph, h_j the row of a batch node j after layer l, and h'_i the row of
+    node i after layer l + 1. By the chain rule
+
+        dL/dh_j  =  sum over out-neighbours i of j   (dh'_i / dh_j)^T  dL/dh'_i
+
+    Autograd computes the terms of those i that are in the batch. `compensation_gradient` computes g_j, the sum over
+    the i outside, with dL/dh'_i from the tables. With g held constant, the scalar
+
+        sum over j   <h_j, g_j>
+
+    has the gradient g_j at h_j. Adding it to the loss lets one backward pass do both.
+    """
     total = torch.zeros((), device=work.job.device)
     out_neighbors, own = hist_batch.out_neighbors, hist_batch.halo.rows
     if out_neighbors is None or not out_neighbors.block.num_dst:
@@ -68,7 +92,16 @@ def compensation_loss(work: HistoricalWork, hist_batch: HistoricalBatch) -> Tens
 def compensation_gradient(
     work: HistoricalWork, hist_batch: HistoricalBatch, out_neighbors: OutNeighbors, l: int, own: Tensor
 ) -> Tensor:
-    """What nodes outside send back to the batch's own rows after layer `l`, by the tables."""
+    """[num_own, ...]: what out-neighbours outside send back to the batch's own rows after layer `l`.
+
+    Computes layer l + 1 at the out-neighbours, from the batch's own rows and historical embeddings of other sources.
+    Then goes back from the gradients that the tables hold for the out-neighbours. Gradients of the parameters do not
+    change.
+
+    own: the batch's own rows after layer `l`.
+    """
+    # The batch's key, so that dropout is drawn as in the batch's own layers. `fresh` is a leaf, cut off from the
+    # graph of the loss: this backward pass must end at the own rows.
     block, fresh = replace(out_neighbors.block, key=hist_batch.batch.key), own.detach().requires_grad_()
     rows = hist_batch.row_reader.read(l, out_neighbors.src_positions, fresh).index_put(
         (out_neighbors.batch_src_idx,), fresh[out_neighbors.own_idx]
@@ -76,12 +109,13 @@ def compensation_gradient(
     with torch.enable_grad(), _norms_as_in_evaluation(work.model, l + 1):
         out = work.layer_at(l + 1, block, rows)
     given = hist_batch.gradient_reader.read(l + 1, out_neighbors.dst_positions, out)
-    if not out.requires_grad:  # a layer that lets no gradient through
+    # A layer may let no gradient through at all, or not read these rows.
+    if not out.requires_grad:
         return torch.zeros_like(fresh)
     (found,) = torch.autograd.grad(out, fresh, given, allow_unused=True)
     return torch.zeros_like(fresh) if found is None else found
 
 
 def _norms_as_in_evaluation(model: GNN, l: int) -> AbstractContextManager[None]:
-    """Nodes outside the batch must not enter its statistics."""
+    """Let the norms of layer `l` use running statistics, which nodes outside the batch must not enter."""
     return running_statistics([model.convs[l], model.norms[l]], only_if=True)

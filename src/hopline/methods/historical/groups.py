@@ -1,4 +1,9 @@
-"""Which parts of a graph meet in a batch of historical training, in which order, and the edges of the batch."""
+"""The batches of an epoch: groups of parts, in an order drawn by the epoch, and their edges.
+
+A batch is a *group* of `parts_per_batch` parts. With groups="redrawn" each epoch draws which parts meet; with "fixed"
+it only draws the order of the groups, so their blocks can be cached. A *turn* is one group per rank, all trained in
+the same optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Groups(Parts):
-    """The parts of a graph as batches."""
+    """The parts of a graph, grouped into batches. Caches the blocks of groups that come again."""
 
     def __init__(
         self, graph: Graph, partition: Partition, method: Historical, shares: PartAssignment, seed: int
@@ -37,17 +42,18 @@ class Groups(Parts):
         )
         self.method, self.seed = method, seed
         self._kept_readers: dict[Group, Block] = {}
+        """By group: in-edges of the nodes that read from it, before edges are dropped."""
 
     # ---- the batches of an epoch
 
     @cached_property
     def num_groups(self) -> int:
-        """Batches that all parts make together, over all ranks."""
+        """The number of batches that cover all parts once, over all ranks."""
         hosts = range(max(self.shares.hosts) + 1)
         return sum(-(-len(self.shares.parts_of_host(host)) // self.per_group) for host in hosts)
 
     def turns_of(self, epoch: int) -> list[tuple[Group, ...]]:
-        """The parts that each rank trains, turn after turn: parts that its host keeps.
+        """The groups of an epoch, by turn and rank. A rank trains parts that its host keeps; () if none are left.
 
         On one host the ranks take the groups of the epoch in order: at turn s, rank r of R takes group s * R + r.
         """
@@ -55,6 +61,7 @@ class Groups(Parts):
         turns: list[tuple[Group, ...]] = []
         while any(turn := tuple(next(groups[host], ()) for host in self.shares.hosts)):
             first, most = len(turns) * len(turn), self.method.max_batches
+            # `max_batches` counts batches over all ranks, so the last turn may have fewer batches than ranks.
             if most is not None:
                 turn = tuple(group if first + i < most else () for i, group in enumerate(turn))
             if not any(turn):
@@ -63,7 +70,7 @@ class Groups(Parts):
         return turns
 
     def _draw_groups(self, epoch: int, host: int) -> list[Group]:
-        """The groups of an epoch among the parts of a host, in order."""
+        """The groups that one host trains in an epoch, in order. All ranks draw the same."""
         parts, key = torch.tensor(self.shares.parts_of_host(host)), ops.derive_key(self.seed, epoch)
         key = ops.derive_key(key, host) if host else key
         if self.method.groups == "redrawn":
@@ -74,13 +81,16 @@ class Groups(Parts):
         return groups
 
     def groups_of(self, epoch: int) -> list[Group]:
-        """The parts of each batch of an epoch, over all ranks, in order."""
+        """The non-empty groups of an epoch, over all ranks, in order."""
         return [group for turn in self.turns_of(epoch) for group in turn if group]
 
     # ---- edges
 
     def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
-        """All in-edges of the group's nodes, without those that are dropped by `key`."""
+        """All in-edges of the group's nodes, without those that edge dropout draws by `key`.
+
+        The cached block is whole: edges are dropped from it anew in every step.
+        """
         return self._drop_edges(super().block_of(group, nodes, key), key)
 
     def _new_block(self, nodes: Tensor) -> Block:
@@ -88,7 +98,7 @@ class Groups(Parts):
         return without_halo(block) if self.method.halo == "drop" else block
 
     def readers_of(self, group: Group, nodes: Tensor, key: int | None) -> Block | None:
-        """All in-edges of nodes outside that read from the group, where compensation asks them."""
+        """All in-edges of the out-neighbours outside the group, less dropped ones. None without compensation."""
         if not self.method.compensate:
             return None
         block = self._kept_readers.get(group)
@@ -103,10 +113,11 @@ class Groups(Parts):
         return drop_edges(block, share, key) if share and key is not None else block
 
     def keeps(self, group: Group) -> bool:
+        """Whether the group's edges are the same every time, which edge dropout prevents."""
         return super().keeps(group) and not self.method.edge_dropout
 
     def _nodes_that_read(self, nodes: Tensor) -> Tensor:
-        """Nodes outside the batch that have an in-edge from inside."""
+        """[n] int64, ascending: the nodes outside the batch that have an in-edge from one of `nodes`."""
         indptr, readers = self._out_edges
         _, as_positions = ops.row_positions(indptr, nodes)
         found = torch.zeros(self.graph.num_nodes, dtype=torch.bool)
@@ -116,6 +127,9 @@ class Groups(Parts):
 
     @cached_property
     def _out_edges(self) -> tuple[Tensor, Tensor]:
-        """(where each node's out-edges begin, the node that each leads to)."""
+        """The graph by out-edges: ([num_nodes + 1] int64 indptr, [num_edges] int64 destination of each edge).
+
+        Built when compensation first asks, since the graph itself is stored by in-edges.
+        """
         indptr, edges = ops.group_edges(self.graph.indices, self.graph.num_nodes)
         return indptr, torch.searchsorted(self.graph.indptr, edges, right=True) - 1

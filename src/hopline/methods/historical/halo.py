@@ -1,4 +1,10 @@
-"""The halo of a batch: neighbours in other parts, whose rows between layers come from the histories."""
+"""The halo of a batch: sources in other parts, whose rows between layers are historical embeddings.
+
+The model calls `Halo.after_layer` between two layers. It records the batch's own rows, for the push after the step.
+Then it appends the halo's rows from the tables, for the next layer:
+
+    own rows after layer l  ->  record  ->  [own rows | halo rows of the table of layer l]  ->  layer l + 1
+"""
 
 from __future__ import annotations
 
@@ -12,14 +18,16 @@ from hopline.tables.history import RowReader
 
 
 class Halo(Recorder):
-    """Completes a batch's rows between two layers by stored rows of its halo, and records its own for `commit`.
+    """Appends historical embeddings of the halo between two layers, and records the batch's own rows for `commit`.
+
+    It belongs to one batch. Recorded rows stay until `reset`.
 
     Args:
-        slabs: The places of the batch's nodes, in their order.
-        positions: Those of the halo, on the host. In the batch's block the halo's nodes come behind its own.
-        row_reader: Where rows of the halo are read.
-        last: The last layer, after which no rows are needed.
-        keeps_gradients: Whether gradients of the batch's own rows are wanted.
+        row_ranges: Positions of the batch's own nodes in the tables, in the order of the batch.
+        positions: [n] int64 on the host: positions of the halo in the tables, in the order of the block's sources.
+        row_reader: Reads rows of the halo.
+        last: The number of the last layer, after which nothing is read or pushed.
+        keeps_gradients: Whether autograd keeps the gradients at the batch's own rows.
         measures: Whether to measure how far noise moves each layer.
     """
 
@@ -40,15 +48,16 @@ class Halo(Recorder):
         if l == self.last or not self.positions.numel():
             return super().after_layer(l, h)
         self.record(l, h)
+        # Concatenation copies, so nothing later can change the recorded rows in place.
         return torch.cat([h, self.row_reader.read(l, self.positions, h)])
 
     def commits(self) -> Iterator[tuple[int, Tensor]]:
-        """(layer, the batch's own rows after it) to write into the tables: all but the last layer's."""
+        """The rows to push: (layer, the batch's own rows after it) for all layers but the last."""
         for l, rows in self.rows.items():
             if l != self.last:
                 yield l, rows.detach()
 
     def reset(self) -> None:
-        """Drop what a step that failed has recorded."""
+        """Drop the recorded rows, when a step is undone or its rows are pushed."""
         self.rows.clear()
         self.spreads.clear()

@@ -1,4 +1,12 @@
-"""The batches of historical training, for a loop of the user's own: the model pulls, `commit` pushes."""
+"""Batches of historical training for a loop of the user's own.
+
+    for batch in loader:
+        model(batch)         pulls: historical embeddings of the halo, between layers
+        optimizer.step()
+        batch.commit()       pushes: the rows that the model computed for the batch's own nodes
+
+The push is a call of its own, because only the loop knows when the optimizer's step is done.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +32,14 @@ from hopline.util.log import logger
 
 
 class Turn:
-    """What a batch of a user's loop has to write when its step is done."""
+    """The turn of one batch in a user's loop. `end` pushes its rows, once, and counts the commit."""
 
     def __init__(self, loader: HistoricalLoader, unit: HistoricalUnit) -> None:
         self.loader, self.unit = loader, unit
         self.is_over = False
 
     def end(self) -> None:
+        """Push the rows. An error if that was done before, or if the model was not called."""
         if self.is_over:
             raise ValueError("this batch was committed already: call batch.commit() once, after optimizer.step()")
         hist_batch = self.unit.hist_batch
@@ -48,15 +57,15 @@ class Turn:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HaloBatch(Batch):
-    """A batch of some parts of the graph: the model reads stored rows of its halo, and `commit` writes its own."""
+    """A batch of parts of the graph. The model pulls the rows of its halo; `commit` pushes those of its own nodes."""
 
     turn: Turn | None = None
-    """None in a batch that only reads."""
+    """The turn that `commit` ends. None in a batch that only reads."""
 
     def commit(self) -> None:
-        """Push the rows that the model has computed for the batch's own nodes: after the optimizer's step.
+        """Push the rows that the model has computed for the batch's own nodes. Call it after the optimizer's step.
 
-        Over ranks all of them commit, in the same order.
+        Collective: all ranks commit, in the same order.
 
         Raises:
             ValueError: The model was not called with this batch, or the batch was committed already.
@@ -67,28 +76,31 @@ class HaloBatch(Batch):
 
 
 class HistoricalLoader:
-    """Batches of some parts of the graph with all their in-edges. Iterating gives epoch after epoch.
+    """Batches of parts of the graph, with all their in-edges. Each iteration over the loader is the next epoch.
 
-    Usually made by `hl.Historical(...).loader(data, model=model)`. Calling the model with a batch reads the stored rows
-    of its halo, the neighbours in other parts, between layers (pull). `batch.commit()` writes the rows of the batch's
-    own nodes (push). Tables are filled exactly before the first batch, unless `warm_up` is off. Parts without seeds are
-    run forward and pushed on the way, and are no batches of the loop.
+    Usually made by `hl.Historical(...).loader(data, model=model)`. Calling the model with a batch pulls: between
+    layers it reads historical embeddings of the halo, the neighbours in other parts. `batch.commit()` pushes: it
+    writes the rows of the batch's own nodes.
 
-    The ranks of a `world` take turns together: each has a batch of its own, or an empty one, and `batch.total_seeds`
-    counts the seeds of all of them. Every rank calls the model, sums its gradients and commits at every turn.
+    Tables are filled exactly before the first batch, unless `warm_up` is off. Groups of parts without seeds are run
+    forward and pushed by the loader itself. The loop does not see them.
+
+    The ranks of a `world` take turns together. At each turn a rank has a batch of its own, or an empty one, and
+    `batch.total_seeds` counts the seeds of all ranks. Every rank calls the model, sums its gradients and commits at
+    every turn.
 
     Args:
-        data: What batches are made of.
-        ids: [n] int64 nodes to train on, each once.
-        method: The parts, and how their tables are kept.
+        data: The dataset.
+        ids: [n] int64: nodes to train on, each once.
+        method: The settings: parts, groups and tables.
         model: A `GNN` or a PyG model.
-        seed: Of the partition and of every random draw, together with the epoch.
-        device: Where batches come. The model must be there.
+        seed: Seed of the partition and, together with the epoch, of every random draw.
+        device: The device of the batches and of the model.
         world: The ranks. Default: this process alone.
 
     Raises:
         ValueError: The model is not made of layers, or the method has `compensate` or `lipschitz`, which change the
-            loss by themselves. When an epoch begins: no batch of the one before was committed.
+            loss by themselves. When an epoch begins: no batch of the epoch before was committed.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -129,12 +141,13 @@ class HistoricalLoader:
         self.data, self.world = data, job.world
         self.work = method.for_graph(data.num_nodes).bind(job)
         self.num_commits = 0
-        """Batches that were committed in this epoch."""
+        """The number of batches that were committed in this epoch."""
         self._num_batches = 0
+        """The number of batches that the loop was given in this epoch."""
         self._next_epoch = 1
 
     def __len__(self) -> int:
-        """Batches of the next epoch."""
+        """The number of batches of the next epoch."""
         return self.work.num_learning(self._next_epoch)
 
     def __iter__(self) -> Iterator[HaloBatch]:
@@ -142,7 +155,7 @@ class HistoricalLoader:
         return self.epoch(epoch)
 
     def epoch(self, epoch: int, done: int = 0) -> Iterator[HaloBatch]:
-        """The batches of one epoch, counted from 1, but for the first `done` of them.
+        """The batches of one epoch, counted from 1, without the first `done` of them.
 
         Epoch 1 begins with new tables.
         """
@@ -163,7 +176,7 @@ class HistoricalLoader:
         return _with_turn(replace(batch, total_seeds=int(unit.total)), Turn(self, unit))
 
     def _empty(self) -> Batch:
-        """The batch of a rank for which no parts are left at a turn."""
+        """A batch without nodes, for a rank that has no parts left at a turn."""
         nodes, work = torch.empty(0, dtype=torch.int64), self.work
         block = replace(full_block(work.parts.sampler, nodes), graph=work.batches.graph)
         return work.batches.batch_of(block, nodes, None)
@@ -171,21 +184,21 @@ class HistoricalLoader:
     # ---- the tables
 
     def refresh(self) -> None:
-        """Fill the tables by an exact forward pass with the weights of now. Over ranks all of them call it."""
+        """Fill the tables by an exact forward pass with the current weights. Collective: all ranks call it."""
         self.work.refresh()
 
     @property
     def keep_rows(self) -> KeepRows | None:
-        """For `hl.infer.exact(model, data, keep=loader.keep_rows)`, which then leaves its rows in the tables.
+        """A callback for `hl.infer.exact(model, data, keep=loader.keep_rows)`, which writes its rows into the tables.
 
         None unless the method has refresh_every="evaluation".
         """
         return self.work.keep_rows
 
     def reading(self, ids: Tensor | str) -> Iterator[HaloBatch]:
-        """Batches at other nodes, which read the tables and write nothing: for an estimate of exact inference.
+        """Batches whose seeds are other nodes, and which only read the tables: for approximate inference.
 
-        In one process. `hl.infer.sampled(model, loader.reading("valid"))` gives outputs in the order of the batches'
+        For one process. `hl.infer.sampled(model, loader.reading("valid"))` gives outputs in the order of the batches'
         seeds.
         """
         if self.world.size > 1:
@@ -206,11 +219,14 @@ class HistoricalLoader:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The tables and the epoch, to go on from between two epochs; complete on the first rank, all call it."""
+        """The tables and the number of the next epoch, to resume between two epochs.
+
+        Collective. It is complete on the first rank.
+        """
         return {"work": self.work.state_dict(), "next_epoch": self._next_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
         self.work.load_state_dict(state["work"])
         self._next_epoch = state["next_epoch"]
 
@@ -232,7 +248,7 @@ def make_loader(
     device: torch.device | str,
     world: World | None,
 ) -> HistoricalLoader:
-    """The batches alone; `Historical.loader` says what the arguments are."""
+    """Make the loader of `Historical.loader`, which describes the arguments."""
     inner = unwrap(model)
     tell_calls(inner)
     return HistoricalLoader(data, find_seeds(data, ids), method, inner, seed, device, world)

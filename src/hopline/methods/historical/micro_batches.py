@@ -1,11 +1,22 @@
-"""A historical batch that would take too much: layer by layer over micro-batches, with the same gradients.
+"""Split a historical batch that would exceed the budget into micro-batches, with the gradients of the whole batch.
 
-In a batch the rows of its own nodes are fresh in every layer, so its micro-batches cannot be trained one after the
-other. All of them go through a layer before any goes through the next, and back in the same way (`layerwise`). What is
-kept of the whole batch is its own rows after each layer, and the gradients at them.
+In every layer, a batch reads new embeddings of its own nodes and historical embeddings of its halo. A node of one
+micro-batch may therefore read the new row of a node of another, so micro-batches cannot be trained one after the
+other. The layer-wise engine (`hopline.layerwise`) takes all of them through a layer before any enters the next:
 
-A micro-batch is a run of the batch's nodes, so many as fit, with all their in-edges. Runs end with parts of the graph
-where these are small enough.
+    forward, layer l = 0 ... last - 1:
+        for each micro-batch:   own rows after l - 1, halo rows of the tables  ->  own rows after l
+    backward, layer l = last ... 0:
+        for each micro-batch:   compute layer l again, go back through it      ->  add to gradients after l - 1
+
+Resident for the whole batch are its own rows after each layer and gradients at them. The edges and activations of
+one layer exist for one micro-batch at a time. The price is that all layers but the last are computed twice.
+
+A micro-batch is a *run*: consecutive nodes of the batch with all their in-edges. Runs are as long as the memory
+allows, and end where a part of the graph ends if the parts are small enough.
+
+The bytes of a layer are predicted from measurements (`LayerBytes`). Before the first split, a `Probe` measures the
+layers on a few nodes.
 """
 
 from __future__ import annotations
@@ -45,29 +56,34 @@ if TYPE_CHECKING:
 
 
 MAX_GROWTH = 1.4
-"""By how much more pieces there are at the next attempt, at most."""
+"""Largest factor from one number of micro-batches to the next that is tried, until a batch fits. A rule of thumb."""
 UNEVEN = 1.1
-"""How much more than its share a piece may have, where it then ends with a part of the graph."""
+"""Largest weight of a run that ends with a part, as a multiple of its equal share. A rule of thumb."""
 ENOUGH_NODES = 64
-"""Nodes at which layers are measured at least, before any batch is split."""
+"""Nodes up to which a `Probe` measures the layers in any case, before a batch is split. A rule of thumb."""
 MAP_BYTES_PER_NODE = 16
-"""Bytes per node of a batch while a micro-batch of it is made."""
+"""Bytes that building a micro-batch takes per source of the batch's block, for maps to local ids. A rule of thumb."""
 
 
-# ---- where a batch is cut
+# ---- where a batch is split, and the bytes of its layers
 
 
 def balanced_runs(weight: Tensor, ends: Sequence[int], num_micro_batches: int) -> list[slice]:
-    """Runs of nodes of about equal weight, that end with the parts of a batch where these are small enough.
+    """Runs of consecutive nodes that cover a batch, of about equal weight.
 
-    weight: [num_nodes]; ends: of the parts, ascending.
+    Small parts are joined while the run stays within `UNEVEN` times its equal share. A part above that is split by
+    itself into runs of equal weight.
+
+    weight: [num_nodes], the cost of each node. ends: for each part, the position behind its last node, ascending.
     """
     upto = torch.cat([weight.new_zeros(1), weight.cumsum(0)])
     share, cuts, start = float(upto[-1]) / num_micro_batches, [0], 0
     for stop in ends:
+        # With this part the run would be too heavy: end it before the part.
         if float(upto[stop] - upto[cuts[-1]]) > UNEVEN * share:
             cuts.append(start)
         here = float(upto[stop] - upto[start])
+        # The part is too heavy even for a run of its own: split it where its cumulative weight passes equal steps.
         if here > UNEVEN * share:
             count = math.ceil(here / share)
             inner = upto[start] + here / count * torch.arange(1, count, dtype=torch.float64)
@@ -80,7 +96,14 @@ def balanced_runs(weight: Tensor, ends: Sequence[int], num_micro_batches: int) -
 def runs_to_fit(
     block: Block, ends: Sequence[int], bytes_of: Callable[[Sizes], float], limit: float
 ) -> tuple[list[slice], float]:
-    """(a block's destinations in few runs that take no more than `limit` bytes each, what the largest takes)."""
+    """Split a block's destinations into few runs within `limit` bytes. Returns (runs, bytes of the largest run).
+
+    ends: where its parts end, see `balanced_runs`. bytes_of: the predicted peak of a run, by its sizes.
+
+    Raises:
+        ValueError: A single node does not fit.
+    """
+    # A node's cost: its in-edges, and its own row.
     alone, weight = _as_batch(block), block.part.indptr.cpu().diff() + 1
     num_micro_batches = max(1, math.ceil(bytes_of(Sizes.of(alone)) / limit)) if limit > 0 else block.num_dst
 
@@ -102,7 +125,11 @@ def _positions(run: slice) -> Tensor:
 
 
 def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> slice:
-    """So many of a batch's nodes in a row, with as many edges as such runs usually have, or with a loss."""
+    """A run of `count` nodes of a batch, for a measurement.
+
+    Its number of edges is the median over all such runs. with_seeds: it lies around the middle seed instead, so that
+    it has a loss.
+    """
     indptr, seeds = hist_batch.block.part.indptr.cpu(), hist_batch.batch.output_idx
     start = int((indptr[count:] - indptr[:-count]).median(dim=0).indices)
     if with_seeds and seeds is not None and seeds.numel():
@@ -111,21 +138,25 @@ def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> sl
 
 
 def _as_batch(block: Block) -> Batch:
-    """A block as a batch of all its destinations, without rows, and without the halo that completes these."""
+    """A block as a batch of one layer: all its destinations are seeds, without input rows or layer hooks."""
     return Batch(block.dst_ids, (replace(block, layer_hooks=None),), None, None)
 
 
 def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:
-    """What a block of these sizes has where layer `l` is computed alone."""
+    """The sizes of a step that computes only layer `l` at a block. sizes: of the block, one layer."""
     (src, dst), (edges,) = sizes.nodes, sizes.edges
     nodes = [0] * (model.num_layers + 1)
     nodes[l], nodes[l + 1] = src, dst
-    nodes[0] += dst if l and model.encodes else 0  # initial rows are made again
+    nodes[0] += dst if l and model.encodes else 0  # the destinations are encoded again, for initial residuals
     return Sizes(tuple(nodes), tuple(edges if i == l else 0 for i in range(model.num_layers)))
 
 
 class LayerBytes:
-    """What the layers of a model take one at a time, each learnt apart from what it took."""
+    """Predicts the bytes of single layers of a model.
+
+    Each layer has a predictor of its own, which learns from the measured peaks of that layer. The work owns it and
+    keeps it over all batches.
+    """
 
     def __init__(self, model: GNN, x: Readable | None) -> None:
         costs = costs_of(model, x, model.num_layers)
@@ -133,26 +164,32 @@ class LayerBytes:
 
     @property
     def is_sure(self) -> bool:
+        """Whether the predictors of all layers have enough measurements."""
         return all(predictor.is_sure for predictor in self.predictors)
 
     def predict_peak(self, l: int, sizes: Sizes) -> float:
-        """Bytes that layer `l` at a block of these sizes will not exceed, there and back."""
+        """The predicted peak, in bytes, of layer `l` at a block of these sizes, forward and backward."""
         return self.predictors[l].predict_peak(at_layer(self.model, sizes, l))
 
     def together(self, sizes: Sizes) -> float:
-        """The same for all layers of a batch at once, of which none keeps more than it has alone."""
+        """The predicted peak, in bytes, of a whole batch that is not split. sizes: over all layers.
+
+        It is the sum over the layers, since no layer keeps more for the backward pass than its peak when run alone.
+        """
         own = sizes.nodes[-1]
         return sum(self.predict_peak(l, Sizes((sizes.nodes[l], own), (e,))) for l, e in enumerate(sizes.edges))
 
     def learn(self, l: int, sizes: Sizes, peak_bytes: int) -> None:
+        """Add a measurement: layer `l` at a block of these sizes had this peak."""
         self.predictors[l].observe(at_layer(self.model, sizes, l), peak_bytes)
 
 
 def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
-    """Of a batch at once: the layers of its own nodes, and of those that send to it."""
+    """The sizes of a batch that is not split: the layers of its own nodes, and those that compensation computes."""
     nodes, edges = list(Sizes.of(hist_batch.batch).nodes), list(Sizes.of(hist_batch.batch).edges)
     last = len(edges) - 1
     beside = [(hist_batch.out_neighbors.block, 1, last + 1)] if hist_batch.out_neighbors is not None else []
+    # Compensation computes every layer but the first at the out-neighbours too.
     for block, first, stop in beside:
         for l in range(first, stop):
             nodes[l], edges[l] = nodes[l] + block.num_src, edges[l] + block.num_edges
@@ -161,7 +198,12 @@ def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
 
 
 def check_micro_batches(model: GNN) -> None:
-    """Refuse, by name, a model for which a batch in pieces is not the batch."""
+    """Refuse a model for which micro-batches would not give the gradients of the batch.
+
+    Raises:
+        ValueError: A module needs the whole batch, as a batch norm does. Or an encoder has dropout: a node that two
+            micro-batches encode would get two masks.
+    """
     check_split(model, instead="make parts_per_batch smaller")
     for name, module in model.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
@@ -177,29 +219,34 @@ def check_micro_batches(model: GNN) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """All in-edges of a piece's nodes; sources that are the batch's own stand before those of the halo."""
+    """All in-edges of a micro-batch's nodes. Sources are ordered: the batch's own nodes first, then the halo."""
 
     block: Block
     near_idx: Tensor
-    """The former among the batch's own nodes,"""
+    """[num_near] int64: for the first sources of `block`, which of the batch's own nodes each is."""
     halo_idx: Tensor
-    """and the latter in the halo; on the host."""
+    """[num_src - num_near] int64 on the host: for the other sources of `block`, which node of the halo each is."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Some of a batch's own nodes, in a row."""
+    """Consecutive nodes of a batch. It holds no edges: `edges` builds them when their turn comes."""
 
     hist_batch: HistoricalBatch
     number: int
+    """The micro-batch's number within the batch. Together with the layer it keys the draws of convs."""
     run: slice
-    """Which of the batch's own nodes they are."""
+    """The local ids of its nodes among the batch's own."""
 
     def edges(self) -> Edges:
-        """Made anew, so that they are there for one layer of one micro-batch at a time."""
+        """Build all in-edges of the micro-batch's nodes.
+
+        They are built again for every layer, so that memory holds those of one micro-batch at a time.
+        """
         whole = self.hist_batch.block
         piece = micro_batch_of(_as_batch(whole), _positions(self.run))
         (block,), is_halo = piece.blocks, piece.input_idx >= whole.num_dst
+        # Stable, so destinations, which are own nodes and come first, stay the first sources.
         order = is_halo.long().argsort(stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
@@ -209,7 +256,7 @@ class MicroBatch:
         return Edges(block, near, (far - whole.num_dst).cpu())
 
     def batch(self, edges: Edges) -> Batch:
-        """Its seeds, with their labels and rows."""
+        """The micro-batch as a batch for the loss: its seeds with their labels, and the rows of its sources."""
         whole, block = self.hist_batch.batch, edges.block
         seed_idx = self._seed_idx
         chosen = (seed_idx >= 0).nonzero().view(-1)
@@ -232,19 +279,24 @@ class MicroBatch:
 
     @property
     def _seed_idx(self) -> Tensor:
-        """Where the batch's seeds are in the piece, -1 for those that are not."""
+        """[num_seeds] int64: the local id in the micro-batch of each seed of the batch, -1 if it is in another."""
         seeds = self.hist_batch.batch.output_idx
         assert seeds is not None
         return torch.where((seeds >= self.run.start) & (seeds < self.run.stop), seeds - self.run.start, -1)
 
     @property
     def has_seeds(self) -> bool:
+        """Whether any seed of the batch is in this micro-batch."""
         return bool((self._seed_idx >= 0).any())
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """A block in runs of its destinations: (run, its edges, which of the block's sources they have)."""
+    """A block, split by runs of its destinations. Each iteration builds one run's edges at a time.
+
+    Yields (run, block of the run's in-edges, `among`). among: [num_src] int64, which source of the whole block each
+    source of the run's block is.
+    """
 
     block: Block
     runs: Sequence[slice]
@@ -259,7 +311,10 @@ class Runs:
 
 
 class BatchPlan(LayerPlan[MicroBatch]):
-    """The nodes of one batch."""
+    """The layer-wise engine's plan for one batch, whose pieces are micro-batches.
+
+    It lists none, which is all that a `Probe` needs. `MicroBatches` lists those of a split batch.
+    """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch) -> None:
         self.work, self.hist_batch, self.last = work, hist_batch, work.model.num_layers - 1
@@ -278,7 +333,10 @@ class BatchPlan(LayerPlan[MicroBatch]):
 
 
 class Probe:
-    """Some nodes of a batch, more and more of them, to learn what they take: rows and gradients are zeros."""
+    """Measures the layers of a model on more and more nodes of a batch, so that a split can be predicted.
+
+    Rows and gradients are zeros: only the peak of the memory counts. Gradients of the parameters are put back.
+    """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch) -> None:
         plan = BatchPlan(work, hist_batch)
@@ -286,10 +344,15 @@ class Probe:
         self.layers = Layers(work.model, plan, ZeroRows(work), key=plan.key)
 
     def teach(self, layers: LayerBytes, target_bytes: float) -> None:
-        """Until they are sure, and twice as many nodes might take more than `target_bytes`."""
+        """Measure all layers on 1, 2, 4, ... nodes, and let `layers` learn.
+
+        Ends when the next round might exceed `target_bytes`, but not below `ENOUGH_NODES`, or when the batch has no
+        more nodes.
+        """
         before = [(p, p.grad) for p in self.work.job.module.parameters()]
         count, most, first, taken = 1, self.hist_batch.block.num_dst, 0, 0
-        # What a layer takes for itself, whatever the nodes, does not grow.
+        # `first`, the peak of the first round, stands for the bytes that a layer takes whatever the number of nodes.
+        # Only the bytes above it grow. The next round has twice the nodes; a factor of three is a rule of thumb.
         while count <= most and (first + 3 * (taken - first) < target_bytes or count < ENOUGH_NODES):
             for l in range(self.work.model.num_layers):
                 taken = max(taken, self._measure(l, count, layers))
@@ -298,7 +361,7 @@ class Probe:
             p.grad = grad
 
     def _measure(self, l: int, count: int, layers: LayerBytes) -> int:
-        """What a layer takes at so many nodes; it is learnt."""
+        """Run layer `l` forward and backward on `count` nodes. Returns its peak in bytes, which `layers` learns."""
         job, last = self.work.job, l == self.plan.last
         some = MicroBatch(self.hist_batch, 0, typical_run(self.hist_batch, count, with_seeds=last))
         objective = SummedLoss(job, 1.0) if job.usual_loss else FixedGradients(job, 1.0)
@@ -310,20 +373,24 @@ class Probe:
                     self.layers.from_loss(piece, objective)
                 else:
                     self.layers.through_layer(l, piece)
+        # Without seeds the last layer has no loss to go back from, so its peak would be too low to learn from.
         if not last or some.has_seeds:
             layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
         return meter.peak_bytes
 
 
 class FixedGradients(SweepLoss):
-    """Gradients that come from a loss over all seeds; while layers are measured, zeros."""
+    """Stands for a loss of the user's own while layers are measured: gradients of zeros at the outputs.
+
+    Such a loss is computed over all seeds of a batch at once, and a `Probe` has only some of them.
+    """
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         return (outputs * torch.zeros_like(outputs)).sum()
 
 
 class ZeroRows(Boundaries):
-    """Rows and gradients of zeros, in the memory that those of a batch would take."""
+    """Rows and gradients of zeros, which take the memory that those of a batch would take."""
 
     def __init__(self, work: HistoricalWork) -> None:
         super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
@@ -337,14 +404,22 @@ class ZeroRows(Boundaries):
         return self.read(l, at)
 
     def add(self, l: int, at: Edges | slice, rows: Tensor | None) -> None:
-        """Nobody reads it."""
+        """Drop the gradient: nothing reads it."""
 
 
 class MicroBatches(BatchPlan):
-    """One batch in pieces that keep to the guard's limit."""
+    """One batch, split into micro-batches that keep to the guard's limit.
+
+    Owns the batch's rows and gradients between layers, for one step. Call `forward`, then `backward`, in the thread
+    that trains.
+
+    Raises:
+        ValueError: The batch's own rows, or those and a single node, do not fit.
+    """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch, guard: Guard) -> None:
         super().__init__(work, hist_batch)
+        # The backward pass computes layers again, and must draw the same dropout: that needs a key.
         assert self.key is not None or not work.model.training, "what is drawn must be drawn again"
         self.guard = guard
         self.compensates = work.method.compensate
@@ -367,26 +442,31 @@ class MicroBatches(BatchPlan):
             block = hist_batch.out_neighbors.block
             self.out_neighbors = Runs(block, self._runs(block, [block.num_dst], range(1, self.last + 1)))
         self.rows: dict[int, Tensor] = hist_batch.halo.rows
-        """By layer, the batch's own rows."""
+        """By layer, [num_own, ...]: the batch's own rows after it. The halo's recorder holds them, for the push."""
         self.totals: dict[int, Tensor] = {}
-        """By layer, the gradients at them."""
+        """By layer, [num_own, ...]: the sum so far of the gradients at the batch's own rows."""
         self.meter: Meter | None = None
         self.taken: dict[int, tuple[int, Sizes]] = {}
-        """By layer, what its largest piece took."""
+        """By layer: the highest measured peak of a micro-batch, in bytes, and the sizes of that one."""
 
     def _find_resident_bytes(self) -> int:
-        """Of the whole batch: rows and gradients."""
+        """The bytes that stay taken during the whole step: rows and gradients of all own nodes, and buffers."""
         work, own = self.work, self.hist_batch.block.num_dst
         *hidden, last = [row.nbytes for row in work.row_of]
         most = max(hidden, default=0)
+        # Rows after all layers. Gradients after all layers too, or after two: one is read, the one before it written.
         num_bytes = own * (sum(hidden) + sum(sorted(hidden)[0 if self.keeps_all else -2 :]))
         num_bytes += own * (last + 2 * most) if self.compensates else 0
+        # A loss of the user's own needs the outputs of all seeds at once.
         num_bytes += 0 if work.job.usual_loss else LOSS_COPIES * last * self.hist_batch.batch.num_seeds
         return num_bytes + MAP_BYTES_PER_NODE * self.hist_batch.block.num_src + self.guard.overhead_bytes()
 
     @property
     def keeps_all(self) -> bool:
-        """Whether gradients after all layers are there at once."""
+        """Whether gradients after all layers stay in memory until the step ends.
+
+        Jumping knowledge adds to all of them in the last layer; compensation writes them into tables.
+        """
         return self.work.model.keeps_jk or self.compensates
 
     def _predict_peak(self, sizes: Sizes, layers: Sequence[int]) -> float:
@@ -400,16 +480,17 @@ class MicroBatches(BatchPlan):
 
     @property
     def predicted_bytes(self) -> float:
+        """The predicted peak of the step."""
         return self.resident_bytes + self.worst_bytes
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:
         if l < self.last or not self.hist_batch.batch.num_seeds or self.work.method.lipschitz:
             return self.all
-        return [piece for piece in self.all if piece.has_seeds]  # other nodes' last rows are of no use
+        return [piece for piece in self.all if piece.has_seeds]  # no loss reads the last rows of other nodes
 
     def piece(self, l: int, chunk: MicroBatch) -> Piece:
         if self.meter is not None:
-            self.meter.lap()  # from now on this piece is measured: the one before it is gone
+            self.meter.lap()  # starts the measurement of this micro-batch: the memory of the one before is free again
         return super().piece(l, chunk)
 
     def backward_done(self, l: int, piece: Piece) -> None:
@@ -420,18 +501,19 @@ class MicroBatches(BatchPlan):
     # ---- a step
 
     def forward(self) -> None:
-        """Fill the batch's own rows after all layers but the last."""
+        """Compute the batch's own rows after all layers but the last, without gradients."""
         with torch.no_grad(), autocast(self.work.job), trace.span("forward", self.work.job.device):
             self._layers(1.0).forward(range(self.last))
 
     def backward(self, total: float) -> Tensor:
-        """Add the gradient of the batch's share of the mean loss over `total` examples; returns its summed loss."""
+        """Add the gradient of the batch's share of the mean loss over `total` examples. Returns its summed loss."""
         size, own, method = self.hist_batch.batch.num_seeds, self.hist_batch.block.num_dst, self.work.method
         penalty = method.lipschitz * size / (total * own * max(1, self.last))
         objective = objective_of(self.work.job, 1 / total, self.key, lambda seeds, y: self.hist_batch.batch)
         with autocast(self.work.job), trace.span("backward", self.work.job.device):
             self._layers(1 / total).backward(objective, penalty)
-        if not size:  # as after a backward pass of a loss that is zero
+        # Without seeds, parameters that nothing reached get zeros, as after the backward pass of a loss of zero.
+        if not size:
             for p in self.work.job.module.parameters():
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
@@ -442,9 +524,12 @@ class MicroBatches(BatchPlan):
 
 
 class BatchRows(Boundaries):
-    """Rows of a batch's own nodes beside the stored ones of its halo, and gradients at the former.
+    """The rows that the engine reads between layers, and the gradients that it adds to.
 
-    scale: of the gradients.
+    Rows of the batch's own nodes are those of this step, in memory. Rows of its halo are historical embeddings: they
+    are constants, and get no gradient.
+
+    scale: factor of the gradients that compensation adds, 1 / (examples of the step).
     """
 
     def __init__(self, batches: MicroBatches, scale: float) -> None:
@@ -458,7 +543,10 @@ class BatchRows(Boundaries):
         return self.batches.compensates
 
     def begin(self, layers: Sequence[int]) -> None:
-        """Nothing of it is on other hosts: stored rows were asked for when the batch was made."""
+        """Allocate the gradients when the backward pass begins.
+
+        Unlike in a sweep nothing is fetched from other hosts: that was done when the batch was made.
+        """
         if len(layers) == self.last and not self.totals and torch.is_grad_enabled():
             for l in layers if self.batches.keeps_all else layers[-1:]:
                 self._new_total(l)
@@ -481,7 +569,7 @@ class BatchRows(Boundaries):
         self.own[l][piece.dst] = rows
 
     def complete(self, l: int) -> None:
-        """Nobody else reads them."""
+        """Do nothing: no other rank reads these rows."""
 
     def _new_total(self, l: int) -> None:
         self.totals[l] = torch.zeros_like(self.own[l], dtype=self.dtype)
@@ -493,17 +581,19 @@ class BatchRows(Boundaries):
             self.totals[l] = rows.new_zeros(self.hist_batch.block.num_dst, *rows.shape[1:])
         if isinstance(at, slice):
             self.totals[l][at] += rows
-        else:  # the halo's rows are constants
+        else:  # rows behind `near_idx` are the halo's, which are constants
             self.totals[l].index_add_(0, at.near_idx, rows[: at.near_idx.numel()])
 
     def gradients_complete(self, l: int) -> None:
         batches, hist_batch = self.batches, self.hist_batch
         if l < self.last and hist_batch.out_neighbors is not None:
+            # Before the engine goes back through layer l: what out-neighbours would send to the rows after it.
             for run, block, among in batches.out_neighbors:
                 out_neighbors = hist_batch.out_neighbors.narrow(run, block, among)
                 sent = compensation_gradient(batches.work, hist_batch, out_neighbors, l, self.own[l])
                 self.totals[l].add_(sent, alpha=self.scale)
-                del out_neighbors, sent
+                del out_neighbors, sent  # or the next run's would come on top of them
+        # Two layers' gradients at a time, as `_find_resident_bytes` counts them.
         if not batches.keeps_all:
             self.totals.pop(l + 1, None)
             if 0 < l < self.last:
@@ -516,7 +606,7 @@ class BatchRows(Boundaries):
 
 @dataclass(eq=False)
 class GuardedHistoricalUnit(HistoricalUnit):
-    """One batch within the guard's limit: at once where it fits, else in pieces."""
+    """One batch within the guard's limit: whole if it fits, else in micro-batches."""
 
     def forward_backward(self, total: float) -> Tensor:
         if self.hist_batch is None or not self.has_gradient:
@@ -539,11 +629,12 @@ class GuardedHistoricalUnit(HistoricalUnit):
 
 @dataclass(eq=False)
 class HistoricalStep:
-    """The step of one batch, for a guard: a `SplittableStep`."""
+    """The step of one batch as a `SplittableStep`, which a guard runs whole or in micro-batches."""
 
     unit: GuardedHistoricalUnit
     hist_batch: HistoricalBatch
     total: float
+    """Examples of the optimizer step, over all ranks."""
     smaller_by: str = "parts_per_batch"
 
     def sizes(self) -> Sizes:
@@ -556,6 +647,7 @@ class HistoricalStep:
         return HistoricalUnit.forward_backward(self.unit, self.total)
 
     def cut(self) -> MicroBatches:
+        """Split the batch into micro-batches that fit, and tell the guard how many."""
         work, guard = self.unit.work, self.unit.guard
         check_micro_batches(work.model)
         micro_batches = MicroBatches(work, self.hist_batch, guard)
@@ -574,6 +666,7 @@ class HistoricalStep:
         micro_batches.meter = None
         for l, (peak_bytes, of_piece) in micro_batches.taken.items():
             work.layer_bytes.learn(l, of_piece, peak_bytes)
+        # Back from the mean over the step to the summed loss, whose gradients the tables hold.
         if work.method.compensate:
             self.unit.row_gradients = {l: rows.mul_(self.total) for l, rows in sorted(micro_batches.totals.items())}
         return loss

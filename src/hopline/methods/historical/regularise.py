@@ -1,4 +1,4 @@
-"""Edges dropped at random, which keeps a model from leaning on single rows that may be stale."""
+"""Edge dropout, which keeps a model from relying on single rows that may be stale."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from hopline.core.batch import Block, edges_where
 from hopline.ops.random import draw, uniform
 
 EDGES = 1 << 20
-"""Place of these draws among the keys of a step, apart from those of the layers' dropout."""
+"""Number that derives the key of edge dropout from that of a batch, apart from the numbers of layers' dropout."""
 
 
 def drop_edges(block: Block, p: float, key: int) -> Block:
-    """A block without a share `p` of its edges, drawn by (key, edge id); its nodes stay.
+    """A block from which each edge is dropped with probability `p`. All nodes stay.
 
-    Sums are not scaled up, but convs that normalise by degree weigh the edges that are left by degree / left, as they
-    do with sampled ones.
+    An edge is drawn by (key, edge id), so all blocks of a batch that hold an edge treat it alike.
+
+    Sums are not scaled up. Convs that normalise by degree weigh the remaining edges by degree / (number left), as
+    they do with sampled edges.
     """
     edge_ids = block.part.edge_ids
     assert edge_ids is not None, "the block was made without edge ids"

@@ -1,11 +1,16 @@
-"""How far hidden rows move while they wait in the tables of historical training.
+"""Drift: the distance that embeddings move while they wait in the tables of historical training.
 
-A batch reads rows of its neighbours that were computed some steps ago, with the weights of then. How old they are says
-little by itself: with a small learning rate, rows of eight steps ago may be those of now. So the rows themselves are
-compared: those of some nodes after the first layer, when an epoch begins, with the same rows as many steps later as
-stored rows are old when they are read. Both are exact and without dropout, whose noise would hide the difference.
+A batch reads embeddings of its halo that were computed some steps ago, with the weights of that step. Their age says
+little by itself: with a small learning rate, an embedding may hardly change in eight steps. So the drift is measured:
 
-It takes at most two passes over few nodes per epoch, and changes no result. Deeper layers are left out, since their
+    when an epoch begins       rows of some nodes after the first layer     -> before
+    `age` steps later          rows of these nodes after the first layer    -> now
+    counter history.drift      |now - before| / max(|now|, |before|)
+
+`age` is the mean age at which batches read embeddings in the epoch before. Both sets of rows are exact and without
+dropout, whose noise would hide the difference.
+
+It costs at most two passes over few nodes per epoch, and changes no result. Deeper layers are left out, since their
 exact rows would need more hops.
 """
 
@@ -25,63 +30,63 @@ if TYPE_CHECKING:
     from hopline.methods.historical.work import HistoricalWork
 
 MAX_NODES = 256
-"""Nodes whose rows are compared, at most."""
+"""Most nodes whose rows are compared. A rule of thumb."""
 MAX_INPUTS = 1 << 20
-"""Numbers that these nodes' rows are made of, at most: 4 MiB of float32 input features. A rule of thumb."""
+"""Most input features that the compared rows are computed from: 4 MiB of float32. A rule of thumb."""
 
 
 class RowDrift:
-    """The movement of rows over as many steps as stored rows are old: the counter `history.drift`.
+    """Measures the drift of embeddings, at most once per epoch, as the counter `history.drift`.
 
-    It is counted at most once per epoch.
-
-    Belongs to one work, and to the thread that takes its units. Nothing of it is in checkpoints: after an interruption
-    it begins anew.
+    Belongs to one work, and to the thread that takes its units. Checkpoints hold nothing of it: a resumed run begins
+    its measurement anew.
     """
 
     def __init__(self, work: HistoricalWork) -> None:
         self.work = work
         self.age_sum, self.num_rows = 0, 0
-        """Of the rows that batches read in this epoch: the steps since they were written, and how many there were."""
+        """Over the rows that batches have read in this epoch: the sum of their ages in steps, and their number."""
         self._age = 1
-        """Steps that rows were old in the epoch before, the mean."""
+        """The mean age of rows that batches read in the epoch before, in steps, and at least 1."""
         self._before: Tensor | None = None
+        """[n, ...] float32: rows to compare with. None if no comparison is due."""
         self._since = 0
-        """The steps committed when `_before` was computed."""
+        """The number of steps that were committed when `_before` was computed."""
         self._block: Block | None = None
+        """The compared nodes with all their in-edges. Found on first use."""
 
     def observe_ages(self, ages: Tensor) -> None:
-        """Rows of these ages are read; -1 is for those never written."""
+        """Note that a batch reads rows of these ages, in steps. -1 means never written, and does not count."""
         known = ages[ages >= 0]
         self.age_sum += int(known.sum())
         self.num_rows += known.numel()
 
     def begin_epoch(self) -> None:
-        """Remember the rows of now, unless those remembered are still to be compared."""
+        """Compute the rows to compare with, unless those of an earlier epoch still wait to be compared."""
         if self._before is None and self.work.model.num_layers > 1:
             self._before, self._since = self._rows(), self.work.histories.step
 
     def end_step(self) -> None:
-        """After a step: compare, if rows of the remembered age would be as old as those that batches read."""
+        """Compare after a step, once the rows of `begin_epoch` are as old as those that batches read."""
         if self._before is not None and self.num_rows and self.work.histories.step - self._since >= self._age:
             before, self._before = self._before, None
             trace.count("history.drift", relative_distance(before, self._rows()))
 
     def end_epoch(self) -> None:
-        """Learn how long rows wait."""
+        """Update the mean age by what batches read in this epoch."""
         if self.num_rows:
             self._age = max(1, round(self.age_sum / self.num_rows))
         self.age_sum, self.num_rows = 0, 0
 
     def _rows(self) -> Tensor:
-        """The rows of now after the first layer, as in evaluation."""
+        """[n, ...] float32: current rows of the compared nodes after the first layer, in evaluation mode."""
         if self._block is None:
             self._block = self._find_block()
         with evaluating(self.work.model):
             return self.work.layer_at(0, self._block).float()
 
     def _find_block(self) -> Block:
-        """Some nodes spread over the whole graph with all their in-edges: no more of them than `MAX_INPUTS` allows."""
+        """Nodes spread over the graph, with all their in-edges: as many as `MAX_NODES` and `MAX_INPUTS` allow."""
         work, graph = self.work, self.work.parts.graph
         spread = torch.linspace(0, graph.num_nodes - 1, MAX_NODES).long().unique()
         width = max(1, work.job.data.num_features)
@@ -89,12 +94,13 @@ class RowDrift:
         # Nodes of low degree first: a hub would take the place of all others.
         order = num_inputs.argsort(stable=True)
         fits = num_inputs[order].cumsum(0) <= MAX_INPUTS
-        fits[0] = True
+        fits[0] = True  # at least one node, however many inputs it has
         nodes = spread[order[fits]].sort().values
         return full_block(work.parts.sampler, nodes).to(work.job.device)
 
 
 def relative_distance(before: Tensor, now: Tensor) -> float:
-    """The norm of the difference over the larger of both norms: 1 also where all rows became zero."""
+    """|now - before| / max(|now|, |before|), by Frobenius norms. It is 1 if all rows became zero."""
+    # The last term keeps two tensors of zeros from dividing by zero.
     largest = max(float(before.norm()), float(now.norm()), 1e-30)
     return float((now - before).norm()) / largest

@@ -1,4 +1,13 @@
-"""One batch of historical training: what it learns, and what it writes afterwards."""
+"""One batch of historical training as a unit: forward, backward, and the push after the optimizer's step.
+
+What it minimises, up to a factor:
+
+    mean loss over the batch's seeds * number of seeds
+    + lipschitz * number of seeds * how far noise moves the layers      with `lipschitz`
+    + compensation_loss                                                 with `compensate`
+
+The loss that is reported is the first term alone.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HistoricalUnit(Unit):
-    """One batch: its rows are pushed in `commit`, after the optimizer's step."""
+    """One batch of this rank. Its rows are pushed in `commit`, after the optimizer's step."""
 
     work: HistoricalWork
     hist_batch: HistoricalBatch | None
-    """None where the other ranks have a batch at this turn and this one has not."""
+    """The batch. None if this rank has none at a turn at which other ranks have one."""
     total: float | None = None
-    """Seeds that the batches of all ranks at this turn stand for; by default those that are in them."""
+    """The number of seeds that the batches of all ranks at this turn stand for. None: the seeds that they have."""
     row_gradients: dict[int, Tensor] = field(default_factory=dict)
+    """By layer: gradients of the summed loss at the batch's own rows, to be pushed. Empty without compensation."""
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -40,7 +50,7 @@ class HistoricalUnit(Unit):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there are seeds, or others' messages."""
+        """Whether the batch has seeds, or gradients from out-neighbours by compensation."""
         return self.size > 0 or self.work.method.compensate
 
     def forward_backward(self, total: float) -> Tensor:
@@ -52,7 +62,7 @@ class HistoricalUnit(Unit):
         report_ages(ages)
         self.work.drift.observe_ages(ages)
         with autocast(job), trace.span("forward", job.device):
-            # A batch without seeds learns from others' messages only.
+            # A batch without seeds learns from compensation only. Its model runs all the same, for the rows.
             loss = job.train_step(job.model, hist_batch.batch) if self.size else job.model(hist_batch.batch).sum()
             objective = loss * self.size
             if spreads := hist_batch.halo.spreads:
@@ -61,12 +71,13 @@ class HistoricalUnit(Unit):
                 objective = objective + compensation_loss(work, hist_batch)
         with trace.span("backward", job.device):
             (objective / total).backward()
+        # Back from the mean over the step to the summed loss, whose gradients the tables hold.
         if work.method.compensate:
             self.row_gradients = {l: h.grad * total for l, h in hist_batch.halo.rows.items() if h.grad is not None}
         return loss.detach() * self.size
 
     def push_only(self) -> None:
-        """Bring the tables up to date without learning anything."""
+        """Compute and push the batch's rows without gradients."""
         self._forward_only()
         self.commit()
 

@@ -1,4 +1,16 @@
-"""Historical training of a job: its batches, its tables, and what is written into them when."""
+"""Historical training of a job: the order of its batches, and when their rows are pushed into the tables.
+
+A table per layer holds a row for every node: its embedding as of the last step that computed it. One *turn* is one
+optimizer step, at which every rank has a batch of its own or none:
+
+    units()                     HistoricalUnit                    commit() -> waiting -> flush()
+    draw the turns,      ->     pull halo rows, forward,    ->    after the optimizer's step: push own rows,
+    make each batch             backward                          `lag` turns later
+
+Tables change in two places only: `flush`, which writes what batches push, and `refresh`, which computes all rows
+exactly (exact evaluation may do the same, see `keep_rows`). A batch never sees rows that another rank computes at the
+same turn. With several ranks, barriers around `flush` keep any rank from reading while another writes.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +44,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """What a batch writes into the tables."""
+    """The rows that a batch writes into the tables, kept until their turn to be written comes."""
 
     row_ranges: Sequence[slice]
+    """Positions of the batch's own nodes in the tables, a range per part."""
     rows: Mapping[int, Tensor]
-    """By layer, the batch's own rows."""
+    """By layer: [num_own, ...], the batch's own rows after it."""
     gradients: Mapping[int, Tensor]
+    """By layer: [num_own, ...], gradients of the summed loss at the own rows. Empty without compensation."""
     step: int
+    """The step that computed the rows, which the tables record for their age."""
     computed: Any = None
-    """The moment at which they were computed, of `Histories.now`; None where they are on the host."""
+    """The point in the device's work at which rows were ready, from `Histories.now`. None for rows on the host."""
 
     def state_dict(self) -> dict[str, Any]:
-        """On the host."""
+        """The commit for a checkpoint, with its tensors on the host."""
         return {
             "slabs": [[slab.start, slab.stop] for slab in self.row_ranges],
             "rows": _on_host(self.rows),
@@ -53,14 +68,18 @@ class Commit:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Commit:
+        """The commit that `state_dict` was taken of."""
         row_ranges = [slice(*ends) for ends in state["slabs"]]
         return cls(row_ranges, state["rows"], state["gradients"], state["step"])
 
 
 class HistoricalWork(PartsWork, Work):
-    """Historical training of one job. With several ranks, all take their turns together.
+    """Historical training of one job.
 
-    At a turn every rank has a batch of its own, or none; what it commits is seen by all from the next turn on.
+    With several ranks, all take their turns together. At a turn every rank has a batch of its own, or none. All ranks
+    see what it commits from the next turn on, or `lag` turns later.
+
+    Owns the tables and the commits that wait.
     """
 
     def __init__(self, job: Job, model: GNN, method: Historical, partition: Partition | None = None) -> None:
@@ -68,10 +87,13 @@ class HistoricalWork(PartsWork, Work):
         super().__init__(job, model, _spec(method), partition)
         self.drift = RowDrift(self)
         self.guard: Guard | None = None
-        """Keeps the steps within a budget, where there is one."""
+        """Keeps the steps within a budget. None without a budget."""
         self.filled = False
+        """Whether an epoch has begun, so that the tables may hold rows."""
         self.waiting: deque[Commit] = deque()
+        """Commits that are not written yet, oldest first: those of the last `lag` turns."""
         self._began_with = self.shares.hosts
+        """The host of each rank when the epoch began. A checkpoint within an epoch may be from other ranks."""
 
     parts: Groups
     batches: HistoricalBatches
@@ -86,7 +108,7 @@ class HistoricalWork(PartsWork, Work):
         return WorkDescription(refreshes=self.method.refresh_every == 1)
 
     def guarded(self, guard: Guard, plan: Plan) -> HistoricalWork:
-        """This work, whose batches go in micro-batches where they would take too much."""
+        """This work, which from now on splits a batch into micro-batches if it would exceed the budget."""
         self.guard = guard
         return self
 
@@ -96,6 +118,7 @@ class HistoricalWork(PartsWork, Work):
         if epoch == 1 and not done:
             self._begin()
         self.prepare()
+        # Which rank trains which batch depends on the ranks and hosts, so only as many can resume within an epoch.
         if done and self._began_with != self.shares.hosts:
             raise ValueError(
                 f"this epoch was begun by {len(self._began_with)} ranks on {max(self._began_with) + 1} hosts: go on "
@@ -114,9 +137,10 @@ class HistoricalWork(PartsWork, Work):
             learns = self.method.compensate or size > 0
             given += learns
             if given <= done and (learns or given < done):
-                continue  # it had its turn before the run was interrupted
+                continue  # trained and pushed before the run was interrupted
             if self.method.compensate:
-                # Each batch gives its part of the full gradient, whatever seeds it has: it stands for an equal share.
+                # With compensation a batch gives its part of the full gradient, however many seeds it has. So every
+                # batch stands for an equal share of the seeds.
                 num_batches = sum(group != () for group in turn)
                 size = num_batches * self.job.train_ids.numel() / self.parts.num_groups
             with trace.span("sample"):
@@ -124,23 +148,24 @@ class HistoricalWork(PartsWork, Work):
             unit = self.unit(hist_batch, size)
             if learns:
                 yield unit
-            else:  # nothing to learn from, but its neighbours read its rows
+            else:  # no seeds to learn from, but other batches read its rows: push them without a step
                 unit.push_only()
             self.drift.end_step()
         self.drift.end_epoch()
 
     def num_learning(self, epoch: int) -> int:
-        """Units of an epoch: the turns at which some rank has seeds."""
+        """The number of units of an epoch: turns at which some rank has seeds, or all turns with compensation."""
         return sum(self.method.compensate or any(map(self._num_seeds, turn)) for turn in self.parts.turns_of(epoch))
 
     def _begin(self) -> None:
-        """Leave nothing of a run before: its rows are of other weights."""
+        """Begin a run with empty tables: those of a run before hold rows of other weights."""
         if self.filled:
             self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
             self.drift, self.filled = RowDrift(self), False
             self.waiting.clear()
 
     def unit(self, hist_batch: HistoricalBatch | None, total: float | None = None) -> HistoricalUnit:
+        """A batch as a unit of training. total: examples that the batches of all ranks at this turn stand for."""
         kind = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
         return kind(self, hist_batch, total)
 
@@ -149,26 +174,28 @@ class HistoricalWork(PartsWork, Work):
 
     @cached_property
     def _seeds_of_parts(self) -> Tensor:
+        """[num_parts] int64: the number of training nodes in each part."""
         return torch.bincount(self.partition.part_of[self.batches.is_training], minlength=self.partition.num_parts)
 
     def batch(self, group: Group, key: int | None) -> HistoricalBatch | None:
-        """All in-edges of the group's nodes: see `HistoricalBatches.make`."""
+        """A group's nodes with all their in-edges, or None for an empty group. See `HistoricalBatches.make`."""
         return self.batches.make(group, key)
 
     # ---- tables
 
     @cached_property
     def layer_bytes(self) -> LayerBytes:
-        """What layers take, for batches that are split."""
+        """Predicts the bytes of single layers, for batches that are split."""
         return LayerBytes(self.model, self.job.data.tables.get("x"))
 
     def refresh(self) -> None:
-        """Make the tables exact, those of gradients too where there are any."""
+        """Compute all rows of the tables exactly with the weights of now, and with compensation all gradients too."""
         self.prepare()
-        self.flush(0)
+        self.flush(0)  # or commits that wait would later overwrite exact rows by older ones
         with trace.span("refresh"):
             forward_sweep(self)
             if self.method.compensate:
+                # The sweep adds to the parameters' gradients, which belong to the step: put them back afterwards.
                 weights = [(p, p.grad) for p in self.job.module.parameters()]
                 backward_sweep(self)
                 for p, grad in weights:
@@ -176,7 +203,10 @@ class HistoricalWork(PartsWork, Work):
 
     @property
     def keep_rows(self) -> KeepRows | None:
-        """Where exact evaluation may leave its rows, which are those of a refresh."""
+        """A callback by which exact evaluation writes its rows into the tables, which saves a refresh.
+
+        None unless `refresh_every` is "evaluation".
+        """
         if self.method.refresh_every != "evaluation":
             return None
 
@@ -189,21 +219,27 @@ class HistoricalWork(PartsWork, Work):
         return keep
 
     def commit(self, hist_batch: HistoricalBatch | None, gradients: Mapping[int, Tensor]) -> None:
-        """What this rank writes at the end of a turn, if it had a batch; all ranks end it together."""
+        """End a turn: queue this rank's rows, if it had a batch, and write those that have waited `lag` turns.
+
+        Collective: every rank calls it at every turn, also without a batch.
+        """
         self.histories.step += 1
         row_ranges, rows = (), {}
         if hist_batch is not None:
             row_ranges, rows = hist_batch.halo.row_ranges, dict(hist_batch.halo.commits())
         self.waiting.append(Commit(row_ranges, rows, gradients, self.histories.step, self.histories.now()))
         self.flush(self.method.lag)
-        # Ranks that read each other's rows go by the same running statistics.
+        # Ranks read each other's rows, so all must use the same running statistics of batch norms.
         self.job.world.broadcast_tensors(self.job.module.buffers())
 
     def flush(self, max_waiting: int) -> None:
-        """Write commits until those of at most so many turns wait."""
+        """Write the oldest commits until at most `max_waiting` wait.
+
+        Collective where it writes: ranks have queued equally many commits, so all write or none does.
+        """
         if len(self.waiting) <= max_waiting:
             return
-        self.job.world.barrier()  # nobody reads any more
+        self.job.world.barrier()  # all ranks have read what their batches need
         while len(self.waiting) > max_waiting:
             commit = self.waiting.popleft()
             for l, rows in commit.rows.items():
@@ -211,18 +247,22 @@ class HistoricalWork(PartsWork, Work):
             for l, rows in commit.gradients.items():
                 self.gradients.write(l, commit.row_ranges, rows, commit.computed)
             self.histories.stamp(commit.row_ranges, commit.step)
-        self.job.world.barrier()  # all is written
+        self.job.world.barrier()  # all ranks have written: reading may begin
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides how training goes on: complete in the first rank, which writes it."""
+        """Everything that resuming needs: tables, commits that wait, and the host of each rank.
+
+        Collective. It is complete on the first rank, which writes the checkpoint.
+        """
         tables = {"histories": self.histories.state_dict(), "gradients": self.gradients.state_dict()}
         return {**tables, "filled": self.filled, "waiting": self._waiting_of_all(), "hosts": list(self.shares.hosts)}
 
     def _waiting_of_all(self) -> list[list[dict[str, Any]]]:
-        """By rank, what waits."""
+        """By rank, the commits that wait, as state dicts. Collective; empty on all ranks but the first."""
         waiting, world = [commit.state_dict() for commit in self.waiting], self.job.world
         if world.size == 1:
             return [waiting]
+        # The first rank gathers them as bytes, by an all-to-all in which the others receive nothing.
         buffer = io.BytesIO()
         torch.save(waiting, buffer)
         sent = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -230,6 +270,7 @@ class HistoricalWork(PartsWork, Work):
         return [torch.load(io.BytesIO(g.numpy().tobytes()), weights_only=True) for g in got if g.numel()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # Commits that wait belong to one rank each, so they can only go back to as many ranks.
         waiting, self._began_with = state["waiting"], tuple(state["hosts"])
         if any(waiting) and self._began_with != self.shares.hosts:
             raise ValueError(

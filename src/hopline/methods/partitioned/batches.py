@@ -1,4 +1,9 @@
-"""Batches of the nodes of parts, moved to where the model is."""
+"""Batches of the nodes of parts, built on the host and moved to the model's device.
+
+    host: block, labels, rows that a GPU cannot read itself  ->  mover, while the GPU computes  ->  device: batch
+
+Tables that the GPU reads itself (device or pinned memory) are not moved: the batch gets handles to their rows.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +25,33 @@ if TYPE_CHECKING:
     from hopline.methods.partitioned.work import PartsWork
 
 LOOK_AHEAD = 2
-"""Batches whose tensors may be on their way to a GPU."""
+"""Most batches whose tensors are in transfer to a GPU at once. A rule of thumb."""
 
 
 class PartBatches:
-    """Makes batches of the nodes of parts; for a GPU on the host, from where they are moved while it computes."""
+    """Makes batches of the nodes of parts, on the model's device.
+
+    Owns the mover, and caches the positions of halos that come again.
+    """
 
     def __init__(self, work: PartsWork) -> None:
         self.work, self.device, self.data = work, work.job.device, work.job.data
         self.mover = Mover(self.device, LOOK_AHEAD)
+        # [num_nodes] bool on the host: which nodes are seeds.
         self.is_training = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         self.is_training[work.job.train_ids.cpu()] = True
         graph = work.parts.graph
-        # Degrees are asked where the batch is; edges stay on the host.
+        # Convs read degrees on the batch's device, so that gets a copy of `indptr`. Edges stay on the host.
         self.graph = Graph(graph.indptr.to(self.device), graph.indices, graph.edge) if self.on_gpu else graph
         self._positions: dict[Group, Tensor] = {}
+        """By group, for those whose edges never change: the positions of its halo."""
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type != "cpu"
 
     def halo_positions(self, group: Group, block: Block) -> Tensor:
-        """Places of the sources behind the group's own nodes, on the host."""
+        """[n] int64 on the host: positions in the tables of the halo, the sources behind the group's own nodes."""
         if group in self._positions:
             return self._positions[group]
         positions = self.work.partition.position[block.src_ids[block.num_dst :]]
@@ -50,24 +60,32 @@ class PartBatches:
         return positions
 
     def pin(self, group: Group, block: Block, positions: Tensor) -> None:
-        """Pin what is moved to a GPU again and again; what cannot be pinned goes through the mover's buffers."""
+        """Pin the tensors of a group whose edges never change, since they move to a GPU again and again.
+
+        Tensors that cannot be pinned go through the mover's buffers.
+        """
         if self.on_gpu and self.work.parts.keeps(group):
             for tensor in (*block.tensors(), positions):
                 if tensor is not None and tensor.numel() and not pinned.is_registered(tensor):
                     pinned.register(tensor)
 
     def batch_of(self, block: Block, nodes: Tensor, key: int | None, *, inputs: bool = True) -> Batch:
-        """A block's nodes, where the model is; the seeds are those that train. inputs: with features and tables."""
+        """The batch of a block's nodes, on the model's device. Its seeds are those nodes that train.
+
+        nodes: [n] int64 on the host: the block's destinations. key: of the random draws. inputs: whether the batch
+        has features and other tables.
+        """
         data = self.data
         output_idx = self.is_training[nodes].nonzero().view(-1)
         seeds = nodes[output_idx]
         handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()} if inputs else {}
+        # Labels on a GPU are read after the move, by `to_device`.
         y = None if data.y is None or data.y.device != seeds.device else ops.gather_rows(data.y, seeds)
         x, blocks = handles.pop("x", None), (block,) * self.work.model.num_layers
         return self.to_device(Batch(seeds, blocks, x, y, handles, key, seeds.numel(), output_idx))
 
     def to_device(self, batch: Batch) -> Batch:
-        """Where the model is; rows that a GPU does not reach itself are read first."""
+        """The batch on the model's device. Rows of tables that a GPU cannot read are read on the host first."""
         if not self.on_gpu:
             return batch
         handles = {} if batch.x is None else {"x": batch.x}
@@ -82,7 +100,7 @@ class PartBatches:
         return replace(moved, x=x, y=y, tables={**moved.tables, **near})
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
-        """Features of some nodes, for the model."""
+        """The features of some nodes for the model: a handle if its device can read the table, else the rows."""
         table = self.data.x
         if not self.on_gpu or table.tiers(self.device) is not None:
             return Rows(table, ids)

@@ -1,4 +1,7 @@
-"""What parts of a graph take: the sizes of a batch of them, their edges, and tables of rows between layers."""
+"""Memory of training over parts, known before a partition exists: batch sizes, blocks and tables.
+
+Historical and FullBatch build their plans of these. All are bounds by the graph's counts alone.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,15 @@ from hopline.device.row_mover import BUFFER_BYTES, NUM_BUFFERS
 from hopline.nn.gnn import GNN
 
 UNEVEN = 1.1
-"""By how much a part may be larger than the mean."""
+"""Largest part that a plan assumes, as a multiple of the mean size. A rule of thumb."""
 
 
 def layers_of(outline: Outline, method: Method) -> GNN:
+    """The model of a run, which must be made of layers.
+
+    Raises:
+        ValueError: It is not.
+    """
     if not isinstance(outline.model, GNN):
         raise ValueError(
             f"{type(method).__name__} needs a model made of layers, and {type(outline.model.module).__name__} is not: "
@@ -24,25 +32,32 @@ def layers_of(outline: Outline, method: Method) -> GNN:
 
 
 def part_sizes(graph: Graph, share: float, num_layers: int) -> Sizes:
-    """Of a batch with a share of all nodes and their in-edges, whose other sources are all different."""
+    """The most that a batch can have of nodes and edges per layer, if it has a share of all nodes and of all edges.
+
+    It is reached if no two edges have the same source.
+    """
     own, edges = math.ceil(share * graph.num_nodes), math.ceil(share * graph.num_edges)
     sources = min(own + edges, graph.num_nodes)
     return Sizes((*[sources] * num_layers, own), (edges,) * num_layers)
 
 
 def block_bytes(graph: Graph, num_edges: int) -> int:
-    """Of the edges of a batch: their sources, and rows of edge arrays."""
+    """The bytes of a batch's block: per edge 12 and its edge arrays, per source 24."""
     arrays = sum(array[:0].element_size() * array.shape[1:].numel() for array in graph.edge.values())
     return num_edges * (12 + arrays) + 24 * min(graph.num_nodes, num_edges)
 
 
 def table_items(name: str, folder: object, num_bytes: int, outline: Outline, requested: str) -> list[Item]:
-    """Tables, and the buffers that a GPU's rows go through where it cannot read the tables itself."""
+    """The items of a plan for tables: the tables, and pinned buffers if a GPU cannot read the tables itself.
+
+    requested: the setting `tables`. folder: where tables are mapped files; None for memory.
+    """
     place: Place = "disk" if folder is not None else "host"
     if outline.compute_place == "device" and requested == "device":
         place = "device"
     items = [Item(name, place, num_bytes)]
-    # Tables that ranks share have no mover. Of tables=auto without a folder, `choose_where` decides when they are made.
+    # Tables that ranks share have no mover, so no buffers. With tables=auto and no folder, `choose_where` decides
+    # when the tables are made.
     behind_buffers = requested == "host" or folder is not None
     if outline.compute_place == "device" and behind_buffers and outline.job.world.size == 1:
         items.append(Item("pinned buffers", "host", NUM_BUFFERS * BUFFER_BYTES))

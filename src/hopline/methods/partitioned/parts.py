@@ -1,4 +1,4 @@
-"""The parts of a graph: their nodes, the blocks of their edges, and which of them a rank sweeps over."""
+"""The parts of a graph: their nodes, the blocks of their in-edges, and the groups that a rank sweeps over."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from hopline.core.sampler import NeighborSampler, full_block
 from hopline.tables.history_ranks import PartAssignment
 
 MAX_KEPT_EDGES = 1 << 25
-"""Up to that many edges the blocks of a sweep over all parts are kept from one to the next."""
+"""Most edges of a graph whose blocks are cached from one sweep over all parts to the next. A rule of thumb."""
 
 Group = tuple[int, ...]
-"""Parts that are computed together; () where a rank has none."""
+"""Numbers of the parts that are computed together, ascending. () if a rank has none."""
 
 
 class Parts:
-    """The parts of a graph as pieces of a sweep.
+    """The parts of a graph, in groups that are computed together. Caches their blocks.
 
-    per_group: parts that are computed together. keeps_blocks: blocks are kept, however many edges they have.
+    per_group: parts of a group. keeps_blocks: whether blocks are cached however many edges they have. edge_ids:
+    whether blocks name their edges by global edge ids.
     """
 
     def __init__(
@@ -41,23 +42,24 @@ class Parts:
         self.sampler = NeighborSampler(graph, (-1,), edge_ids=edge_ids)
         own = shares.parts[shares.rank]
         self.sweep = [tuple(own[i : i + per_group]) for i in range(0, len(own), per_group)]
-        """The groups of this rank in a sweep over all parts."""
+        """The groups that this rank computes in a sweep over all parts, in order."""
         self._swept = frozenset(self.sweep)
         self._kept: dict[Group, Block] = {}
+        """By group: its block, if that is cached."""
 
     def row_ranges_of(self, group: Group) -> list[slice]:
-        """Where the group's nodes are in the order of the partition."""
+        """Row ranges of the group's nodes in the tables, one per part."""
         ptr = self.partition.ptr
         return [slice(int(ptr[part]), int(ptr[part + 1])) for part in group]
 
     def nodes_of(self, group: Group) -> Tensor:
-        """The group's nodes, part by part."""
+        """[n] int64 on the host: global ids of the group's nodes, part by part."""
         return torch.cat([self.partition.order[slab] for slab in self.row_ranges_of(group)])
 
     def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
-        """All in-edges of the group's nodes; sources of other parts, the halo, come behind them.
+        """All in-edges of the group's nodes. Sources are the group's nodes, then the halo.
 
-        key: of random draws, where a block has any.
+        nodes: those of `nodes_of`. key: of random draws, in a subclass that drops edges.
         """
         if group in self._kept:
             return self._kept[group]
@@ -70,14 +72,15 @@ class Parts:
         return full_block(self.sampler, nodes)
 
     def keeps(self, group: Group) -> bool:
-        """Whether the group's edges are the same ones every time."""
+        """Whether `block_of` returns the same edges every time, so that callers may cache what they derive."""
         return self._keeps_whole(group)
 
     def _keeps_whole(self, group: Group) -> bool:
+        """Whether the group's block is cached, before a subclass drops edges of it."""
         return self.keeps_blocks or (group in self._swept and self.graph.num_edges <= MAX_KEPT_EDGES)
 
 
 def without_halo(block: Block) -> Block:
-    """The edges among a block's destinations alone, and no other sources."""
+    """The block without its halo: only destinations as sources, and only edges among them."""
     inner = edges_where(block.part, block.part.src_idx < block.num_dst)
     return replace(block, src_ids=block.src_ids[: block.num_dst], parts=(inner,))

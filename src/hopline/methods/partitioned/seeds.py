@@ -1,4 +1,4 @@
-"""The nodes that a loader of parts or shards is asked for."""
+"""The seeds of a loader of parts or shards, checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from hopline.data.dataset import Dataset
 
 
 def find_seeds(data: Dataset, ids: Tensor | str) -> Tensor:
-    """[n] int64: the nodes of a split, or those that are given, each once."""
+    """[n] int64: the seeds that a loader was asked for. ids: the name of a split, or node ids.
+
+    Raises:
+        ValueError: There is no such split, there are no seeds, or one comes twice.
+    """
     if isinstance(ids, str):
         if ids not in data.splits:
             raise ValueError(f"there is no split {ids!r}: choose one of {', '.join(data.splits)}")

@@ -1,4 +1,13 @@
-"""Sweeps over all parts: exact rows and gradients of all nodes, in the memory of a part and its neighbours."""
+"""Sweeps over all parts: exact rows and gradients of all nodes, in the memory of one group of parts and its halo.
+
+    forward_sweep    for each layer, for each group:  rows after layer l - 1   ->  table of layer l
+    backward_sweep   for each layer, last first, for each group:
+                     compute the layer again from the tables, go back          ->  gradients after layer l - 1
+
+The layer-wise engine runs both loops. The price of the small memory is that the backward sweep computes every layer a
+second time. Each rank sweeps over its own parts. Ranks read each other's rows when a layer is complete, and sum the
+gradients at shared rows.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +26,24 @@ from hopline.methods.partitioned.sweep_loss import objective_of
 from hopline.methods.partitioned.work import PartsWork
 
 MAX_HELD_EDGES = 1 << 20
-"""Up to that many edges, the pieces of a sweep are kept from one layer to the next."""
+"""Most edges of a graph whose pieces stay on the device from one layer of a sweep to the next. A rule of thumb."""
 
 
 class AllParts(LayerPlan[Group]):
-    """All nodes that this rank keeps, by groups of parts."""
+    """The layer-wise engine's plan of a sweep: all nodes that this rank keeps, by groups of parts."""
 
     encodes_once = True
 
     def __init__(self, work: PartsWork, key: int | None) -> None:
         self.work, self.key = work, key
+        # By group: its piece, as long as the plan lives, which is one pass. None: pieces are made for every layer.
         self._held: dict[Group, Piece] | None = {} if work.job.data.num_edges <= MAX_HELD_EDGES else None
 
     def chunks_of(self, l: int) -> Sequence[Group]:
         return self.work.parts.sweep
 
     def piece(self, l: int, chunk: Group) -> Piece:
-        """Few edges are not moved to a GPU again at every layer."""
+        """The group with its edges, on the device. A small graph's is made once, not moved again at every layer."""
         if self._held is None:
             return self._make_piece(chunk)
         if chunk not in self._held:
@@ -55,7 +65,10 @@ class AllParts(LayerPlan[Group]):
 
 
 def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[Group]:
-    """A sweep over all parts. keep: write the gradients at all rows into the tables of gradients."""
+    """The engine of one sweep over all parts.
+
+    key: of the random draws; None in evaluation. keep: whether gradients at all rows go into the tables of gradients.
+    """
     swept, several = work.swept_positions, work.job.world.size > 1
     rows = Boundaries(
         work.histories,
@@ -69,12 +82,12 @@ def _layers(work: PartsWork, key: int | None, *, keep: bool = False) -> Layers[G
 
 
 def forward_sweep(work: PartsWork, key: int | None = None) -> None:
-    """Fill the tables of rows by an exact forward pass; each rank fills what it keeps.
+    """Fill the tables by an exact forward pass. Collective: each rank fills the rows that it keeps.
 
-    key: of the draws, where the pass is one of training; without, it is in evaluation mode.
+    key: of the random draws of a pass in training mode. None: evaluation mode.
     """
     work.prepare()
-    work.job.world.barrier()  # nobody reads any more
+    work.job.world.barrier()  # no rank still reads the rows that are about to be overwritten
     with _mode(work, key), torch.no_grad():
         _layers(work, key).forward(range(work.model.num_layers - 1))
     work.histories.stamp([work.own_row_range], work.histories.step)
@@ -82,10 +95,12 @@ def forward_sweep(work: PartsWork, key: int | None = None) -> None:
 
 
 def backward_sweep(work: PartsWork, key: int | None = None, scale: float = 1.0, *, keep: bool = True) -> Tensor:
-    """Add the gradient of `scale` times the summed loss to the parameters', for tables of rows that are exact.
+    """Add the gradient of `scale` times the summed loss to the gradients of the parameters.
 
-    Each rank goes over what it keeps: the parameters' gradients are to be summed over ranks. Returns the summed loss of
-    its nodes. key: as `forward_sweep` had it. keep: write the gradients at all rows into the tables of gradients.
+    The tables must be those of a `forward_sweep` with the same weights and key. Collective: each rank goes over its
+    own nodes and returns their summed loss. The caller sums the parameters' gradients over ranks.
+
+    key: that of `forward_sweep`. keep: whether gradients at all rows are written into the tables of gradients.
     """
     objective = objective_of(work.job, scale, key)
     with torch.enable_grad() if key is not None else _evaluating_with_gradients(work.model):
@@ -100,6 +115,7 @@ def _mode(work: PartsWork, key: int | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _evaluating_with_gradients(model: nn.Module) -> Iterator[None]:
-    # cuDNN's recurrent kernels, an LSTM for jumping knowledge, cannot go back in evaluation mode. Torch's own can.
+    # Jumping knowledge may use an LSTM. cuDNN's recurrent kernels have no backward pass in evaluation mode; torch's
+    # own have one.
     with evaluating(model), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
         yield

@@ -1,16 +1,19 @@
-"""A loss of the user's own, computed over all seeds at once where the model goes over them in pieces.
+"""The loss of a model that computes its outputs piece by piece: a sum over pieces, or one call over all seeds.
 
-A loss need not be a sum over pieces: class weights, for one, divide by the weights of all rows. So a sweep computes its
-last layer twice. The first time, without gradients, gives the outputs of all seeds, from which one call of the training
-step makes the loss and its gradient at them:
+The usual loss is a mean over the seeds. Each piece gives its share, and nothing is computed twice (`SummedLoss`).
+
+A loss of the user's own need not be a sum over pieces: class weights, for one, divide by the weights of all rows.
+For such a loss (`JointLoss`) a sweep computes its last layer twice. The first time gives the outputs of all seeds,
+without gradients. One call of the training step turns them into the loss and its gradient:
 
     outputs = model at the seeds of each piece        no gradients kept
     loss    = train_step(model, all seeds)            the model answers with `outputs`, a leaf
     given   = d loss / d outputs                      small: a row per seed
 
 The second time goes back from `given`, piece by piece: sum(outputs * given) has the gradient `given` at the outputs.
-The usual loss is a mean over the seeds, so that each piece gives its share and nothing is computed twice. A sampled
-batch in pieces does the same with the whole model, and ranks that each have a shard tell each other their outputs.
+
+Two other places use this identity. A sampled batch in micro-batches does so with the whole model, and ranks that each
+have a shard gather their outputs for it.
 """
 
 from __future__ import annotations
@@ -30,18 +33,25 @@ if TYPE_CHECKING:
     from hopline.contract import Job
 
 WholeBatch: TypeAlias = "Callable[[Tensor, Tensor | None], Batch]"
-"""(seeds, labels) -> what a training step is given for the loss of all seeds at once."""
+"""(seeds, labels) -> the batch that a training step is called with, for the loss over all seeds."""
 
 
 def objective_of(job: Job, scale: float, key: int | None, whole_batch: WholeBatch | None = None) -> SweepLoss:
-    """The loss of a training step over pieces. scale: of the gradients; key: of the draws."""
+    """The objective of a training step over pieces.
+
+    scale: factor of the gradients. key: of the random draws. whole_batch: makes the batch for a loss of the user's
+    own. By default that batch has the seeds, their labels and rows, but no edges.
+    """
     if job.usual_loss:
         return SummedLoss(job, scale)
     return JointLoss(job, scale, whole_batch or (lambda seeds, y: batch_of_seeds(job, seeds, y, key)))
 
 
 class SweepLoss(ABC):
-    """The loss over the pieces of a sweep. `loss_sum` is the loss so far, summed over the seeds."""
+    """The loss over the pieces of a sweep: an `Objective` of the layer-wise engine.
+
+    It belongs to one backward pass. `loss_sum` is the loss of the pieces so far, summed over their seeds.
+    """
 
     def __init__(self, job: Job, scale: float) -> None:
         self.job, self.scale = job, scale
@@ -49,15 +59,18 @@ class SweepLoss(ABC):
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=job.device)
 
     def begin(self, layers: Layers[Any]) -> None:  # noqa: B027 - a loss by piece has nothing to prepare
-        """All rows before the last layer can be read."""
+        """Called once before the first piece, when all rows before the last layer can be read."""
 
     @abstractmethod
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
-        """A scalar whose gradient is the share of a piece: its batch, and the outputs at its seeds."""
+        """A scalar whose gradient at `outputs` is that of the loss, times `scale`.
+
+        batch: of the piece, with its seeds. outputs: [num_seeds, ...] of the model at these.
+        """
 
 
 class SummedLoss(SweepLoss):
-    """The usual loss, a mean over the seeds: each piece gives its share."""
+    """The usual loss, a mean over the seeds. The sum over all seeds is the sum over the pieces."""
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         with patch_outputs(self.job.model, batch, outputs):
@@ -67,13 +80,17 @@ class SummedLoss(SweepLoss):
 
 
 class JointLoss(SweepLoss):
-    """The loss over all seeds of a sweep. Called once per piece with seeds, in the order of the pieces."""
+    """A loss of the user's own, computed once over all seeds of a sweep, when the backward pass begins.
+
+    Then it is called once per piece that has seeds, in the order of `Layers.outputs_at_seeds`: gradients are matched
+    by that order alone.
+    """
 
     def __init__(self, job: Job, scale: float, whole_batch: WholeBatch) -> None:
         super().__init__(job, scale)
         self.whole_batch = whole_batch
         self._given: Iterator[Tensor] = iter(())
-        """The gradient of the loss at the outputs of each piece."""
+        """Per piece with seeds, in order: [num_seeds, ...], the gradient of the loss at its outputs."""
 
     def begin(self, layers: Layers[Any]) -> None:
         found = [(batch.seeds, batch.y, outputs) for batch, outputs in layers.outputs_at_seeds()]
@@ -85,8 +102,13 @@ class JointLoss(SweepLoss):
         self._given = iter(self._back(whole, torch.cat(seeds), outputs))
 
     def _back(self, whole: Batch, seeds: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradient of the loss at the outputs of each piece. seeds: of the pieces, one after the other."""
-        # Both hold the same nodes, each once: the k-th smallest of one is the k-th smallest of the other.
+        """Per piece: the gradient of the loss at its outputs.
+
+        whole: the batch for the training step, whose seeds may be in another order. seeds: those of all pieces, one
+        piece after the other. outputs: by piece.
+        """
+        # From the order of the pieces to that of `whole`. Both hold the same nodes, each once, so the k-th smallest
+        # of one is the k-th smallest of the other.
         order = seeds.argsort()[whole.seeds.argsort().argsort()]
         found = loss_at_outputs(self.job, whole, torch.cat(outputs)[order], self.scale)
         found.add_to_parameters()

@@ -1,7 +1,14 @@
-"""A sweep over parts that computes, layer by layer, only the rows that the training nodes need.
+"""A trimmed sweep: layer by layer over parts, only the rows that the training nodes need.
 
-A node that is needed has all its in-edges, and degrees are those of the whole graph, so loss and gradients are those of
-a sweep over all nodes.
+With L layers, the last one is needed at the training nodes only. A layer before it is needed at the nodes of the
+next layer and at their in-neighbours:
+
+    layer L - 1:  training nodes
+    layer L - 2:  training nodes and their in-neighbours
+    layer L - 3:  one hop more, and so on
+
+Every needed node has all its in-edges, and degrees are those of the whole graph. So loss and gradients are those of a
+sweep over all nodes. The needed rows and their blocks are found once, and stay in host memory.
 """
 
 from __future__ import annotations
@@ -21,11 +28,14 @@ from hopline.methods.partitioned.sweep_loss import objective_of
 from hopline.methods.partitioned.work import PartsWork
 
 NeededChunk = tuple[int, Block, Tensor]
-"""(part, all in-edges of its nodes whose rows are needed after a layer, places of their sources)."""
+"""(part, in-edges of those of its nodes that are needed after a layer, [num_src] positions of the sources)."""
 
 
 class NeededRows:
-    """Which rows are needed after each layer, and the edges that lead to them; the same in every step."""
+    """The rows that are needed after each layer, with their in-edges, and the sweep over them.
+
+    They depend on the graph and the training nodes only, so all steps share one object.
+    """
 
     def __init__(self, work: PartsWork) -> None:
         self.work, self.graph = work, work.job.data.graph
@@ -33,26 +43,28 @@ class NeededRows:
         for _ in range(work.model.num_layers - 1):
             needed.insert(0, in_neighborhood(self.graph, needed[0]))
         self.positions = [work.partition.position[nodes].sort().values for nodes in needed]
-        """[n] int64 by layer, ascending: the places of the nodes whose rows are needed after it."""
+        """By layer: [n] int64 on the host, ascending: positions of the nodes whose rows are needed after it."""
         self._blocks: dict[tuple[int, int], tuple[Block, Tensor]] = {}
+        """By (part, number of its nodes that are needed): block of their in-edges, positions of its sources."""
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows that one pass over the layers computes."""
+        """The number of rows that one pass over all layers computes."""
         return sum(positions.numel() for positions in self.positions)
 
     @cached_property
     def num_edges(self) -> int:
-        """Edges over which it does."""
+        """The number of edges that one pass over all layers reads."""
         order = self.work.partition.order
         return sum(int(self.graph.in_degrees(order[positions]).sum()) for positions in self.positions)
 
     def blocks(self, l: int) -> Iterable[NeededChunk]:
-        """(part, in-edges of its nodes that are needed after layer `l`, places of their sources)."""
+        """The chunks of layer `l`: a `NeededChunk` for each part that has needed nodes. Their blocks are cached."""
         partition = self.work.partition
         bounds = torch.searchsorted(self.positions[l], partition.ptr)
         for part, positions in enumerate(self.positions[l].split(bounds.diff().tolist())):
-            # What is needed later is part of what is needed earlier: as many nodes are the same nodes.
+            # The number of nodes is key enough: a part's nodes needed after a layer are among those needed after the
+            # layer before, so equally many are the same ones. Layers that need the same nodes share a block.
             known = (part, positions.numel())
             if positions.numel() and known not in self._blocks:
                 block = full_block(self.work.parts.sampler, partition.order[positions])
@@ -61,12 +73,12 @@ class NeededRows:
                 yield part, *self._blocks[known]
 
     def forward(self, key: int | None) -> None:
-        """Fill the tables at the rows that are needed. key: of the draws."""
+        """Compute the needed rows after all layers but the last, into the tables. key: of the random draws."""
         with torch.no_grad():
             self._layers(key).forward(range(self.work.model.num_layers - 1))
 
     def backward(self, key: int | None, scale: float) -> Tensor:
-        """Add the gradient of `scale` times the summed loss to the parameters'; returns that loss."""
+        """Add the gradient of `scale` times the summed loss to the parameters' gradients. Returns the summed loss."""
         objective = objective_of(self.work.job, scale, key)
         with torch.enable_grad():
             self._layers(key).backward(objective)
@@ -79,7 +91,7 @@ class NeededRows:
 
 
 class NeededParts(LayerPlan[NeededChunk]):
-    """The nodes of each part whose rows are needed, which are others at every layer."""
+    """The layer-wise engine's plan of a trimmed sweep: chunks are needed nodes by part, fewer at later layers."""
 
     def __init__(self, needed: NeededRows, key: int | None) -> None:
         self.needed, self.work, self.key = needed, needed.work, key
@@ -89,7 +101,7 @@ class NeededParts(LayerPlan[NeededChunk]):
         return list(self.needed.blocks(l))
 
     def piece(self, l: int, chunk: NeededChunk) -> Piece:
-        """With seeds and labels after the last layer alone."""
+        """A chunk with its edges, on the model's device. Only the last layer's has seeds and labels, for the loss."""
         (part, block, positions), batches = chunk, self.work.batches
         block = replace(block, key=self.key, graph=batches.graph)
         if l == self.last:

@@ -1,4 +1,13 @@
-"""A graph in parts, with tables of the rows between layers: what Historical and FullBatch stand on."""
+"""A graph in parts, with tables of the rows between layers: the common base of Historical and FullBatch.
+
+Nodes are ordered by part. A node's *position* is its number in that order, and the row of a node in every table:
+
+    partition.order[position] = global id        partition.position[global id] = position
+    a part is a row range                        a rank keeps consecutive parts, so a row range too
+
+Tables are allocated when their first rows are written, or by all ranks together in `prepare`. In one process with a
+GPU they lie on the device, in pinned host memory, or behind pinned buffers (`tables_at`).
+"""
 
 from __future__ import annotations
 
@@ -28,27 +37,30 @@ from hopline.tables.history_ranks import Owners, PartAssignment, SharedHistories
 from hopline.util.config import format_size
 
 PROBED = 8
-"""Nodes on which the model is run to learn the widths of its rows."""
+"""Most nodes on which the model is run to find the widths of its rows. A rule of thumb."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartsSpec:
-    """How a graph is cut into parts, and where the rows between layers lie."""
+    """Settings of a graph in parts: its partition, and the tables of rows between layers."""
 
     num_parts: int
     partition: Literal["metis", "streaming", "random", "range", "labels"]
     storage: str = "model"
-    """Element type of the tables, a key of `DTYPES`."""
+    """Element type of the tables: a key of `DTYPES`."""
     tables: str = "auto"
-    """Where a GPU's tables are."""
+    """The place of a GPU's tables: a value of the setting `tables`."""
     folder: Path | None = None
-    """Where tables are mapped files; None keeps them in memory."""
+    """Folder of the tables as mapped files. None keeps them in memory."""
     with_gradients: bool = False
-    """Whether there are tables of gradients, as large as those of rows."""
+    """Whether gradients at the rows have tables too, as large as those of the rows."""
 
 
 class PartsWork:
-    """A graph in parts, divided over ranks, with tables of the rows between layers and of the gradients at them."""
+    """A graph in parts, divided over ranks, with tables of the rows between layers and of the gradients at them.
+
+    Owns the partition, the tables, and the mover that copies their rows to and from a GPU. Every rank makes one.
+    """
 
     def __init__(self, job: Job, model: GNN, spec: PartsSpec, partition: Partition | None = None) -> None:
         self.job, self.model, self.spec = job, model, spec
@@ -60,7 +72,7 @@ class PartsWork:
         self.owners = Owners(job.world, self.shares, self.partition.ptr)
         self.batches = self._new_batches()
         self.mover = None if job.device.type == "cpu" or job.world.size > 1 else RowMover(job.device)
-        """Moves rows of both kinds of tables; None where they are shared by ranks, or where the model is on a CPU."""
+        """Moves rows of both kinds of tables to and from a GPU. None on a CPU, and with ranks, which share tables."""
         self.histories, self.gradients = self._new_histories("h"), self._new_histories("gradient")
 
     def _new_parts(self) -> Parts:
@@ -84,7 +96,7 @@ class PartsWork:
 
     @cached_property
     def tables_at(self) -> Where:
-        """Where the tables of a GPU are."""
+        """The place of a GPU's tables, chosen by the setting and by what fits. Says it when first asked."""
         dtype, sizes = DTYPES[self.spec.storage], 1 + self.spec.with_gradients
         row = sum((dtype or like.dtype).itemsize * like[0].numel() for like in self._probe_rows().values())
         where = choose_where(
@@ -95,7 +107,11 @@ class PartsWork:
         return where
 
     def prepare(self) -> None:
-        """Several ranks make their tables together, so all of them must know the widths."""
+        """Allocate the tables of several ranks. Collective, and done once.
+
+        Ranks share tables, so they allocate them together, by widths that a probe of the model gives. One process
+        allocates each table when it first writes.
+        """
         if self.job.world.size == 1 or self.histories.tables:
             return
         for l, like in self._probe_rows().items():
@@ -105,7 +121,7 @@ class PartsWork:
                 self.gradients.table(l, like)
 
     def _probe_rows(self) -> dict[int, Tensor]:
-        """By layer, rows of some nodes: as wide as all are."""
+        """By layer: rows of up to `PROBED` nodes after it, with the width and dtype of all rows."""
         nodes, recorder = self.parts.nodes_of((0,))[:PROBED], Recorder()
         block = replace(without_halo(full_block(self.parts.sampler, nodes)), layer_hooks=recorder)
         with evaluating(self.model):
@@ -115,17 +131,17 @@ class PartsWork:
 
     @cached_property
     def row_of(self) -> list[Tensor]:
-        """Some node's row, [1, ...], after each layer."""
+        """By layer: [1, ...], the row of one node after it, for shapes and dtypes."""
         return [like[:1].detach() for _, like in sorted(self._probe_rows().items())]
 
     @property
     def own_row_range(self) -> slice:
-        """The places of the rows that this rank keeps."""
+        """The row range that this rank keeps."""
         return slice(self.owners.own.start, self.owners.own.stop)
 
     @cached_property
     def swept_positions(self) -> Tensor:
-        """Places of all rows that a sweep of this rank reads, ascending."""
+        """[n] int64 on the host, ascending: positions of all rows that a sweep of this rank reads."""
         if self.job.world.size == 1:
             return torch.arange(self.partition.num_nodes)
         found = []
@@ -138,7 +154,10 @@ class PartsWork:
     # ---- one layer
 
     def layer_at(self, l: int, block: Block, inputs: Tensor | None = None) -> Tensor:
-        """Rows of a block's destinations after layer `l`, before dropout. inputs: the layer's, but for the first."""
+        """Rows of a block's destinations after layer `l`, before dropout.
+
+        inputs: rows of the block's sources after layer l - 1, before dropout. Layer 0 reads features instead.
+        """
         if l == 0:
             state = self.model.encode(self.batches.inputs_of(block.src_ids), block.src_keys, block.key)
         else:
@@ -151,12 +170,18 @@ class PartsWork:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return next(p.dtype for p in self.model.parameters())
 
 
 def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, world: World) -> Partition:
-    """The first rank divides the graph for all."""
+    """The partition of a graph, made by the first rank and sent to all. Collective.
+
+    how: the kind of partition, as in the settings.
+
+    Raises:
+        ValueError: On every rank, if the first cannot make it.
+    """
     problem = ""
     part_of = torch.empty(data.num_nodes, dtype=torch.int32)
     try:
@@ -170,6 +195,7 @@ def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, wo
         if world.size == 1:
             raise
         problem = str(error)
+    # An error of the first rank must reach the others, which would otherwise wait for the partition.
     if problem := world.broadcast_object(problem):
         raise ValueError(problem)
     world.broadcast_tensors([part_of])
@@ -177,6 +203,11 @@ def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, wo
 
 
 def _labels(data: Dataset) -> Tensor:
+    """[num_nodes] on the host: the class of each node, as its part.
+
+    Raises:
+        ValueError: The dataset has no classes.
+    """
     y = data.y
     if y is None or y.dim() != 1 or y.is_floating_point():
         raise ValueError("partition=labels takes the classes for the parts, and there are none: choose another one")
@@ -184,5 +215,5 @@ def _labels(data: Dataset) -> Tensor:
 
 
 def _cache_of(data: Dataset) -> Path | None:
-    """Partitions of a dataset that lies in a folder are kept beside it."""
+    """The folder that caches partitions: inside the folder of the dataset. None if the dataset has none."""
     return None if data.folder is None else data.folder / "partitions"
