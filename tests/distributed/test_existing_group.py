@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import hopline as hl
 from hopline.distributed.existing_group import HostPlace, Introduction, OwnObjects, backend_for, find_gpu, find_places
-from hopline.distributed.heartbeat import NoHeart
+from hopline.distributed.heartbeat import NoHeartbeat
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World
@@ -23,6 +23,7 @@ from tests.launched import environment, free_port, started
 from tests.methods.full_batch import ranks as full_batch
 from tests.methods.historical import ranks as historical
 from tests.ranks import train
+from tests.runs import sage, small
 
 
 def in_group(name: str, folder: Path, size: int, *, by_file: bool = False, dies: int | None = None) -> list[Any]:
@@ -172,10 +173,10 @@ def test_a_heart_that_cannot_beat_is_none():
     group: Any = object()
     own = OwnObjects(group, store, 0, 2)
     own.groups.clear()
-    assert isinstance(own.beating_heart(), NoHeart)
+    assert isinstance(own.running_heartbeat(), NoHeartbeat)
     own.end("error X: y")
     with pytest.raises(PeerError, match=r"left the others \(X: y\), so nothing can be exchanged: make a new Trainer"):
-        own.beating_heart()
+        own.running_heartbeat()
 
 
 def test_a_group_of_one_rank_is_this_process_alone(tmp_path: Path):
@@ -260,6 +261,11 @@ def test_a_launchers_variables_without_a_group_are_spoken_of(
     assert hl.World.current().size == 1
     assert "WORLD_SIZE is 2, but torch.distributed is not initialised" in caplog.text
     assert "RANK" not in os.environ
+
+
+def test_a_world_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"world must be a World such as hl.World.current\(\), not str 'all'"):
+        hl.Trainer(sage(small()), small(), world="all", show=False)  # type: ignore[arg-type]
 
 
 def test_a_device_that_is_not_the_worlds_is_refused():

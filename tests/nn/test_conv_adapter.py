@@ -398,3 +398,9 @@ def test_a_cached_conv_leaves_and_uses_no_cache() -> None:
     block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
     convolve(conv, x[block.src_ids], block)
     assert (conv.cached, conv._cached_edge_index) == (True, "the user's")
+
+
+def test_an_edge_index_in_place_of_a_block_is_refused():
+    conv = pyg.SAGEConv(3, 2)
+    with pytest.raises(ValueError, match=r"one of batch.blocks, not a tensor of shape \[2, 4\]: to run SAGEConv"):
+        convolve(conv, torch.ones(4, 3), torch.zeros(2, 4, dtype=torch.int64))  # type: ignore[arg-type]

@@ -147,7 +147,6 @@ VERSION = 1
 """Version of the cached files. It is part of their key, so partitions of another version are not found."""
 HASH_BYTES = 1 << 24
 """Bytes that one task hashes. It is part of what a hash means: another value gives other hashes. A rule of thumb."""
-CHUNK_EDGES = 1 << 22
 LARGEST_SHOWN = 16
 """The most parts for which `describe` shows the matrix of edge counts. A rule of thumb."""
 

@@ -94,7 +94,7 @@ class Channel:
 class RowRequest:
     """Rows asked of their owners: every rank asks at once, some perhaps for none.
 
-    positions: [n] int64, rank r owning ptr[r] .. ptr[r + 1] - 1. Answers come back in the order of the places.
+    positions: [n] int64, rank r owning ptr[r] .. ptr[r + 1] - 1. Answers come back in the order of `positions`.
     """
 
     def __init__(self, channel: Channel, ptr: Tensor, positions: Tensor) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hopline.distributed.environment import place_on_host
-from hopline.distributed.heartbeat import Heartbeat, NoHeart, get_all
+from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
 from hopline.distributed.world import (
     GroupHandle,
     RankSpec,
@@ -113,8 +113,8 @@ class GroupWorld(World):
                 traceback.clear_frames(None if one is None else one.__traceback__)
         self.close(sentence(error))
 
-    def _beating_heart(self) -> Heartbeat | NoHeart:
-        return self._own.beating_heart()
+    def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
+        return self._own.running_heartbeat()
 
 
 class OwnObjects:
@@ -127,13 +127,13 @@ class OwnObjects:
     def __init__(self, group: GroupHandle, store: dist.Store, rank: int, size: int) -> None:
         self.groups = [group]
         self._store, self._rank, self._size = store, rank, size
-        self._heartbeat: Heartbeat | NoHeart | None = None
+        self._heartbeat: Heartbeat | NoHeartbeat | None = None
         self._num_exchanges = 0
         """Those of hearts that have stopped."""
         self._last_words: str | None = None
         self._lock = threading.Lock()
 
-    def beating_heart(self) -> Heartbeat | NoHeart:
+    def running_heartbeat(self) -> Heartbeat | NoHeartbeat:
         """The heart, started if it is at rest."""
         with self._lock:
             if self._last_words is not None:
@@ -143,13 +143,13 @@ class OwnObjects:
                     "hl.World.current() again"
                 )
             if self._heartbeat is None:
-                self._heartbeat = self._new_heart()
+                self._heartbeat = self._new_heartbeat()
             return self._heartbeat
 
     def rest(self) -> None:
         """Stop the heart until the next exchange: nobody waits for this rank."""
         with self._lock:
-            self._stop_heart(last_words(""))
+            self._stop_heartbeat(last_words(""))
 
     def end(self, words: str, broken: bool = False) -> None:
         """Tell the others why this rank leaves, and destroy what was made here. May be called twice."""
@@ -159,23 +159,23 @@ class OwnObjects:
             self._last_words = words
             is_error = words != last_words("")
             if is_error and self._heartbeat is None:
-                self._heartbeat = self._new_heart()  # so that the others can read why
+                self._heartbeat = self._new_heartbeat()  # so that the others can read why
             heartbeat = self._heartbeat
-            self._stop_heart(words)
+            self._stop_heartbeat(words)
             for group in self.groups:
                 group.destroy(broken=broken)
             if is_error and self._rank == 0 and isinstance(heartbeat, Heartbeat):
                 heartbeat.wait_for_others(LEAVE_S)  # the store may end with this process
 
-    def _new_heart(self) -> Heartbeat | NoHeart:
+    def _new_heartbeat(self) -> Heartbeat | NoHeartbeat:
         try:
-            # A store answers one question at a time, and some wait for others: a heart needs its own connection.
+            # A store answers one question at a time, and some wait for others: a heartbeat needs its own connection.
             store = self._store.clone()
-        except (AttributeError, NotImplementedError, RuntimeError):  # a store of the owner's own making
-            return NoHeart(self._num_exchanges)
+        except (AttributeError, RuntimeError):  # the owner's store is of a kind that cannot be cloned
+            return NoHeartbeat(self._num_exchanges)
         return Heartbeat(store, self._rank, self._size, _address_of(self._store), self._num_exchanges)
 
-    def _stop_heart(self, words: str) -> None:
+    def _stop_heartbeat(self, words: str) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             self._num_exchanges = heartbeat.exchanges

@@ -130,7 +130,7 @@ class Heartbeat:
         return others, "the exchange between the ranks failed though all are alive"
 
 
-class NoHeart:
+class NoHeartbeat:
     """In place of a `Heartbeat` where the store of an existing process group cannot be used by a second thread.
 
     A rank that is lost still ends the exchange with an error; which rank it was cannot be told.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hopline.device.meter import find_device
 from hopline.distributed.gradients import BUCKET_BYTES, in_groups, sum_over_ranks, sum_tensors
-from hopline.distributed.heartbeat import Heartbeat, NoHeart, get_all
+from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
 from hopline.util.errors import PeerError
 from hopline.util.host import num_cores, who_set_threads
 from hopline.util.log import logger
@@ -299,7 +299,7 @@ class World:
     def _end_watch(self, error: BaseException | None) -> None:
         """Whoever started the ranks closes their worlds: see `launch`."""
 
-    def _beating_heart(self) -> Heartbeat | NoHeart:
+    def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
         if self._heartbeat is None:
             raise PeerError("this rank has left the others: nothing can be exchanged after close()")
         return self._heartbeat
@@ -332,7 +332,7 @@ class World:
         """Whatever goes wrong inside is another rank's doing: find out whose."""
         if self._lost:
             raise PeerError(self._lost)
-        heartbeat = self._beating_heart()
+        heartbeat = self._running_heartbeat()
         heartbeat.exchanges += 1
         start = time.monotonic() if start is None else start
         try:

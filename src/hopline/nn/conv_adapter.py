@@ -134,6 +134,11 @@ def convolve(conv: nn.Module, h: Handle | Tensor, block: Block, x0: Tensor | Non
         ...     print(Net()(batch).shape)
         torch.Size([2, 2])
     """
+    if isinstance(block, Tensor):
+        raise ValueError(
+            f"block must be one of batch.blocks, not a tensor of shape {list(block.shape)}: to run {_name(conv)} on an "
+            "edge_index, call it as in plain PyG, conv(x, edge_index)"
+        )
     if block.convs is not None:
         return block.convs.run(conv, h, x0)
     layout = layout_of(conv, block)

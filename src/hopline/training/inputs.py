@@ -30,6 +30,8 @@ def own_world(world: World | None, device: str, *, device_is_given: bool) -> Wor
     """The ranks that train together; without `world=`, those of torch.distributed, or this process."""
     if world is None:
         return World.current(device)
+    if not isinstance(world, World):
+        raise ValueError(f"world must be a World such as hl.World.current(), not {type(world).__name__} {world!r}")
     if device_is_given and torch.device(device).type != world.device.type:
         raise ValueError(
             f"device={device!r} is asked for, and world= trains on {world.device}: leave one out, or give "
