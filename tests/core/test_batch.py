@@ -52,6 +52,13 @@ def test_to_the_same_device_is_the_same_batch() -> None:
     assert batch.to("cpu") is batch
 
 
+def test_to_a_device_moves_output_idx_where_all_else_is_there_already() -> None:
+    on_meta = replace(sampled().to("meta"), output_idx=torch.arange(2))
+    output_idx = on_meta.to("meta").output_idx
+    assert output_idx is not None
+    assert output_idx.device.type == "meta"
+
+
 def test_to_another_device_moves_every_tensor_and_no_handle() -> None:
     batch = replace(sampled(handle=True), y=torch.arange(4), tables={"z": randn(3, 2)})
     moved = batch.to("meta")

@@ -204,3 +204,15 @@ def test_threads_that_infer_at_once_change_no_bit():
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda model: infer.exact(model, data, ids, chunk_edges=100), models))
     assert all(torch.equal(one, rows) for one, rows in zip(found, expected, strict=True))
+
+
+def test_bytes_of_a_chunk_that_two_threads_store_are_counted_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "max_cache_bytes", lambda device: 1 << 30)
+    data, ids, model = small(), torch.tensor([3, 5, 90, 17]), hl.nn.GNN(CONVS["mean"]())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: infer.exact(model, data, ids, chunk_edges=100), range(24)))
+    known = kept_with(data)
+    stored = [tensor for block in known.blocks.values() for tensor in block.tensors() if tensor is not None]
+    stored += [rows for rows, _ in known.sums.values()]
+    assert stored
+    assert known.free_bytes == (1 << 30) - sum(tensor.nbytes for tensor in stored)

@@ -385,7 +385,8 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on a device. Handles are not read by that, and still refer to their tables."""
         target = torch.device(device)
-        if all(t.device == target for t in _tensors(self)):
+        output_idx = [] if self.output_idx is None else [self.output_idx]
+        if all(t.device == target for t in [*_tensors(self), *output_idx]):
             return self
 
         def move(value: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from threading import Lock
 
 import psutil
 import torch
@@ -45,7 +46,7 @@ class InferenceCache:
     Chunks, blocks and sums are looked up by `id()` of a node tensor. That is safe because `layer_nodes` and `chunks`
     hold these tensors as long as the cache lives: no other object can get the same id.
 
-    Two threads may run inference with one cache at the same time: see `get_chunks`.
+    Two threads may run inference with one cache at the same time: see `get_chunks` and `store`.
     """
 
     ids: weakref.ref[Tensor]
@@ -72,6 +73,8 @@ class InferenceCache:
     """The block of each chunk. Key: `id()` of the chunk. Stored without the graph, to not keep it alive."""
     sums: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
     """The first layer's reduced rows of each chunk, and how they were reduced. Key: `id()` of the chunk."""
+    lock: Lock = field(default_factory=Lock)
+    """Held while `store` compares `free_bytes` with what it needs and subtracts it."""
 
     def matches(self, graph: Graph, ids: Tensor, settings: Hashable, x: Table) -> bool:
         """Whether the cache is valid for an inference: the same objects, unchanged in place, and equal settings."""
@@ -109,12 +112,14 @@ class InferenceCache:
         sums = None if rows is None or self.x_version is None else (rows.reduced_and_own, rows.how)
         taken = sum(tensor.nbytes for tensor in block.tensors() if tensor is not None)
         taken += 0 if sums is None else sums[0].nbytes
-        if taken > self.free_bytes:
-            return
-        self.free_bytes -= taken
-        if sums is not None:
-            self.sums[id(chunk)] = sums
-        self.blocks[id(chunk)] = replace(block, graph=None)
+        # Two threads may compute one chunk at the same time. The lock lets only the first store it and count its bytes.
+        with self.lock:
+            if taken > self.free_bytes or id(chunk) in self.blocks:
+                return
+            self.free_bytes -= taken
+            if sums is not None:
+                self.sums[id(chunk)] = sums
+            self.blocks[id(chunk)] = replace(block, graph=None)
 
 
 @dataclass(eq=False)

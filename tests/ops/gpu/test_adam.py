@@ -56,6 +56,21 @@ def test_what_the_kernel_cannot_do_is_left_to_torch():
     torch.testing.assert_close(p.detach(), before - 0.2, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_options_that_the_kernel_does_not_know_are_taken_by_torch(option: str):
+    ours, theirs = (torch.nn.Parameter(randn(5).float().to(KERNEL_DEVICE)) for _ in range(2))
+    on_gpu = KERNEL_DEVICE == "cuda"
+    rate = torch.tensor(0.1, device=KERNEL_DEVICE)
+    found = gpu_loss_and_adam.Adam([ours], lr=rate, capturable=on_gpu, **{option: True})
+    expected = torch.optim.Adam([theirs], lr=0.1, **{option: True})
+    for turn in range(4):
+        theirs.grad = (randn(5, seed=turn) / (1 + turn)).float().to(KERNEL_DEVICE)
+        ours.grad = theirs.grad.clone()
+        found.step()
+        expected.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_a_graph_finds_the_table_of_gradients_that_were_there_long_ago(monkeypatch: pytest.MonkeyPatch):
     p = torch.nn.Parameter(randn(5).float().to(KERNEL_DEVICE))
     optimizer = gpu_loss_and_adam.Adam(

@@ -110,3 +110,18 @@ def test_a_linear_layer_of_both_in_single_precision(num: int, reads_rows: bool):
     for one, exact in zip(found, expected, strict=True):
         assert one.dtype == torch.float32
         assert ((one.cpu().double() - exact).norm() / exact.norm()).item() < 1e-6
+
+
+def test_nan_in_a_row_reaches_the_output_as_in_torch():
+    slots, hop = Slots(8, (3, 5)), 0
+    nodes, counts, _ = gpu_tree.sample_tree(*on_device(*csr(), torch.arange(8)), slots, 3)
+    num, key = slots.up_to(1), torch.tensor([random.derive_key(3, 1)]).to(DEVICE)
+    inner = gpu_tree.dense_rows(nodes[:num], slots.parents(DEVICE))
+    a = randn(num, 16).bfloat16().to(DEVICE)
+    a[0, 3] = float("nan")  # the row of the first seed, which is its own row in the output
+    weight, bias = randn(16, 16, seed=1).float().to(DEVICE), randn(16, seed=2).float().to(DEVICE)
+    out = gpu_dense.hidden_then_reduce(
+        a, weight[:, :10], weight[:, 10:], bias, slots, hop, nodes, counts, inner, "mean", 0.0, key
+    )
+    assert out[0, 16:].isnan().all()
+    assert not out[1:, 16:].isnan().any()

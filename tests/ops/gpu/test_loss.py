@@ -36,3 +36,14 @@ def test_loss_and_gradient_are_torchs(shape: tuple[int, int], dtype: torch.dtype
     assert found.grad.dtype == dtype
     tolerance: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-4}
     torch.testing.assert_close(found.grad.float(), expected.grad, **tolerance)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 3])
+def test_a_label_that_is_no_class_makes_the_loss_and_its_rows_gradient_nan(label: int):
+    scores = randn(5, 3).to(KERNEL_DEVICE).requires_grad_()
+    labels = torch.tensor([0, 1, label, 2, 1]).to(KERNEL_DEVICE)
+    loss = gpu_loss_and_adam.cross_entropy(scores, labels)
+    assert loss.isnan()
+    loss.backward()
+    assert scores.grad is not None
+    assert scores.grad.isnan().all(dim=1).tolist() == [False, False, True, False, False]

@@ -114,7 +114,7 @@ def test_the_order_of_reading_changes_nothing() -> None:
 
 
 def test_several_programs_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_tiers, "BLOCK_WORDS", 8)
+    monkeypatch.setattr(gpu_tiers, "GATHER_WORDS", 8)
     rows = randn(NUM_ROWS, 64)
     hot, hot_slot = tiers(rows, 100)
     ids = randint(0, NUM_ROWS, 150)

@@ -75,6 +75,8 @@ def _packed(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, LEFT + RIGHT] of `dtype`: [left | right], concatenated and converted by one kernel."""
     out = torch.empty(left.size(0), left.size(1) + right.size(1), dtype=dtype, device=left.device)
     num = out.numel()
+    # The kernel knows no strides. A weight may be a view, for example of another module's.
+    left, right = left.contiguous(), right.contiguous()
     _pack_kernel[(triton.cdiv(num, 1024),)](left, right, out, num, left.size(1), right.size(1), 1024)
     return out
 
@@ -132,7 +134,8 @@ def _hidden_kernel(
         columns = tl.load(right + k, mask=depth[:, None] & (column < N)[None, :], other=0)
         total = _product(rows, columns, total, UPCAST)
     total += tl.load(bias + column, mask=column < N, other=0).to(tl.float32)[None, :]
-    total = tl.maximum(total, 0.0)
+    # ReLU by a comparison: `tl.maximum` would turn NaN into 0, and torch keeps it.
+    total = tl.where(total < 0, 0.0, total)
     if DROP:
         slot = tl.load(slots + row, mask=inside, other=0)
         states = first_state(tl.load(key), tl.load(ids + slot, mask=inside, other=0))
@@ -160,7 +163,8 @@ def _hidden_gradient(
     own = slot.to(tl.int64)[:, None] * (2 * N) + N + column[None, :]
     total += tl.load(grad + own, mask=(slot < num_dst)[:, None] & ok, other=0).to(tl.float32)
     value = tl.load(h + row.to(tl.int64)[:, None] * N + column[None, :], mask=inside[:, None] & ok, other=0)
-    return tl.where(value > 0, total * scale, 0.0)
+    # Zero where ReLU or dropout gave zero. At NaN the gradient passes, as in torch.
+    return tl.where(value <= 0, 0.0, total * scale)
 
 
 @triton.jit(do_not_specialize=["num", "num_dst"])

@@ -17,8 +17,7 @@ are in a table in device memory, with one row per program:
     program p:  updates CHUNK elements of one parameter, from its first element on
 
 The optimizer's state is torch's own, so a checkpoint of either optimizer can be loaded into the other. Steps that the
-kernel cannot take are left to torch: see `_OneKernel._tables`. The options `amsgrad` and `maximize` are not
-looked at; hopline's trainer sets neither.
+kernel cannot take are left to torch: see `_OneKernel._tables`.
 """
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -44,7 +43,8 @@ thumb; with more classes the loss is torch's."""
 def _forward_kernel(scores, labels, losses, grads, num, CLASSES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """losses[i], [num]: the part of row i in the mean loss. grads[i], [num, CLASSES]: the gradient of the mean.
 
-    Both come from one read of the scores. C is CLASSES padded to a power of two. Labels are not checked.
+    Both come from one read of the scores. C is CLASSES padded to a power of two. A label outside 0 .. CLASSES - 1 makes
+    its row's loss and gradient NaN: a kernel cannot raise, and any number would be a wrong one.
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, C)
@@ -58,9 +58,11 @@ def _forward_kernel(scores, labels, losses, grads, num, CLASSES: tl.constexpr, R
     powers = tl.exp(score - most[:, None])
     total = tl.sum(powers, 1)
     is_label = column[None, :] == label[:, None]
-    chosen = tl.sum(tl.where(is_label, score, 0.0), 1)
+    is_class = (label >= 0) & (label < CLASSES)
+    chosen = tl.where(is_class, tl.sum(tl.where(is_label, score, 0.0), 1), float("nan"))
     tl.store(losses + row, (most + tl.log(total) - chosen) / num, mask=inside)
     gradient = (powers / total[:, None] - tl.where(is_label, 1.0, 0.0)) / num
+    gradient = tl.where(is_class[:, None], gradient, float("nan"))
     tl.store(grads + at, gradient.to(grads.dtype.element_ty), mask=ok)
 
 
@@ -91,8 +93,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     """A scalar in float32: `torch.nn.functional.cross_entropy(scores, labels)`, the mean over rows.
 
-    scores: [n, classes], with 0 < classes <= MAX_CLASSES and n > 0. labels: [n] integers in 0 .. classes - 1, which
-    are not checked. There is no `ignore_index`.
+    scores: [n, classes], with 0 < classes <= MAX_CLASSES and n > 0. labels: [n] integers in 0 .. classes - 1; any
+    other makes the loss NaN. There is no `ignore_index`.
     """
     out = _CrossEntropy.apply(scores.contiguous(), labels)
     assert isinstance(out, Tensor)
@@ -166,13 +168,16 @@ class _OneKernel:
         """(group, table of addresses, step counters) of each group, or None if torch must take this step.
 
         The kernel needs in every group at least one gradient, the state that torch's first step creates, a learning
-        rate in a tensor, and contiguous float32 tensors. While a graph is captured, it also needs tables that exist.
+        rate in a tensor, and contiguous float32 tensors. It knows neither `amsgrad` nor `maximize`. While a graph is
+        captured, it also needs tables that exist.
         """
         found = []
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self.state.get(p) for p in parameters]
             if not parameters or any(not s for s in states) or not isinstance(group["lr"], Tensor):
+                return None
+            if group["amsgrad"] or group["maximize"]:
                 return None
             rows = [
                 (p, p.grad, s["exp_avg"], s["exp_avg_sq"], s["step"])

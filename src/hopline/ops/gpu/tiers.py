@@ -43,12 +43,10 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Types that rows are copied as, widest first. `row_words` chooses the widest that fits."""
 MAX_COLUMNS = 256
 """The most words of a row that a program of `_gather_tiers` copies at a time. A rule of thumb."""
-BLOCK_WORDS, NUM_WARPS = 1024, 2
-"""Words that a program of `_gather_tiers` loads at once, and its warps.
-
-These numbers were as good as any other choice on an H200, for hot and for cold rows. NUM_WARPS is assigned again
-below, with the constants of staging. That later value is the one in use.
-"""
+GATHER_WORDS = 1024
+"""Words that a program of `_gather_tiers` loads at once. As good as any other choice on an H200."""
+GATHER_WARPS = 2
+"""Warps of a program of `_gather_tiers`. As good as any other choice on an H200."""
 COUNT_BLOCK = 1024
 """Ids per program of `_count_ids`. A rule of thumb."""
 
@@ -148,7 +146,7 @@ def gather_tiers(
     assert cold is None or cold.is_contiguous()
     width, word = row_words(out, hot, cold)
     columns = min(MAX_COLUMNS, triton.next_power_of_2(width))
-    block = BLOCK_WORDS * 32 if is_interpreted() else BLOCK_WORDS  # an interpreted program costs the same at any size
+    block = GATHER_WORDS * 32 if is_interpreted() else GATHER_WORDS  # an interpreted program costs the same at any size
     rows = max(1, min(block // columns, triton.next_power_of_2(ids.numel())))
     source = out if hot.numel() == 0 else hot  # an empty tensor has no address
     with launching(ids.device):
@@ -171,7 +169,7 @@ def gather_tiers(
             COUNTS=counts is not None,
             ORDERED=order is not None,
             STAGED=staged,
-            num_warps=NUM_WARPS,
+            num_warps=GATHER_WARPS,
         )
     return out
 
@@ -206,11 +204,12 @@ def words_of(rows: Tensor, word: torch.dtype) -> Tensor:
 
 CLAIM_BLOCK = 1024
 """Ids per program of `claim` and `point`. A rule of thumb."""
-PROGRAMS, ROWS, NUM_WARPS = 64, 32, 4
-"""Programs of a kernel that accesses host memory, rows per program at a time, and warps per program.
-
-Enough programs to keep the bus busy, and few, since training runs on the same GPU at the same time.
-"""
+HOST_PROGRAMS = 64
+"""Programs of a kernel that accesses host memory: enough to keep the bus busy, and few, as training runs meanwhile."""
+HOST_ROWS = 32
+"""Rows that a program of such a kernel copies at a time. A rule of thumb."""
+HOST_WARPS = 4
+"""Warps of a program of such a kernel. A rule of thumb."""
 STAGED_COLUMNS = 64
 """The most words of a row that such a program copies at a time. A rule of thumb."""
 
@@ -238,7 +237,7 @@ def _stage_kernel(
     hot, cold, hot_slot, found, count, fetched, capacity, first_slot,
     WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Copy row found[i] to hot[first_slot + i]. PROGRAMS programs stride over all rows, R at a time.
+    """Copy row found[i] to hot[first_slot + i]. HOST_PROGRAMS programs stride over all rows, R at a time.
 
     A row that the window before has staged is copied within the device. Only rows read from the host are added to
     `fetched`, [1] int64.
@@ -262,7 +261,7 @@ def _stage_kernel(
 
 @triton.jit(do_not_specialize=["num"])
 def _gather_kernel(rows, ids, order, out, num, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """out[i] = rows[ids[i]], read in the order of `order`. PROGRAMS programs stride over the ids, R at a time."""
+    """out[i] = rows[ids[i]], read in the order of `order`. HOST_PROGRAMS programs stride over the ids, R at a time."""
     for start in range(tl.program_id(0) * R, num, tl.num_programs(0) * R):
         inside = start + tl.arange(0, R) < num
         at = tl.load(order + start + tl.arange(0, R), mask=inside, other=0).to(tl.int64)
@@ -329,11 +328,11 @@ def stage(hot: Tensor, cold: Tensor, hot_slot: Tensor, found: Tensor, count: Ten
     """
     width, word = row_words(hot, cold)
     columns = min(STAGED_COLUMNS, triton.next_power_of_2(width))
-    rows = triton.next_power_of_2(found.numel()) if is_interpreted() else ROWS
+    rows = triton.next_power_of_2(found.numel()) if is_interpreted() else HOST_ROWS
     with launching(hot.device):
-        _stage_kernel[(1 if is_interpreted() else PROGRAMS,)](
+        _stage_kernel[(1 if is_interpreted() else HOST_PROGRAMS,)](
             words_of(hot, word), words_of(cold, word), hot_slot, found, count, fetched, found.numel(), first_slot,
-            WIDTH=width, R=rows, C=columns, num_warps=NUM_WARPS,
+            WIDTH=width, R=rows, C=columns, num_warps=HOST_WARPS,
         )  # fmt: skip
 
 
@@ -353,11 +352,11 @@ def gather_aside(rows: Tensor, ids: Tensor) -> Tensor:
     """
     out = torch.empty((ids.numel(), *rows.shape[1:]), dtype=rows.dtype, device=ids.device)
     width, word = row_words(rows, out)
-    size = triton.next_power_of_2(max(1, ids.numel())) if is_interpreted() else ROWS
+    size = triton.next_power_of_2(max(1, ids.numel())) if is_interpreted() else HOST_ROWS
     with launching(ids.device):
-        _gather_kernel[(1 if is_interpreted() else PROGRAMS,)](
+        _gather_kernel[(1 if is_interpreted() else HOST_PROGRAMS,)](
             words_of(rows, word), ids, ids.argsort(), words_of(out, word), ids.numel(),
-            WIDTH=width, R=size, C=min(STAGED_COLUMNS, triton.next_power_of_2(width)), num_warps=NUM_WARPS,
+            WIDTH=width, R=size, C=min(STAGED_COLUMNS, triton.next_power_of_2(width)), num_warps=HOST_WARPS,
         )  # fmt: skip
     return out
 
@@ -370,11 +369,11 @@ def put_aside(table: Tensor, ids: Tensor, rows: Tensor, *, add: bool = False) ->
     width, rows = rows[:1].numel(), rows.contiguous()
     if rows.numel() == 0:
         return
-    size = triton.next_power_of_2(ids.numel()) if is_interpreted() else ROWS
+    size = triton.next_power_of_2(ids.numel()) if is_interpreted() else HOST_ROWS
     with launching(ids.device):
-        _put_kernel[(1 if is_interpreted() else PROGRAMS,)](
+        _put_kernel[(1 if is_interpreted() else HOST_PROGRAMS,)](
             table, ids, ids.argsort(), rows, ids.numel(), ADD=add,
-            WIDTH=width, R=size, C=min(STAGED_COLUMNS, triton.next_power_of_2(width)), num_warps=NUM_WARPS,
+            WIDTH=width, R=size, C=min(STAGED_COLUMNS, triton.next_power_of_2(width)), num_warps=HOST_WARPS,
         )  # fmt: skip
 
 
