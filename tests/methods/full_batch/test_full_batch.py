@@ -273,7 +273,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
 def test_a_gpu_trains_as_the_cpu_does(kind: str, aggregation: str, _: int):
     expected = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4)
-    found = train(World.alone(), kind, {"aggregation": aggregation}, dropout=0.4, device=KERNEL_DEVICE)
+    found = train(World.alone(KERNEL_DEVICE), kind, {"aggregation": aggregation}, dropout=0.4, device=KERNEL_DEVICE)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-8)
     assert found["weights"] == pytest.approx(expected["weights"], rel=1e-6, abs=1e-8)
 
