@@ -220,10 +220,10 @@ class Block:
 
     def tensors(self) -> list[Tensor | None]:
         """All tensors of the block; None for those that it does not have."""
-        found: list[Tensor | None] = [self.src_ids]
+        tensors: list[Tensor | None] = [self.src_ids]
         for part in self.parts:
-            found += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
-        return found
+            tensors += [part.indptr, part.src_idx, part.edge_ids, *part.edge.values()]
+        return tensors
 
     def scaling_sums(self, wanted: bool) -> Block:
         """The block with `scale_sums` set to `wanted`."""
@@ -419,17 +419,18 @@ class Batch:
 
         Each node keeps the edges of the layer nearest to the seeds, as in PyG's NeighborLoader.
         """
-        # From the seeds outwards. The first `known` destinations of a block were destinations of the block after it,
-        # and have their edges already. Only the edges of the others are new.
-        known, tails = 0, []
+        # From the seeds outwards. The first `num_done` destinations of a block were destinations of the block after
+        # it, and have their edges already. Only the edges of the others are new.
+        num_done = 0
+        tails = []
         for block in reversed(self.blocks):
-            tails.append(block.part.rows_from(known))
-            known = block.num_dst
+            tails.append(block.part.rows_from(num_done))
+            num_done = block.num_dst
         last = self.blocks[0]
         counts = torch.cat([tail.indptr.diff() for tail in tails])
         indptr = counts.new_zeros(last.num_src + 1)  # the outermost nodes have no edges
-        indptr[1 : known + 1] = counts.cumsum(0)
-        indptr[known + 1 :] = indptr[known]
+        indptr[1 : num_done + 1] = counts.cumsum(0)
+        indptr[num_done + 1 :] = indptr[num_done]
         edge = {name: torch.cat([tail.edge[name] for tail in tails]) for name in tails[0].edge}
         ids = [tail.edge_ids for tail in tails if tail.edge_ids is not None]
         part = Part(indptr, torch.cat([tail.src_idx for tail in tails]), edge, torch.cat(ids) if ids else None)
@@ -452,8 +453,8 @@ def each_once(blocks: Iterable[Block], changed: Callable[[Block], Block]) -> tup
     """
     # A tuple holds the blocks while their ids are keys: no other object can get the same id meanwhile.
     blocks = tuple(blocks)
-    found = {id(block): changed(block) for block in _distinct(blocks)}
-    return tuple(found[id(block)] for block in blocks)
+    new_blocks = {id(block): changed(block) for block in _distinct(blocks)}
+    return tuple(new_blocks[id(block)] for block in blocks)
 
 
 def _distinct(blocks: Iterable[Block]) -> Iterable[Block]:
@@ -463,9 +464,9 @@ def _distinct(blocks: Iterable[Block]) -> Iterable[Block]:
 
 def _tensors(batch: Batch) -> list[Tensor]:
     """The tensors that a batch holds, each once, but for those of `key`, `output_idx` and `groups`."""
-    found = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
+    values = [batch.seeds, batch.x, batch.y, *batch.tables.values()]
     for block in _distinct(batch.blocks):
-        found += block.tensors()
+        values += block.tensors()
     if isinstance(batch.x, ReducedRows):
-        found.append(batch.x.reduced_and_own)
-    return list({id(t): t for t in found if isinstance(t, Tensor)}.values())  # blocks may share tensors
+        values.append(batch.x.reduced_and_own)
+    return list({id(t): t for t in values if isinstance(t, Tensor)}.values())  # blocks may share tensors

@@ -144,10 +144,11 @@ class Graph:
         """
         # Read before `compute`: if an array changes while it runs, the value is stored as one of the old versions.
         versions = self.versions
-        known = self._cache.get(name)
-        if known is None or known[0] != versions:
-            known = self._cache[name] = versions, compute()
-        return known[1]
+        entry = self._cache.get(name)
+        if entry is None or entry[0] != versions:
+            entry = (versions, compute())
+            self._cache[name] = entry
+        return entry[1]
 
     @cached_property
     def _cache(self) -> dict[Hashable, tuple[dict[str, int], Any]]:
@@ -164,8 +165,8 @@ class Graph:
         # The version leaves edge arrays out: self-loops do not depend on them.
         version = version_of(self.indptr), version_of(self.indices)
         if self._loops.get("version") != version:
-            found = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
-            self._loops.update(version=version, positions=found.to(self.device))
+            positions = ops.self_loops(self.indptr.to(self.indices.device), self.indices)
+            self._loops.update(version=version, positions=positions.to(self.device))
         return self._loops["positions"]
 
     @cached_property
@@ -201,24 +202,29 @@ class PartialGraph(Graph):
 
         names: an array for each edge array of the whole graph, by name. Only dtype and row shape matter.
         """
-        nothing = torch.zeros(0, dtype=torch.int64)
-        edge = {name: array[:0] for name, array in names.items()}
-        known = {"ids": ids, "degrees": degrees, "has_loops": has_loops, "weights": weights}
-        return cls(torch.zeros(1, dtype=torch.int64), nothing, edge, **known)
+        return cls(
+            indptr=torch.zeros(1, dtype=torch.int64),
+            indices=torch.zeros(0, dtype=torch.int64),
+            edge={name: array[:0] for name, array in names.items()},
+            ids=ids,
+            degrees=degrees,
+            has_loops=has_loops,
+            weights=weights,
+        )
 
     @cached_property
-    def _sorted(self) -> tuple[Tensor, Tensor]:
+    def _sorted_ids(self) -> tuple[Tensor, Tensor]:
         """(ids in ascending order, their positions in `ids`), for lookups by binary search."""
-        found = self.ids.sort()
-        return found.values, found.indices
+        return torch.sort(self.ids)
 
     def _positions(self, ids: Tensor) -> Tensor:
         """[n] int64 on the host: the position in `self.ids` of each given node, which must be one of them."""
-        known, order = self._sorted
+        sorted_ids, order = self._sorted_ids
+        last = max(0, sorted_ids.numel() - 1)
         # The clamp keeps an id beyond the largest inside the array; the assertion below then refuses it.
-        at = torch.searchsorted(known, ids.cpu()).clamp(max=max(0, known.numel() - 1))
-        assert torch.equal(known[at], ids.cpu()), "a node is not of this batch"
-        return order[at]
+        sorted_idx = torch.searchsorted(sorted_ids, ids.cpu()).clamp(max=last)
+        assert torch.equal(sorted_ids[sorted_idx], ids.cpu()), "a node is not of this batch"
+        return order[sorted_idx]
 
     def in_degrees(self, ids: Tensor | None = None) -> Tensor:
         """[n] int64: the number of in-edges in the whole graph of each node in `ids`, by default in `self.ids`."""

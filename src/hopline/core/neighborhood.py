@@ -45,10 +45,10 @@ def neighborhood(
             num_edges += int(graph.in_degrees(new_ids).sum())
             if max_nodes_and_edges is not None and num_done + num_edges > max_nodes_and_edges:
                 return None
-            found = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, -1, 0)
-            counts.append(found.indptr.diff())
-            sources.append(id_map.add(found.ids))
-            edge_ids.append(found.edge_ids)
+            in_edges = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, -1, 0)
+            counts.append(in_edges.indptr.diff())
+            sources.append(id_map.add(in_edges.ids))
+            edge_ids.append(in_edges.edge_ids)
         node_ids = id_map.ids()
     finally:
         id_map.clear()

@@ -70,10 +70,10 @@ def divide(
     if num_nodes >= 2**31:
         raise ValueError(f"streaming numbers nodes by int32 and there are {num_nodes}: use how='range' or labels")
     with progress("Partitioning", None, "nodes", enabled=show) as shown:
-        found = cpu_partition.stream_parts(
+        part_of = cpu_partition.stream_parts(
             graph.indptr.numpy(), graph.indices.numpy(), num_parts, slack, ops.derive_key(seed), passes, shown.advance
         )
-    return torch.from_numpy(found)
+    return torch.from_numpy(part_of)
 
 
 def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
@@ -93,9 +93,10 @@ def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
         options = pymetis.Options()
         options.seed = seed % 2**31
         adjacency = pymetis.CSRAdjacency(cast(Any, starts), cast(Any, neighbors))
-        found = pymetis.part_graph(num_parts, adjacency, options=options, recursive=False)
+        result = pymetis.part_graph(num_parts, adjacency, options=options, recursive=False)
         shown.advance(graph.num_nodes)
-    return without_empty(torch.from_numpy(np.array(found.vertex_part, dtype=np.int32)), num_parts)
+    part_of = torch.from_numpy(np.array(result.vertex_part, dtype=np.int32))
+    return without_empty(part_of, num_parts)
 
 
 def _check_memory(num_bytes: int) -> None:
@@ -120,13 +121,15 @@ def by_labels(labels: Tensor, num_parts: int) -> Tensor:
     num_nodes = labels.numel()
     ends = torch.bincount(compact).cumsum(0)
     cuts = torch.arange(1, num_parts) * num_nodes // num_parts
-    after = torch.searchsorted(ends, cuts).clamp(max=ends.numel() - 1)
-    before = ends[(after - 1).clamp(min=0)]
-    near = torch.where((cuts - before).abs() < (ends[after] - cuts).abs(), before, ends[after])
-    cuts = torch.where((near - cuts).abs() <= int(SNAP * num_nodes / num_parts), near, cuts)
-    found = torch.empty(num_nodes, dtype=torch.int32)
-    found[torch.argsort(compact, stable=True)] = torch.bucketize(torch.arange(num_nodes), cuts, right=True).int()
-    return found
+    next_label = torch.searchsorted(ends, cuts).clamp(max=ends.numel() - 1)
+    end_after = ends[next_label]
+    end_before = ends[(next_label - 1).clamp(min=0)]
+    nearest_end = torch.where((cuts - end_before).abs() < (end_after - cuts).abs(), end_before, end_after)
+    is_near = (nearest_end - cuts).abs() <= int(SNAP * num_nodes / num_parts)
+    cuts = torch.where(is_near, nearest_end, cuts)
+    part_of = torch.empty(num_nodes, dtype=torch.int32)
+    part_of[torch.argsort(compact, stable=True)] = torch.bucketize(torch.arange(num_nodes), cuts, right=True).int()
+    return part_of
 
 
 def without_empty(part_of: Tensor, num_parts: int) -> Tensor:
@@ -251,11 +254,14 @@ def make_partition(
         raise ValueError(f"slack={slack}, passes={passes}: give a share below 1, and at least one pass")
     # Only the settings that the result depends on: they are in the cache key, and others would miss a valid entry.
     if labels is not None:
-        how, settings = "labels", {"labels": _hash([labels.cpu().numpy()])}
+        how = "labels"
+        settings = {"labels": _hash([labels.cpu().numpy()])}
+    elif how == "streaming":
+        settings = {"seed": seed, "slack": slack, "passes": passes}
+    elif how in ("metis", "random"):
+        settings = {"seed": seed}
     else:
-        every = {"seed": seed, "slack": slack, "passes": passes}
-        names = {"metis": ("seed",), "random": ("seed",), "streaming": tuple(every), "range": ()}[how]
-        settings = {name: every[name] for name in names}
+        settings = {}
     graph = _on_host(graph)
 
     def find() -> Partition:
@@ -265,7 +271,8 @@ def make_partition(
     if cache is None:
         return find()
     key = json.dumps([VERSION, graph_hash(graph), num_parts, how, settings])
-    return _kept(Path(cache), hashlib.blake2b(key.encode(), digest_size=16).hexdigest(), graph.num_nodes, find)
+    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    return _read_or_write(Path(cache), digest, graph.num_nodes, find)
 
 
 def _on_host(graph: Graph) -> Graph:
@@ -286,42 +293,49 @@ def _hash(arrays: Sequence[np.ndarray]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for array in arrays:
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        pieces = [b""] * -(-len(data) // HASH_BYTES)
+        num_runs = -(-len(data) // HASH_BYTES)  # rounded up
+        digests = [b""] * num_runs
 
-        def one(i: int, data: memoryview = data, pieces: list[bytes] = pieces) -> None:
-            pieces[i] = hashlib.blake2b(data[i * HASH_BYTES : (i + 1) * HASH_BYTES], digest_size=32).digest()
+        def hash_run(i: int, data: memoryview = data, digests: list[bytes] = digests) -> None:
+            digests[i] = hashlib.blake2b(data[i * HASH_BYTES : (i + 1) * HASH_BYTES], digest_size=32).digest()
 
-        in_threads(one, len(pieces))
-        total.update(f"{array.dtype.str}{array.shape}".encode() + b"".join(pieces))
+        in_threads(hash_run, num_runs)
+        total.update(f"{array.dtype.str}{array.shape}".encode() + b"".join(digests))
     return total.hexdigest()
 
 
-def _kept(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition]) -> Partition:
+def _read_or_write(folder: Path, key: str, num_nodes: int, find: Callable[[], Partition]) -> Partition:
     """The cached partition of that key. If its files are missing or damaged, it is made by `find` and written.
 
     A folder that cannot be written to is a warning and no error.
     """
-    about, parts = folder / f"partition-{key}.json", folder / f"partition-{key}.npy"
-    if about.exists():
+    header_path = folder / f"partition-{key}.json"
+    array_path = folder / f"partition-{key}.npy"
+    if header_path.exists():
         try:
-            known = json.loads(about.read_text())
-            part_of = np.array(np.lib.format.open_memmap(parts, mode="r"))
-            if part_of.shape != (num_nodes,) or _hash([part_of]) != known["checksum"]:
+            header = json.loads(header_path.read_text())
+            part_of = np.array(np.lib.format.open_memmap(array_path, mode="r"))
+            if part_of.shape != (num_nodes,) or _hash([part_of]) != header["checksum"]:
                 raise ValueError("its checksum differs")
-            return Partition(torch.from_numpy(part_of), known["num_parts"], known["how"], known["settings"])
+            return Partition(torch.from_numpy(part_of), header["num_parts"], header["how"], header["settings"])
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            logger.warning(f"{parts} is damaged ({' '.join(str(error).split())}): the partition is made again")
-    found = find()
-    known = {"how": found.how, "settings": dict(found.settings), "num_parts": found.num_parts}
+            logger.warning(f"{array_path} is damaged ({' '.join(str(error).split())}): the partition is made again")
+    partition = find()
+    header = {
+        "how": partition.how,
+        "settings": dict(partition.settings),
+        "num_parts": partition.num_parts,
+        "checksum": _hash([partition.part_of.numpy()]),
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(parts) as file:
-            np.lib.format.write_array(file, found.part_of.numpy(), allow_pickle=False)
-        with replacing(about) as file:  # last, because a reader opens the array only if this file exists
-            file.write(json.dumps({**known, "checksum": _hash([found.part_of.numpy()])}, indent=1).encode())
+        with replacing(array_path) as file:
+            np.lib.format.write_array(file, partition.part_of.numpy(), allow_pickle=False)
+        with replacing(header_path) as file:  # last, because a reader opens the array only if this file exists
+            file.write(json.dumps(header, indent=1).encode())
     except OSError as error:
         logger.warning(f"the partition could not be kept in {folder} ({error.strerror}): it will be made again")
-    return found
+    return partition
 
 
 def edge_counts(graph: Graph, partition: Partition) -> Tensor:
@@ -339,10 +353,10 @@ def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int
 
     groups: part numbers that count as one part together. The result then has an entry per group.
     """
-    chosen = [
-        torch.as_tensor(g).long() for g in ([[p] for p in range(partition.num_parts)] if groups is None else groups)
-    ]
-    parts = torch.cat([*chosen, torch.empty(0, dtype=torch.int64)])
+    if groups is None:
+        groups = [[part] for part in range(partition.num_parts)]
+    chosen = [torch.as_tensor(group).long() for group in groups]
+    parts = torch.cat([*chosen, torch.empty(0, dtype=torch.int64)])  # `cat` needs at least one tensor
     if parts.numel() and not 0 <= int(parts.min()) <= int(parts.max()) < partition.num_parts:
         raise ValueError(f"groups name parts from 0 to {partition.num_parts - 1}, not {parts.min()} to {parts.max()}")
     ends = torch.tensor([0, *(g.numel() for g in chosen)]).cumsum(0)

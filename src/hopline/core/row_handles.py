@@ -143,9 +143,9 @@ class DroppedRows(Rows):
 
     def read_csr(self) -> tuple[Tensor, Tensor, Tensor]:
         """The rows with dropout as (indptr [n + 1], columns, values). The table must store sparse rows."""
-        found = self.table.read_csr(self.ids)
-        assert found is not None
-        indptr, columns, values = found
+        csr = self.table.read_csr(self.ids)
+        assert csr is not None
+        indptr, columns, values = csr
         return indptr, columns, ops.keyed_dropout_stored(values, indptr, columns, self.p, self.key, self.keys)
 
 
@@ -165,5 +165,5 @@ def as_dtype(rows: Handle | Tensor, dtype: torch.dtype) -> Tensor:
     Rows with a gradient keep it too: under autocast, embeddings are in half precision on purpose.
     """
     rows = as_tensor(rows)
-    same = rows.requires_grad or rows.dtype == dtype or not rows.is_floating_point()
-    return rows if same else rows.to(dtype)
+    must_convert = rows.is_floating_point() and rows.dtype != dtype and not rows.requires_grad
+    return rows.to(dtype) if must_convert else rows

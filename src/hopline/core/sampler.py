@@ -111,7 +111,8 @@ class NeighborSampler:
         """
         seeds = _on_graph_device(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
-        graph, id_map = self.graph, self._id_map(seeds.device)
+        graph = self.graph
+        id_map = self._id_map(seeds.device)
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         edge_ids: list[Tensor] = []
@@ -119,16 +120,17 @@ class NeighborSampler:
         try:
             _add_seeds(id_map, seeds)
             for fanout in self.fanouts:
-                first, stop = num_known[-1], id_map.size
+                first = num_known[-1]
+                stop = id_map.size
                 num_known.append(stop)
                 new_ids = id_map.ids()[first:]
-                found = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, fanout, key, self.replace)
+                drawn = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, fanout, key, self.replace)
                 local_ids = torch.arange(first, stop, device=seeds.device)
                 # With `output_size`, torch need not synchronise with a GPU to learn the number of edges.
-                num_found = found.edge_ids.numel()
-                targets.append(torch.repeat_interleave(local_ids, found.indptr.diff(), output_size=num_found))
-                sources.append(id_map.add(found.ids))
-                edge_ids.append(found.edge_ids)
+                num_drawn = drawn.edge_ids.numel()
+                targets.append(torch.repeat_interleave(local_ids, drawn.indptr.diff(), output_size=num_drawn))
+                sources.append(id_map.add(drawn.ids))
+                edge_ids.append(drawn.edge_ids)
             node_ids = id_map.ids()
         finally:
             id_map.clear()
@@ -151,10 +153,10 @@ class NeighborSampler:
         drawn_by: the key that decides the neighbours.
         """
         graph = self.graph
-        found = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, drawn_by, self.replace)
-        src_idx = id_map.add(found.ids)
-        edge = {name: ops.gather_rows(array, found.edge_ids) for name, array in graph.edge.items()}
-        part = Part(found.indptr, src_idx, edge, found.edge_ids if self.edge_ids else None)
+        drawn = ops.sample_neighbors(graph.indptr, graph.indices, dst_ids, fanout, drawn_by, self.replace)
+        src_idx = id_map.add(drawn.ids)
+        edge = {name: ops.gather_rows(array, drawn.edge_ids) for name, array in graph.edge.items()}
+        part = Part(drawn.indptr, src_idx, edge, drawn.edge_ids if self.edge_ids else None)
         return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key, in_graph_order=fanout < 0)
 
     def _id_map(self, device: torch.device) -> ops.AnyIdMap:

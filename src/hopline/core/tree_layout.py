@@ -61,7 +61,7 @@ class Tree:
         )
 
 
-def _when_asked(compute: Callable[[Any], Any]) -> Any:
+def _on_first_access(compute: Callable[[Any], Any]) -> Any:
     """The default of a dataclass field with init=False: its value is computed at the first access, and cached."""
     return cached_property(compute)
 
@@ -77,9 +77,9 @@ class TreeBlock(Block):
     count edges it would have to synchronise.
     """
 
-    src_ids: Tensor = field(init=False, default=_when_asked(lambda block: block._node_ids()))
+    src_ids: Tensor = field(init=False, default=_on_first_access(lambda block: block._node_ids()))
     """[num_src] int64: global node ids. Empty slots have 0, a valid id, so that rows can be read for all slots."""
-    num_dst: int = field(init=False, default=_when_asked(lambda block: block.tree.slots.up_to(block.hop)))
+    num_dst: int = field(init=False, default=_on_first_access(lambda block: block.tree.slots.up_to(block.hop)))
     """Number of destination slots, empty ones included."""
     parts: tuple[Part, ...] = field(init=False, default=())
     """Always empty. `part` computes the edges when they are needed."""
@@ -217,7 +217,7 @@ class TreeBlock(Block):
 class TreeRows(Rows):
     """A handle to the rows of all slots of a block in the tree layout."""
 
-    ids: Tensor = field(init=False, default=_when_asked(lambda rows: rows.block.src_ids))
+    ids: Tensor = field(init=False, default=_on_first_access(lambda rows: rows.block.src_ids))
     """[num_src] int64: the row ids, 0 at empty slots. Computed at the first access."""
     block: TreeBlock
     """The block whose sources are the rows."""
@@ -251,7 +251,8 @@ class TreeSampler:
         # Ids on a GPU are not checked: that would synchronise.
         if seeds.device.type == "cpu":
             check_ids(seeds, self.graph.num_nodes)
-        graph, slots = self.graph, Slots(seeds.numel(), self.fanouts, first_seed)
+        graph = self.graph
+        slots = Slots(seeds.numel(), self.fanouts, first_seed)
         drawn = ops.sample_tree(graph.indptr, graph.indices, seeds, slots, key, self.replace, self.with_edges)
         tree = Tree(slots, *drawn)
         return tuple(TreeBlock(tree=tree, hop=hop, graph=graph, key=key) for hop in reversed(range(len(self.fanouts))))

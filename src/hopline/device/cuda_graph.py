@@ -157,7 +157,8 @@ class CapturedCall(Generic[R]):
                 _recording(graph, stream, pool_graph),
             ):
                 result = run()
-            self.graph, self._result = graph, result
+            self.graph = graph
+            self._result = result
         except CaptureDeclined:
             self.captures = self.max_captures
         except Exception as error:

@@ -81,11 +81,13 @@ def free_bytes(device: torch.device) -> int:
     bytes that torch's allocator has reserved and not handed out.
     """
     device = with_index(device)
-    allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    allowed = int(torch.cuda.get_device_properties(device).total_memory * fraction)
     stats = torch.cuda.memory_stats(device)  # once for both numbers, because the call is slow
-    reserved, allocated = (stats.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "allocated"))
-    left = min(torch.cuda.mem_get_info(device)[0], int(allowed) - reserved)
-    return max(0, left + reserved - allocated)
+    reserved = stats.get("reserved_bytes.all.current", 0)
+    allocated = stats.get("allocated_bytes.all.current", 0)
+    unreserved = min(torch.cuda.mem_get_info(device)[0], allowed - reserved)
+    return max(0, unreserved + reserved - allocated)
 
 
 def library_bytes(device: torch.device) -> int:
@@ -93,9 +95,9 @@ def library_bytes(device: torch.device) -> int:
 
     It runs that product on the current stream, so afterwards the bytes are allocated there.
     """
-    taken = _first_product(device, torch.cuda.current_stream(device))
+    measured_bytes = _first_product(device, torch.cuda.current_stream(device))
     # 0: this stream had a product before, so the libraries had their memory already and nothing could be measured.
-    return taken or WORKSPACE
+    return measured_bytes or WORKSPACE
 
 
 @functools.cache
@@ -144,7 +146,7 @@ class TensorMeter(TorchDispatchMode):
 
     def lap(self) -> None:
         with self._lock:
-            self._take_off_freed()
+            self._subtract_freed()
             self._lap_start = self._lap_peak = self.now_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -154,15 +156,17 @@ class TensorMeter(TorchDispatchMode):
             key = storage._cdata
             with self._lock:
                 # First of all: a new storage may have the address of one that was freed.
-                self._take_off_freed()
-                known = self._live.get(key)
-                if known is None:
-                    given = (args, *kwargs.values()) if kwargs else args
-                    if any(key == one.untyped_storage()._cdata for one in _tensors(given)):
+                self._subtract_freed()
+                counted_bytes = self._live.get(key)
+                if counted_bytes is None:
+                    arguments = (args, *kwargs.values()) if kwargs else args
+                    if any(key == argument.untyped_storage()._cdata for argument in _tensors(arguments)):
                         continue  # a view of a storage that is older than the meter
                     self._watched[key] = weakref.KeyedRef(storage, self._note_freed, key)
-                self._live[key] = storage.nbytes()  # also of a known storage: an `out=` argument may have grown
-                self.now_bytes += self._live[key] - (known or 0)
+                self._live[key] = (
+                    storage.nbytes()
+                )  # also of one that is counted already: an `out=` argument may have grown
+                self.now_bytes += self._live[key] - (counted_bytes or 0)
                 self._lap_peak = max(self._lap_peak, self.now_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.now_bytes)
         return out
@@ -171,7 +175,7 @@ class TensorMeter(TorchDispatchMode):
         """Callback of a weak reference: remember that its storage was freed."""
         self._freed.append(reference.key)
 
-    def _take_off_freed(self) -> None:
+    def _subtract_freed(self) -> None:
         """Subtract the storages freed since the last call. The caller holds the lock."""
         while self._freed:
             key = self._freed.popleft()
@@ -248,9 +252,10 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device={name!r} is not a device: set device=cpu or device=cuda") from None
-    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
-        found = "no GPU that torch can use" if device.type == "cuda" else "no such device"
-        raise ValueError(f"device={name!r} is not here, there is {found}: set device=cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not here, there is no such device: set device=cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r} is not here, there is no GPU that torch can use: set device=cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise ValueError(f"device={name!r} is not here, GPUs are numbered from 0 to {last}: set device=cuda:{last}")

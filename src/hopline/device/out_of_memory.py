@@ -44,7 +44,8 @@ def attempt(before: StepSnapshot, run: Callable[[], Tensor | None]) -> tuple[Ten
     `run` may also return None: then the step is undone, although memory did not run out. After any other error the
     snapshot is restored and the error raised again.
     """
-    result, ran_out = None, False
+    result = None
+    ran_out = False
     try:
         result = run()
     except BaseException as error:

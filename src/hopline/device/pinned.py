@@ -26,9 +26,10 @@ from torch import Tensor
 
 PAGE = mmap.PAGESIZE
 """Bytes of a page. The driver locks whole pages, so the first and last may also hold memory of other tensors."""
-MAPPED, READ_ONLY = 1 | 2, 8
-"""Flags of cudaHostRegister. MAPPED: kernels of every device can read the memory. READ_ONLY: for memory that this
-process itself can only read."""
+MAPPED = 1 | 2
+"""Flags of cudaHostRegister (portable and mapped): kernels of every device can read the memory."""
+READ_ONLY = 8
+"""Flag of cudaHostRegister for memory that this process itself can only read."""
 _REGISTERED = "_hopline_registered"
 """Name of the tensor attribute that holds its `Registration`, so that both live equally long."""
 
@@ -59,7 +60,7 @@ class _Registrations:
 
     def __init__(self) -> None:
         self._by_span: weakref.WeakValueDictionary[tuple[int, int], Registration] = weakref.WeakValueDictionary()
-        """By (address, bytes). Weak: the tensors own their registrations."""
+        """Registrations by (address, bytes). Weak references: the tensors own their registrations."""
         # Held from the lookup until the driver has answered, so that two threads cannot register one range.
         self._lock = threading.Lock()
 
@@ -71,17 +72,19 @@ class _Registrations:
         """
         span = _span(tensor)
         with self._lock:
-            known = self._by_span.get(span)
-            if known is None:
-                if cudart is None:
-                    if tensor.is_pinned():
-                        return None
-                    cudart = torch.cuda.cudart()
-                reason = _try(cudart, *span)
-                if reason is not None:
-                    return reason
-                self._by_span[span] = known = Registration(tensor, cudart)
-            return known
+            registration = self._by_span.get(span)
+            if registration is not None:
+                return registration
+            if cudart is None:
+                if tensor.is_pinned():
+                    return None
+                cudart = torch.cuda.cudart()
+            reason = _try(cudart, *span)
+            if reason is not None:
+                return reason
+            registration = Registration(tensor, cudart)
+            self._by_span[span] = registration
+            return registration
 
     def hold_all(self, tensor: Tensor) -> bool:
         """Whether the whole tensor is in locked memory, given that its first page is.
@@ -89,18 +92,20 @@ class _Registrations:
         That page may be locked only because a registered tensor shares it.
         """
         start, num_bytes = _span(tensor)
-        stop, shares = start + num_bytes, False
+        stop = start + num_bytes
         with self._lock:
-            known = list(self._by_span)
-        for first, num_bytes in known:
+            spans = list(self._by_span)
+        shares_a_page = False
+        for address, span_bytes in spans:
             # Rounded outwards to whole pages, as the driver locks them.
-            low, high = first // PAGE * PAGE, -(-(first + num_bytes) // PAGE) * PAGE
-            if low <= start and stop <= high:
+            first_locked = address // PAGE * PAGE
+            end_locked = -(-(address + span_bytes) // PAGE) * PAGE
+            if first_locked <= start and stop <= end_locked:
                 return True
-            shares = shares or (low < stop and start < high)
+            shares_a_page = shares_a_page or (first_locked < stop and start < end_locked)
         # No registration touches the tensor: others have locked its first page. They lock whole tensors, as torch's
         # `pin_memory` does.
-        return not shares
+        return not shares_a_page
 
 
 _registrations = _Registrations()
@@ -151,11 +156,12 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def register(tensor: Tensor, cudart: Any = None) -> str | None:
     """Register a contiguous tensor's memory for as long as the tensor lives. Returns the reason if it is refused."""
-    found = _registrations.add(tensor, cudart)
-    if isinstance(found, Registration):
-        setattr(tensor, _REGISTERED, found)
+    registration = _registrations.add(tensor, cudart)
+    if isinstance(registration, Registration):
+        setattr(tensor, _REGISTERED, registration)
         return None
-    return found  # None: somebody else has pinned the memory, and is relied on to keep it pinned
+    # The reason as text. None: somebody else has pinned the memory, and is relied on to keep it pinned.
+    return registration
 
 
 def is_registered(tensor: Tensor) -> bool:

@@ -177,7 +177,7 @@ class RowMover:
         with self._on_own_stream():
             stored = rows.to(table.dtype)
             if not isinstance(at, Tensor):
-                self._push_slabs(table, at, stored)
+                self._push_ranges(table, at, stored)
             elif self._is_read_by_kernel(table):
                 ops.put_rows(table, self.to_device(at), stored)
             else:
@@ -186,11 +186,11 @@ class RowMover:
                 _write(table, at, stored)
         trace.count("bytes.pushed", stored.nbytes)
 
-    def _push_slabs(self, table: Tensor, row_ranges: Sequence[slice], rows: Tensor) -> None:
+    def _push_ranges(self, table: Tensor, row_ranges: Sequence[slice], rows: Tensor) -> None:
         """Write rows into row ranges of a table in host memory, on the current stream."""
         start = 0
-        for slab in row_ranges:
-            target = table[slab]
+        for row_range in row_ranges:
+            target = table[row_range]
             source = rows[start : start + target.size(0)]
             start += target.size(0)
             if self._is_read_by_kernel(table):
@@ -268,9 +268,9 @@ def _write(table: Tensor, at: Tensor | Sequence[slice], rows: Tensor) -> None:
         table[at.to(table.device)] = rows.to(table.device, table.dtype)
         return
     start = 0
-    for slab in at:
-        count = slab.stop - slab.start
-        table[slab].copy_(rows[start : start + count], non_blocking=True)
+    for row_range in at:
+        count = row_range.stop - row_range.start
+        table[row_range].copy_(rows[start : start + count], non_blocking=True)
         start += count
 
 

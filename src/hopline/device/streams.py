@@ -56,7 +56,8 @@ def high_priority_stream(device: torch.device) -> Iterator[None]:
     The two `wait_stream` calls keep the order: kernels within run after those launched before the context, and before
     those launched after it.
     """
-    outer, stream = torch.cuda.current_stream(device), stream_for("train", device, HIGH_PRIORITY)
+    outer = torch.cuda.current_stream(device)
+    stream = stream_for("train", device, HIGH_PRIORITY)
     stream.wait_stream(outer)
     try:
         with torch.cuda.stream(stream):

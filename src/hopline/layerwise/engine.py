@@ -75,8 +75,10 @@ class LayerPlan(ABC, Generic[C]):
 
     span: str | None = None
     """Name of a piece's computation in the trace. None: it is not traced."""
-    ahead, behind = 0, 0
-    """(pieces that a thread prepares before their turn, pieces that a thread writes after it). 0: no such thread."""
+    ahead = 0
+    """Pieces that a thread prepares before their turn. 0: the computing thread prepares each at its turn."""
+    behind = 0
+    """Pieces that may wait for a thread that writes their rows. 0: the computing thread writes them itself."""
     encodes_once = False
     """Whether encoded rows are kept from layer to layer, by piece number.
 
@@ -144,8 +146,12 @@ class Boundaries:
         keep_gradients: Callable[[int, Tensor], None] | None = None,
         collect: Callable[[Tensor], tuple[Tensor, int]] | None = None,
     ) -> None:
-        self.tables, self.device, self.dtype, self.reads = tables, device, dtype, reads
-        self.keep_gradients, self.collect = keep_gradients, collect
+        self.tables = tables
+        self.device = device
+        self.dtype = dtype
+        self.reads = reads
+        self.keep_gradients = keep_gradients
+        self.collect = collect
         self._source: RowSource = tables
         self._sums: dict[int, Tensor] = {}
         """The gradient at the rows after each layer, by layer, as far as pieces have added to it."""
@@ -241,7 +247,8 @@ class Recorder(LayerHooks):
     def __init__(self, *, keeps_gradients: bool = False, measures: bool = False) -> None:
         self.rows: dict[int, Tensor] = {}
         self.spreads: list[Tensor] = []
-        self.keeps_gradients, self.measures = keeps_gradients, measures
+        self.keeps_gradients = keeps_gradients
+        self.measures = measures
 
     def before_layer(self, l: int, model: GNN, state: State, block: Block) -> None:
         spread = spread_of(model, l, state, block) if self.measures else None
@@ -320,26 +327,34 @@ class Layers(Generic[C]):
         key: int | None = None,
         keep: Callable[[int, Piece, Tensor], None] | None = None,
     ) -> None:
-        self.model, self.plan, self.rows, self.key, self.keep = model, plan, rows, key, keep
-        self.device, self.last = rows.device, model.num_layers - 1
+        self.model = model
+        self.plan = plan
+        self.rows = rows
+        self.key = key
+        self.keep = keep
+        self.device = rows.device
+        self.last = model.num_layers - 1
+        """The last layer."""
         self._encoded: dict[int, Tensor | None] = {}
+        """The destinations' encoded rows by piece number, if the plan has `encodes_once`."""
 
     # ---- forward
 
     def forward(self, layers: Iterable[int]) -> None:
         """Compute these layers at all pieces, and write their rows. Each layer reads the rows of the one before."""
         for l in layers:
-            # The rows after the layer before; for jumping knowledge in the last layer, those after all layers before.
-            self.rows.begin(range(l) if l == self.last and self.model.keeps_jk else range(l)[-1:])
+            # Jumping knowledge reads the rows after all layers before; any other layer those after the one before.
+            reads_all = l == self.last and self.model.keeps_jk
+            self.rows.begin(range(l) if reads_all else range(l)[-1:])
             chunks = self.plan.chunks_of(l)
-            with closing(self._computed(l, chunks)) as computed, closing(self._written(computed, len(chunks))) as done:
-                for piece in done:
+            with closing(self._compute(l, chunks)) as computed, closing(self._write(computed, len(chunks))) as written:
+                for piece in written:
                     self.plan.written(l, piece)
                     del piece
             self.rows.complete(l)
             self.plan.completed(l)
 
-    def _computed(self, l: int, chunks: Sequence[C]) -> Generator[tuple[int, Piece, Tensor], None, None]:
+    def _compute(self, l: int, chunks: Sequence[C]) -> Generator[tuple[int, Piece, Tensor], None, None]:
         """(layer, piece, the rows of its destinations) for each piece, in order."""
 
         def prepare(chunk: C) -> Piece:
@@ -347,8 +362,8 @@ class Layers(Generic[C]):
             self.plan.read_ahead(l, piece, self.rows)
             return piece
 
-        with closing(self._prepared(prepare, chunks)) as prepared:
-            for piece in prepared:
+        with closing(self._prepare(prepare, chunks)) as pieces:
+            for piece in pieces:
                 with self._span(), self.same_draws(l, piece):
                     state = self.state(l, piece)  # which may move the piece's block to the device
                     rows = self._outputs(state, piece) if l == self.last else layer_rows(self.model, l, state, piece)
@@ -358,23 +373,23 @@ class Layers(Generic[C]):
                 yield l, piece, rows
                 del piece, rows  # without threads only one piece may be in memory: this frame must not hold it
 
-    def _prepared(self, prepare: Callable[[C], Piece], chunks: Sequence[C]) -> Generator[Piece, None, None]:
+    def _prepare(self, prepare: Callable[[C], Piece], chunks: Sequence[C]) -> Generator[Piece, None, None]:
         """The pieces of the chunks, prepared by a thread if the plan wants one."""
         if not self.plan.ahead or len(chunks) < 2:
             # No pipeline: it would hold its last request while the caller computes.
             for chunk in chunks:
                 yield prepare(chunk)
             return
-        idle = self.device.type != "cpu"  # with a GPU the host has nothing else to compute
         stage = Stage("infer.prepare", prepare)
-        yield from Pipeline([stage], workers=1, look_ahead=self.plan.ahead, all_cores=idle).run(chunks)
+        is_host_idle = self.device.type != "cpu"  # with a GPU the host has nothing else to compute
+        yield from Pipeline([stage], workers=1, look_ahead=self.plan.ahead, all_cores=is_host_idle).run(chunks)
 
-    def _written(self, computed: Iterator[tuple[int, Piece, Tensor]], count: int) -> Generator[Piece, None, None]:
+    def _write(self, computed: Iterator[tuple[int, Piece, Tensor]], count: int) -> Generator[Piece, None, None]:
         """The pieces whose rows are written, by a thread if the plan wants one."""
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
-        def write(one: tuple[int, Piece, Tensor]) -> Piece:
-            l, piece, rows = one
+        def write(computed_piece: tuple[int, Piece, Tensor]) -> Piece:
+            l, piece, rows = computed_piece
             # The stream that computes, also in another thread: there the write comes after the computation.
             with torch.cuda.stream(stream):
                 self.rows.write(l, piece, rows)
@@ -383,11 +398,12 @@ class Layers(Generic[C]):
         if self.plan.behind and count > 1:
             yield from Pipeline([Stage("infer.write", write)], workers=1, look_ahead=self.plan.behind).run(computed)
             return
-        for one in computed:
-            yield write(one)
-            del one  # else this piece would still be in memory while the next one is computed
+        for computed_piece in computed:
+            yield write(computed_piece)
+            del computed_piece  # else this piece would still be in memory while the next one is computed
 
     def _span(self) -> AbstractContextManager[Any]:
+        """Traces a piece's computation, if the plan has a name for it."""
         return nullcontext() if self.plan.span is None else trace.span(self.plan.span, self.device)
 
     def _outputs(self, state: State, piece: Piece) -> Tensor:
@@ -406,10 +422,13 @@ class Layers(Generic[C]):
         inputs: the sources' rows after layer l - 1. None: read from the tables.
         jumped: the destinations' rows after all layers before, for jumping knowledge. None: read from the tables.
         """
-        if inputs is None and jumped is None and (found := self.plan.state(l, piece)) is not None:
-            return found
-        model, block = self.model, piece.block
-        jk = self._jumped(piece, jumped) if l == self.last else None
+        if inputs is None and jumped is None:
+            state = self.plan.state(l, piece)
+            if state is not None:
+                return state
+        model = self.model
+        block = piece.block
+        jk = self._jumping_rows(piece, jumped) if l == self.last else None
         if l == 0:
             state = model.encode(self.plan.inputs_of(block.src_ids), block.src_keys, block.key)
             return state if l < self.last else replace(state, jk=jk)
@@ -433,17 +452,19 @@ class Layers(Generic[C]):
             self._encoded[piece.number] = x0
         return x0
 
-    def _jumped(self, piece: Piece, given: Sequence[Tensor] | None) -> Tensor | None:
+    def _jumping_rows(self, piece: Piece, by_layer: Sequence[Tensor] | None) -> Tensor | None:
         """The destinations' rows after all layers before the last, side by side, for jumping knowledge.
 
-        given: the rows by layer. None: read from the tables.
+        by_layer: the destinations' rows after each of these layers. None: read from the tables.
         """
-        model, block = self.model, piece.block
+        model = self.model
+        block = piece.block
         if not model.keeps_jk:
             return None
         keys = block.src_keys[: block.num_dst]
-        own = [self.rows.read(l, piece.dst) for l in range(self.last)] if given is None else given
-        rows = [model.apply_dropout(rows, keys, block.key, l) for l, rows in enumerate(own)]
+        if by_layer is None:
+            by_layer = [self.rows.read(l, piece.dst) for l in range(self.last)]
+        rows = [model.apply_dropout(h, keys, block.key, l) for l, h in enumerate(by_layer)]
         if model.jk_encoder:
             encoded = model.encode(self.plan.inputs_of(block.dst_ids), keys, block.key).jk
             assert encoded is not None
@@ -488,6 +509,7 @@ class Layers(Generic[C]):
                 del piece
 
     def _pieces(self, l: int) -> Iterator[Piece]:
+        """The pieces of layer `l`, each made when it is asked for."""
         for chunk in self.plan.chunks_of(l):
             yield self.plan.piece(l, chunk)
 
@@ -511,11 +533,11 @@ class Layers(Generic[C]):
         inputs = self.rows.read(l - 1, piece.src).requires_grad_() if l else None
         recorder = Recorder(measures=penalty > 0)
         out = layer_rows(self.model, l, self.state(l, piece, inputs), piece, recorder)
-        given = self.rows.gradient(l, piece.dst).to(out.device, out.dtype)
+        out_gradient = self.rows.gradient(l, piece.dst).to(out.device, out.dtype)
         # The penalty enters as a gradient at the spreads, so one backward pass does both.
-        moved = [torch.full_like(spread, penalty * piece.block.num_dst) for spread in recorder.spreads]
+        spread_gradients = [torch.full_like(spread, penalty * piece.block.num_dst) for spread in recorder.spreads]
         if out.requires_grad:
-            torch.autograd.backward([out, *recorder.spreads], [given, *moved])
+            torch.autograd.backward([out, *recorder.spreads], [out_gradient, *spread_gradients])
         if inputs is not None:
             self.rows.add(l - 1, piece.src, inputs.grad)
 
@@ -526,7 +548,10 @@ class Layers(Generic[C]):
         also added at the destinations' rows after every layer before. If somebody wants them, they are added at the
         last layer's own rows too.
         """
-        model, block, batch, last = self.model, piece.block, piece.batch, self.last
+        model = self.model
+        last = self.last
+        block = piece.block
+        batch = piece.batch
         assert batch is not None
         inputs = self.rows.read(last - 1, piece.src).requires_grad_() if last else None
         jumped = [self.rows.read(l, piece.dst).requires_grad_() for l in range(last)] if model.keeps_jk else []
