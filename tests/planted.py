@@ -480,8 +480,8 @@ FAULTS: tuple[Fault, ...] = (
         name="each piece of a batch weighs as a whole batch",
         area="budget",
         file="src/hopline/budget/guard.py",
-        old="BatchUnit(self.job, piece).forward_backward(total)",
-        new="BatchUnit(self.job, piece).forward_backward(piece.num_seeds)",
+        old="BatchUnit(self.job, micro_batch).forward_backward(total)",
+        new="BatchUnit(self.job, micro_batch).forward_backward(micro_batch.num_seeds)",
         tests=("tests/budget/test_guard.py",),
     ),
     Fault(

@@ -467,7 +467,7 @@ def test_what_cannot_be_made_smaller_says_so(monkeypatch: pytest.MonkeyPatch):
     model = model_of()
     batch = micro_batches.micro_batch_of(first_batch(model), torch.arange(9)).batch()
     for over_budget, message in (
-        ("split", "ran out in a step of a single seed: make the fan-outs"),
+        ("split", "ran out twice in a step of a single seed: make the fan-outs"),
         ("refuse", "ran out in a step: make batch_size smaller, or set over_budget=split"),
         ("cut", "the seeds alone take more"),
         ("cut_by_pagerank", "the seeds alone take more"),

@@ -58,12 +58,11 @@ Step = Callable[[Batch], Tensor]
 """A function that trains on, or infers from, a batch or a micro-batch."""
 MAX_REDRAWS = 10
 """Samples that over_budget=resample draws for a batch before it is split instead. A rule of thumb."""
-SHRINK, RECOVER = 0.8, 1.02
-"""Changes of `Guard.target_bytes` around out of memory. Rules of thumb.
-
-SHRINK: the new target, as a fraction of the smaller of predicted peak and old target. RECOVER: the factor by which
-the target grows again after each step that succeeds, up to the limit.
-"""
+SHRINK = 0.8
+"""`Guard.target_bytes` after out of memory, as a fraction of the smaller of predicted peak and old target. A rule of
+thumb."""
+RECOVER = 1.02
+"""Factor by which `Guard.target_bytes` grows again after each step that succeeds, up to the limit. A rule of thumb."""
 
 
 @dataclass(eq=False)
@@ -104,10 +103,17 @@ class Guard:
                 f"the budget leaves {format_size(max(0, self.limit_bytes))} for a step: give more, or make the model "
                 "smaller"
             )
-        self.target_bytes, self.ledger = self.limit_bytes, Ledger(self.limit_bytes)
+        self.target_bytes = self.limit_bytes
+        self.ledger = Ledger(self.limit_bytes)
         self._lock = threading.Lock()  # `_predictor` makes the predictor, and preparing threads call it too
-        self._failed_alone, self._aside_bytes = 0, 0
-        self._not_measured, self._most_measured = 0, 0.0
+        self._num_single_seed_failures = 0
+        """Times in a row that a step of a single seed ran out of memory."""
+        self._set_aside_bytes = 0
+        """Bytes of earlier gradients that the snapshot of the running attempt holds."""
+        self._num_unmeasured = 0
+        """Whole batches since the last measured one."""
+        self._max_measured_bytes = 0.0
+        """The most expected bytes of a whole batch that was measured in this epoch."""
 
     @cached_property
     def inference(self) -> Guard:
@@ -119,7 +125,7 @@ class Guard:
 
         The largest batch of the next epoch is measured again.
         """
-        self._most_measured = 0.0
+        self._max_measured_bytes = 0.0
         return self.ledger.take()
 
     # ---- a sampled batch
@@ -135,29 +141,31 @@ class Guard:
         because it does not change the gradients. The predictor's state at this moment depends on timing, and nothing
         that changes results may depend on it.
         """
-        predictor, copied = self._predictor(Sizes.of(batch)), self.batches_on_host
-        if self.budget.over_budget != "split" or not predictor.is_sure:
+        sizes = Sizes.of(batch)
+        if self.budget.over_budget != "split" or not self._predictor(sizes).is_sure:
             return batch
         # Gradients are left out: the training thread makes and frees them while this thread runs.
-        copies = MicroBatchBytes.of(batch, None).resident(Sizes.of(batch)) if copied else 0
-        if self.predict_peak(batch) + copies <= self.target_bytes:
+        copied_bytes = MicroBatchBytes.of(batch, None).resident(sizes) if self.batches_on_host else 0
+        if self.predict_peak(batch) + copied_bytes <= self.target_bytes:
             return batch
         with suppress(ValueError):  # the training thread will raise the same error
-            batch = replace(batch, groups=tuple(self._groups(batch, copied=copied)))
+            batch = replace(batch, groups=tuple(self._groups(batch, copied=self.batches_on_host)))
         return batch
 
     def make_fit(self, batch: Batch, redraw: Redraw | None = None) -> Batch:
         """The batch in a form that fits: whole, with groups of seeds, redrawn, or with edges cut (`over_budget`)."""
-        needed = self._bytes_of(batch, is_split=False)(Sizes.of(batch))
-        if needed <= self.target_bytes:
+        needed_bytes = self._bytes_of(batch, is_split=False)(Sizes.of(batch))
+        if needed_bytes <= self.target_bytes:
             return replace(batch, groups=()) if batch.groups else batch
-        match self.budget.over_budget:
-            case "refuse":
-                raise self._refusal(needed, "batch_size")
-            case how if how in CUTS:
-                return self._cut(batch)
-            case "resample" if (found := self._resample(batch, redraw)) is not None:
-                return found
+        over_budget = self.budget.over_budget
+        if over_budget == "refuse":
+            raise self._refusal(needed_bytes, "batch_size")
+        if over_budget in CUTS:
+            return self._cut(batch)
+        if over_budget == "resample":
+            redrawn = self._resample(batch, redraw)
+            if redrawn is not None:
+                return redrawn
         self._check_split()
         return batch if batch.groups else replace(batch, groups=tuple(self._groups(batch)))
 
@@ -167,37 +175,43 @@ class Guard:
 
         seed_idx: [n] int64, positions of the seeds of a micro-batch; None for the whole batch.
         """
-        promised, given, done = self.predict_peak(batch), batch, []
+        predicted_bytes = self.predict_peak(batch)
+        original_blocks = batch.blocks
         with meter_of(self.job.device) as meter:
             batch = self.make_fit(batch, redraw)
-        largest, todo = meter.peak_bytes, deque[Tensor | None](batch.groups or (None,))
-        by_bound = not self._predictor(Sizes.of(batch)).is_sure
+        max_bytes = meter.peak_bytes
+        was_sure = self._predictor(Sizes.of(batch)).is_sure
+        todo = deque[Tensor | None](batch.groups or (None,))
+        done = []
         while todo:
+            seed_idx = todo.popleft()
             # A batch with other edges was made by this step, and is not among the prefetched batches that the budget
             # has counted. On the host it takes no memory of the GPU.
-            as_given = batch.blocks is given.blocks or self._is_on_other_device(batch)
-            seed_idx, other_bytes = todo.popleft(), 0 if as_given else batch.num_bytes
+            is_replacement = batch.blocks is not original_blocks and not self._is_on_other_device(batch)
+            other_bytes = batch.num_bytes if is_replacement else 0
             result, peak_bytes = self._try(batch, seed_idx, step, other_bytes)
             if result is None:
                 batch, smaller = self._make_smaller(batch, seed_idx)
                 todo.extendleft(reversed(smaller))
                 continue
             done.append((seed_idx, result))
-            largest = max(largest, peak_bytes)
+            max_bytes = max(max_bytes, peak_bytes)
             # The first batches are split by the bound, into too many groups. Once their first micro-batches have
             # taught the predictor enough, the remaining seeds are split into fewer.
-            if by_bound and len(todo) > 1 and self._predictor(Sizes.of(batch)).is_sure:
-                by_bound, rest = False, torch.cat([group for group in todo if group is not None])
-                todo = deque[Tensor | None](self._groups(batch, rest))
+            if not was_sure and len(todo) > 1 and self._predictor(Sizes.of(batch)).is_sure:
+                was_sure = True
+                remaining = torch.cat([group for group in todo if group is not None])
+                todo = deque[Tensor | None](self._groups(batch, remaining))
         if len(done) > 1:
             self.ledger.note_split(len(done))
-        self.ledger.note_batch(promised, largest)
+        self.ledger.note_batch(predicted_bytes, max_bytes)
         return done
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """The model's output for the seeds: [num_seeds, ...] on the host, by forward passes within the limit."""
-        done = self.inference.run(batch, lambda piece: model(piece).cpu())
-        if done[0][0] is None:
+        done = self.inference.run(batch, lambda micro_batch: model(micro_batch).cpu())
+        ran_whole = done[0][0] is None
+        if ran_whole:
             return done[0][1]
         order = torch.cat([seed_idx for seed_idx, _ in done if seed_idx is not None])
         return torch.cat([rows for _, rows in done])[order.argsort()]
@@ -209,31 +223,37 @@ class Guard:
         """
         bytes_of = self._bytes_of(batch, is_split=seed_idx is not None)
 
-        def made_and_run(this: Attempt) -> Tensor | None:
-            piece = batch if seed_idx is None else micro_batch_of(batch, seed_idx).batch()
-            this.sizes = Sizes.of(piece)
+        def make_and_run(this: Attempt) -> Tensor | None:
+            micro_batch = batch if seed_idx is None else micro_batch_of(batch, seed_idx).batch()
+            this.sizes = Sizes.of(micro_batch)
             this.predicted_bytes = bytes_of(this.sizes) + other_bytes
-            if this.predicted_bytes > self.target_bytes and seed_idx is not None and seed_idx.numel() > 1:
+            can_be_split = seed_idx is not None and seed_idx.numel() > 1
+            if this.predicted_bytes > self.target_bytes and can_be_split:
                 return None  # the predictor has learnt since this group was found, and now it is too large
-            piece = piece.to(self.job.device)
+            micro_batch = micro_batch.to(self.job.device)
             this.meter.lap()  # the predictor learns from the step alone, without the making of the micro-batch
-            return step(piece)
+            return step(micro_batch)
 
-        measured = seed_idx is not None or self._is_measured(Sizes.of(batch))
-        result, peak_bytes = self._attempt(made_and_run, self.target_bytes, measured=measured, other_bytes=other_bytes)
+        measured = seed_idx is not None or self._must_measure(Sizes.of(batch))
+        result, peak_bytes = self._attempt(make_and_run, self.target_bytes, measured=measured, other_bytes=other_bytes)
         if result is not None:
-            self._failed_alone = 0
+            self._num_single_seed_failures = 0
         return result, peak_bytes
 
-    def _is_measured(self, sizes: Sizes) -> bool:
-        """Whether to measure a whole batch. The ledger gets the expected bytes of one that is not measured."""
+    def _must_measure(self, sizes: Sizes) -> bool:
+        """Whether to measure a whole batch, which this call counts.
+
+        The ledger gets the expected bytes of a batch that is not measured.
+        """
         predictor = self._predictor(sizes)
         if self.job.device.type != "cpu" or not predictor.is_sure:
             return True
-        expected, self._not_measured = predictor.expected_bytes(sizes), self._not_measured + 1
-        if expected <= self._most_measured and self._not_measured < self.measure_every:
+        expected_bytes = predictor.expected_bytes(sizes)
+        self._num_unmeasured += 1
+        if expected_bytes <= self._max_measured_bytes and self._num_unmeasured < self.measure_every:
             return False
-        self._most_measured, self._not_measured = max(expected, self._most_measured), 0
+        self._max_measured_bytes = max(expected_bytes, self._max_measured_bytes)
+        self._num_unmeasured = 0
         return True
 
     def _make_smaller(self, batch: Batch, seed_idx: Tensor | None) -> tuple[Batch, Sequence[Tensor | None]]:
@@ -248,12 +268,15 @@ class Guard:
         self._check_split()
         seeds = torch.arange(batch.num_seeds) if seed_idx is None else seed_idx
         if seeds.numel() > 1:
-            self._failed_alone = 0
+            self._num_single_seed_failures = 0
             return batch, self._groups(batch, seeds)
         # A single seed cannot be split. It gets one more try: others may have held the memory for a moment.
-        self._failed_alone += 1
-        if self._failed_alone > 1:
-            raise ValueError("memory ran out in a step of a single seed: make the fan-outs or the model smaller")
+        self._num_single_seed_failures += 1
+        if self._num_single_seed_failures > 1:
+            raise ValueError(
+                "memory ran out twice in a step of a single seed: make the fan-outs or the model smaller "
+                f"(the budget leaves {format_size(self.limit_bytes)} for a step)"
+            )
         return batch, [seeds]
 
     def _groups(self, batch: Batch, among: Tensor | None = None, copied: bool | None = None) -> list[Tensor]:
@@ -261,46 +284,54 @@ class Guard:
 
         among: the seeds to divide, by position; None for all. copied: as in `_bytes_of`.
         """
-        predictor, bytes_of = self._predictor(Sizes.of(batch)), self._bytes_of(batch, is_split=True, copied=copied)
-        together = Sizes.of(batch) if among is None else sizes_of(batch, [among])[0]
+        predictor = self._predictor(Sizes.of(batch))
+        bytes_of = self._bytes_of(batch, is_split=True, copied=copied)
 
         # The predicted peak of sizes unlike all measured ones is far too high. Expected bytes tell the number of
         # groups to try first, and whether a single seed must be refused.
-        def expected(sizes: Sizes) -> float:
+        def expected_bytes_of(sizes: Sizes) -> float:
             return bytes_of(sizes) - predictor.predict_peak(sizes) + predictor.expected_bytes(sizes)
 
-        options: dict[str, Any] = {"among": among, "first": max(2, math.ceil(expected(together) / self.target_bytes))}
-        options |= {"max_bytes": self.limit_bytes if predictor.is_sure else math.inf, "min_bytes_of": expected}
-        return groups_to_fit(batch, bytes_of, self.target_bytes, predictor.costs, **options)
+        sizes = Sizes.of(batch) if among is None else sizes_of(batch, [among])[0]
+        return groups_to_fit(
+            batch,
+            bytes_of,
+            self.target_bytes,
+            predictor.costs,
+            among=among,
+            first=max(2, math.ceil(expected_bytes_of(sizes) / self.target_bytes)),
+            max_bytes=self.limit_bytes if predictor.is_sure else math.inf,
+            min_bytes_of=expected_bytes_of,
+        )
 
     def _check_split(self) -> None:
+        """Raise a ValueError if the model's outputs would change when a batch is split."""
         check_split(self.job.model, instead="make batch_size smaller" if self.forward_only else "set over_budget=cut")
 
     # ---- a step whose micro-batches need each other's rows
 
     def step(self, step: SplittableStep) -> Tensor:
         """Run a step at once if it fits, else in micro-batches. After out of memory all of it runs again."""
-        beside = self.overhead_bytes()
-        needed, result, peak_bytes = self._needed_bytes(step) + beside, None, 0
-        while result is None:
-            if self._must_split(needed, step):
-                result, peak_bytes = self._attempt(partial(_run_in_micro_batches, step), needed)
-            else:
-                result, peak_bytes = self._attempt(partial(_run_whole, step), needed)
-            if result is None:
-                step.reset()
-        self.ledger.note_batch(needed, peak_bytes)
-        return result
+        needed_bytes = self._needed_bytes(step) + self.overhead_bytes()
+        while True:
+            # Asked again each time: out of memory has lowered the target.
+            run = _run_in_micro_batches if self._must_split(needed_bytes, step) else _run_whole
+            result, peak_bytes = self._attempt(partial(run, step), needed_bytes)
+            if result is not None:
+                self.ledger.note_batch(needed_bytes, peak_bytes)
+                return result
+            step.reset()
 
     def must_split(self, step: SplittableStep) -> bool:
         """Whether a step must run in micro-batches. Raises a ValueError if the budget does not allow that."""
         return self._must_split(self._needed_bytes(step), step)
 
-    def _must_split(self, needed: float, step: SplittableStep) -> bool:
-        if needed <= self.target_bytes:
+    def _must_split(self, needed_bytes: float, step: SplittableStep) -> bool:
+        """`must_split` for a step of which the predicted peak is known."""
+        if needed_bytes <= self.target_bytes:
             return False
         if self.budget.over_budget != "split":
-            raise self._refusal(needed, step.smaller_by)
+            raise self._refusal(needed_bytes, step.smaller_by)
         return True
 
     def _needed_bytes(self, step: SplittableStep) -> float:
@@ -340,12 +371,12 @@ class Guard:
         with meter_of(self.job.device) if measured else NoMeter() as meter:
             before = StepSnapshot(self.job.module, self.job.device)
             # The snapshot takes earlier gradients out of the module. They are still in memory, and are counted here.
-            self._aside_bytes = before.gradient_bytes
+            self._set_aside_bytes = before.gradient_bytes
             this = Attempt(meter, predicted_bytes)
             try:
                 result, ran_out = attempt(before, partial(run, this))
             finally:
-                self._aside_bytes = 0
+                self._set_aside_bytes = 0
         peak_bytes = before.gradient_bytes + other_bytes + meter.peak_bytes
         if ran_out:
             self.ledger.note_out_of_memory()
@@ -360,11 +391,16 @@ class Guard:
         self.target_bytes = min(self.limit_bytes, RECOVER * self.target_bytes)
         return result, peak_bytes
 
-    def _refusal(self, needed: float, smaller: str) -> ValueError:
-        room, how = self.target_bytes, self.budget.over_budget
+    def _refusal(self, needed_bytes: float, smaller_by: str) -> ValueError:
+        """The error for a step that does not fit and may not be split.
+
+        smaller_by: the setting that makes such a step smaller.
+        """
+        missing = format_size(needed_bytes - self.target_bytes)
         return ValueError(
-            f"a batch may take {format_size(needed)}, and {format_size(room)} are left for a step: give the budget "
-            f"{format_size(needed - room)} more, make {smaller} smaller, or set over_budget=split instead of {how}"
+            f"a batch may take {format_size(needed_bytes)}, and {format_size(self.target_bytes)} are left for a step: "
+            f"give the budget {missing} more, make {smaller_by} smaller, or set over_budget=split instead of "
+            f"{self.budget.over_budget}"
         )
 
     def overhead_bytes(self, is_split: bool = False) -> int:
@@ -375,7 +411,7 @@ class Guard:
         gradients, buffers = state_bytes(self.job.module)
         if is_split and not self.forward_only:
             return buffers + gradients
-        return buffers + gradient_bytes(self.job.module) + self._aside_bytes
+        return buffers + gradient_bytes(self.job.module) + self._set_aside_bytes
 
     def _bytes_of(self, batch: Batch, is_split: bool, copied: bool | None = None) -> Callable[[Sizes], float]:
         """A function from sizes to the predicted peak of a step, with overhead and copies.
@@ -383,12 +419,16 @@ class Guard:
         is_split: the step is of a micro-batch, whose rows and indices are copies. copied: whether the step's batch is
         copied from the host; None to tell by where the batch is now.
         """
-        beside, copied = self.overhead_bytes(is_split), self._is_on_other_device(batch) if copied is None else copied
+        overhead_bytes = self.overhead_bytes(is_split)
+        if copied is None:
+            copied = self._is_on_other_device(batch)
         copies = MicroBatchBytes.of(batch, None if copied else self.job.device) if is_split or copied else None
 
         def bytes_of(sizes: Sizes) -> float:
-            step = self.predict_peak_of_sizes(sizes)
-            return beside + (step if copies is None else copies.peak_with_step(sizes, step))
+            step_bytes = self.predict_peak_of_sizes(sizes)
+            if copies is not None:
+                step_bytes = copies.peak_with_step(sizes, step_bytes)
+            return overhead_bytes + step_bytes
 
         return bytes_of
 
@@ -397,6 +437,7 @@ class Guard:
         return batch.seeds.device.type != self.job.device.type
 
     def predict_peak(self, batch: Batch) -> float:
+        """The bytes that a step of this batch, whole, will not exceed, without overhead and copies."""
         return self.predict_peak_of_sizes(Sizes.of(batch))
 
     def predict_peak_of_sizes(self, sizes: Sizes) -> float:
@@ -425,10 +466,11 @@ class Guard:
     def _cut(self, batch: Batch) -> Batch:
         """The batch with as many edges as fit."""
         # A key that no redraw of `_resample` uses.
-        key, bytes_of = ops.derive_key(_key_of(batch), MAX_REDRAWS + 1), self._bytes_of(batch, is_split=True)
-        found = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
-        self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(found).edges))
-        return found
+        key = ops.derive_key(_key_of(batch), MAX_REDRAWS + 1)
+        bytes_of = self._bytes_of(batch, is_split=True)
+        cut = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
+        self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(cut).edges))
+        return cut
 
     def _resample(self, batch: Batch, redraw: Redraw | None) -> Batch | None:
         """The first other sample of the seeds that fits, as a batch; None after `MAX_REDRAWS` that do not fit."""
@@ -457,12 +499,15 @@ class Attempt:
 
 
 def _run_whole(step: SplittableStep, this: Attempt) -> Tensor:
+    """Run a step at once. The predictor learns from it."""
     this.sizes = step.sizes()
     this.meter.lap()
     return step.run_whole()
 
 
 def _run_in_micro_batches(step: SplittableStep, this: Attempt) -> Tensor:
+    """Run a step in micro-batches. The step itself tells the guard what to learn from."""
+
     def set_predicted_bytes(num_bytes: float) -> None:
         this.predicted_bytes = num_bytes
 
@@ -470,6 +515,7 @@ def _run_in_micro_batches(step: SplittableStep, this: Attempt) -> Tensor:
 
 
 def _key_of(batch: Batch) -> int:
+    """The key of a batch as a number; 0 for a batch without random draws."""
     return 0 if batch.key is None else int(batch.key)
 
 
@@ -495,7 +541,11 @@ class GuardedUnit(Unit):
             return BatchUnit(self.job, self.batch).forward_backward(total)
         if not self.job.usual_loss:
             return self._own_loss(total)
-        done = self.guard.run(self.batch, lambda piece: BatchUnit(self.job, piece).forward_backward(total), self.redraw)
+
+        def step(micro_batch: Batch) -> Tensor:
+            return BatchUnit(self.job, micro_batch).forward_backward(total)
+
+        done = self.guard.run(self.batch, step, self.redraw)
         return torch.stack([loss for _, loss in done]).sum()
 
     def _own_loss(self, total: float) -> Tensor:
@@ -506,29 +556,30 @@ class GuardedUnit(Unit):
         gradients, and goes back from sum(outputs * g), whose gradient at the outputs is g. A batch that fits takes
         one pass.
         """
-        job, batch = self.job, self.guard.make_fit(self.batch, self.redraw)
-        found = self._loss_at_once(batch, total) if batch.groups else None
-        ordered = batch.seeds.sort()
+        job = self.job
+        batch = self.guard.make_fit(self.batch, self.redraw)
+        output_loss = self._loss_at_once(batch, total) if batch.groups else None
+        sorted_seeds, order = torch.sort(batch.seeds)
 
-        def step(piece: Batch) -> Tensor:
-            nonlocal found
-            if piece.num_seeds == batch.num_seeds:
-                return BatchUnit(job, piece).forward_backward(total)
-            if found is None:  # the whole batch ran out of memory, and was split after all
-                found = self._loss_at_once(batch, total)
+        def step(micro_batch: Batch) -> Tensor:
+            nonlocal output_loss
+            if micro_batch.num_seeds == batch.num_seeds:
+                return BatchUnit(job, micro_batch).forward_backward(total)
+            if output_loss is None:  # the whole batch ran out of memory, and was split after all
+                output_loss = self._loss_at_once(batch, total)
             # Positions of the micro-batch's seeds in the batch, by binary search among the sorted seeds.
-            at = ordered.indices[torch.searchsorted(ordered.values, piece.seeds.to(batch.seeds.device))]
+            seed_idx = order[torch.searchsorted(sorted_seeds, micro_batch.seeds.to(batch.seeds.device))]
             with autocast(job), trace.span("forward", job.device):
-                outputs = job.model(piece)
+                outputs = job.model(micro_batch)
             with trace.span("backward", job.device):
-                (outputs * found.output_gradients[at.to(outputs.device)]).sum().backward()
-            return torch.zeros_like(found.loss_sum)
+                (outputs * output_loss.output_gradients[seed_idx.to(outputs.device)]).sum().backward()
+            return torch.zeros_like(output_loss.loss_sum)
 
         done = self.guard.run(batch, step, self.redraw)
-        if found is None:
+        if output_loss is None:
             return done[0][1]
-        found.add_to_parameters()
-        return found.loss_sum
+        output_loss.add_to_parameters()
+        return output_loss.loss_sum
 
     def _loss_at_once(self, batch: Batch, total: float) -> OutputLoss:
         """The loss over all seeds, and its gradients, from a forward pass in micro-batches without gradients.
@@ -544,13 +595,10 @@ class GuardedUnit(Unit):
                 "a loss of your own over a batch in pieces needs the same outputs twice, and a part of the model draws "
                 "random numbers by itself, as attention dropout does: set its dropout to 0, or make batch_size smaller"
             )
-        whole = batch_of_seeds(job, batch.seeds.to(job.device), _to(batch.y, job.device), batch.key)
+        labels = None if batch.y is None else batch.y.to(job.device)
+        whole = batch_of_seeds(job, batch.seeds.to(job.device), labels, batch.key)
         with autocast(job):
             return loss_at_outputs(job, whole, outputs, 1 / total)
-
-
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -566,8 +614,13 @@ def guard_of(plan: Plan, budget: Budget, job: Job, outline: Outline) -> Guard | 
     """The guard of a run, with the predictor of its plan; None where the plan sets no limit for a step."""
     if plan.limit_bytes == math.inf:
         return None
-    known = None if plan.num_blocks is None else outline.predictor(plan.num_blocks)
-    return Guard(job, budget, int(plan.limit_bytes), known, plan.batches_on_host)
+    return Guard(
+        job,
+        budget,
+        limit_bytes=int(plan.limit_bytes),
+        predictor=None if plan.num_blocks is None else outline.predictor(plan.num_blocks),
+        batches_on_host=plan.batches_on_host,
+    )
 
 
 @contextmanager
